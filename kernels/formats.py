@@ -30,8 +30,7 @@ class BlockFormat:
         + 8 in its high half.
     int4 with `clip`:
         The scale is m / 9 instead of that larger value, so the largest elements are clipped. It is for gradients with
-        error feedback, which adds the clipped part to the next message. "Gradient noise" in docs/benchmarks_raw.md has
-        measurements.
+        error feedback, which adds the clipped part to the next message.
 
     Raises:
         ValueError: bits is not 4 or 8, block_size is not a power of two in 32..2048, or clip is set for 8 bits.

@@ -244,7 +244,7 @@ class RandomGenerators(StatePart):
             seed_everything(seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
             if self._shared is not None:
                 self._shared.generator.manual_seed(seed_for(f"dropout on data rank {dims.dropout_rank}", seed=seed))
-            return ["random generators are seeded anew: the checkpoint has no states of this layout"]
+            return ["random generators are seeded again: the checkpoint has no states of this layout"]
         if "python" in loaded:
             version, internal, gauss_next = from_tensor(loaded["python"])
             random.setstate((version, tuple(internal), gauss_next))

@@ -339,7 +339,7 @@ class WeightReader:
         return found
 
     def fill_buffers(self, model: GPTModel, device: torch.device) -> None:
-        """Replace the buffers of the model by those of the checkpoint, on `device`. They do not add to the checksum."""
+        """Load the model's buffers from the checkpoint, on `device`. They are not part of the checksum."""
         for prefix, module in model.named_modules():
             for attribute, _ in module.named_buffers(recurse=False):
                 setattr(module, attribute, self._reader.read_whole(f"{MODEL}{prefix}.{attribute}").to(device))

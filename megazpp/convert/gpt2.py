@@ -70,7 +70,7 @@ def activation_of(config: GPTConfig, tanh: str) -> str:
 
     Args:
         config: architecture of the model.
-        tanh: name of GeLU's tanh approximation, of which Hugging Face has several.
+        tanh: name of GeLU's tanh approximation; Hugging Face has several names for it.
     """
     return tanh if config.openai_gelu else "relu2" if config.squared_relu else "gelu"
 

@@ -329,7 +329,9 @@ def _empty_model(config: GPTConfig, rows: int, *, scores: bool) -> Any:
     with torch.device("meta"):
         model = auto.from_config(description)
     for module in model.modules():
-        for name, tensor in module.named_parameters(recurse=False):  # PEFT moves adapters to the base's device: the CPU
+        for name, tensor in module.named_parameters(
+            recurse=False
+        ):  # PEFT moves adapters to the base's device, here the CPU
             setattr(module, name, nn.Parameter(torch.zeros(1).expand(tensor.shape), requires_grad=False))
     return model
 

@@ -26,7 +26,7 @@ class Settings:
         return self.values.get(key) is not None
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer; raise ValueError if it is larger than a model can have."""
+        """Return the value of `key`, a positive integer; raise ValueError if it is larger than a model can have."""
         value = self._get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._wrong(key, value, "is not a positive integer")
@@ -35,7 +35,7 @@ class Settings:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number."""
+        """Return the value of `key` as a finite number; raise ValueError for any other value."""
         value = self._get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._wrong(key, value, "is not a number")
@@ -44,25 +44,25 @@ class Settings:
         return float(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """Return a finite number above zero."""
+        """Return the value of `key` as a finite number above zero; raise ValueError for any other value."""
         value = self.number(key, default)
         if value <= 0.0:
             raise self._wrong(key, value, "is not positive")
         return value
 
     def truth(self, key: str, default: bool) -> bool:
-        """Return a truth value."""
+        """Return the value of `key`, true or false; raise ValueError for any other value."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self._wrong(key, value, "is not true or false")
         return value
 
     def text(self, key: str) -> str:
-        """Return a value as text; raise ValueError if it is missing."""
+        """Return the value of `key` as text; raise ValueError if it is missing."""
         return str(self._get(key, None))
 
     def only(self, key: str, *allowed: Any) -> Any:
-        """Return a value; raise ValueError if it is not in `allowed`, whose first value is the default."""
+        """Return the value of `key`; raise ValueError if it is not in `allowed`, whose first item is the default."""
         value = self._get(key, allowed[0])
         if value not in allowed:
             raise self._wrong(key, value, f"is not supported here (only {', '.join(map(str, allowed))})")

@@ -92,13 +92,13 @@ def same_sources(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def what_follows(before: Mapping[str, Any], now: Mapping[str, Any], consumed: int) -> str:
-    """Return a line that says how many samples repeat or are skipped.
+    """Return a line about a resumed run: how many samples repeat or are skipped if data or sizes have changed.
 
-    The numbers are expectations, which treat two orders of the same samples as independent.
+    The numbers are expected values. They assume that two orders of the same samples are independent.
 
     Args:
-        before: description of the checkpoint.
-        now: description of this run.
+        before: description of the data in the checkpoint.
+        now: description of this run's data.
         consumed: samples consumed by the checkpoint's run.
     """
     if not _both_known(before, now):

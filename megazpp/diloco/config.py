@@ -201,7 +201,7 @@ def plan_islands(
         raise ValueError(f"--diloco-fragments {config.diloco_fragments} is more than --num-layers {num_layers}")
     # defaults of the outer optimizer
     few, short = iterations // steps < FEWEST, steps < SHORTEST
-    plain = few or short  # outer momentum increases the loss then: docs/benchmarks_raw.md
+    plain = few or short  # outer momentum then increased the loss of small models
     lr, momentum = config.diloco_outer_lr, config.diloco_outer_momentum
     notices = []
     if plain and momentum is None:

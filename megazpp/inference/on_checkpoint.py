@@ -161,7 +161,7 @@ def _load(
         def load(iteration: int) -> tuple[GPTModel, WeightHandle]:
             found, record = find_weights(source.folder, iteration, lora_base=source.lora_base)
             if None not in (tokenizer.identity, record.tokenizer) and tokenizer.identity != record.tokenizer:
-                say(f"WARNING: the tokenizer gives other ids than that of {source.folder.path}")
+                say(f"WARNING: the tokenizer gives other ids than the tokenizer of {source.folder.path}")
             return load_used_model(weights, spec, place, found, record)
 
         iteration, built = first_sound(source, source.candidates(), load, say)

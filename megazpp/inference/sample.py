@@ -65,7 +65,7 @@ class SampleConfig(FeatureConfig):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The strings that end a text, with line breaks."""
+        """The strings that end a generated text; `\\n` in the flag becomes a line break."""
         return tuple(stop.replace("\\n", "\n") for stop in self.sample_stop)
 
 
@@ -98,7 +98,7 @@ def pick(logits: torch.Tensor, config: SampleConfig, generator: torch.Generator,
         UserError: a logit is NaN, as from weights of a run that has diverged.
     """
     if logits.isnan().any():
-        raise UserError("no token can be drawn: the model's logits are NaN, so its weights have diverged")
+        raise UserError("no token can be sampled: the model's logits are NaN, so its weights have diverged")
     row, seen = logits.unsqueeze(0), occurring([tokens], len(logits), config)
     if config.sample_temperature == 0.0:
         return int(_penalized(row, config, seen).argmax())

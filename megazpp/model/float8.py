@@ -67,7 +67,8 @@ class _Settings(NamedTuple):
     Attributes:
         dtype: format of inputs and weights.
         grad_dtype: format of the gradients of outputs.
-        gemms: torchao's `LinearMMConfig` for the three products.
+        gemms: torchao's `LinearMMConfig` for the products that give the output, the gradient of the input and the
+            gradient of the weight.
     """
 
     dtype: torch.dtype

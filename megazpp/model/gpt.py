@@ -223,7 +223,7 @@ class GPTModel(nn.Module):
         return TokenOutputs(self._by_rows(losses), entropy, values, router_loss)
 
     def _summed(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Sum router losses [B] over layers, and over the tp and cp ranks, each of which has computed a part."""
+        """Sum router losses [B] over layers, and over the tp and cp ranks, because each rank has computed a part."""
         total = torch.stack(parts).sum(dim=0)
         for axis in (self.tp, self.cp):
             total = reduce_from_region_(total, axis) if axis.size > 1 else total

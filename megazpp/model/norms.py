@@ -116,7 +116,7 @@ def recomputed(
         args: arguments of `cheap`.
         then: matrix product after it, which is not recomputed; None for none.
         when: True to recompute.
-        draws: True if `cheap` samples from torch's default generator, whose state the recomputation has to restore.
+        draws: True if `cheap` samples from torch's default generator. The recomputation then restores its state.
         in_graph: True if torch.compile may put the checkpoint of `cheap` into its graph. Attention with DTensor
             parameters must stay outside: torch 2.13 passes the generator's state to the recomputation, and confuses it
             with a DeviceMesh.
@@ -135,7 +135,7 @@ def recomputed(
 
 
 def _checkpointed(function: Callable[..., Any], *args: object, draws: bool) -> Any:
-    """Call `function` in a non-reentrant checkpoint; `draws`: the recomputation restores torch's generator."""
+    """Call `function` in a non-reentrant checkpoint, which with `draws` restores the state of torch's generator."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws)
 
 

@@ -241,7 +241,7 @@ def update_expert_bias_(
 ) -> None:
     """Move each expert's bias towards an even load: bias += rate sign(mean over experts of counts - counts).
 
-    The counts are those of all training tokens since the last call, over all ranks. They are integers in fp64, so every
+    The counts cover all training tokens since the last call, over all ranks. They are integers in fp64, so every
     layout computes the same bias. One all-reduce covers all layers. Megatron-LM has the same rule, but it also applies
     it in a step that is skipped because of an overflow.
 

@@ -289,7 +289,7 @@ class FrozenUnit:
             module.register_forward_hook(self._after_forward)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Unpack before a module's forward, and register the end of the backward through the unit."""
+        """Unpack the unit's weights before a forward, and register a hook for the end of its backward."""
         # This module starts a new forward if it has already run in the current one. It also does if no module of the
         # current one has finished, because then an exception has interrupted that forward, as a recomputation may.
         first = module not in self._to_run or len(self._to_run) == len(self._modules)
@@ -301,7 +301,7 @@ class FrozenUnit:
             register_multi_grad_hook(inputs, functools.partial(self._finish_backward, self._forward))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Free after the last module's forward, and register the beginning of the backward through the unit."""
+        """Free the unit's weights after its last module, and register a hook for the beginning of its backward."""
         self._to_run.discard(module)
         if not self._to_run:
             self.free_unless_used()

@@ -94,10 +94,10 @@ class StreamedUnits:
 
     Args:
         model: model on the meta device.
-        units: the streamed modules, as they were planned.
-        plan: layouts of the messages.
-        kept: [bytes] uint8, the message that stays, on the device.
-        fetch: function that starts to bring a unit's message, [M] uint8, to the device. The message stays valid until
+        units: the streamed modules, in the order of `plan.streamed`.
+        plan: layouts of the messages, which are the packed weights of a unit in one buffer.
+        kept: [bytes] uint8, message with the weights that stay on the device.
+        fetch: function that starts to copy a unit's message, [M] uint8, to the device. The message stays valid until
             1 + `prefetch` other messages have been fetched.
         axis: the ranks of a node that share the units.
         dtype: dtype in which the model computes.
@@ -146,7 +146,7 @@ class StreamedUnits:
             else:
                 place(weight).take(kept.view(1, -1))
         self._matrices = [[place(weight) for weight in message.weights] for message in plan.streamed]
-        # fetch around each forward
+        # hooks that fetch a unit's weights before each forward, and release them after it
         for index, unit in enumerate(units):
             unit.register_forward_pre_hook(functools.partial(self._before, index))
             unit.register_forward_hook(functools.partial(self._after, index))

@@ -68,7 +68,7 @@ def run_worker(place: RankInfo, config: LaunchConfig, main: Callable[[Worker], N
         config: back end and timeouts.
         main: the work of the rank.
     """
-    # Signals, and the end of the launcher.
+    # Handle signals, and end this process when its launcher ends.
     if LAUNCHER_PID in os.environ:
         end_with(int(os.environ[LAUNCHER_PID]))
     if place.world_size > 1:

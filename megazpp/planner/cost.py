@@ -36,7 +36,7 @@ TILE = 128
 # src/graph/tuning.cc, hwLat, protocol Simple; the keys mean NVLink, PCI and network.
 RING_MICROSECONDS = {"domain": 3.4, "node": 5.7, "network": 14.0}
 TREE_MICROSECONDS = {"domain": 4.0, "node": 6.0, "network": 14.0}
-CALL_MICROSECONDS = 8.4  # additional latency of every collective, in microseconds (the same file, baseLat)
+CALL_MICROSECONDS = 8.4  # additional latency of every collective, in microseconds (NCCL's baseLat)
 
 
 class Efficiency(NamedTuple):
@@ -48,7 +48,7 @@ class Efficiency(NamedTuple):
         domain: share of the bandwidth inside an NVLink domain, for long messages.
         node: share of the bandwidth inside a node, for long messages.
         network: share of the bandwidth between nodes, for long messages.
-        beside: share of the device that a running collective takes from the compute that overlaps with it, because
+        beside: share of the device that a running collective takes away from overlapped compute, because
             NCCL's kernels occupy multiprocessors.
         uplink: not a share: rate in GB/s at which one rank brings bytes to its node's network adapters.
     """
@@ -156,7 +156,7 @@ class Costs:
     """Interface of the cost model. This base class makes everything take 0 seconds, to count bytes only.
 
     Attributes:
-        beside: share of a collective's seconds by which it delays the compute that overlaps with it.
+        beside: share of a collective's duration that is added to the compute overlapped with it.
     """
 
     beside = 0.0
@@ -166,7 +166,7 @@ class Costs:
         return 0.0
 
     def memory(self, touched_bytes: int) -> float:
-        """Return the seconds of a pass that reads and writes `touched_bytes` in all."""
+        """Return the seconds of a pass that reads and writes `touched_bytes` in total."""
         return 0.0
 
     def collective(self, axis: str, collective: str, sent_bytes: int) -> float:

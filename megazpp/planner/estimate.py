@@ -129,7 +129,7 @@ class Estimator:
         cluster: cluster, with the device and links of its file if there is one.
         device_type: "cuda" or "cpu", which selects the checks of the flags.
         expert_load: load of all experts of the simulated rank, relative to the mean over experts. Above 1, the
-            estimates are those of a rank whose experts are all as busy as the busiest one.
+            rank's experts are all as busy as the busiest one.
     """
 
     def __init__(self, cluster: Cluster, *, device_type: str, expert_load: float = 1.0) -> None:
@@ -151,8 +151,8 @@ class Estimator:
     def choose_weight_delta(self, config: RunConfig, *, gigabytes: float | None = None) -> WeightDelta | None:
         """Choose lossless deltas or int8 blocks for --zero-weight-delta auto.
 
-        Lossless deltas are chosen if they fit into memory and the estimated step is not slower with them. If the speed
-        of the links is unknown, only memory decides. If the device is unknown, only communication is compared.
+        Lossless deltas are chosen if they fit into memory and the estimated step is not slower with them. Without
+        known link speeds, only memory decides. If the device is unknown, only communication is compared.
 
         Args:
             config: flags of the run.

@@ -93,7 +93,7 @@ class Simulation:
 
     @contextmanager
     def on(self, clock: Clock) -> Iterator[None]:
-        """Make `clock` the running clock inside the context."""
+        """Let `spend`, `send` and other calls inside the context advance `clock`."""
         before, self.running = self.running, clock
         try:
             yield
@@ -117,7 +117,7 @@ class Simulation:
                 self.spend(taken)
 
     def send(self, axis: str, collective: str, sent_bytes: int) -> None:
-        """Run a collective on the running clock. The collectives of one axis run one after another."""
+        """Advance the running clock by a collective, which starts when the previous one on its axis has ended."""
         link, seconds = self._links[axis], self._costs.collective(axis, collective, sent_bytes)
         self.running.wait_until(link.now)
         self.spend(seconds, axis=axis, taken=self._costs.beside * seconds)

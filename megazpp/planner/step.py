@@ -347,7 +347,7 @@ class StepSimulator:
             axis.all_reduce_(torch.empty((), dtype=torch.float64, device=META))
 
     def _optimizer(self) -> None:
-        """Simulate the end of a step: partial gradients, gradient norm, update, and the units' new weights."""
+        """Simulate the end of a step: sums of gradients over tp, gradient norm, update, and the units' new weights."""
         # ---- sum over tp of gradients that each tp rank computes in part
         partial = sum(map(math.prod, own_shapes(self.trace.partial, self._shard.size, self._shard.rank)))
         if self._axes["tp"].size > 1 and partial:

@@ -194,7 +194,8 @@ def trace_model(
     first_layer = functools.partial(re.sub, r"^layers\.\d+\.", "layers.0.")  # name of the same parameter in layer 0
     partial = {first_layer(name) for name in partial_parameters(model)}
     exact = {first_layer(name) for name, _, _, spec in owned_parameters(model) if spec.exact}
-    twice = shape.layers > 1 and config.recompute_method == "block"  # layer 1 represents layers not recomputed
+    # With --recompute-method block, layer 0 was run with recomputation and layer 1 without it.
+    twice = shape.layers > 1 and config.recompute_method == "block"
     like = [2 if twice and not config.recomputes_layer(index) else 1 for index in range(config.layers)]
     if prepare is not None and not twice:
         like = [min(index + 1, most) for index in range(config.layers)]
@@ -291,7 +292,7 @@ class TraceRecorder(TorchDispatchMode):
         self._now.operations.append(Operation(kind, size, axis=axis))
 
     def product(self, m: int, n: int, k: int, batch: float, touched: int) -> None:
-        """Record `batch` matrix products [m, k] x [k, n] that read and write `touched` bytes in all."""
+        """Record `batch` matrix products [m, k] x [k, n] that read and write `touched` bytes in total."""
         self._now.operations.append(Operation("matrix", touched, m, n, k, batch))
 
     def enter(self, key: tuple[str, int], *_: object) -> None:

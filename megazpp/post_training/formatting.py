@@ -38,8 +38,8 @@ T = TypeVar("T")
 Record = Mapping[str, Any]
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.uint8]
-# A text, the ranges (start, end) of it that are trained on, and whether it ends there. The text of a template does not
-# end, and gets no special tokens except those that the template writes (as in TRL 1.16).
+# A text, the ranges (start, end) of its characters that are trained on, and whether the tokenizer adds special tokens
+# and the end-of-document token. It adds none to a text from a chat template, which has its own (as in TRL 1.16).
 Text = tuple[str, list[tuple[int, int]], bool]
 # Columns that may hold conversations, or variables of their templates.
 _CHAT = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "documents", "chat_template_kwargs")

@@ -198,7 +198,7 @@ class PolicyLoss:
                 delta=config.delta,
             )
         self._sums.add("entropy", outputs.entropy, mask)
-        # a ratio of a whole completion counts once
+        # with one ratio per completion (GSPO), the tokens of a completion together count once
         counts = mask if ratio.shape == mask.shape else mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
         self._sums.add("clip_ratio", policy.clipped, counts)
         if batch.sampling_logps is not None:  # the policy before its first update with this buffer

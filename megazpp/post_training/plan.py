@@ -159,17 +159,18 @@ class PostDryRun(NamedTuple):
         rows.append(("live at the fullest moment", f"{self.live_bytes / MEGA:.3f}"))
         note = f"{self.trained:,} trained parameters of the whole model"
         if self.base_bytes:
-            note += f" beside {self.base_bytes / MEGA:.3f} MB of frozen weights"
+            note += f", and {self.base_bytes / MEGA:.3f} MB of frozen weights"
         off = 100 * (self.planned_bytes / self.live_bytes - 1)
         planned = f"planned: {self.planned_bytes / MEGA:.3f} MB at the fullest moment ({off:+.1f} %)"
         return "\n".join([*describe_phases(self.planned), "", *aligned(rows), note, planned])
 
 
 def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *, rank: int) -> PostDryRun:
-    """Estimate the step of `rank`, and run it without memory.
+    """Estimate an optimizer step of `rank`, and run it with fake tensors.
 
     Raises:
-        ValueError: flags contradict each other or the cluster, --vocab-size is missing, or weights would be read.
+        ValueError: flags contradict each other or the cluster, --vocab-size is missing, or a flag needs the weights of
+            a checkpoint, which a dry run does not read.
     """
     if configs.weights.packs:
         raise ValueError("--dry-run reads no weights: --weights-device and --weight-bits are for --plan")

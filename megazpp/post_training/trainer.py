@@ -92,7 +92,7 @@ class _PostTraining:
             states=states,
             observers=() if synced is None else (synced.step,),
             generates=self.post.objective != "reward",
-            has_weights=adapted is not None,  # the base has been read, and adapters begin with new values
+            has_weights=adapted is not None,  # the base is loaded and adapters are initialized when the model is built
             weights_taken=(lambda: None) if synced is None else functools.partial(synced.take, 1.0),
             evaluates_first=self.post.eval_on_start,
             describe_samples=self._describe_samples,

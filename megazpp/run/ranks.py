@@ -74,7 +74,10 @@ def announced_cluster(config: RunConfig, place: RankInfo) -> Cluster:
 
 
 def planned_cluster(config: RunConfig) -> Cluster:
-    """Return the cluster of --cluster-file, otherwise the ranks of this machine, for programs that start no workers."""
+    """Return the cluster for a program that starts no workers, such as --plan.
+
+    It is the cluster of --cluster-file, or without the flag the ranks that this machine would start.
+    """
     path = config.cluster.cluster_file
     world_size = detect_rank_info(config.launch, {}).world_size if path is None else read_cluster(path).world_size
     return config.detect_cluster(world_size, {})

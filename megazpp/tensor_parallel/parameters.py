@@ -6,7 +6,7 @@ or replicated), the form that FSDP2, gradient clipping and resharded checkpoints
 through `local`.
 
 Initial values: a generator seeded by (seed, name) fills the whole parameter, and each rank keeps its part. An expert's
-matrix has its own generator, seeded by (seed, name, expert), and a rank draws only the experts of which it holds rows.
+matrix has its own generator, seeded by (seed, name, expert), so that a rank generates only experts whose rows it holds.
 Weights therefore do not depend on the number of ranks or their placement. GPUs of different models generate different
 numbers from one seed, because CUDA divides a tensor by its number of multiprocessors. `share_parameters_` then copies
 the values from one rank to all ranks that hold the same part.
@@ -209,7 +209,7 @@ def initialize_parameters_(model: nn.Module, *, seed: int, draw_device: torch.de
 def _draw_experts_(
     parameter: torch.Tensor, name: str, spec: ParameterSpec, *, seed: int, draw_device: torch.device
 ) -> None:
-    """Initialize a parameter of experts [E F, H] in place, drawing only the experts of which this rank holds rows.
+    """Initialize a parameter of experts [E F, H] in place. Only experts whose rows this rank holds are generated.
 
     Args:
         parameter: local tensor, or DTensor whose rows are sharded.
@@ -230,7 +230,7 @@ def _draw_experts_(
 
 
 def existing_rows(model: nn.Module) -> dict[str, int]:
-    """Return the number of rows without padding of each parameter that may be padded (by vocabulary), by name."""
+    """Return, by name, the rows without padding of each parameter whose rows are the padded vocabulary."""
     return {name: spec.rows for name, _, _, spec in owned_parameters(model) if spec.rows is not None}
 
 

@@ -25,7 +25,7 @@ LinkKind = Literal["domain", "node", "network"]
 LINK_KINDS: tuple[LinkKind, ...] = ("domain", "node", "network")  # fastest first
 CALIBRATION_NAMES = ("v100", "a100", "h100", "h800")  # devices for which --plan has a calibration
 MEASURED = "measured"  # first word of a link's `source` if its figures were measured
-MOST_RANKS = 1 << 20  # largest cluster, because orders and process groups are stored as lists of ranks
+MOST_RANKS = 1 << 20  # largest number of ranks; larger lists of ranks would take too much memory and time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,5 +194,5 @@ class Device(NamedTuple):
     gigabytes: float  # memory size, in 1e9 bytes
     gigabytes_per_second: float  # memory bandwidth, in 1e9 bytes
     source: str = ""
-    calibration: str | None = None  # gives the achievable share of these peaks; one of CALIBRATION_NAMES
+    calibration: str | None = None  # calibration for --plan, one of CALIBRATION_NAMES: achievable shares of the peaks
     price_per_hour: float | None = None  # price of one GPU, in any currency

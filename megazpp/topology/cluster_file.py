@@ -98,7 +98,7 @@ def detect_cluster(
     Raises:
         ValueError: the ranks do not divide into equal nodes, or their number differs from the file's.
     """
-    # A cluster file.
+    # --cluster-file describes the nodes.
     path, nodes = config.cluster_file, config.emulate_nodes
     if path is not None:
         if isinstance(nodes, int):

@@ -83,7 +83,7 @@ class Layout:
         """Return the layout of the experts' parameters, on the same ranks.
 
         `ep` neighboring ranks of a node take the place of tensor parallelism: each holds other experts, whole. The
-        remaining ranks of tp x local are the local axis. All outer axes stay as they are.
+        remaining ranks of tp x local are the local axis. The outer axes do not change.
         """
         inside = self.tp * self.local
         assert inside % self.ep == 0, f"{self.ep} expert-parallel ranks of {inside}"

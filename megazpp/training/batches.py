@@ -71,7 +71,7 @@ class BatchPlan:
     train_iters: int | None  # length of the run in steps; None if train_samples is given
     train_samples: int | None  # length of the run in samples; None if train_iters is given
     start_iteration: int = 0  # steps done earlier with other batch sizes
-    start_samples: int = 0  # samples that these earlier steps consumed
+    start_samples: int = 0  # samples that the first `start_iteration` steps consumed
 
     def resumed_at(self, progress: TrainingProgress) -> BatchPlan:
         """Return the plan of a run that resumes from `progress`.

@@ -219,7 +219,7 @@ def open_sinks(
         own_folder = make_writable(config.wandb_save_dir, "--wandb-save-dir") if config.wandb_save_dir else folder.path
         settings = {
             "project": config.wandb_project,
-            "entity": config.wandb_entity or None,  # wandb's default
+            "entity": config.wandb_entity or None,  # None selects wandb's default entity
             "name": config.wandb_exp_name or folder.path.resolve().name,
             "dir": str(own_folder),
             "id": folder.wandb_run_id(),

@@ -1,4 +1,4 @@
-"""Weight patches as an optional feature of pretraining and post-training."""
+"""Optional feature that writes weight patches: files with the 16-bit weights that each step has changed."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class _Installed(NamedTuple):
     """The handle of a model, and the settings of the `zeropp` call that created it."""
 
     sharding: Sharding
-    ranks_per_node: int  # the number in use, given by the caller or discovered
+    ranks_per_node: int  # ranks of a node, given by the caller or discovered
     asked: dict[str, Any]  # the caller's arguments by name, with one entry per field of the config
 
     def check(self, asked: Mapping[str, Any]) -> None:

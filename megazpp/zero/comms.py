@@ -316,7 +316,7 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
 
 
 class CountedReduce(SummingReduce):
-    """A reduce-scatter over the shard axis in one hop, as FSDP2's own."""
+    """A reduce-scatter in one hop over the whole shard axis, as in FSDP2; its bytes are counted."""
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
         super().__init__(unit, context)

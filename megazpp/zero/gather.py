@@ -70,7 +70,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         # `_has_stepped` is True, it is the fingerprint after an optimizer step that the next use sends as a difference.
         self._made_from: Fingerprint | None = None
         self._has_stepped = False
-        self._after_step: Fingerprint | None = None  # fingerprint after the last step; None once `drop` was called
+        self._after_step: Fingerprint | None = None  # fingerprint of the shards after the last step; None after `drop`
         self._crossed = Work(None)  # the last cross-node hop; a finished work before the first one
         self._received: Work[torch.Tensor] | None = None  # an intra-node hop that was started before its use
         self._used = False  # whether the unit was used since its last cross-node hop started
@@ -325,7 +325,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         self.secondary.take_in(messages, shard(), keyframe=crossing == InterNodeMessage.KEYFRAME)
 
     def _crossing_bytes(self, crossing: InterNodeMessage) -> int:
-        """Return the bytes that this rank sends to each other node for this kind of message."""
+        """Return the bytes that this rank sends to each other node for a message of kind `crossing`."""
         return self.secondary.crossing_bytes(keyframe=crossing == InterNodeMessage.KEYFRAME)
 
     def _hop_inside(self, messages: torch.Tensor) -> torch.Tensor:

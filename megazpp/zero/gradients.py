@@ -1,13 +1,14 @@
-"""The state of a unit's `.grad` that decides whether a late sum is still wanted.
+"""Detection of a program's changes to `.grad` while the partial sums of the gradients wait for the last backward.
 
     UnusedParameters    resets the gradient of a parameter to None if no rank had one; zeros were sent for it
-    GradientMarks       detects what the program does to gradients whose partial sums have not crossed nodes yet
-    RankAgreement       shares these facts, and whether a backward is the last one of its step, between all ranks
+    GradientMarks       detects changes to gradients whose partial sums have not crossed nodes yet
+    RankAgreement       shares these changes, and whether a backward is the last one of its step, between all ranks
 
-While partial sums wait for the last backward of a step, `.grad` holds no gradient yet. Zeros there would hide that the
-program clears, scales or changes it, and no version counter sees `torch._foreach_zero_` on a DTensor. So `.grad` holds
-marks: a very small number in the first half of the shard, and a large one in the second half. In the next backward each
-rank compares them with what it has placed:
+The partial sums of a gradient are summed over a node and over the micro-batches of a step. With
+`set_is_last_backward(False)` they cross nodes only in the last backward. Until then `.grad` holds no gradient. Zeros
+there would hide that the program clears, scales or changes it, and no version counter sees `torch._foreach_zero_` on a
+DTensor. So `.grad` holds marks: a very small number in the first half of the shard, and a large one in the second half.
+In the next backward each rank compares `.grad` with the marks that it has placed:
 
     unchanged                               the partial sums are kept
     all zero, or `.grad` is None            the partial sums are dropped
@@ -15,7 +16,8 @@ rank compares them with what it has placed:
     anything else                           an error on all ranks
 
 Addition changes small numbers only, and clipping changes large ones only, so neither looks like a multiplication. The
-partial sums of a shard are on the ranks of other nodes. Its rank sends them what it has found in a small message.
+partial sums of a shard are on the ranks of other nodes. The rank of the shard sends them the result of its comparison
+in a small message.
 
 Only `megazpp.zeropp` uses these classes. On CUDA they wait for the device at the end of a last backward in which
 partial sums waited, and if a parameter got no gradient on this rank.
@@ -39,11 +41,11 @@ from megazpp.zero.units import Unit
 # The marks of the two halves of a shard. The small one is far above subnormal numbers. The norm of the large ones does
 # not overflow. Numbers by which a program multiplies gradients are far from their ratio, and within FACTORS.
 MARKS = (2.0**-90, 2.0**40)
-MARKS_OF_FP16 = (2.0**-12, 2.0**4)  # fp16 can represent no others
+MARKS_OF_FP16 = (2.0**-12, 2.0**4)  # marks of fp16 gradients, which cannot represent MARKS
 FACTORS = (2.0**-32, 2.0**32)
-# What a rank tells others about the gradient of a parameter: a factor, or one of these
+# The change of a parameter's gradient, which a rank reports to others, is a factor or one of these values
 IS_NONE, IS_CHANGED = math.inf, math.nan
-# What a rank votes for a unit: its gradients cross nodes in this backward, or they wait
+# Votes of a rank for a unit: its gradients cross nodes in this backward, or they wait
 CROSSES, WAITS = 1, 2
 
 
@@ -53,7 +55,7 @@ class UnusedParameters:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._fresh: set[int] = set()  # parameters whose `.grad` was None before the reductions in flight
-        self._used: set[int] = set()  # parameters that got a gradient on this rank since then
+        self._used: set[int] = set()  # parameters that have received a gradient on this rank since then
         self._flags: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []  # see `read_later`
 
     def begin(self, used: set[int], reduced: Iterable[int]) -> None:
@@ -136,7 +138,7 @@ class GradientMarks:
         return place
 
     def take(self, indices: Sequence[int]) -> torch.Tensor:
-        """Return what the program has done to the gradients since they were marked, and mark them anew.
+        """Return the program's changes to the gradients since they were marked, and mark them again.
 
         Args:
             indices: indices of the parameters whose partial sums wait.
@@ -144,7 +146,7 @@ class GradientMarks:
             [P] fp32 on the device. Per parameter the factor by which the program has multiplied the gradient, 0 if it
             has zeroed it, `IS_NONE` or `IS_CHANGED`. 1 if this rank's shard is empty.
         """
-        # ---- what the host can tell
+        # ---- changes that the host can detect without waiting for the device
         found: list[torch.Tensor | None] = []
         measured: list[int] = []
         for index in indices:
@@ -218,7 +220,7 @@ class GradientMarks:
         return flat
 
     def _constant(self, value: float) -> torch.Tensor:
-        """Return a scalar fp32 tensor on the unit's device; `value` is one of the states that the host can tell."""
+        """Return a scalar fp32 tensor on the unit's device; `value` is one of the changes that the host can detect."""
         key = str(value)  # NaN is unequal to itself
         if key not in self._constants:
             self._constants[key] = torch.tensor(value, device=self._unit.padded_shards()[0].device)
@@ -244,11 +246,11 @@ class WaitingReduce(Protocol):
 
 
 class RankAgreement:
-    """Shares between all ranks what each one knows about a backward, when its first gradients are reduced.
+    """Exchange between all ranks about a backward, at its first reduction of gradients.
 
-    A vote between hosts compares whether the ranks call it the last backward of a step. It runs in a thread, and a hop
-    across nodes waits for it. If partial sums wait, two further small messages run in the communication queues. They
-    tell the ranks of a shard what its rank has done to `.grad`, and tell all ranks about errors.
+    A vote between hosts checks that all ranks agree whether this backward is the last one of its step. It runs in a
+    thread, and a hop across nodes waits for it. If partial sums wait, two further small messages run in the
+    communication queues. They report changes of `.grad` to the ranks that hold the partial sums, and errors to all.
 
     Args:
         schedule: calls `_check` at the end of the backward.
@@ -293,7 +295,7 @@ class RankAgreement:
         votes = [CROSSES if reduce.crosses else WAITS for reduce in self._reduces]
         self._votes = self._vote(self._hosts, votes)
 
-        # ---- what the program has done to gradients that wait
+        # ---- the program's changes to gradients that wait
         waiting = [reduce for reduce in self._reduces if reduce.waiting]
         if not waiting:
             return
@@ -336,7 +338,7 @@ class RankAgreement:
         changed, self._changed = self._changed, []
         for names, work in changed:
             flags = work.wait().tolist()
-            if len(self._hosts) > 2:  # the work has compared the ranks of one tensor-parallel index
+            if len(self._hosts) > 2:  # the work covers only the ranks with this rank's tensor-parallel index
                 flags = self._vote(self._hosts[2:], flags).join()
             if found := [name for name, each in zip(names, flags, strict=True) if each]:
                 raise RuntimeError(

@@ -233,12 +233,12 @@ class TwoHopReduce(SummingReduce):
     # ---- discarded gradients --------------------------------------------------------------------------------------
 
     def take_writes(self) -> torch.Tensor:
-        """Return [P] what the program has done to the gradients that wait; see `GradientMarks.take`."""
+        """Return [P] the program's changes to the gradients that wait; see `GradientMarks.take`."""
         assert self._marks is not None
         return self._marks.take(self.waiting)
 
     def scale_partial_sums(self, states: Work[torch.Tensor], columns: slice) -> None:
-        """Do to the partial sums what the program has done to `.grad`, in the local queue.
+        """Apply the program's changes of `.grad` to the partial sums, in the local queue.
 
         Args:
             states: its result [N, *] has a row for each shard whose partial sums this rank holds, from its rank.
@@ -283,7 +283,7 @@ class TwoHopReduce(SummingReduce):
             return
         held = self._partial_sums = self._with_layout(held, indices)
         sizes = torch.tensor([segment.size for segment in self.unit.segments_of(indices)], device=found.device)
-        # An error follows NaN. Infinity stands for a gradient that is None, whose sums are dropped.
+        # NaN leads to an error. Infinity means that the gradient is None, so its sums are dropped.
         factors = torch.nan_to_num(found, nan=1.0, posinf=0.0)
         factor = torch.repeat_interleave(factors, sizes, dim=1, output_size=held.sums.shape[1])
         held.sums.copy_(torch.where(factor == 0, 0.0, held.sums * factor))  # 0 * NaN would be NaN

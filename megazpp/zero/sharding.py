@@ -373,7 +373,7 @@ def shard_model(
         zero: stage and message formats; the default is ZeRO-3.
         precision: compute and reduction dtypes; the default computes in fp32. Shards are always fp32.
         wire: the plan that `plan_comm` makes from `zero` and the layout of `dims`; None makes it here.
-        experts: modules inside those of `units` that are sharding units of their own, along `dims.experts`.
+        experts: modules inside `units` that are separate sharding units, sharded along `dims.experts`.
     Returns:
         The handle on the sharded model.
     Raises:

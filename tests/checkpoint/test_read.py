@@ -123,7 +123,7 @@ def test_contradictions_of_a_run_and_its_checkpoint_are_explained(saved, tmp_pat
     ranks(2).run(run, CASE, 1, save=str(tmp_path), save_optim=False, save_rng=False)
     rows = [
         (load, {"vocab_size": 103}, "the tokenizer has 103 tokens, but the tokenizer of .*iter_0000002 had 101"),
-        (load, bytes_100, "ValueError: the tokenizer gives other ids than that of .*--finetune"),
+        (load, bytes_100, "ValueError: the tokenizer gives other ids than the tokenizer of .*--finetune"),
         (load | {"finetune": True}, bytes_100, "WARNING: the tokenizer gives other ids.*success"),
         (load, sgd, "--optimizer is sgd, was adam in .*moments"),
         (load, other, "max lr is 0.02, in .* 0.01\n.*decay samples is 999, in .*\n--override-opt_param-"),

@@ -12,7 +12,7 @@ from megazpp.optim.optimizer import OptimizerConfig
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 ROUNDING = 1e-5  # relative: fp32 sums in another order over a few steps
-SEEDED = "note: random generators are seeded anew: the checkpoint has no states of this layout"
+SEEDED = "note: random generators are seeded again: the checkpoint has no states of this layout"
 FEEDBACK = "note: error feedback begins at zero: the checkpoint has none of this layout"
 WHOLE = "note: the next inter-node messages carry whole weights: the checkpoint has no secondary partition"
 ZEROPP, KEPT = ZeroConfig(zeropp=True), ZeroConfig(zeropp=True, zero_weight_delta="lossless")

@@ -3,7 +3,7 @@
 python tools/benchmarks/benchmark_kernels.py --elements 16777216 --block-size 128 --threads 1
 
 The bytes of a function are those that it must read and write, each once. The column "of memcpy" is the ratio of its
-bytes per second to those of copying an fp32 buffer. A round times every function once, and the table shows medians over
+bytes per second to a copy of an fp32 buffer. A round times every function once, and the table shows medians over
 rounds. On a CPU with one thread, the clock is the thread's CPU time, which other load on the machine affects less.
 
 On a CPU, the table also has lossless weight deltas. A delta encodes how the 20th AdamW step with the given learning
