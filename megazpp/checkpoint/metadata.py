@@ -216,16 +216,10 @@ _PROPERTIES = {
     "disable_bias_linear": "linear_bias",
     "add_qkv_bias": "qkv_bias",
 }
-<<<<<<< HEAD
 _SHAPE_FIELDS = [field.name for field in dataclasses.fields(GPTConfig) if field.name not in _OTHER_FIELDS]
 SHAPE = {name: _PROPERTIES.get(name, name) for name in _SHAPE_FIELDS}
-# Keys in `CheckpointMetadata.flags` that are not flags:
-SAMPLES = "samples"  # batch size, number of data ranks, and the description of the data by data/identity.py
-=======
-SHAPE = {name: _PROPERTIES.get(name, name) for name in _SHAPE_FLAGS}
 # Keys in `CheckpointMetadata.flags` that are not flags. Each comment describes the stored value.
 SAMPLES = "samples"  # batch size, number of data ranks, and a description of the data (data/identity.py)
->>>>>>> docs
 IMPORTED_FROM = "imported_from"  # Hugging Face folder that the model was converted from; it has the same weights
 SCORE_PAD = "score_pad"  # padding token of an imported reward model, which scores the last token that is not padding
 # Flags that determine the samples or their order:

@@ -60,7 +60,7 @@ def freeze(
     Args:
         model: model on the meta device, with this tensor-parallel rank's shapes.
         units: lists of modules whose weights are used together, in the order of use. Weights outside of them form a
-            unit of the whole model. Two units share no weight.
+            unit of the whole model.
         axis: the ranks of a node that share the units. With one rank, this rank keeps whole copies.
         load: function (name, rows) that returns rows of dim 0 of this rank's part of a weight, in any dtype. Each row
             is loaded once, on one rank of the axis, a few megabytes at a time.
@@ -71,7 +71,7 @@ def freeze(
     Returns:
         the handle on the units.
     Raises:
-        ValueError: `load` returned another shape.
+        ValueError: `load` returned another shape, or two units share a weight.
     """
     # assign each weight to a unit
     exact, stored = exact_parameters(model), at_rest(bits, dtype)
@@ -81,6 +81,13 @@ def freeze(
     groups = []
     for modules in (*units, [model]):
         shapes = {names[p]: tuple(p.shape) for module in modules for p in module.parameters() if names[p] not in taken}
+        inside = {each for module in modules for each in module.modules()}
+        for name in shapes:
+            if any(module not in inside for module, _ in slots[name]):
+                raise ValueError(
+                    f"{name} is used in several units: leave its modules out of `units`, so that the unit of the whole "
+                    "model takes it"
+                )
         taken.update(shapes)
         groups.append((modules, shapes))
     # load and pack each unit

@@ -4,13 +4,14 @@ With --precompute-ref-log-probs, the reference's log-probabilities of all pairs 
 cached, in one array per CHUNK pairs. An interrupted run resumes after the last array. The cache key contains the tokens
 and masks of the pairs (and so text, template, tokenizer and --max-length), the reference's checkpoint, and the
 precision of the computation. A later run with the same key never opens the reference. Rank 0 reads and writes the
-arrays.
+arrays. Each has a CRC-32, and a damaged array is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -205,12 +206,11 @@ def cached_logps(
         check_cache_dir(folder)
         key = cache_key(kind="reference log-probabilities 3", data=dataset.digest(), reference=reference)
         paths = [folder / f"{key}-{first}" for first in range(0, total, CHUNK)]
-        known = {path: load_or_save_arrays(path, list)[0] for path in paths if path.exists()}
-        return {path: torch.from_numpy(np.array(known[path])) if path in known else None for path in paths}
+        return {path: _load(path) if path.exists() else None for path in paths}
 
     def write(path: Path, logps: torch.Tensor) -> None:
         if files.rank == 0:
-            load_or_save_arrays(path, lambda: [logps.numpy()])
+            load_or_save_arrays(path, lambda: [logps.numpy(), _crc(logps.numpy())])
 
     chunks: dict[Path, torch.Tensor | None] = files.share_object(raise_on_all_ranks(files, find))
     known = sum(len(chunk) for chunk in chunks.values() if chunk is not None)
@@ -223,6 +223,18 @@ def cached_logps(
             raise_on_all_ranks(files, functools.partial(write, path, chunk))
         found.append(chunk)
     return torch.cat(found)
+
+
+def _load(path: Path) -> torch.Tensor:
+    """Load an array; raise ValueError if its CRC-32 is wrong."""
+    logps, *crcs = [np.array(array) for array in load_or_save_arrays(path, list)] or [np.zeros(0)]
+    if crcs != [_crc(logps)]:
+        raise ValueError(f"--data-cache-path: {path} is damaged; delete it to rebuild it")
+    return torch.from_numpy(logps)
+
+
+def _crc(array: np.ndarray) -> np.ndarray:
+    return np.array(zlib.crc32(array.astype("<f4").tobytes()))
 
 
 @torch.no_grad()

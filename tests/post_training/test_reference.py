@@ -161,10 +161,21 @@ def test_other_pairs_or_references_have_separate_cache_files(tmp_path):
 
 def test_damaged_cache_file_is_an_error_that_names_it(tmp_path):
     ranks(1).run(look_up, str(tmp_path))
-    path = min(tmp_path.glob("*/*.npy"))
-    path.write_bytes(path.read_bytes()[:-8])
-    row = (str(tmp_path), f"--data-cache-path: {path.parent} is damaged")
-    assert ranks(2).run(not_refused, [row], look_up) == [[], []]
+    path, crc, other = sorted(tmp_path.glob("*/*.npy"))[:3]
+    content, checksum = path.read_bytes(), crc.read_bytes()
+    damages = {
+        "cut": (content[:-8], checksum),
+        "a flipped bit": (content[:-3] + bytes([content[-3] ^ 1]) + content[-2:], checksum),
+        "byte order": (content.replace(b"<f4", b">f4"), checksum),
+        "another's": (other.read_bytes(), checksum),
+        "another checksum": (content, checksum[:-8] + b"damaged!"),
+        "no checksum": (content, None),
+    }
+    for name, (array, its_checksum) in damages.items():
+        path.write_bytes(array)
+        crc.unlink() if its_checksum is None else crc.write_bytes(its_checksum)
+        row = (str(tmp_path), f"--data-cache-path: {path.parent} is damaged")
+        assert ranks(2).run(not_refused, [row], look_up) == [[], []], name
 
 
 def look_up_on_a_full_disk(folder: str) -> None:
