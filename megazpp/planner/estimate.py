@@ -41,8 +41,8 @@ class Estimate(NamedTuple):
         wires: bytes that rank 0 sends per optimizer step, by kind of link.
         exchanged: bytes of these that context parallelism sends.
         node_cross_bytes: bytes that all ranks of a node send to other nodes per optimizer step.
-        node_island_bytes: bytes that a node sends to other replica groups in one synchronization of all fragments; 0
-            without local steps.
+        node_replica_group_bytes: bytes that a node sends to other replica groups in one synchronization of all
+            fragments; 0 without local steps.
         micro_batches: number of micro-batches per step.
         seconds: seconds per step; None if the cluster file lacks the device or the links.
         held_up: seconds by which a synchronization delays training; 0 without local steps.
@@ -58,7 +58,7 @@ class Estimate(NamedTuple):
     wires: dict[str, float]
     exchanged: int
     node_cross_bytes: float
-    node_island_bytes: int
+    node_replica_group_bytes: int
     micro_batches: int
     seconds: float | None
     held_up: float
@@ -114,11 +114,11 @@ class Estimate(NamedTuple):
         With local steps, a synchronization may take as long as the steps that overlap with it. Without overlap it may
         take the share EXPOSED of the steps' time. The result is 0 without times.
         """
-        compute, islands = self.busy.get("compute", 0.0), self.plan.of(DilocoPlan)
+        compute, diloco = self.busy.get("compute", 0.0), self.plan.of(DilocoPlan)
         sent = self.node_cross_bytes
-        if islands is not None:
-            steps = islands.fragments * islands.hiding_steps or EXPOSED * islands.steps
-            sent += self.node_island_bytes * (1 / steps - 1 / islands.steps)
+        if diloco is not None:
+            steps = diloco.fragments * diloco.hiding_steps or EXPOSED * diloco.steps
+            sent += self.node_replica_group_bytes * (1 / steps - 1 / diloco.steps)
         return 8e-9 * sent / compute if compute else 0.0
 
 
@@ -224,7 +224,7 @@ class Estimator:
             wires={wire: sent_on(step.traffic, wire) + sent_on(meeting.traffic, wire) / every for wire in WIRES},
             exchanged=sum(t.sent_bytes for (_, axis, _), t in step.traffic.items() if axis == "cp"),
             node_cross_bytes=_of_node(step.traffic, layout) + _of_node(meeting.traffic, layout) / every,
-            node_island_bytes=_of_node(meeting.traffic, layout),
+            node_replica_group_bytes=_of_node(meeting.traffic, layout),
             micro_batches=count,
             seconds=seconds if timed else None,
             held_up=meeting.seconds,
@@ -271,7 +271,7 @@ def paper_step(
         "documents": _documents(config, plan.layout.cluster.device, device_type, on_cpu=on_cpu),
         "moments": 1 if config.optimizer.optimizer == "sgd" else 2,
         "muon": config.optimizer if config.optimizer.optimizer == "muon" else None,
-        "islands": plan.of(DilocoPlan),
+        "diloco": plan.of(DilocoPlan),
         "lossless_share": 1.0 if on_cpu else lossless_share(config.schedule.lr),
     }
     spec = config.model_spec(config.tokenizer.vocab_size, plan.wire)

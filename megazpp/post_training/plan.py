@@ -83,7 +83,7 @@ def plan_models(
         on_cpu=on_cpu,
         micro_batch_size=_rows_of(post, plan.batches.micro_batch_size),
         documents=None,
-        islands=None,
+        diloco=None,
     )
     settings = None if lora.lora_r is None else lora.settings(config.model)
 

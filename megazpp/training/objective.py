@@ -147,7 +147,9 @@ class LanguageModelLoss:
         asked["with_router_loss"] = True
         starts = {"position_ids": batch.position_ids, "document_starts": batch.document_starts}
         found = model(batch.tokens, batch.labels, **starts, **asked)
-        sequences = sum(len(each.tokens) for each in self._batches) * self._dims.data_size // self._dims.island.size
+        sequences = (
+            sum(len(each.tokens) for each in self._batches) * self._dims.data_size // self._dims.replica_group.size
+        )
         # The result has the value of the first loss and the gradients of both.
         return (found.losses * batch.loss_mask).sum() * self._per_token + router_gradient(found, sequences)
 
@@ -202,7 +204,7 @@ class Evaluator:
         totals = torch.zeros(2, dtype=torch.float64, device=self.model.embedding.word.weight.device)  # loss, tokens
         for batch in itertools.chain.from_iterable(steps):
             totals += torch.stack((token_losses(self.model, batch).sum(), batch.loss_mask.sum()))
-        loss, tokens = self.dims.sum_over_islands_(totals).tolist()
+        loss, tokens = self.dims.sum_over_replica_groups_(totals).tolist()
         return loss / tokens if tokens else math.nan
 
 

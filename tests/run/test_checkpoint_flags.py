@@ -150,8 +150,8 @@ def test_vocab_size_flag_alone_gives_way_to_checkpoint_with_a_notice(folder, bes
 def test_outer_optimizer_flags_are_kept_on_resume_unless_given():
     def rates(argv: str, **chosen: Any) -> tuple[Any, ...]:
         settled = settle(argv, take=with_resumed_features, **chosen)
-        islands = settled.config.section(DilocoConfig)
-        return islands.diloco_outer_lr, islands.diloco_outer_momentum, settled.origins.get("diloco_outer_lr")
+        diloco = settled.config.section(DilocoConfig)
+        return diloco.diloco_outer_lr, diloco.diloco_outer_momentum, settled.origins.get("diloco_outer_lr")
 
     chosen = {"diloco_outer_lr": 1.0, "diloco_outer_momentum": 0.0}
     assert rates("--diloco-steps 10", **chosen) == (1.0, 0.0, "checkpoint")
