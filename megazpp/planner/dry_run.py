@@ -39,7 +39,7 @@ from megazpp.diloco.outer import ReplicaGroups
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer, build_orthogonalizer
 from megazpp.parallel.dims import ParallelDims
-from megazpp.planner.estimate import Estimator, paper_step
+from megazpp.planner.estimate import Estimator, build_step_simulator
 from megazpp.planner.report import describe_plan
 from megazpp.planner.simulator import Memory
 from megazpp.planner.step import (
@@ -51,7 +51,7 @@ from megazpp.planner.step import (
     summed,
     traffic_between,
 )
-from megazpp.planner.trace import FLOAT8_ON_PAPER, FusedNorm
+from megazpp.planner.trace import SIMULATED_FLOAT8, FusedNorm
 from megazpp.planner.variants import changed, for_planning
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan, check_run_config
@@ -154,9 +154,9 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
         ValueError: the flags conflict, do not fit the cluster, or lack --vocab-size, or the rank does not exist.
     """
     config, plan = plan_dry_run(config, cluster, rank)
-    paper = paper_step(config, plan, device_type=CPU.type, rank=rank, on_cpu=True)
+    simulator = build_step_simulator(config, plan, device_type=CPU.type, rank=rank, on_cpu=True)
     count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
-    planned = measure(paper, count).traffic, paper.synchronize().traffic
+    planned = measure(simulator, count).traffic, simulator.synchronize().traffic
 
     def language_model(spec: ModelSpec, dims: ParallelDims, fake: FakeTensorMode) -> DryTask:
         built = shard_on_meta(spec, dims, CPU)
@@ -165,7 +165,7 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
             return language_model_task(config, plan, built)
 
     counted, live_bytes = count_step(config, plan, rank, language_model)
-    return DryRun(plan, rank, count, planned, counted, paper.ledger.peak, live_bytes)
+    return DryRun(plan, rank, count, planned, counted, simulator.ledger.peak, live_bytes)
 
 
 def plan_dry_run(config: RunConfig, cluster: Cluster, rank: int) -> tuple[RunConfig, RunPlan]:
@@ -232,7 +232,7 @@ def count_step(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     spec = changed(config, model={"compile": False}).model_spec(vocab_size, plan.wire)
     if config.model.fp8_format is not None:
-        spec = dataclasses.replace(spec, product=FLOAT8_ON_PAPER)
+        spec = dataclasses.replace(spec, product=SIMULATED_FLOAT8)
     with fake_ranks(rank, plan.layout.cluster.world_size):
         # no threads in queues: FakeTensorMode applies only to the thread that enters it
         dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)

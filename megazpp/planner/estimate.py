@@ -205,22 +205,24 @@ class Estimator:
         # ---- simulations
         def run(costs: Costs | None) -> tuple[StepSimulator, SimulatedStep, SimulatedStep]:
             """Simulate an optimizer step and a synchronization of the replica groups."""
-            paper = paper_step(config, plan, costs, device_type=self._device_type, expert_load=self.expert_load)
-            step = measure(paper, count)
-            return paper, step, paper.synchronize(step.seconds)
+            simulator = build_step_simulator(
+                config, plan, costs, device_type=self._device_type, expert_load=self.expert_load
+            )
+            step = measure(simulator, count)
+            return simulator, step, simulator.synchronize(step.seconds)
 
-        paper, step, meeting = run(ClusterCosts(layout, efficiency) if timed else None)
+        simulator, step, meeting = run(ClusterCosts(layout, efficiency) if timed else None)
         seconds, hidden = step.seconds + meeting.seconds / every, dict[str, float]()
         for axis in sorted({axis for _, axis, _ in step.traffic | meeting.traffic} if exposed and timed else ()):
             _, faster, sooner = run(ClusterCosts(layout, efficiency, free=(axis,)))
             hidden[axis] = seconds - faster.seconds - sooner.seconds / every
         busy = {key: step.busy.get(key, 0.0) + meeting.busy.get(key, 0.0) / every for key in step.busy | meeting.busy}
         # ---- results
-        muon = _describe_muon(config, paper, layout)  # first, because a full step of Muon raises the memory peak
+        muon = _describe_muon(config, simulator, layout)  # first, because a full step of Muon raises the memory peak
         return Estimate(
             config=config,
             plan=plan,
-            memory=paper.ledger.peak,
+            memory=simulator.ledger.peak,
             wires={wire: sent_on(step.traffic, wire) + sent_on(meeting.traffic, wire) / every for wire in WIRES},
             exchanged=sum(t.sent_bytes for (_, axis, _), t in step.traffic.items() if axis == "cp"),
             node_cross_bytes=_of_node(step.traffic, layout) + _of_node(meeting.traffic, layout) / every,
@@ -241,7 +243,7 @@ def known_links(layout: Layout) -> Links | None:
     return None if links is None or not used <= links.known.keys() else links
 
 
-def paper_step(
+def build_step_simulator(
     config: RunConfig,
     plan: RunPlan,
     costs: Costs | None = None,
@@ -278,16 +280,16 @@ def paper_step(
     return StepSimulator(spec, plan.layout, costs=costs, rank=rank, on_cpu=on_cpu, **arguments | others)
 
 
-def _describe_muon(config: RunConfig, paper: StepSimulator, layout: Layout) -> str:
+def _describe_muon(config: RunConfig, simulator: StepSimulator, layout: Layout) -> str:
     """Return a line on Muon's work and communication; simulates a step of its orthogonalization for it."""
-    if paper.muon is None:
+    if simulator.muon is None:
         return ""
-    text, interval = paper.muon.describe(), config.optimizer.muon_full_interval
-    exchanged = paper.orthogonalize(iteration=1).traffic
+    text, interval = simulator.muon.describe(), config.optimizer.muon_full_interval
+    exchanged = simulator.orthogonalize(iteration=1).traffic
     sent = sum(t.sent_bytes for (_, axis, _), t in exchanged.items() if axis != "cross")
     text += f"; a rank sends {sent / MEGA:.3f} MB inside its node"
-    if interval and paper.muon.is_full(interval):
-        crossing = _of_node(paper.orthogonalize(iteration=interval).traffic, layout)
+    if interval and simulator.muon.is_full(interval):
+        crossing = _of_node(simulator.orthogonalize(iteration=interval).traffic, layout)
         text += f"; in one of {interval} steps a node sends {crossing / MEGA:.3f} MB to other nodes, for whole matrices"
     return text
 

@@ -7,7 +7,7 @@ import pytest
 from helpers.small_run import parse
 
 from megazpp.diloco.config import DilocoConfig
-from megazpp.planner.estimate import Estimate, Estimator, paper_step
+from megazpp.planner.estimate import Estimate, Estimator, build_step_simulator
 from megazpp.planner.simulator import LOSSLESS_SHARES, Memory, lossless_share
 from megazpp.planner.step import measure
 from megazpp.planner.trace import trace_model
@@ -41,7 +41,7 @@ def test_node_cross_bytes_equal_the_sum_over_its_ranks(flags):
     run, cluster = config(f"--micro-batch-size 4 {flags}"), Cluster(num_nodes=2, ranks_per_node=4)
     plan, own, crossing = check_run_config(run, cluster, device_type="cpu"), estimate(run, cluster), 0
     for rank in range(cluster.world_size):
-        traffic = measure(paper_step(run, plan, device_type="cpu", rank=rank), own.micro_batches).traffic
+        traffic = measure(build_step_simulator(run, plan, device_type="cpu", rank=rank), own.micro_batches).traffic
         crossing += sum(counted.sent_bytes for (wire, _, _), counted in traffic.items() if wire == "cross")
     assert own.node_cross_bytes == round(crossing / cluster.num_nodes)
 
