@@ -174,7 +174,7 @@ def test_spike_with_rewind_restores_weights_and_moments(tmp_path):
     ranks(4).run(spike_after_a_checkpoint, str(tmp_path))
 
 
-def test_nan_in_a_replica_group_ends_the_job_when_groups_settle():
+def test_nan_in_a_replica_group_ends_the_job_when_groups_resolve():
     watched = Watched(has_replica_groups=True)
     assert watched.takes(1.0) == [True]
     assert watched.guard.found == (False, False)
@@ -196,7 +196,7 @@ def test_report_names_only_ranks_that_failed_in_the_reported_step():
     assert [line.rpartition(" ")[2] for line in others] == ["0", "2"]
 
 
-def test_spike_in_a_replica_group_rewinds_all_when_groups_settle():
+def test_spike_in_a_replica_group_rewinds_all_when_groups_resolve():
     back = mock.Mock(return_value=7)
     watched = Watched(4.0, has_replica_groups=True, rewind=back)
     assert watched.takes(*(3.0, 3.1) * 15, 9.0) == [True] * 30 + [False]
