@@ -15,7 +15,7 @@ from megazpp.base.files import DamagedError
 from megazpp.base.flags import asks, spelling, wrong_types
 from megazpp.checkpoint.folder import RECORD, CheckpointFolder, read_tokenizer
 from megazpp.checkpoint.metadata import CheckpointMetadata, shape_of
-from megazpp.data.tokenizer import load_tokenizer, marks_note, names_tokenizer
+from megazpp.data.tokenizer import load_tokenizer, names_tokenizer, special_tokens_note
 from megazpp.run.arguments import MUTUALLY_EXCLUSIVE, ParsedRun
 from megazpp.zero.config import default_weight_delta
 
@@ -151,7 +151,7 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, fol
     if "add_special_tokens" in parsed.origins:
         found = dataclasses.replace(found, add_special_tokens=given.add_special_tokens)
         names.remove("add_special_tokens")
-    elif tokenizer is not None and record.adds_special_tokens is None and (note := marks_note(tokenizer)):
+    elif tokenizer is not None and record.adds_special_tokens is None and (note := special_tokens_note(tokenizer)):
         notices.append(f"{folder.name} was made before special tokens were added; {note}")
     if given.eos_token is not None:
         found = dataclasses.replace(found, eos_token=given.eos_token)

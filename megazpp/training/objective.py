@@ -23,7 +23,7 @@ import torch
 
 from megazpp.base.flags import check_not_negative, check_positive, flag
 from megazpp.data.blend import DataSource
-from megazpp.data.dataset import DataConfig, batch_options, cache_dir, check_marks, missing_ends
+from megazpp.data.dataset import DataConfig, batch_options, cache_dir, check_special_tokens, missing_ends
 from megazpp.data.gpt_dataset import PADDING, WholeText
 from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
 from megazpp.data.loader import BatchLoader, Dataset, MicroBatch, make_padded_batch
@@ -310,11 +310,11 @@ def score_whole(
         files = resolve_text_paths([path])
         prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(data), log=say, flag_name="--input")
     sequences = IndexedDataset(prefix)
-    check_marks([sequences], tokenizer, f"--input {path}")
+    check_special_tokens([sequences], tokenizer, f"--input {path}")
     if warning := missing_ends([DataSource(sequences, f"--input {path}", None)], data, tokenizer):
         say(warning)
-    # The first token is predicted from the id before it: the tokenizer's mark at the start of a text, or else eod.
-    start = None if tokenizer.marks.used and tokenizer.marks.before else tokenizer.eod
+    # The id before the first token predicts it: the tokenizer's special token at the start of a text, or else eod.
+    start = None if tokenizer.special_tokens.used and tokenizer.special_tokens.before else tokenizer.eod
     text = WholeText(sequences, seq_length=data.seq_length, eod=start, vocab_size=tokenizer.vocab_size, name=path)
     # loss of all tokens
     batch_size = micro_batch_size * dims.data_size
