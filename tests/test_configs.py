@@ -70,7 +70,7 @@ def test_shipped_config_passes_every_check_with_and_without_local_steps():
         cluster = dataclasses.replace(cluster, num_nodes=max(expected.nodes, 2))
         plan = check_run_config(local_steps, cluster, device_type="cuda")
         assert (plan.of(DilocoPlan).steps, plan.of(DilocoPlan).fragments) == (30, 2), name
-        assert plan.layout.island == plan.layout.cluster.num_nodes, name
+        assert plan.layout.replica_group == plan.layout.cluster.num_nodes, name
 
 
 def dry_build(name: str, tp: MeshAxis) -> int:

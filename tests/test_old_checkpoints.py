@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 ARCHIVE = ROOT / "tests" / "fixtures" / "checkpoints_4e7c419.tar.xz"
 PRETRAIN = "pretrain_gpt.py @tiny.args --nproc 2 --save-interval 100"
-ISLANDS = "--emulate-nodes 2 --diloco-steps 2 --diloco-islands 2 --diloco-gradient-bits 16 --diloco-weight-bits 16"
+DILOCO = "--emulate-nodes 2 --diloco-steps 2 --diloco-islands 2 --diloco-gradient-bits 16 --diloco-weight-bits 16"
 LORA = "tools/post_train.py --objective sft --nproc 2 --lora-r 2 --lora-alpha 4 --data-path sft.jsonl"
 BATCHES = "--max-length 16 --global-batch-size 2 --micro-batch-size 1 --lr 1e-2 --log-interval 1"
 CASES = {
@@ -22,8 +22,8 @@ CASES = {
         f"{PRETRAIN} --train-iters 4 --load plain --save plain",
         {3: (5.552749156951904, 0.8870145082473755), 4: (5.544958591461182, 0.9401849508285522)},
     ),
-    "islands": (
-        f"{PRETRAIN} --train-iters 5 --load islands --save islands {ISLANDS}",
+    "replica groups": (
+        f"{PRETRAIN} --train-iters 5 --load islands --save islands {DILOCO}",
         {4: (5.555530071258545, 1.3365545272827148), 5: (5.555505752563477, 1.256232500076294)},
     ),
     "lora": (

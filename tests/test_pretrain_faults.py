@@ -48,12 +48,12 @@ class Runs:
 
 
 @pytest.mark.parametrize(
-    ("kills", "islands"), [(2, ""), (1, "--diloco-steps 4 --diloco-fragment-sync-delay 2")]
+    ("kills", "diloco"), [(2, ""), (1, "--diloco-steps 4 --diloco-fragment-sync-delay 2")]
 )  # the test was run once with 30 kills
-def test_killed_ranks_lose_only_the_steps_since_the_last_checkpoint(tmp_path, kills, islands):
+def test_killed_ranks_lose_only_the_steps_since_the_last_checkpoint(tmp_path, kills, diloco):
     """Ranks are killed at the start, while loading, in steps and in saves; all losses equal a run's without faults."""
     calm, runs, length = Runs(tmp_path / "calm"), Runs(tmp_path / "runs"), 20 * kills
-    flags = (*OURS, *islands.split(), "--train-iters", str(length))
+    flags = (*OURS, *diloco.split(), "--train-iters", str(length))
     code, output = run_forked(*calm.command, *flags, folder=tmp_path)
     assert code == 0, output
     saving = ("--save-interval", "3", "--keep-last", "2", "--max-restarts", str(kills))

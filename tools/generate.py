@@ -34,7 +34,7 @@ from megazpp.base.flags import check_positive, flag
 from megazpp.base.program import errors_as, program
 from megazpp.data.dataset import build_tokenizer
 from megazpp.data.documents import read_records
-from megazpp.data.tokenizer import Tokenizer, marks_note
+from megazpp.data.tokenizer import Tokenizer, special_tokens_note
 from megazpp.features import FEATURES
 from megazpp.inference.generate import sequences_that_fit
 from megazpp.inference.on_checkpoint import Loaded, run_on_checkpoint
@@ -128,7 +128,7 @@ class Starts:
             ValueError: the prompt cannot be continued. The message has the number of the prompt.
         """
         self._count += 1
-        name, longest, before = f"prompt {self._count}", self._longest, self._tokenizer.marks.before
+        name, longest, before = f"prompt {self._count}", self._longest, self._tokenizer.special_tokens.before
         with errors_as(name):
             ids, shown = self._start(prompt)
         first = len(before) if ids[: len(before)] == before else 0
@@ -173,7 +173,7 @@ def run(loaded: Loaded) -> None:
         batches = read_prompts(config.section(SampleConfig).sample_prompt, extra.prompt_file, size)
     make = Starts(loaded.tokenizer, config, extra, loaded.say).make
     out, done = sys.stdout if world.rank == 0 else None, 0
-    if note := marks_note(loaded.tokenizer):
+    if note := special_tokens_note(loaded.tokenizer):
         loaded.say(f"note: {note}")
 
     # Rank 0 shares each batch with the other ranks; an empty batch ends the loop.

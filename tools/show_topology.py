@@ -47,8 +47,8 @@ def main(argv: list[str]) -> None:
     config = parsed.config
     say_notices(parsed.notices)
     cluster = choose_cluster(args, config.cluster.cluster_file)
-    islands = max(feature.num_islands(config, cluster) for feature in FEATURES)
-    layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, islands=islands)
+    num_replica_groups = max(feature.num_replica_groups(config, cluster) for feature in FEATURES)
+    layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, num_replica_groups=num_replica_groups)
     print(topology_text(layout))
 
 

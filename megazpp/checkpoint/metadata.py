@@ -341,7 +341,8 @@ def batch_size_of(record: CheckpointMetadata) -> int | None:
     flags, layout = record.flags, record.layout
     size = flags.get(SAMPLES, {}).get("global_batch_size") or flags.get("global_batch_size")
     if size is None and layout and flags.get("micro_batch_size"):  # older versions did not store the global batch size
-        ranks = math.prod(layout.get(axis, 1) for axis in ("island", "replicate", "cross", "local"))
+        # "island" is the former name of the axis "replica_group"
+        ranks = math.prod(layout.get(axis, 1) for axis in ("replica_group", "island", "replicate", "cross", "local"))
         size = flags["micro_batch_size"] * ranks // flags.get("context_parallel_size", 1)
     return size
 

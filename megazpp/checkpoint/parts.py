@@ -17,6 +17,7 @@ import torch
 from megazpp.checkpoint.state import (
     MODEL,
     OPTIMIZER,
+    REPLICA_GROUP,
     SCALAR_HEAD,
     SECONDARY,
     Group,
@@ -190,7 +191,7 @@ class SecondaryPartition(StatePart):
         return self._sharding.secondary_state()
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        if any(key.startswith("island.") for key in saved):
+        if any(key.startswith(REPLICA_GROUP) for key in saved):
             return {}  # a DiLoCo checkpoint: this is one replica group's copy, but `model.` has the outer weights
         own, there = self._sharding.secondary_targets(), under(SECONDARY, saved)
         return {name: x for name, x in own.items() if name in there and there[name].properties.dtype == x.dtype}

@@ -39,7 +39,8 @@ from megazpp.zero.sharding import Sharding
 Tensors = Mapping[str, torch.Tensor]
 Saved = Mapping[str, TensorStorageMetadata]
 Group = Literal["weights", "optimizer", "rng"]
-MODEL, OPTIMIZER, SECONDARY = "model.", "optimizer.state.", "secondary."  # prefixes of keys
+# prefixes of keys; diloco/state.py describes those of replica groups
+MODEL, OPTIMIZER, SECONDARY, REPLICA_GROUP = "model.", "optimizer.state.", "secondary.", "replica_group."
 SCALAR_HEAD = f"{MODEL}scalar_head."
 
 

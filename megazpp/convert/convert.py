@@ -27,7 +27,7 @@ from megazpp.convert.model import HEAD, Model
 from megazpp.convert.native import open_checkpoint, open_tokenizer, read_trained, write_weights
 from megazpp.convert.peft import with_adapter, write_adapter
 from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
-from megazpp.data.tokenizer import TokenizerConfig, load_tokenizer, marks_note, names_tokenizer
+from megazpp.data.tokenizer import TokenizerConfig, load_tokenizer, names_tokenizer, special_tokens_note
 from megazpp.data.tokenizer_folder import CONFIG
 from megazpp.optim.schedule import ScheduleConfig, build_schedule
 
@@ -215,7 +215,7 @@ def bring_in(model: Model, target: Path, given: TokenizerConfig, say: Callable[[
             what = missing if num_ids > model.rows else "all rows are used, as in transformers"
             say(f"note: the tokenizer has {num_ids} tokens, and the model's vocabulary has {model.rows} rows: {what}")
             tokenizer.fit(model.rows)
-        for note in (marks_note(tokenizer), *find_differences(tokenizer)):
+        for note in (special_tokens_note(tokenizer), *find_differences(tokenizer)):
             if note is not None:
                 say(f"note: {note}")
     # ---- metadata

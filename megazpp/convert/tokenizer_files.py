@@ -10,7 +10,7 @@ from typing import Any
 import sentencepiece
 
 from megazpp.base.files import write_whole
-from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, marks_note
+from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, special_tokens_note
 from megazpp.data.tokenizer_folder import (
     CONFIG,
     DEFINITION,
@@ -51,8 +51,8 @@ def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str
     elif isinstance(tokenizer, SentencePieceTokenizer):
         made = _describe_sentencepiece(files[SENTENCEPIECE], tokenizer.eod)
     pad = tokenizer.variables.get("pad_token", "")
-    if ids.get("pad_token_id") is None and pad in tokenizer.specials:
-        ids["pad_token_id"] = tokenizer.specials[pad]
+    if ids.get("pad_token_id") is None and pad in tokenizer.special_ids:
+        ids["pad_token_id"] = tokenizer.special_ids[pad]
     for name, values in made.items():
         files |= as_json(name, values)
     for name, content in files.items():
@@ -63,7 +63,7 @@ def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str
 
 def find_differences(tokenizer: Tokenizer) -> list[str]:
     """Return notes about texts for which transformers, given the tokenizer's files, returns other token ids."""
-    if not tokenizer.marks.used and (note := marks_note(tokenizer)):
+    if not tokenizer.special_tokens.used and (note := special_tokens_note(tokenizer)):
         return [note]
     if isinstance(tokenizer, SentencePieceTokenizer):
         processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.files[SENTENCEPIECE])

@@ -124,11 +124,13 @@ def check_inputs(
     for flag_name, values in {"--data-path": config.data_path, **_paths_by_use(config)}.items():
         sources += open_sources(values, flag_name=flag_name)[0]
     if loaded is not None:
-        check_marks([source.sequences for source in sources], loaded, " ".join(source.name for source in sources))
+        check_special_tokens(
+            [source.sequences for source in sources], loaded, " ".join(source.name for source in sources)
+        )
     return loaded
 
 
-def check_marks(datasets: Sequence[Sequences], tokenizer: Tokenizer, name: str) -> None:
+def check_special_tokens(datasets: Sequence[Sequences], tokenizer: Tokenizer, name: str) -> None:
     """Raise ValueError if the data and the run disagree on special tokens at the beginning of texts.
 
     Args:
@@ -136,12 +138,12 @@ def check_marks(datasets: Sequence[Sequences], tokenizer: Tokenizer, name: str) 
         tokenizer: tokenizer of the run.
         name: description of the datasets for messages.
     """
-    before, count = tokenizer.marks.before, len(tokenizer.marks.before)
+    before, count = tokenizer.special_tokens.before, len(tokenizer.special_tokens.before)
     places = [(each, i) for each in datasets for i in range(min(len(each.lengths), _LOOKED_AT)) if each.lengths[i]]
     begins = [each.get(i)[:count].tolist() == before for each, i in places]
-    if count == 0 or not begins or any(begins) != all(begins) or all(begins) == tokenizer.marks.used:
+    if count == 0 or not begins or any(begins) != all(begins) or all(begins) == tokenizer.special_tokens.used:
         return
-    if not tokenizer.marks.used:
+    if not tokenizer.special_tokens.used:
         raise ValueError(f"{name}: all texts begin with the special tokens {before}, against --no-add-special-tokens")
     raise ValueError(
         f"{name}: no text begins with the special tokens {before}, but --add-special-tokens asks for them; "

@@ -31,7 +31,7 @@ from megazpp.base.flags import check_positive, check_words, flag
 from megazpp.base.program import end_with
 from megazpp.data.documents import BadLine, Block, check_readable, parse_block, read_blocks, stop_or_skip
 from megazpp.data.indexed_dataset import IndexedDatasetBuilder, check_output, optimal_dtype
-from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, document_end, load_tokenizer, marks_note
+from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, document_end, load_tokenizer, special_tokens_note
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -139,7 +139,7 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callab
     loaded = load_tokenizer(tokenizer)
     inputs, prefixes = _check(config, loaded)
     assert loaded is not None
-    if note := marks_note(loaded):
+    if note := special_tokens_note(loaded):
         log(f"note: {note}")
     if not config.append_eod and (end := document_end(loaded)):
         log(f"note: documents do not end with the end-of-document token {end[0]}; --append-eod adds it")
@@ -182,7 +182,7 @@ def encode_block(block: Block, tokenizer: Tokenizer, *, keys: Sequence[str], app
         keys: fields to tokenize.
         append_eod: True to end each document with eod.
     """
-    end, marks = document_end(tokenizer) if append_eod else [], tokenizer.marks.number
+    end, num_added = document_end(tokenizer) if append_eod else [], tokenizer.special_tokens.number
     ids = [array.array("i") for _ in keys]  # a list of Python objects is 5 % slower
     lengths: list[list[int]] = [[] for _ in keys]
     found = list(parse_block(block, keys))
@@ -193,7 +193,7 @@ def encode_block(block: Block, tokenizer: Tokenizer, *, keys: Sequence[str], app
             texts = [document[i] for document in documents[first : first + _BATCH]]
             text_bytes += sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
             for tokens in tokenizer.encode_batch(texts):
-                whole = tokens + end if len(tokens) > marks else []
+                whole = tokens + end if len(tokens) > num_added else []
                 ids[i].fromlist(whole)
                 lengths[i].append(len(whole))
     dtype = optimal_dtype(tokenizer.vocab_size)

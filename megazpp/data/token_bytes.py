@@ -24,9 +24,11 @@ class TokenBytes:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._sizes = tokenizer, dict[tuple[int, bool], int]()
         ends = [] if tokenizer.eod is None else [tokenizer.eod]
-        self._marks = np.array([*ends, *tokenizer.marks.before, *tokenizer.marks.after], dtype=np.int64)
+        self._boundaries = np.array(
+            [*ends, *tokenizer.special_tokens.before, *tokenizer.special_tokens.after], dtype=np.int64
+        )
         # decoded before a token that does not begin a document, because decoders drop a leading space
-        self._anchor = tokenizer.encode_spans("a", marked=False).ids[-1:]
+        self._anchor = tokenizer.encode_spans("a", add_special_tokens=False).ids[-1:]
 
     def count(self, ids: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]) -> int:
         """Return the number of bytes of the labels `ids[1:]` that `counted` selects.
@@ -35,7 +37,7 @@ class TokenBytes:
             ids: [S + 1] ids of a sample. Counted labels are in the vocabulary.
             counted: [S] mask, True where the label counts.
         """
-        labels, firsts = ids[1:][counted], np.isin(ids[:-1][counted], self._marks)
+        labels, firsts = ids[1:][counted], np.isin(ids[:-1][counted], self._boundaries)
         pairs, numbers = np.unique(2 * labels + firsts, return_counts=True)
         sizes = [self.size(pair // 2, first=pair % 2 == 1) for pair in pairs.tolist()]
         return int(np.dot(np.array(sizes, dtype=np.int64), numbers))

@@ -1,7 +1,7 @@
 """Tokenizers: load the tokenizer that the flags name, and convert text to token ids and back.
 
 transformers opens Hugging Face folders, so all ids equal its ids. They include the special tokens that the
-folder's files put around a text (`Marks`), such as <s> before a prompt and before each document of a dataset.
+folder's files put around a text (`SpecialTokens`), such as <s> before a prompt and before each document of a dataset.
 Megatron's HuggingFaceTokenizer adds the same tokens.
 
 The file is longer than 300 lines because every kind of tokenizer implements the private methods of `Tokenizer`.
@@ -79,17 +79,17 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
 
 
 def document_end(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids to append to a document of training data: eod, unless its marks already end with eod."""
+    """Return the ids to append to a document of training data: eod, unless its special tokens already end with eod."""
     end = [] if tokenizer.eod is None else [tokenizer.eod]
-    return [] if tokenizer.marks.used and tokenizer.marks.after[-1:] == end else end
+    return [] if tokenizer.special_tokens.used and tokenizer.special_tokens.after[-1:] == end else end
 
 
-def marks_note(tokenizer: Tokenizer) -> str | None:
+def special_tokens_note(tokenizer: Tokenizer) -> str | None:
     """Return a line about the special tokens around texts; None if the tokenizer's files ask for none."""
-    before, after, used = tokenizer.marks
+    before, after, used = tokenizer.special_tokens
     does = "texts get" if used else "--no-add-special-tokens: texts do not get"
-    marks = " and ".join(f"{ids} {where}" for ids, where in ((before, "before"), (after, "after")) if ids)
-    return f"{does} the special tokens {marks} them that transformers adds" if marks else None
+    added = " and ".join(f"{ids} {where}" for ids, where in ((before, "before"), (after, "after")) if ids)
+    return f"{does} the special tokens {added} them that transformers adds" if added else None
 
 
 def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
@@ -139,7 +139,7 @@ class EncodedText(NamedTuple):
     spans: list[tuple[int, int]]
 
 
-class Marks(NamedTuple):
+class SpecialTokens(NamedTuple):
     """Special tokens that a tokenizer's files put around a text.
 
     Attributes:
@@ -158,11 +158,11 @@ class Marks(NamedTuple):
         return len(self.before + self.after) if self.used else 0
 
     def around(self, ids: list[int]) -> list[int]:
-        """Return the ids of a text with the marks, if this run adds them."""
+        """Return the ids of a text with the special tokens, if this run adds them."""
         return [*self.before, *ids, *self.after] if self.number else ids
 
     def __str__(self) -> str:
-        """Return the marks' part of a tokenizer's identity; it is empty if this run adds no marks."""
+        """Return the part of a tokenizer's identity for the special tokens; it is empty if this run adds none."""
         return f"-{self.before}{self.after}" if self.number else ""
 
 
@@ -175,9 +175,9 @@ class Tokenizer:
         eod_name: text that `encode_spans` encodes as eod.
         identity: string that is equal for tokenizers that give equal ids; cache keys contain it.
         files: content of the tokenizer's files by Hugging Face's names; empty if the flags describe it completely.
-        marks: special tokens around a text.
+        special_tokens: special tokens that the tokenizer's files put around a text.
         variables: special tokens by their role, such as eos_token, for chat templates.
-        specials: ids of special tokens by name.
+        special_ids: ids of special tokens by name.
         added_ids: ids of tokens that are not pieces of text.
     """
 
@@ -186,25 +186,30 @@ class Tokenizer:
     eod_name: str | None
     identity: str
     files: Mapping[str, bytes]
-    marks = Marks([], [], used=False)
+    special_tokens = SpecialTokens([], [], used=False)
     variables: Mapping[str, str]
-    specials: Mapping[str, int]
+    special_ids: Mapping[str, int]
     added_ids: Collection[int]
     _finds_eod = False  # True if `_encode_spans` finds eod_name in a text itself
     _largest = -1  # largest id that the tokenizer gives, if the model's vocabulary may be smaller
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text` with the marks; raises ValueError if an id is beyond the model's vocabulary."""
-        return self._known(self.marks.around(self._encode(text)))
+        """Return the ids of `text` with special tokens around it.
 
-    def encode_spans(self, text: str, *, marked: bool = True) -> EncodedText:
+        Raises:
+            ValueError: an id is beyond the model's vocabulary.
+        """
+        return self._known(self.special_tokens.around(self._encode(text)))
+
+    def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> EncodedText:
         """Return the ids of `text` and their places in it. `eod_name` in the text becomes eod.
 
-        A mark has an empty place at the beginning or end of the text.
+        A special token around the text has an empty place at the beginning or end of the text.
 
         Args:
             text: text to encode.
-            marked: True to add the marks; False for a text in which a chat template has written them.
+            add_special_tokens: True to add the special tokens of the tokenizer's files; False for a text in which a
+                chat template has written them.
         """
         name = "" if self._finds_eod else self.eod_name or ""
         ids, spans, start = list[int](), list[tuple[int, int]](), 0
@@ -218,9 +223,9 @@ class Tokenizer:
             ids.extend(found.ids)
             spans.extend((start + first, start + last) for first, last in found.spans)
             start += len(part)
-        if marked and self.marks.number:
-            end, (before, after, _) = (len(text), len(text)), self.marks
-            ids, spans = self.marks.around(ids), [(0, 0)] * len(before) + spans + [end] * len(after)
+        if add_special_tokens and self.special_tokens.number:
+            end, (before, after, _) = (len(text), len(text)), self.special_tokens
+            ids, spans = self.special_tokens.around(ids), [(0, 0)] * len(before) + spans + [end] * len(after)
         return EncodedText(self._known(ids), spans)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -233,7 +238,7 @@ class Tokenizer:
 
     def decode_with_specials(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, with special tokens written by name."""
-        names = {token: name for name, token in self.specials.items()}
+        names = {token: name for name, token in self.special_ids.items()}
         parts = itertools.groupby(ids, names.get)
         return "".join(self.decode(part) if name is None else name * len(list(part)) for name, part in parts)
 
@@ -272,7 +277,7 @@ class Tokenizer:
         return ids
 
     def _encode(self, text: str) -> list[int]:
-        """Return the ids of `text` without marks."""
+        """Return the ids of `text` without special tokens around it."""
         raise NotImplementedError
 
     def _encode_spans(self, text: str) -> EncodedText:
@@ -295,8 +300,8 @@ class SentencePieceTokenizer(Tokenizer):
         self.eod = named if named != unknown else eos if eos >= 0 else None
         self.eod_name = None if self.eod is None else self._processor.id_to_piece(self.eod)
         self.files = {**(files or {}), SENTENCEPIECE: model}
-        self.specials = {} if self.eod is None else {self._processor.id_to_piece(self.eod): self.eod}
-        self.added_ids = set(self.specials.values())
+        self.special_ids = {} if self.eod is None else {self._processor.id_to_piece(self.eod): self.eod}
+        self.added_ids = set(self.special_ids.values())
         self.variables = {"eos_token": self.eod_name or "", "bos_token": ""}
         self.identity = f"sentencepiece-{hashlib.sha256(model).hexdigest()}"
 
@@ -351,7 +356,7 @@ class HFTokenizer(Tokenizer):
         split = backend.encode_special_tokens = bool(self._theirs.split_special_tokens)
         added = backend.get_added_tokens_decoder()
         self._added = self.added_ids = {token: each.special for token, each in added.items()}
-        self.specials = {each.content: token for token, each in added.items() if each.special}
+        self.special_ids = {each.content: token for token, each in added.items() if each.special}
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1  # some ids may be unused
         self.eod_name = self._theirs.eos_token
@@ -362,10 +367,10 @@ class HFTokenizer(Tokenizer):
         whole = backend.encode(text, add_special_tokens=True)
         first = whole.sequence_ids.index(0)
         before, after = whole.ids[:first], whole.ids[first + len(self._encode(text)) :]
-        self.marks = Marks(before, after, used=add_special_tokens)
+        self.special_tokens = SpecialTokens(before, after, used=add_special_tokens)
         self._unknown = getattr(backend.model, "unk_token", None)
         self._has_bytes = "ByteLevel" in str(backend.decoder)  # each letter of a piece encodes one byte
-        self.identity = f"huggingface-{self._digest(split)}{self.marks}"
+        self.identity = f"huggingface-{self._digest(split)}{self.special_tokens}"
 
     def _digest(self, split: bool) -> str:
         """Return a hash of the vocabulary files, eod, and the changes that transformers makes to tokenizer.json.
@@ -384,7 +389,7 @@ class HFTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [self._known(self.marks.around(each.ids)) for each in found]
+        return [self._known(self.special_tokens.around(each.ids)) for each in found]
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -423,7 +428,7 @@ class ByteTokenizer(Tokenizer):
             raise ValueError(f"--vocab-size {num_ids} is below the 256 byte values of --tokenizer-type NullTokenizer")
         self.vocab_size = num_ids + 1
         self.eod, self.eod_name = num_ids, "<|endoftext|>"
-        self.variables, self.specials = {"eos_token": self.eod_name, "bos_token": ""}, {self.eod_name: num_ids}
+        self.variables, self.special_ids = {"eos_token": self.eod_name, "bos_token": ""}, {self.eod_name: num_ids}
         self.added_ids = {num_ids}
         self.identity, self.files = f"bytes-{num_ids}", {}
 

@@ -1,6 +1,6 @@
 """Flags of DiLoCo (local steps in replica groups), and the plan that a run derives from them.
 
-A replica group is one or several nodes with their own copy of the model. The code and the flags call it an island.
+A replica group is one or several nodes with their own copy of the model.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ class DilocoConfig(FeatureConfig):
     """
 
     diloco_steps: int | None = flag(None, "steps between two synchronizations of the replica groups; enables DiLoCo")
-    diloco_islands: int | None = flag(
-        None, "number of replica groups, each with the same number of nodes (default: one group per node)"
+    diloco_replica_groups: int | None = flag(
+        None,
+        "number of replica groups, each with the same number of nodes (default: one group per node)",
+        aliases=("--diloco-islands",),
     )
     diloco_outer_lr: float | None = flag(
         None,
@@ -69,8 +71,10 @@ class DilocoConfig(FeatureConfig):
         check_positive(self, "diloco_steps", "diloco_outer_lr", "diloco_fragments")
         check_not_negative(self, "diloco_fragment_sync_delay")
         check_below_one(self, "diloco_outer_momentum", "diloco_fragment_update_alpha")
-        if self.diloco_islands is not None and self.diloco_islands < 2:
-            raise ValueError(f"--diloco-islands {self.diloco_islands}: at least 2 replica groups are needed")
+        if self.diloco_replica_groups is not None and self.diloco_replica_groups < 2:
+            raise ValueError(
+                f"--diloco-replica-groups {self.diloco_replica_groups}: at least 2 replica groups are needed"
+            )
         steps = self.diloco_steps
         if steps is None:
             return
@@ -100,10 +104,10 @@ class DilocoConfig(FeatureConfig):
 
     def number(self, cluster: Cluster) -> int:
         """Return the number of replica groups on a cluster; 1 without DiLoCo."""
-        return (self.diloco_islands or cluster.num_local_domains) if self.asked else 1
+        return (self.diloco_replica_groups or cluster.num_local_domains) if self.asked else 1
 
 
-def islands_every(steps: int) -> DilocoConfig:
+def diloco_every(steps: int) -> DilocoConfig:
     """Return the flags of DiLoCo with a synchronization every `steps` steps and defaults otherwise."""
     return DilocoConfig(diloco_steps=steps)
 
@@ -151,7 +155,7 @@ class DilocoPlan(NamedTuple):
         )
 
 
-def count_islands(config: DilocoConfig, cluster: Cluster, *, verify_interval: int | None) -> int:
+def count_replica_groups(config: DilocoConfig, cluster: Cluster, *, verify_interval: int | None) -> int:
     """Check the flags against the cluster, and return the number of replica groups.
 
     Args:
@@ -170,17 +174,17 @@ def count_islands(config: DilocoConfig, cluster: Cluster, *, verify_interval: in
             f"--zero-verify-interval {verify_interval} compares weights over all ranks, but with --diloco-steps the "
             "weights of replica groups differ"
         )
-    islands, domains = config.number(cluster), cluster.num_local_domains
-    if domains % islands:
+    groups, domains = config.number(cluster), cluster.num_local_domains
+    if domains % groups:
         fitting = [count for count in range(2, domains + 1) if not domains % count]
         raise ValueError(
-            f"--diloco-islands {islands} does not divide the {domains} {local_domains(cluster)}; {numbers(fitting)} "
-            "would fit"
+            f"--diloco-replica-groups {groups} does not divide the {domains} {local_domains(cluster)}; "
+            f"{numbers(fitting)} would fit"
         )
-    return islands
+    return groups
 
 
-def plan_islands(
+def plan_diloco(
     config: DilocoConfig, zero: ZeroConfig, *, iterations: int, num_layers: int, tokens_per_step: float
 ) -> DilocoPlan | None:
     """Resolve the flags for a run; None without --diloco-steps.

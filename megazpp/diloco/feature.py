@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megazpp.diloco.config import DilocoConfig, DilocoPlan, count_islands, plan_islands
-from megazpp.diloco.loop import LocalSteps, check_island_holds
-from megazpp.diloco.outer import Islands
-from megazpp.diloco.state import island_parts
+from megazpp.diloco.config import DilocoConfig, DilocoPlan, count_replica_groups, plan_diloco
+from megazpp.diloco.loop import LocalSteps, check_replica_group_memory
+from megazpp.diloco.outer import ReplicaGroups
+from megazpp.diloco.state import replica_group_parts
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan
 from megazpp.run.feature import Attached, Feature, TrainerParts
@@ -17,22 +17,22 @@ class Diloco(Feature):
 
     config = DilocoConfig
 
-    def num_islands(self, config: RunConfig, cluster: Cluster) -> int:
+    def num_replica_groups(self, config: RunConfig, cluster: Cluster) -> int:
         """Check the flags against the cluster, and return the number of replica groups."""
         flags = config.section(DilocoConfig)
-        return count_islands(flags, cluster, verify_interval=config.verify.zero_verify_interval)
+        return count_replica_groups(flags, cluster, verify_interval=config.verify.zero_verify_interval)
 
     def check(self, config: RunConfig, plan: RunPlan) -> DilocoPlan | None:
         """Return the DiLoCo plan of the run; None without --diloco-steps."""
         flags, batches, layout = config.section(DilocoConfig), plan.batches, plan.layout
         assert config.model.num_layers is not None
         assert config.data.seq_length is not None
-        return plan_islands(
+        return plan_diloco(
             flags,
             config.zero,
             iterations=batches.total_iterations,
             num_layers=config.model.num_layers,
-            tokens_per_step=batches.global_batch_size * config.data.seq_length / layout.island,
+            tokens_per_step=batches.global_batch_size * config.data.seq_length / layout.replica_group,
         )
 
     def attach(self, parts: TrainerParts) -> Attached:
@@ -41,17 +41,17 @@ class Diloco(Feature):
         if plan is None:
             return Attached()
         model, sharding = parts.built
-        check_island_holds(sharding.shard_elements, dims, device, plan)
-        islands = Islands(sharding, dims, plan, parts.config.precision)
+        check_replica_group_memory(sharding.shard_elements, dims, device, plan)
+        replica_groups = ReplicaGroups(sharding, dims, plan, parts.config.precision)
         if device.type == "cuda":  # the CPU's kernels are already compiled
-            islands.compile_kernels(device)
-        parts.states = island_parts(parts.states, islands, model, parts.values)
+            replica_groups.compile_kernels(device)
+        parts.states = replica_group_parts(parts.states, replica_groups, model, parts.values)
         parts.flags |= {"diloco_outer_lr": plan.outer_lr, "diloco_outer_momentum": plan.outer_momentum}
-        parts.guard.islands = True
+        parts.guard.has_replica_groups = True
         return Attached(
-            synchronize=LocalSteps(islands, parts.objective, parts.guard, dims).after_step,
-            evaluation_weights=islands.outer_weights,
-            wait=islands.wait,
+            synchronize=LocalSteps(replica_groups, parts.objective, parts.guard, dims).after_step,
+            evaluation_weights=replica_groups.outer_weights,
+            wait=replica_groups.wait,
         )
 
 

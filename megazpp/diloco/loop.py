@@ -12,7 +12,7 @@ import torch
 
 from megazpp.base.program import GIGA
 from megazpp.diloco.config import DilocoPlan
-from megazpp.diloco.outer import Islands
+from megazpp.diloco.outer import ReplicaGroups
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.timeline import COMPUTE
 from megazpp.training.anomalies import Guard
@@ -25,15 +25,15 @@ class LocalSteps:
     """Synchronizes the replica groups after steps; every rank calls `after_step` after every step.
 
     Args:
-        islands: the outer weights and their synchronization.
+        replica_groups: the outer weights and their synchronization.
         objective: the language model's loss, which counts the tokens of each step.
         guard: decides whether steps are taken, and ends the job or reloads a checkpoint.
         dims: mesh axes of the job.
     """
 
-    def __init__(self, islands: Islands, objective: Objective, guard: Guard, dims: ParallelDims) -> None:
+    def __init__(self, replica_groups: ReplicaGroups, objective: Objective, guard: Guard, dims: ParallelDims) -> None:
         assert isinstance(objective, LanguageModelLoss), "others are refused by check_post_training"
-        self.islands, self._objective, self._guard, self._dims = islands, objective, guard, dims
+        self.replica_groups, self._objective, self._guard, self._dims = replica_groups, objective, guard, dims
         self._losses, self._steps = torch.zeros(()), 0  # summed losses and steps since the last synchronization
 
     def after_step(self, launched: LaunchedStep, iteration: int, last: bool) -> bool:
@@ -48,10 +48,10 @@ class LocalSteps:
         Raises:
             NotFiniteError: a step of some group since the last synchronization was not finite; raised on all ranks.
         """
-        islands = self.islands
-        islands.count(self._objective.tokens)
+        replica_groups = self.replica_groups
+        replica_groups.count(self._objective.tokens)
         self._losses, self._steps = launched.loss + self._losses.to(launched.loss.device), self._steps + 1
-        meets = last or islands.meets_at(iteration)
+        meets = last or replica_groups.meets_at(iteration)
         if meets:  # combine the decisions and losses of all groups
             launched.check()
             world = self._dims.world
@@ -64,13 +64,13 @@ class LocalSteps:
                 return True  # all groups have reloaded a checkpoint
         with self._dims.timeline.span(COMPUTE, "synchronize"):
             if last:
-                islands.finish()
+                replica_groups.finish()
             else:
-                islands.after_step(iteration)
+                replica_groups.after_step(iteration)
         return meets
 
 
-def check_island_holds(shard_elements: int, dims: ParallelDims, device: torch.device, plan: DilocoPlan) -> None:
+def check_replica_group_memory(shard_elements: int, dims: ParallelDims, device: torch.device, plan: DilocoPlan) -> None:
     """Check that a GPU's memory can hold the state of a replica group's model; a CPU's memory is not checked.
 
     Args:
@@ -86,14 +86,14 @@ def check_island_holds(shard_elements: int, dims: ParallelDims, device: torch.de
         return
     # bytes per element: fp32 weights, gradients and two moments; R; error feedback; this group's part of outer states
     feedback = 1 if plan.feedback and plan.gradients is not None else 0
-    each = 16 + 4 + feedback + (8 if plan.outer_momentum else 4) / dims.island.size
+    each = 16 + 4 + feedback + (8 if plan.outer_momentum else 4) / dims.replica_group.size
     needed = round(shard_elements * each)
     if needed > available:
         ranks = dims.shard.size * dims.tp.size
         raise ValueError(
-            f"--diloco-steps {plan.steps}: each of the {dims.island.size} replica groups has a whole model on its "
-            f"{ranks} ranks, whose states take {needed / GIGA:.1f} GB of a rank's {available / GIGA:.1f} GB; use fewer "
-            "--diloco-islands, so that each group has more ranks"
+            f"--diloco-steps {plan.steps}: each of the {dims.replica_group.size} replica groups has a whole model on "
+            f"its {ranks} ranks, whose states take {needed / GIGA:.1f} GB of a rank's {available / GIGA:.1f} GB; use "
+            "fewer --diloco-replica-groups, so that each group has more ranks"
         )
 
 

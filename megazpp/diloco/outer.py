@@ -2,10 +2,9 @@
 
 This file is longer than 300 lines, so that a synchronization can be read from sending to merging in one place.
 
-A replica group (island in the code) is a part of the cluster with its own sharded copy of the model. Inside it every
-step is an FSDP2 or ZeRO++ step. Between groups there is no communication, except for synchronizations. R is the common
-copy of the outer weights in fp32, bit-identical in all groups. A sharding unit of fragment p synchronizes once in every
-H steps:
+A replica group is a part of the cluster with its own sharded copy of the model. Inside it every step is an FSDP2 or
+ZeRO++ step. Between groups there is no communication, except for synchronizations. R is the common copy of the outer
+weights in fp32, bit-identical in all groups. A sharding unit of fragment p synchronizes once in every H steps:
 
     delta  = R - inner                            on the group's shard
     D      = mean of delta over groups            4-bit blocks with error feedback, sent to the owner of an outer shard
@@ -18,9 +17,9 @@ by the tokens that each group has processed. Outer weights and momentum are shar
 rank owns the part of its shard that its group's index selects, so the communication of a unit is one reduction and one
 gather, as in the cross hops of gather.py and reduce.py:
 
-    delta [I, S] --pack--> all-to-all, sum over I --> D [S] --> outer [S] --pack--> all-gather --> R [I, S]
+    delta [G, S] --pack--> all-to-all, sum over G --> D [S] --> outer [S] --pack--> all-gather --> R [G, S]
 
-I is the number of replica groups, S the elements of a rank's shard that one group owns. DiLoCo is another algorithm
+G is the number of replica groups, S the elements of a rank's shard that one group owns. DiLoCo is another algorithm
 than data-parallel training, with other losses. Sources: DiLoCo (arXiv 2311.08105) and Streaming DiLoCo (arXiv
 2501.18512: its algorithm 2, fragments, delay, 4 bits). Sharded outer states and differences for R are our additions.
 """
@@ -100,7 +99,7 @@ class OuterUnit:
 
     @property
     def rows(self) -> torch.Tensor:
-        """R, the common copy of the outer weights, as rows [I, S]; waits for a synchronization in flight."""
+        """R, the common copy of the outer weights, as rows [G, S]; waits for a synchronization in flight."""
         self.wait()
         assert self.common.weights is not None
         return self.common.weights
@@ -116,10 +115,10 @@ class OuterUnit:
         self.outer.copy_(self.fill_(self.rows)[self._axis.rank])
 
     def fill_(self, rows: torch.Tensor, shards: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
-        """Write shards into rows [I, S], with zeros as padding, and return the rows.
+        """Write shards into rows [G, S], with zeros as padding, and return the rows.
 
         Args:
-            rows: [I, S] fp32.
+            rows: [G, S] fp32.
             shards: one tensor per parameter. None: the model's shards.
         """
         rows.zero_()
@@ -166,10 +165,10 @@ class OuterUnit:
     def pairs(
         self, rows: torch.Tensor, shards: Sequence[torch.Tensor] | None = None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of views with equal shapes: a part of rows [I, S], without padding, and the same part of a shard.
+        """Yield pairs of views with equal shapes: a part of rows [G, S], without padding, and the same part of a shard.
 
         Args:
-            rows: [I, S] fp32.
+            rows: [G, S] fp32.
             shards: one tensor per parameter. None: the model's shards.
         """
         for segment, shard in zip(self.segments, self.unit.shards() if shards is None else shards, strict=True):
@@ -223,7 +222,7 @@ def send_fragment(units: Sequence[OuterUnit], axis: MeshAxis, plan: DilocoPlan, 
             unit.send(weight, correction)
 
 
-class Islands:
+class ReplicaGroups:
     """Outer weights and synchronizations of a sharded model in replica groups.
 
     Every rank of every group calls every method, at the same iterations.
@@ -240,13 +239,13 @@ class Islands:
     """
 
     def __init__(self, sharding: Sharding, dims: ParallelDims, plan: DilocoPlan, precision: PrecisionConfig) -> None:
-        self.plan, self.sharding, self._dims, self.axis = plan, sharding, dims, dims.island
+        self.plan, self.sharding, self._dims, self.axis = plan, sharding, dims, dims.replica_group
         sharding.reshard()
         device = next(sharding.model.parameters()).device
         self.units = []
         for unit in sharding.units:
             shapes = [tuple(shard.shape) for shard in unit.shards()]
-            outer = OuterUnit(unit, shapes, dims.island, plan=plan, precision=precision, device=device)
+            outer = OuterUnit(unit, shapes, dims.replica_group, plan=plan, precision=precision, device=device)
             outer.begin()
             self.units.append(outer)
         self.fragments = plan.in_fragments(self.units)
@@ -429,7 +428,7 @@ class Islands:
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh:  # not created in __init__, because a dry run with fake tensors cannot make a mesh
-        """The mesh [tp, shard, island], created at first use.
+        """The mesh [tp, shard, replica_group], created at first use.
 
         Rows of a parameter are split in the order of its axes, so that each rank owns consecutive rows.
         """

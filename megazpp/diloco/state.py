@@ -1,11 +1,15 @@
-"""Checkpoint state of DiLoCo's replica groups ("island" in keys), in addition to the keys of checkpoint/state.py:
+"""Checkpoint state of DiLoCo's replica groups, in addition to the keys of checkpoint/state.py:
 
-    model.{parameter}                             holds the outer weight, sharded over all ranks of all groups
-    diloco.momentum.{parameter}                   its outer momentum, sharded alike
-    diloco.common.{parameter}                     R, the outer weights as all groups received them, sharded in a group
-    island.{i}.inner.{parameter}                  group i's own weights, sharded like R
-    island.{i}.counts, island.{i}.values          synchronization counts of group i; its loss scale and losses
-    island.{i}.optimizer.., island.{i}.secondary..  moments and secondary partition of every group but the first
+    model.{parameter}                    holds the outer weight, sharded over all ranks of all groups
+    diloco.momentum.{parameter}          its outer momentum, sharded alike
+    diloco.common.{parameter}            R, the outer weights as all groups received them, sharded in a group
+    replica_group.{i}.inner.{parameter}  group i's own weights, sharded like R
+    replica_group.{i}.counts             synchronization counts of group i
+    replica_group.{i}.values             its loss scale and losses
+    replica_group.{i}.optimizer..        moments of every group but the first
+    replica_group.{i}.secondary..        secondary partition of every group but the first
+
+Earlier versions wrote "island." in place of "replica_group."; `SafeReader` replaces it.
 
 A run without DiLoCo can therefore read the outer weights and the first group's moments. If the number of groups
 changes, outer weights and momentum are kept, inner weights start at the outer weights, and group j takes the moments of
@@ -20,34 +24,46 @@ import torch
 
 from megazpp.base.files import DamagedError
 from megazpp.checkpoint.parts import ErrorFeedback, Weights, as_tensor, from_tensor
-from megazpp.checkpoint.state import MODEL, OPTIMIZER, SECONDARY, RunValues, Saved, StatePart, Tensors, under
-from megazpp.diloco.outer import Islands
+from megazpp.checkpoint.state import (
+    MODEL,
+    OPTIMIZER,
+    REPLICA_GROUP,
+    SECONDARY,
+    RunValues,
+    Saved,
+    StatePart,
+    Tensors,
+    under,
+)
+from megazpp.diloco.outer import ReplicaGroups
 from megazpp.model.gpt import GPTModel
 
 COUNTS, VALUES = "counts", "values"
 COMMON, MOMENTUM = "diloco.common.", "diloco.momentum."
 
 
-def island_parts(parts: Sequence[StatePart], islands: Islands, model: GPTModel, values: RunValues) -> list[StatePart]:
+def replica_group_parts(
+    parts: Sequence[StatePart], replica_groups: ReplicaGroups, model: GPTModel, values: RunValues
+) -> list[StatePart]:
     """Return the checkpoint parts of a DiLoCo run, made from the parts of a run without DiLoCo (`training_parts`).
 
     Args:
         parts: the parts of a run without DiLoCo.
-        islands: outer weights of the replica groups.
+        replica_groups: outer weights of the replica groups.
         model: the model.
         values: loss scale and losses of the run.
     """
-    own, found = IslandState(islands, model, values), list[StatePart]()
+    own, found = ReplicaGroupState(replica_groups, model, values), list[StatePart]()
     for part in parts:
         if isinstance(part, ErrorFeedback):
-            part.sources.append(islands.error_feedback)
-        found.append(OfIsland(part, own) if part.prefix in (OPTIMIZER, SECONDARY) else part)
+            part.sources.append(replica_groups.error_feedback)
+        found.append(OfReplicaGroup(part, own) if part.prefix in (OPTIMIZER, SECONDARY) else part)
     (index,) = (index for index, part in enumerate(found) if part.prefix == MODEL)
     found[index] = OuterWeights(own)
     return [own, *found]
 
 
-class IslandState(StatePart):
+class ReplicaGroupState(StatePart):
     """Inner weights, outer momentum, R (the groups' common copy of the outer weights) and counts.
 
     It is restored before the parts that depend on the inner weights.
@@ -55,27 +71,29 @@ class IslandState(StatePart):
 
     prefix = ""
 
-    def __init__(self, islands: Islands, model: GPTModel, values: RunValues) -> None:
-        self.islands, self.model, self._values, self.axis = islands, model, values, islands.axis
-        self._own = f"island.{self.axis.rank}."
+    def __init__(self, replica_groups: ReplicaGroups, model: GPTModel, values: RunValues) -> None:
+        self.replica_groups, self.model, self._values, self.axis = replica_groups, model, values, replica_groups.axis
+        self._own = f"{REPLICA_GROUP}{self.axis.rank}."
         self.source = 0  # the replica group of the checkpoint from which this group's own state is read
         self.same = True  # whether the checkpoint has as many replica groups
         self.restored = False  # whether inner weights and R were loaded from the checkpoint
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors to save, by key."""
-        found = self._inner() | {f"{COMMON}{name}": weight for name, weight in self.islands.common().items()}
-        found |= {f"{MOMENTUM}{name}": moment.clone() for name, moment in self.islands.momentum().items()}
+        found = self._inner() | {f"{COMMON}{name}": weight for name, weight in self.replica_groups.common().items()}
+        found |= {f"{MOMENTUM}{name}": moment.clone() for name, moment in self.replica_groups.momentum().items()}
         values = as_tensor(self._values.state_dict())
-        return found | {f"{self._own}{COUNTS}": self.islands.counts(), f"{self._own}{VALUES}": values}
+        return found | {f"{self._own}{COUNTS}": self.replica_groups.counts(), f"{self._own}{VALUES}": values}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
         """Return the tensors to load into, for the keys that the checkpoint has."""
-        count = sum(key.startswith("island.") and key.endswith(f".{COUNTS}") for key in saved)
+        count = sum(key.startswith(REPLICA_GROUP) and key.endswith(f".{COUNTS}") for key in saved)
         self.source, self.same = self.axis.rank % max(count, 1), count == self.axis.size
-        targets = {f"{MOMENTUM}{name}": moment.zero_() for name, moment in self.islands.momentum().items()}
+        targets = {f"{MOMENTUM}{name}": moment.zero_() for name, moment in self.replica_groups.momentum().items()}
         if self.same:
-            targets |= self._inner() | {f"{COMMON}{name}": weight for name, weight in self.islands.common().items()}
+            targets |= self._inner() | {
+                f"{COMMON}{name}": weight for name, weight in self.replica_groups.common().items()
+            }
             own = (f"{self._own}{COUNTS}", f"{self._own}{VALUES}")
             targets |= super().targets({key: saved[key] for key in own if key in saved})
         return {key: value for key, value in targets.items() if key in saved}
@@ -99,9 +117,9 @@ class IslandState(StatePart):
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"{self._own}{VALUES}: loss scale, losses or groups are damaged: {error!r}") from error
         counts = loaded[f"{self._own}{COUNTS}"]
-        if counts.shape != self.islands.counts().shape:
+        if counts.shape != self.replica_groups.counts().shape:
             return ["replica groups start at the outer weights, because the checkpoint has other --diloco-fragments"]
-        self.islands.restore(under(COMMON, loaded), counts)
+        self.replica_groups.restore(under(COMMON, loaded), counts)
         self.restored = True
         return []
 
@@ -113,27 +131,27 @@ class IslandState(StatePart):
 class OuterWeights(Weights):
     """The outer weights, which replace the parameters in a checkpoint."""
 
-    def __init__(self, own: IslandState) -> None:
-        super().__init__(own.model, own.islands.sharding)
+    def __init__(self, own: ReplicaGroupState) -> None:
+        super().__init__(own.model, own.replica_groups.sharding)
         self._own = own
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return copies of the outer weights, because --async-save does not accept views."""
-        return {name: x.clone() for name, x in self._own.islands.weights().items()}
+        return {name: x.clone() for name, x in self._own.replica_groups.weights().items()}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
         """Return the outer weights as the tensors to load into."""
-        return self._own.islands.weights()
+        return self._own.replica_groups.weights()
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Start the inner weights at the outer weights, unless `IslandState` has restored them."""
+        """Start the inner weights at the outer weights, unless `ReplicaGroupState` has restored them."""
         if not self._own.restored:
-            self._own.islands.begin_at_outer_weights()
+            self._own.replica_groups.begin_at_outer_weights()
         self._own.restored = False
         return super().accept(loaded, iteration)
 
 
-class OfIsland(StatePart):
+class OfReplicaGroup(StatePart):
     """A checkpoint part that each replica group has for itself.
 
     The first group uses the same keys as a run without DiLoCo.
@@ -141,7 +159,7 @@ class OfIsland(StatePart):
 
     prefix = ""
 
-    def __init__(self, part: StatePart, own: IslandState) -> None:
+    def __init__(self, part: StatePart, own: ReplicaGroupState) -> None:
         self._part, self._own = part, own
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -161,6 +179,6 @@ class OfIsland(StatePart):
         """Restore the loaded state of the source group."""
         return self._part.accept(under(self._prefix(self._own.source), loaded), iteration)
 
-    def _prefix(self, island: int) -> str:
-        """Return the key prefix of a group's state; the first group has no island prefix."""
-        return (f"island.{island}." if island else "") + self._part.prefix
+    def _prefix(self, index: int) -> str:
+        """Return the key prefix of a group's state. The first group has the prefix of a run without DiLoCo."""
+        return (f"{REPLICA_GROUP}{index}." if index else "") + self._part.prefix

@@ -47,8 +47,8 @@ def split_stops(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[list[int], 
 
     The ids are `Tokenizer.stop_ids` and the ids of the special tokens in `stops`.
     """
-    special = [tokenizer.specials[stop] for stop in stops if stop in tokenizer.specials]
-    return [*tokenizer.stop_ids, *special], [stop for stop in stops if stop not in tokenizer.specials]
+    special = [tokenizer.special_ids[stop] for stop in stops if stop in tokenizer.special_ids]
+    return [*tokenizer.stop_ids, *special], [stop for stop in stops if stop not in tokenizer.special_ids]
 
 
 class Continuation:
@@ -67,7 +67,7 @@ class Continuation:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer, (self._ends, self._stop) = tokenizer, split_stops(tokenizer, stop)
-        self._names = [name for name in tokenizer.specials if any(name in stop for stop in self._stop)]
+        self._names = [name for name in tokenizer.special_ids if any(name in stop for stop in self._stop)]
         # Prompt and new tokens are decoded together, so that a space between them is kept. `_skip` cuts the prompt off.
         self._tokens, self._skip = list(prompt), len(tokenizer.decode(prompt))
         self._whole_skip = len(tokenizer.decode_with_specials(self._tokens)) if self._names else 0
@@ -85,7 +85,7 @@ class Continuation:
         ends = [place for stop in self._stop if (place := whole.find(stop)) >= 0]
         if ends:
             self.text, self.over = whole[: min(ends)], True
-            for name in self._tokenizer.specials if self._names else ():
+            for name in self._tokenizer.special_ids if self._names else ():
                 self.text = self.text.replace(name, "")
         else:
             # Hold back the last characters, which may still change or turn out to begin a stop string.

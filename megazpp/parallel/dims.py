@@ -1,16 +1,16 @@
 """Parallel degrees, the device mesh that they define, and this rank's mesh axes. Only this file creates process groups.
 
-| axis      | ranks along it                                | data communicated                         |
-|-----------|-----------------------------------------------|-------------------------------------------|
-| tp        | split one layer's matrices                    | activations, several times per layer      |
-| cp        | split one sample's tokens: a part of shard    | queries, keys, values, outputs, per layer |
-| shard     | split one model copy's parameters and moments | weights and gradients, once per use       |
-| local     | the intra-node part of shard                  | ZeRO++: the intra-node hop, once per use  |
-| cross     | the inter-node part of shard                  | ZeRO++: the inter-node hop, once per step |
-| replicate | hold equal copies (HSDP, ZeRO-0)              | reduced gradients, once per step          |
-| island    | hold equal shards in other replica groups     | outer gradients, once per synchronization |
-| node      | tp x local, created only for Muon             | rows of matrices, once per step           |
-| ep        | hold different experts: a part of tp x local  | tokens, to their experts and back         |
+| axis          | ranks along it                                | data communicated                         |
+|---------------|-----------------------------------------------|-------------------------------------------|
+| tp            | split one layer's matrices                    | activations, several times per layer      |
+| cp            | split one sample's tokens: a part of shard    | queries, keys, values, outputs, per layer |
+| shard         | split one model copy's parameters and moments | weights and gradients, once per use       |
+| local         | the intra-node part of shard                  | ZeRO++: the intra-node hop, once per use  |
+| cross         | the inter-node part of shard                  | ZeRO++: the inter-node hop, once per step |
+| replicate     | hold equal copies (HSDP, ZeRO-0)              | reduced gradients, once per step          |
+| replica_group | hold equal shards in other replica groups     | outer gradients, once per synchronization |
+| node          | tp x local, created only for Muon             | rows of matrices, once per step           |
+| ep            | hold different experts: a part of tp x local  | tokens, to their experts and back         |
 
 Parameters of experts are sharded over the same ranks as all other parameters, along other axes
 (`ParallelDims.experts`): ep replaces tp, `expert shard` and `expert local` replace shard and local. An axis with the
@@ -54,7 +54,7 @@ from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout, plan_layout
 
 T = TypeVar("T")
-MESH_AXES, HOPS = ("island", "replicate", "shard", "tp"), ("local", "cross")
+MESH_AXES, HOPS = ("replica_group", "replicate", "shard", "tp"), ("local", "cross")
 EXPERT_NAMES = dict(zip(("tp", "local", "shard"), EXPERT_AXES, strict=True))
 
 
@@ -94,21 +94,21 @@ class ParallelConfig:
         check_positive(self, "num_distributed_optimizer_instances", "expert_model_parallel_size")
 
 
-def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, islands: int = 1) -> Layout:
+def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, num_replica_groups: int = 1) -> Layout:
     """Return the layout of ranks that the flags request on `cluster`.
 
     Args:
         config: parallel degrees.
         cluster: nodes and ranks of the job.
         zero_stage: ZeRO stage, 0 to 3. Stage 0 shards nothing, so every data rank is a replica.
-        islands: number of DiLoCo's replica groups, which each train a copy of the model.
+        num_replica_groups: number of DiLoCo's replica groups, which each train a copy of the model.
     Raises:
         ValueError: flags do not fit the cluster or each other, or torch is too old for the order of the ranks.
     """
-    # A replica group of DiLoCo (island) has one sharded copy, so flags that ask for several copies conflict with it.
+    # A replica group of DiLoCo has one sharded copy, so flags that ask for several copies conflict with it.
     instances, tp = config.num_distributed_optimizer_instances, config.tensor_model_parallel_size
     copies = "--hsdp" if config.hsdp else f"--num-distributed-optimizer-instances {instances}"
-    if islands > 1 and (config.hsdp or instances > 1 or zero_stage == 0):
+    if num_replica_groups > 1 and (config.hsdp or instances > 1 or zero_stage == 0):
         asked = copies if config.hsdp or instances > 1 else "--zero-stage 0"
         raise ValueError(
             f"{asked} cannot be combined with --diloco-steps: a replica group has one copy of the model, sharded "
@@ -139,7 +139,7 @@ def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, isla
         cluster,
         tp=tp,
         replicas=max(replicas, 1),
-        islands=islands,
+        num_replica_groups=num_replica_groups,
         cp=config.context_parallel_size,
         cp_across=config.allow_cp_across_nodes,
         ep=config.expert_model_parallel_size,
@@ -169,8 +169,9 @@ class ParallelDims:
             used, and each of their axes that has the same ranks.
     Attributes:
         layout: the given layout.
-        mesh: DeviceMesh [island, replicate, shard, tp] without the dimensions of size 1, except shard.
-        tp, cp, shard, replicate, island: this rank's axes. They share `counter` with the axes `local` and `cross`.
+        mesh: DeviceMesh [replica_group, replicate, shard, tp] without the dimensions of size 1, except shard.
+        tp, cp, shard, replicate, replica_group: this rank's axes. They share `counter` with the axes `local` and
+            `cross`.
         counter: counter of the bytes that this rank sends.
         timeline: recorder of the collectives of all axes.
         world: axis of all ranks, for logging and barriers. Its bytes count under the wire "world".
@@ -204,10 +205,10 @@ class ParallelDims:
             ranks = torch.tensor(layout.mesh_ranks()).view([layout.axis_size(axis) for axis in names])
             # Messages between replica groups stay pending for many steps, so they must not use the default group, on
             # which other collectives run meanwhile.
-            groups = [self._make_group(axis, axis, own=axis == "island") for axis in names]
+            groups = [self._make_group(axis, axis, own=axis == "replica_group") for axis in names]
             mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(map(self._name, names)))
         self.mesh = mesh
-        self.tp, self.cp, self.shard, self.replicate, self.island = [
+        self.tp, self.cp, self.shard, self.replicate, self.replica_group = [
             self._axis(name, self._name(name), self._group(name)) for name in AXES if name not in HOPS
         ]
         world = tuple(range(layout.cluster.world_size))
@@ -357,7 +358,7 @@ class ParallelDims:
 
         Two ranks differ in it if they have different samples, or different tokens of the same samples (cp).
         """
-        return (self.island.rank * self.replicate.size + self.replicate.rank) * self.shard.size + self.shard.rank
+        return (self.replica_group.rank * self.replicate.size + self.replicate.rank) * self.shard.size + self.shard.rank
 
     @property
     def data_size(self) -> int:
@@ -373,9 +374,9 @@ class ParallelDims:
             x.zero_()
         return self.replicate.all_reduce_(self.shard.all_reduce_(x))
 
-    def sum_over_islands_(self, x: torch.Tensor) -> torch.Tensor:
+    def sum_over_replica_groups_(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` in place over the data ranks of all replica groups; the equal `x` of a cp group is added once."""
-        return self.island.all_reduce_(self.sum_over_data_(x))
+        return self.replica_group.all_reduce_(self.sum_over_data_(x))
 
 
 def open_axis(dims: ParallelDims) -> MeshAxis:

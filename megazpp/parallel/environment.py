@@ -18,13 +18,13 @@ CUDA, PyTorch's allocator, Triton and NCCL read these variables once, so they ar
 
 Values that the user has set are kept, except the first.
 
-| group  | priority | channels  | reason                                                                              |
-|--------|----------|-----------|-------------------------------------------------------------------------------------|
-| tp, cp | high     | NCCL's    | the next matmul waits for it, several times per layer                               |
-| local  | high     | NCCL's    | the next layer waits for it. The same holds for shard if all shards are in one node |
-| cross  | normal   | from flag | it has a whole step to finish, and should leave SMs to the matmuls meanwhile        |
-| island | normal   | from flag | the same as cross, with several steps to finish                                     |
-| others | normal   | NCCL's    | ZeRO's ring over all data ranks, all-reduces between copies                         |
+| group         | priority | channels  | reason                                                                       |
+|---------------|----------|-----------|------------------------------------------------------------------------------|
+| tp, cp        | high     | NCCL's    | the next matmul waits for it, several times per layer                        |
+| local         | high     | NCCL's    | the next layer waits for it. The same holds for shard inside one node        |
+| cross         | normal   | from flag | it has a whole step to finish, and should leave SMs to the matmuls meanwhile |
+| replica_group | normal   | from flag | the same as cross, with several steps to finish                              |
+| others        | normal   | NCCL's    | ZeRO's ring over all data ranks, all-reduces between copies                  |
 
 "From flag" is --nccl-cross-max-ctas. Since torch 2.8 a blocking collective runs on the caller's stream. A hop's caller
 is its communication queue, whose stream has the same priority (comm_queue.py). The process group's own stream runs only
@@ -143,8 +143,8 @@ def order_launches(layout: Layout, env: MutableMapping[str, str] = os.environ) -
         layout: sizes of the axes.
         env: environment to change. An existing value is kept.
     """
-    # The island axis counts as well: messages between replica groups run at the same time as collectives of all ranks.
-    if layout.island > 1 or sum(layout.axis_size(axis) > 1 for axis in AXES) > 1:
+    # The axis over replica groups counts as well: its messages run at the same time as collectives of all ranks.
+    if layout.replica_group > 1 or sum(layout.axis_size(axis) > 1 for axis in AXES) > 1:
         env.setdefault(LAUNCH_ORDER, "1")
 
 
@@ -157,6 +157,6 @@ def axis_options(axis: str, layout: Layout, config: NcclConfig) -> Any:
         return None
     inside = axis in ("tp", "cp", "local") or (axis == "shard" and layout.cross == 1)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=inside and config.nccl_high_priority)
-    if axis in ("cross", "island") and config.nccl_cross_max_ctas is not None:
+    if axis in ("cross", "replica_group") and config.nccl_cross_max_ctas is not None:
         options.config.max_ctas = config.nccl_cross_max_ctas
     return options

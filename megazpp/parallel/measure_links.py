@@ -26,7 +26,9 @@ LARGE_TOTAL_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}  # total of the large on
 
 
 def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list[str]]:
-    """Measure the links of the tp, cp, local, cross and island axes. All ranks call this; traffic is not counted.
+    """Measure the links of the axes tp, cp, local, cross and replica_group. Traffic is not counted.
+
+    All ranks call this.
 
     Args:
         dims: axes of the job.
@@ -37,7 +39,7 @@ def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list
     """
     layout, found, lines = dims.layout, dict[LinkKind, Link](), []
     with dims.counter.paused():
-        for axis in (dims.tp, dims.cp, dims.local, dims.cross, dims.island):
+        for axis in (dims.tp, dims.cp, dims.local, dims.cross, dims.replica_group):
             if axis.size == 1:
                 continue
             sizes = SMALL_BYTES, LARGE_TOTAL_BYTES[device.type] // axis.size

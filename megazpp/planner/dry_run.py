@@ -35,11 +35,11 @@ from torch.utils._pytree import tree_leaves
 from megazpp.base.program import MEGA, aligned
 from megazpp.data.loader import make_micro_batch
 from megazpp.diloco.config import DilocoPlan
-from megazpp.diloco.outer import Islands
+from megazpp.diloco.outer import ReplicaGroups
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer, build_orthogonalizer
 from megazpp.parallel.dims import ParallelDims
-from megazpp.planner.estimate import Estimator, paper_step
+from megazpp.planner.estimate import Estimator, build_step_simulator
 from megazpp.planner.report import describe_plan
 from megazpp.planner.simulator import Memory
 from megazpp.planner.step import (
@@ -51,7 +51,7 @@ from megazpp.planner.step import (
     summed,
     traffic_between,
 )
-from megazpp.planner.trace import FLOAT8_ON_PAPER, FusedNorm
+from megazpp.planner.trace import SIMULATED_FLOAT8, FusedNorm
 from megazpp.planner.variants import changed, for_planning
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan, check_run_config
@@ -154,9 +154,9 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
         ValueError: the flags conflict, do not fit the cluster, or lack --vocab-size, or the rank does not exist.
     """
     config, plan = plan_dry_run(config, cluster, rank)
-    paper = paper_step(config, plan, device_type=CPU.type, rank=rank, on_cpu=True)
+    simulator = build_step_simulator(config, plan, device_type=CPU.type, rank=rank, on_cpu=True)
     count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
-    planned = measure(paper, count).traffic, paper.synchronize().traffic
+    planned = measure(simulator, count).traffic, simulator.synchronize().traffic
 
     def language_model(spec: ModelSpec, dims: ParallelDims, fake: FakeTensorMode) -> DryTask:
         built = shard_on_meta(spec, dims, CPU)
@@ -165,7 +165,7 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
             return language_model_task(config, plan, built)
 
     counted, live_bytes = count_step(config, plan, rank, language_model)
-    return DryRun(plan, rank, count, planned, counted, paper.ledger.peak, live_bytes)
+    return DryRun(plan, rank, count, planned, counted, simulator.ledger.peak, live_bytes)
 
 
 def plan_dry_run(config: RunConfig, cluster: Cluster, rank: int) -> tuple[RunConfig, RunPlan]:
@@ -232,7 +232,7 @@ def count_step(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     spec = changed(config, model={"compile": False}).model_spec(vocab_size, plan.wire)
     if config.model.fp8_format is not None:
-        spec = dataclasses.replace(spec, product=FLOAT8_ON_PAPER)
+        spec = dataclasses.replace(spec, product=SIMULATED_FLOAT8)
     with fake_ranks(rank, plan.layout.cluster.world_size):
         # no threads in queues: FakeTensorMode applies only to the thread that enters it
         dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)
@@ -241,9 +241,9 @@ def count_step(
             task.objective.metrics = dict  # type: ignore[method-assign]
         with fake, FusedNorm(), AttentionDropout(), FakeScalars(), PeakBytes() as live:
             # ---- training step
-            islands = None
+            replica_groups = None
             if (diloco := plan.of(DilocoPlan)) is not None:
-                islands = Islands(task.built.sharding, dims, diloco, config.precision)
+                replica_groups = ReplicaGroups(task.built.sharding, dims, diloco, config.precision)
             model, dtype = task.built.model, config.precision.param_dtype
             matrices = build_orthogonalizer(model, config.optimizer, dims, dtype)
             step = TrainStep(
@@ -256,8 +256,8 @@ def count_step(
             )
             # ---- a first step, and DiLoCo's messages that are in flight
             step([task.batch], learning_rate=1.0, weight_decay=0.0, iteration=1)
-            if islands is not None:
-                _send_what_is_under_way(islands)
+            if replica_groups is not None:
+                _send_what_is_under_way(replica_groups)
             # ---- the counted steps: with many micro-batches, the difference between two steps gives the cost of one
             micro_batches = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
             rest, sent = max(micro_batches - SIMULATED_MICRO_BATCHES, 0), []
@@ -268,21 +268,21 @@ def count_step(
                 task.before_step()
                 step([task.batch] * count, learning_rate=1.0, weight_decay=0.0, iteration=1)
                 sent.append(traffic_between(before, dims.counter.table()))
-            # ---- synchronization of islands
+            # ---- synchronization of replica groups
             before = dims.counter.table()
-            if islands is not None:
-                islands.finish()
+            if replica_groups is not None:
+                replica_groups.finish()
             synchronization = traffic_between(before, dims.counter.table())
     return (summed((1 + rest, sent[-1]), (-rest, sent[0])), synchronization), live.peak + rest * LOSS_BYTES
 
 
-def _send_what_is_under_way(islands: Islands) -> None:
+def _send_what_is_under_way(replica_groups: ReplicaGroups) -> None:
     """Bring DiLoCo's outer weights to the state with the most bytes of messages in flight during a step."""
-    plan = islands.plan
+    plan = replica_groups.plan
     if plan.delay:
-        _, last = most_under_way(islands.fragments, plan)
+        _, last = most_under_way(replica_groups.fragments, plan)
         for turn in range(1, plan.fragments + last + 2):  # each fragment once, and then again up to `last`
-            islands.after_step(turn * plan.steps // plan.fragments)
+            replica_groups.after_step(turn * plan.steps // plan.fragments)
 
 
 class AttentionDropout(TorchFunctionMode):

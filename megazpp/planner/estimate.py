@@ -41,8 +41,8 @@ class Estimate(NamedTuple):
         wires: bytes that rank 0 sends per optimizer step, by kind of link.
         exchanged: bytes of these that context parallelism sends.
         node_cross_bytes: bytes that all ranks of a node send to other nodes per optimizer step.
-        node_island_bytes: bytes that a node sends to other replica groups in one synchronization of all fragments; 0
-            without local steps.
+        node_replica_group_bytes: bytes that a node sends to other replica groups in one synchronization of all
+            fragments; 0 without local steps.
         micro_batches: number of micro-batches per step.
         seconds: seconds per step; None if the cluster file lacks the device or the links.
         held_up: seconds by which a synchronization delays training; 0 without local steps.
@@ -58,7 +58,7 @@ class Estimate(NamedTuple):
     wires: dict[str, float]
     exchanged: int
     node_cross_bytes: float
-    node_island_bytes: int
+    node_replica_group_bytes: int
     micro_batches: int
     seconds: float | None
     held_up: float
@@ -114,11 +114,11 @@ class Estimate(NamedTuple):
         With local steps, a synchronization may take as long as the steps that overlap with it. Without overlap it may
         take the share EXPOSED of the steps' time. The result is 0 without times.
         """
-        compute, islands = self.busy.get("compute", 0.0), self.plan.of(DilocoPlan)
+        compute, diloco = self.busy.get("compute", 0.0), self.plan.of(DilocoPlan)
         sent = self.node_cross_bytes
-        if islands is not None:
-            steps = islands.fragments * islands.hiding_steps or EXPOSED * islands.steps
-            sent += self.node_island_bytes * (1 / steps - 1 / islands.steps)
+        if diloco is not None:
+            steps = diloco.fragments * diloco.hiding_steps or EXPOSED * diloco.steps
+            sent += self.node_replica_group_bytes * (1 / steps - 1 / diloco.steps)
         return 8e-9 * sent / compute if compute else 0.0
 
 
@@ -205,26 +205,28 @@ class Estimator:
         # ---- simulations
         def run(costs: Costs | None) -> tuple[StepSimulator, SimulatedStep, SimulatedStep]:
             """Simulate an optimizer step and a synchronization of the replica groups."""
-            paper = paper_step(config, plan, costs, device_type=self._device_type, expert_load=self.expert_load)
-            step = measure(paper, count)
-            return paper, step, paper.synchronize(step.seconds)
+            simulator = build_step_simulator(
+                config, plan, costs, device_type=self._device_type, expert_load=self.expert_load
+            )
+            step = measure(simulator, count)
+            return simulator, step, simulator.synchronize(step.seconds)
 
-        paper, step, meeting = run(ClusterCosts(layout, efficiency) if timed else None)
+        simulator, step, meeting = run(ClusterCosts(layout, efficiency) if timed else None)
         seconds, hidden = step.seconds + meeting.seconds / every, dict[str, float]()
         for axis in sorted({axis for _, axis, _ in step.traffic | meeting.traffic} if exposed and timed else ()):
             _, faster, sooner = run(ClusterCosts(layout, efficiency, free=(axis,)))
             hidden[axis] = seconds - faster.seconds - sooner.seconds / every
         busy = {key: step.busy.get(key, 0.0) + meeting.busy.get(key, 0.0) / every for key in step.busy | meeting.busy}
         # ---- results
-        muon = _describe_muon(config, paper, layout)  # first, because a full step of Muon raises the memory peak
+        muon = _describe_muon(config, simulator, layout)  # first, because a full step of Muon raises the memory peak
         return Estimate(
             config=config,
             plan=plan,
-            memory=paper.ledger.peak,
+            memory=simulator.ledger.peak,
             wires={wire: sent_on(step.traffic, wire) + sent_on(meeting.traffic, wire) / every for wire in WIRES},
             exchanged=sum(t.sent_bytes for (_, axis, _), t in step.traffic.items() if axis == "cp"),
             node_cross_bytes=_of_node(step.traffic, layout) + _of_node(meeting.traffic, layout) / every,
-            node_island_bytes=_of_node(meeting.traffic, layout),
+            node_replica_group_bytes=_of_node(meeting.traffic, layout),
             micro_batches=count,
             seconds=seconds if timed else None,
             held_up=meeting.seconds,
@@ -241,7 +243,7 @@ def known_links(layout: Layout) -> Links | None:
     return None if links is None or not used <= links.known.keys() else links
 
 
-def paper_step(
+def build_step_simulator(
     config: RunConfig,
     plan: RunPlan,
     costs: Costs | None = None,
@@ -271,23 +273,23 @@ def paper_step(
         "documents": _documents(config, plan.layout.cluster.device, device_type, on_cpu=on_cpu),
         "moments": 1 if config.optimizer.optimizer == "sgd" else 2,
         "muon": config.optimizer if config.optimizer.optimizer == "muon" else None,
-        "islands": plan.of(DilocoPlan),
+        "diloco": plan.of(DilocoPlan),
         "lossless_share": 1.0 if on_cpu else lossless_share(config.schedule.lr),
     }
     spec = config.model_spec(config.tokenizer.vocab_size, plan.wire)
     return StepSimulator(spec, plan.layout, costs=costs, rank=rank, on_cpu=on_cpu, **arguments | others)
 
 
-def _describe_muon(config: RunConfig, paper: StepSimulator, layout: Layout) -> str:
+def _describe_muon(config: RunConfig, simulator: StepSimulator, layout: Layout) -> str:
     """Return a line on Muon's work and communication; simulates a step of its orthogonalization for it."""
-    if paper.muon is None:
+    if simulator.muon is None:
         return ""
-    text, interval = paper.muon.describe(), config.optimizer.muon_full_interval
-    exchanged = paper.orthogonalize(iteration=1).traffic
+    text, interval = simulator.muon.describe(), config.optimizer.muon_full_interval
+    exchanged = simulator.orthogonalize(iteration=1).traffic
     sent = sum(t.sent_bytes for (_, axis, _), t in exchanged.items() if axis != "cross")
     text += f"; a rank sends {sent / MEGA:.3f} MB inside its node"
-    if interval and paper.muon.is_full(interval):
-        crossing = _of_node(paper.orthogonalize(iteration=interval).traffic, layout)
+    if interval and simulator.muon.is_full(interval):
+        crossing = _of_node(simulator.orthogonalize(iteration=interval).traffic, layout)
         text += f"; in one of {interval} steps a node sends {crossing / MEGA:.3f} MB to other nodes, for whole matrices"
     return text
 

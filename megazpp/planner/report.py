@@ -120,12 +120,12 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
     yield f"rank 0 sends per optimizer step: {sent}; a node sends {own.node_cross_bytes / MEGA:.3f} MB to other nodes"
     if own.muon:
         yield own.muon
-    islands, device, gpus = own.plan.of(DilocoPlan), estimator.cluster.device, estimator.cluster.world_size
-    if islands is not None:
+    diloco, device, gpus = own.plan.of(DilocoPlan), estimator.cluster.device, estimator.cluster.world_size
+    if diloco is not None:
         yield (
             "these are means per step, synchronizations included; a node sends to other replica groups: "
-            f"{own.node_island_bytes / MEGA:.3f} MB every {islands.steps} steps, "
-            f"{own.node_island_bytes / islands.steps / MEGA:.3f} MB per step"
+            f"{own.node_replica_group_bytes / MEGA:.3f} MB every {diloco.steps} steps, "
+            f"{own.node_replica_group_bytes / diloco.steps / MEGA:.3f} MB per step"
         )
     # ---- times and their calibration
     if own.seconds is None or device is None:
@@ -144,11 +144,11 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
             "and casts are left out, because neither was measured"
         )
     yield f"a step takes {own.seconds:.3f} s, of which {own.busy.get('compute', 0.0):.3f} s are compute"
-    if islands is not None:
+    if diloco is not None:
         yield (
-            f"of these, {own.held_up / islands.steps:.3f} s are the step's share of a synchronization, "
-            f"which every {islands.steps} steps delays training by {own.held_up:.3f} s; its bytes "
-            f"{_takes(islands)} with at least {own.sufficient_gigabits:.3g} Gbit/s of network bandwidth per node"
+            f"of these, {own.held_up / diloco.steps:.3f} s are the step's share of a synchronization, "
+            f"which every {diloco.steps} steps delays training by {own.held_up:.3f} s; its bytes "
+            f"{_takes(diloco)} with at least {own.sufficient_gigabits:.3g} Gbit/s of network bandwidth per node"
         )
     # ---- exposed communication by axis
     rows = [("axis", "busy", "hidden", "exposed")]
@@ -196,18 +196,18 @@ def _contexts(estimator: Estimator, own: Estimate) -> Iterator[str]:
     )
 
 
-def _takes(islands: DilocoPlan) -> str:
+def _takes(diloco: DilocoPlan) -> str:
     """Return the condition on a synchronization's bytes for which a bandwidth is sufficient, as a phrase."""
-    return "overlap with the steps of its delay" if islands.delay else f"take at most {100 * EXPOSED:g} % of the time"
+    return "overlap with the steps of its delay" if diloco.delay else f"take at most {100 * EXPOSED:g} % of the time"
 
 
 def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     """Yield the table of sharding schemes with the same batch, a row of local steps, and whether ZeRO++ pays."""
     # ---- a row for each scheme
     rows: list[tuple[str, ...]] = [("scheme", *COLUMNS)]
-    named, islands = schemes(config), local_steps(config, estimator.cluster)
+    named, diloco = schemes(config), local_steps(config, estimator.cluster)
     device, found = estimator.cluster.device, dict[str, Estimate]()
-    for name, other in (named | islands).items():
+    for name, other in (named | diloco).items():
         try:
             found[name] = estimate = estimator.estimate(other)
         except ValueError as error:
@@ -231,7 +231,7 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     yield from aligned(rows)
     # ---- notes and verdict
     note = "* per-node bandwidth, each way, above which the network is no longer the bottleneck"
-    for name in islands:
+    for name in diloco:
         if name in found and (plan := found[name].plan.of(DilocoPlan)) is not None:
             note += f" ({name}: a synchronization's bytes {_takes(plan)})"
             yield (

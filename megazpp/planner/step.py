@@ -89,7 +89,7 @@ class StepSimulator:
         with_entropy: also compute the entropy of the predictions.
         prepare: function that changes the model before it is traced, for example freezes parameters.
         frozen_bits: bits of the packed matrices of frozen parameters; None for the dtype in which the model computes.
-        islands: plan of DiLoCo (local steps); None without it.
+        diloco: plan of DiLoCo (local steps); None without it.
         lossless_share: size of lossless weight differences as a share of the whole weights.
         expert_load: load of this rank's experts, relative to the mean over experts, see `trace_model`.
 
@@ -118,7 +118,7 @@ class StepSimulator:
         with_entropy: bool = False,
         prepare: Callable[[GPTModel], None] | None = None,
         frozen_bits: int | None = None,
-        islands: DilocoPlan | None = None,
+        diloco: DilocoPlan | None = None,
         lossless_share: float = 1.0,
         expert_load: float = 1.0,
     ) -> None:
@@ -194,7 +194,7 @@ class StepSimulator:
                 )
                 for expert, (placed, node) in enumerate(parts)
             ])  # fmt: skip
-        self._islands, self.fragments = islands, [] if islands is None else self._outer_units(islands)
+        self._diloco, self.fragments = diloco, [] if diloco is None else self._outer_units(diloco)
         # ---- state of FSDP2's streams and buffers
         self._received: SimulatedUnit | None = None  # unit whose frozen weights were gathered ahead of their use
         self._gathers, self._reductions, self._copies = (self._simulation.new_clock() for _ in range(3))
@@ -238,7 +238,7 @@ class StepSimulator:
         Args:
             step_seconds: seconds of an optimizer step, with which the messages of a delayed synchronization overlap.
         """
-        plan, compute, axis = self._islands, self._simulation.compute, self._axes["island"]
+        plan, compute, axis = self._diloco, self._simulation.compute, self._axes["replica_group"]
         if plan is None:
             return SimulatedStep({}, 0.0, {})
         before, start, hidden = self.counter.table(), self._simulation.begin_step(), plan.hiding_steps * step_seconds
@@ -337,7 +337,7 @@ class StepSimulator:
 
     def _outer_units(self, plan: DilocoPlan) -> list[list[OuterUnit]]:
         """Create the outer weights of all units, grouped into fragments."""
-        axis, codec = self._axes["island"], functools.partial(SimulatedCodec, touch=self._touch)
+        axis, codec = self._axes["replica_group"], functools.partial(SimulatedCodec, touch=self._touch)
         common: dict[str, Any] = {"plan": plan, "precision": self._precision, "device": META, "codec": codec}
         return plan.in_fragments([OuterUnit(unit, unit.shapes, axis, **common) for unit in self.units])
 
@@ -527,8 +527,8 @@ class StepSimulator:
         self.ledger.add(Memory.FEEDBACK, sum(unit.feedback_bytes for unit in units))
         if self._partial_sums_wait:
             self.ledger.add(Memory.PARTIAL_SUMS, sum(unit.partial_bytes for unit in units))
-        if self._islands is not None:
-            self.ledger.add(Memory.OUTER_MESSAGES, most_under_way(self.fragments, self._islands)[0])
+        if self._diloco is not None:
+            self.ledger.add(Memory.OUTER_MESSAGES, most_under_way(self.fragments, self._diloco)[0])
         for outer in itertools.chain(*self.fragments):
             self.ledger.add(Memory.COMMON, outer.common.kept_bytes)
             self.ledger.add(Memory.OUTER, outer.outer.nbytes * (1 if outer.momentum is None else 2))

@@ -43,7 +43,7 @@ from megazpp.training.flops import keys_per_token
 FORWARD, BACKWARD = "forward", "backward"
 Documents = Literal["kernel", "mask", "CPU's mask"]  # how attention stays inside documents
 # Stands for float8 products: it keeps the same tensors for backward, at the same point between the collectives on tp.
-FLOAT8_ON_PAPER: Product = F.linear
+SIMULATED_FLOAT8: Product = F.linear
 MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 FREE = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::_unsafe_view")
 
@@ -163,7 +163,7 @@ def trace_model(
             ep=SimulatedAxis(of_experts, "tp", rank=0, counter=TrafficCounter(), cost=ep_cost),
             sequence_parallel=sequence_parallel,
             document_kernel=attention.inside_documents if documents == "kernel" else None,
-            product=FLOAT8_ON_PAPER if config.fp8_format else None,
+            product=SIMULATED_FLOAT8 if config.fp8_format else None,
         )
         if prepare is not None:
             prepare(model)

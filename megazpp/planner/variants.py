@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Any, Literal, NamedTuple
 
-from megazpp.diloco.config import DilocoConfig, islands_every
+from megazpp.diloco.config import DilocoConfig, diloco_every
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.run.arguments import RunConfig
 from megazpp.topology.cluster import Cluster, nested_sizes
@@ -96,10 +96,10 @@ def local_steps(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
     if cluster.num_local_domains == 1:
         return {}
     own = config.section(DilocoConfig)
-    islands = own if own.asked else islands_every(USUAL_STEPS)
-    inside = "--zeropp" if config.zero.zeropp and _has_wide_islands(islands, cluster) else "ZeRO-3"
-    run = schemes(config)[inside].with_section(islands)
-    return {islands.asked: run}
+    diloco = own if own.asked else diloco_every(USUAL_STEPS)
+    inside = "--zeropp" if config.zero.zeropp and _has_wide_replica_groups(diloco, cluster) else "ZeRO-3"
+    run = schemes(config)[inside].with_section(diloco)
+    return {diloco.asked: run}
 
 
 def with_recompute(config: RunConfig, granularity: Recompute) -> RunConfig:
@@ -227,16 +227,16 @@ def _searched(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
     zero = dataclasses.replace(config.zero, zero_stage=config.zero.stage, use_distributed_optimizer=False)
     own = next((n for n, other in named.items() if (other.zero, other.parallel) == (zero, config.parallel)), "as given")
     others: tuple[str, ...] = SEARCHED
-    islands = config.section(DilocoConfig)
-    if islands.asked:
-        others = ("ZeRO-3", "--zeropp") if _has_wide_islands(islands, cluster) else ()
-    runs = {name: named[name].with_section(islands) for name in others}
+    diloco = config.section(DilocoConfig)
+    if diloco.asked:
+        others = ("ZeRO-3", "--zeropp") if _has_wide_replica_groups(diloco, cluster) else ()
+    runs = {name: named[name].with_section(diloco) for name in others}
     return runs | {own: config}
 
 
-def _has_wide_islands(islands: DilocoConfig, cluster: Cluster) -> bool:
+def _has_wide_replica_groups(diloco: DilocoConfig, cluster: Cluster) -> bool:
     """Return True if a replica group of DiLoCo has several nodes."""
-    return islands.number(cluster) != cluster.num_local_domains
+    return diloco.number(cluster) != cluster.num_local_domains
 
 
 def _recomputations(
@@ -250,9 +250,9 @@ def _recomputations(
     tp, asked = config.parallel.tensor_model_parallel_size, config.batches.global_batch_size
     if size > 1 and asked is not None and size * estimator.cluster.world_size > asked * _ranks_of_a_sample(config):
         return []
-    sized, islands = with_batch(config, estimator.cluster, size), config.section(DilocoConfig).asked
+    sized, diloco = with_batch(config, estimator.cluster, size), config.section(DilocoConfig).asked
     samples, local = sized.batches.global_batch_size, max(estimator.cluster.local_domain_size // tp, 1)
-    name = scheme + (islands and f", {islands}") + f", tp {tp}"
+    name = scheme + (diloco and f", {diloco}") + f", tp {tp}"
     if config.model.num_experts is not None:
         name += f", ep {config.parallel.expert_model_parallel_size}"
     name += f", local domain {local}"

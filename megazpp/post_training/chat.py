@@ -147,7 +147,7 @@ class ChatTemplate:
             text, spans = self.render_spans(_PROBE)
         except ValueError:
             return True  # the template refuses such a conversation
-        found = self._tokenizer.encode_spans(text, marked=False)
+        found = self._tokenizer.encode_spans(text, add_special_tokens=False)
         words = [
             token
             for token, (first, last) in zip(found.ids, found.spans, strict=True)

@@ -219,7 +219,7 @@ def prompt_ids(record: Record, tokenizer: Tokenizer, template: ChatTemplate) -> 
     value = _value(record, "prompt")
     is_text = isinstance(value, str)
     text = value if is_text else _render_prompt(template, value, record)
-    return value, tokenizer.encode_spans(text, marked=is_text).ids or [tokenizer.eod or 0]
+    return value, tokenizer.encode_spans(text, add_special_tokens=is_text).ids or [tokenizer.eod or 0]
 
 
 def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormatConfig) -> list[Text]:
@@ -388,13 +388,13 @@ def _encode(text: str, learned: Sequence[tuple[int, int]], ends: bool, tokenizer
     The mask is 1 where a token has a character that is trained on, and at the end of the text, but never at the first
     token. In some tokenizers a token for one byte of a character has no width; it counts as one character wide.
     """
-    ids, spans = tokenizer.encode_spans(text, marked=ends)
+    ids, spans = tokenizer.encode_spans(text, add_special_tokens=ends)
     places = np.array(spans, dtype=np.int64).reshape(-1, 2)
     first, last = places[:, 0], np.maximum(places[:, 1], places[:, 0] + 1)
     mask = np.zeros(len(ids) + 1, dtype=np.uint8)
     within = False
     for start, stop in learned:
-        mask[:-1] |= (first < stop + (stop == len(text))) & (last > start)  # includes marks after the text
+        mask[:-1] |= (first < stop + (stop == len(text))) & (last > start)  # includes special tokens after the text
         within |= bool(((first < start) & (last > start)).any())
     if ends and tokenizer.eod is not None and not text.endswith(tokenizer.eod_name or "\0"):
         ids, mask[-1] = [*ids, tokenizer.eod], 1

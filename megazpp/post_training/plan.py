@@ -32,7 +32,7 @@ from megazpp.packed_weights.streamed import plan_stream
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.dry_run import CPU, DryTask, count_step, language_model_task, plan_dry_run
-from megazpp.planner.estimate import paper_step
+from megazpp.planner.estimate import build_step_simulator
 from megazpp.planner.report import memory_rows
 from megazpp.planner.simulator import Memory, SimulatedAxis
 from megazpp.planner.step import MASTER_BYTES, StepSimulator, TrafficTable, measure, sent_on
@@ -75,7 +75,7 @@ def plan_models(
     """
     post, lora, streams = configs.training, configs.lora, configs.weights.packs
     make = functools.partial(
-        paper_step,
+        build_step_simulator,
         config,
         plan=plan,
         device_type="cpu",
@@ -83,7 +83,7 @@ def plan_models(
         on_cpu=on_cpu,
         micro_batch_size=_rows_of(post, plan.batches.micro_batch_size),
         documents=None,
-        islands=None,
+        diloco=None,
     )
     settings = None if lora.lora_r is None else lora.settings(config.model)
 

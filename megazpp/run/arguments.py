@@ -60,7 +60,8 @@ _EXCLUSIVE = (  # groups of fields that exclude each other; their configs reject
     *(("data_path", "text_path", "mock_data", f"{use}_data_path") for use in ("train", "valid", "test")),
 )
 _PARTS = ("decay", "warmup", "wsd_decay")  # schedule phases, given in iterations or samples like the run's length
-RIVALS = (  # (a, b): field `a` on the command line or in a later file overrides field `b` of an earlier flag file
+# (a, b): field `a` on the command line or in a later file overrides field `b` of an earlier flag file
+MUTUALLY_EXCLUSIVE = (
     *(pair for group in _EXCLUSIVE for pair in itertools.permutations(group, 2)),
     *(("train_iters", f"lr_{part}_samples") for part in _PARTS),
     *(("train_samples", f"lr_{part}_iters") for part in _PARTS),
@@ -283,7 +284,7 @@ def parse_run_config(
         description=description or _DESCRIPTION,
         epilog=_EPILOG if description is None else "",
         shown=extra,
-        mutually_exclusive=RIVALS,
+        mutually_exclusive=MUTUALLY_EXCLUSIVE,
     )
     (*configs, show), origins, notices = parser.read(argv, script_dir, read_megatron_flags())
 

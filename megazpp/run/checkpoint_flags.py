@@ -15,8 +15,8 @@ from megazpp.base.files import DamagedError
 from megazpp.base.flags import asks, spelling, wrong_types
 from megazpp.checkpoint.folder import RECORD, CheckpointFolder, read_tokenizer
 from megazpp.checkpoint.metadata import CheckpointMetadata, shape_of
-from megazpp.data.tokenizer import load_tokenizer, marks_note, names_tokenizer
-from megazpp.run.arguments import RIVALS, ParsedRun
+from megazpp.data.tokenizer import load_tokenizer, names_tokenizer, special_tokens_note
+from megazpp.run.arguments import MUTUALLY_EXCLUSIVE, ParsedRun
 from megazpp.zero.config import default_weight_delta
 
 # Parts of RunConfig that describe a model and its training data. Flags for the devices and for the sharding are not
@@ -30,7 +30,8 @@ def with_checkpoint_flags(
 ) -> ParsedRun:
     """Return `parsed` with the checkpoint's flags about model, data, tokenizer, precision, evaluation, and the seed.
 
-    A flag that is set explicitly keeps its value. Recorded flags that exclude such a flag (`RIVALS`) are not taken.
+    A flag that is set explicitly keeps its value. Recorded flags that exclude such a flag (`MUTUALLY_EXCLUSIVE`) are
+    not taken.
 
     Args:
         parsed: command line of this program.
@@ -46,7 +47,7 @@ def with_checkpoint_flags(
     config = parsed.config
     taken = [name for name in parts_taken if name != "tokenizer" or not names_tokenizer(config.tokenizer)]
     given = {name: value for name, value in parsed.values().items() if name in parsed.origins}
-    others = {other for name, other in RIVALS if asks(given.get(name))}
+    others = {other for name, other in MUTUALLY_EXCLUSIVE if asks(given.get(name))}
     free = {name: value for name, value in record.flags.items() if name not in {*given, *others, *OF_THE_DEVICE}}
 
     # ---- update the configs
@@ -150,7 +151,7 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, fol
     if "add_special_tokens" in parsed.origins:
         found = dataclasses.replace(found, add_special_tokens=given.add_special_tokens)
         names.remove("add_special_tokens")
-    elif tokenizer is not None and record.adds_special_tokens is None and (note := marks_note(tokenizer)):
+    elif tokenizer is not None and record.adds_special_tokens is None and (note := special_tokens_note(tokenizer)):
         notices.append(f"{folder.name} was made before special tokens were added; {note}")
     if given.eos_token is not None:
         found = dataclasses.replace(found, eos_token=given.eos_token)

@@ -78,7 +78,7 @@ def check_model_config(
     cluster: Cluster,
     *,
     device_type: str,
-    islands: int = 1,
+    num_replica_groups: int = 1,
     weight_delta: WeightDelta | None = None,
 ) -> ModelPlan:
     """Check the model against the cluster; return its layout, its communication plan and notices.
@@ -87,7 +87,7 @@ def check_model_config(
         config: configuration of the run.
         cluster: ranks, nodes and links.
         device_type: "cuda" or "cpu".
-        islands: number of DiLoCo's replica groups, which each train a separate copy of the model.
+        num_replica_groups: number of DiLoCo's replica groups, which each train a separate copy of the model.
         weight_delta: choice of --zero-weight-delta auto; None for a program that does not train and sends int8 weights.
 
     Raises:
@@ -98,7 +98,7 @@ def check_model_config(
         raise ValueError("--hsdp makes one copy of the model per node, and there is only one node")
     if config.zero.use_distributed_optimizer and config.zero.stage == 0:
         raise ValueError("--use-distributed-optimizer shards the moments, --zero-stage 0 shards nothing")
-    layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, islands=islands)
+    layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, num_replica_groups=num_replica_groups)
     seq_length = config.data.seq_length
     if seq_length is None:
         raise ValueError("--seq-length is missing")
@@ -196,8 +196,12 @@ def _check_apart(config: RunConfig, cluster: Cluster, device_type: str, weight_d
     except ValueError as error:
         problems.append(str(error))
     try:
-        islands = max((feature.num_islands(config, cluster) for feature in config.features), default=1)
-        plan = check_model_config(config, cluster, device_type=device_type, islands=islands, weight_delta=weight_delta)
+        num_replica_groups = max(
+            (feature.num_replica_groups(config, cluster) for feature in config.features), default=1
+        )
+        plan = check_model_config(
+            config, cluster, device_type=device_type, num_replica_groups=num_replica_groups, weight_delta=weight_delta
+        )
     except ValueError as error:
         problems.append(str(error))
     if plan is None or problems:
@@ -291,9 +295,9 @@ def check_experts(model: GPTConfig, layout: Layout, *, zero_stage: int) -> None:
             f"{experts} with --zero-stage 0, which shards nothing, needs --expert-model-parallel-size {layout.tp} "
             f"like --tensor-model-parallel-size, not {layout.ep}"
         )
-    if layout.island > 1 and layout.ep > 1:
+    if layout.replica_group > 1 and layout.ep > 1:
         raise ValueError(f"{parallel} with --diloco-steps is not supported; use --expert-model-parallel-size 1")
-    if layout.island > 1 and model.moe_router_enable_expert_bias:
+    if layout.replica_group > 1 and model.moe_router_enable_expert_bias:
         raise ValueError(
             "--moe-router-enable-expert-bias with --diloco-steps is not supported: replica groups would have different "
             "biases; use --moe-aux-loss-coeff instead"

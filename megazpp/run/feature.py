@@ -100,7 +100,7 @@ class Feature:
 
     config: type[FeatureConfig] | None = None
 
-    def num_islands(self, config: RunConfig, cluster: Cluster) -> int:
+    def num_replica_groups(self, config: RunConfig, cluster: Cluster) -> int:
         """Return the number of groups of nodes that each train a separate copy of the model.
 
         Raises:

@@ -3,13 +3,13 @@
 A position is a place for one rank. Positions are numbered node by node and domain by domain (topology/cluster.py), so
 neighboring positions are connected by the fastest links. The axes are nested, innermost first:
 
-    tp          consecutive positions
-    local       the rest of a local domain (a node or a fast domain, whichever is larger)
-    cross       ranks of different local domains with the same local index, so that they use the same rail
-    replicate   copies of the sharded model
-    island      replica groups of DiLoCo (diloco/outer.py)
+    tp             consecutive positions
+    local          the rest of a local domain (a node or a fast domain, whichever is larger)
+    cross          ranks of different local domains with the same local index, so that they use the same rail
+    replicate      copies of the sharded model
+    replica_group  groups that each train a copy of the model with DiLoCo (diloco/outer.py)
 
-    position = (((island * replicate + replica) * cross + domain in replica) * local + local index) * tp + tp index
+    position = (((group * replicate + replica) * cross + domain in replica) * local + local index) * tp + tp index
 
 Context parallelism (cp) splits samples over consecutive ranks of a shard group, or over replicas if a shard group has
 one rank. It does not change the sharding of parameters: all these ranks shard them as without cp.
@@ -36,12 +36,13 @@ from typing import Any
 from megazpp.base.flags import wrong_types
 from megazpp.topology.cluster import LINK_KINDS, Cluster, LinkKind, nested_sizes
 
-AXES = ("tp", "cp", "local", "cross", "shard", "replicate", "island")
+AXES = ("tp", "cp", "local", "cross", "shard", "replicate", "replica_group")
 NODE = "node"  # axis tp x local: the ranks of a node that share a model copy; only Muon communicates along it
 EXPERT_AXES = ("ep", "expert local", "expert shard")  # axes of experts' parameters, see `Layout.for_experts`
 DATA_AXES = ("shard", "local", "cross")  # for weights and gradients: shard in one ring, local and cross in two hops
 WIRES = ("tp", "local", "cross")  # classes of counted traffic; other axes count under one of these
-WIRE_NAMES = {"tp": "tp", "local": "intra-node", "cross": "inter-node", "island": "replica-group"}  # names in texts
+# names of the wires, and of the bytes between replica groups, in texts
+WIRE_NAMES = {"tp": "tp", "local": "intra-node", "cross": "inter-node", "replica_group": "replica-group"}
 COORDINATES = ("replicate", "cross", "local", "tp")  # coordinates of a rank in its replica group, outermost first
 CLUSTER_SIZES = ("num_nodes", "ranks_per_node", "domain_size")
 
@@ -56,7 +57,7 @@ class Layout:
         cross: number of local domains over which a copy is sharded.
         local: number of shards inside a local domain.
         tp: tensor-parallel degree.
-        island: number of DiLoCo's replica groups; 1 without DiLoCo.
+        replica_group: number of DiLoCo's replica groups; 1 without DiLoCo.
         cp: context-parallel degree.
     """
 
@@ -65,7 +66,7 @@ class Layout:
     cross: int
     local: int
     tp: int
-    island: int = 1
+    replica_group: int = 1
     cp: int = 1
     ep: int = 1
 
@@ -77,7 +78,7 @@ class Layout:
     @property
     def data(self) -> int:
         """The data-parallel size: the number of shares into which the samples of a batch are split."""
-        return self.island * self.replicate * self.shard // self.cp
+        return self.replica_group * self.replicate * self.shard // self.cp
 
     def for_experts(self) -> Layout:
         """Return the layout of the experts' parameters, on the same ranks.
@@ -97,7 +98,7 @@ class Layout:
     @property
     def coordinates(self) -> tuple[str, ...]:
         """The axes whose indices identify a rank, outermost first."""
-        return ("island", *COORDINATES) if self.island > 1 else COORDINATES
+        return ("replica_group", *COORDINATES) if self.replica_group > 1 else COORDINATES
 
     def axis_size(self, axis: str) -> int:
         """Return the number of ranks in a group of `axis`."""
@@ -106,7 +107,7 @@ class Layout:
     def axis_ranks(self, axis: str, rank: int) -> tuple[int, ...]:
         """Return the global ranks of the group of `axis` that contains `rank`, in axis order.
 
-        `axis` is "tp", "cp", "local", "cross", "shard" (cross x local), "replicate", "island" or "node" (local x tp).
+        `axis` is one of `AXES` or "node" (local x tp). The axis "shard" is cross x local.
         """
         return self._group(axis, self.cluster.position_of(rank))
 
@@ -118,7 +119,7 @@ class Layout:
                 yield self._group(axis, first)
 
     def mesh_ranks(self) -> tuple[int, ...]:
-        """Return all ranks in the order of the flattened mesh [island, replicate, shard, tp]."""
+        """Return all ranks in the order of the flattened mesh [replica_group, replicate, shard, tp]."""
         return self.cluster.order or tuple(range(self.cluster.world_size))
 
     @property
@@ -201,7 +202,7 @@ class Layout:
             + (f"context parallel {self.cp}, " if self.cp > 1 else "")
             + (f"expert parallel {self.ep}, " if self.ep > 1 else "")
             + f"shards {self.shard} ({self.cross} across {local_domains(c)} x {self.local} inside), replicas "
-            f"{self.replicate}" + (f", replica groups {self.island}" if self.island > 1 else "")
+            f"{self.replicate}" + (f", replica groups {self.replica_group}" if self.replica_group > 1 else "")
         )
 
     def _rings_inside(self, axis: str, part: int) -> int:
@@ -243,12 +244,19 @@ class Layout:
             "ep": (1, self.ep),
             "expert local": (self.ep, self.tp * self.local // self.ep),
             "expert shard": (self.ep, self.tp * self.shard // self.ep),
-            "island": (self.tp * self.shard * self.replicate, self.island),
+            "replica_group": (self.tp * self.shard * self.replicate, self.replica_group),
         }[axis]
 
 
 def plan_layout(
-    cluster: Cluster, *, tp: int, replicas: int, islands: int = 1, cp: int = 1, cp_across: bool = False, ep: int = 1
+    cluster: Cluster,
+    *,
+    tp: int,
+    replicas: int,
+    num_replica_groups: int = 1,
+    cp: int = 1,
+    cp_across: bool = False,
+    ep: int = 1,
 ) -> Layout:
     """Return the layout with the given parallel degrees on a cluster.
 
@@ -257,7 +265,8 @@ def plan_layout(
         tp: tensor-parallel degree. It divides the ranks of a local domain, or is a multiple of them.
         replicas: number of copies of the sharded model in a replica group (HSDP). Without sharding it is the number of
             data ranks.
-        islands: number of DiLoCo's replica groups, equal parts of the cluster that consist of whole local domains.
+        num_replica_groups: number of DiLoCo's replica groups, equal parts of the cluster that consist of whole local
+            domains.
         cp: context-parallel degree. It divides the data ranks of a local domain.
         cp_across: True also allows `cp` to be a multiple of the data ranks of a local domain.
         ep: expert-parallel degree. It divides the ranks of a local domain that share a copy of the model.
@@ -266,20 +275,21 @@ def plan_layout(
     """
     # Tensor parallelism.
     domain, world = cluster.local_domain_size, cluster.world_size
-    assert cluster.num_local_domains % islands == 0, f"{islands} groups of {cluster.num_local_domains} local domains"
-    of_island = world // islands  # ranks of a replica group
-    if tp < 1 or (domain % tp and (tp % domain or of_island % tp)):
+    domains = cluster.num_local_domains
+    assert domains % num_replica_groups == 0, f"{num_replica_groups} groups of {domains} local domains"
+    group_size = world // num_replica_groups  # ranks of a replica group
+    if tp < 1 or (domain % tp and (tp % domain or group_size % tp)):
         raise ValueError(
             f"--tensor-model-parallel-size {tp} must divide the {domain} ranks of a {local_domains(cluster)[:-1]} or "
             f"span several whole ones ({cluster.num_nodes} node(s) x {cluster.ranks_per_node} ranks"
-            + (f", {islands} replica groups" if islands > 1 else "")
-            + f"); {numbers(nested_sizes(domain, of_island))} would fit"
+            + (f", {num_replica_groups} replica groups" if num_replica_groups > 1 else "")
+            + f"); {numbers(nested_sizes(domain, group_size))} would fit"
             + (f", or a multiple of {tp} ranks on each node (--nproc)" if tp > 1 else "")
         )
 
     # Context parallelism.
     per_domain = max(domain // tp, 1)  # data ranks of a local domain
-    data = of_island // tp
+    data = group_size // tp
     inside, beyond = nested_sizes(per_domain, per_domain), nested_sizes(per_domain, data)
     if cp not in (beyond if cp_across else inside):
         more = [size for size in beyond if size not in inside]
@@ -306,7 +316,16 @@ def plan_layout(
             f"--expert-model-parallel-size {ep} does not divide the {min(tp * local, domain)} ranks of a "
             f"{local_domains(cluster)[:-1]} that share a copy of the model; {numbers(fitting)} would fit"
         )
-    return Layout(cluster=cluster, replicate=replicas, cross=cross, local=local, tp=tp, island=islands, cp=cp, ep=ep)
+    return Layout(
+        cluster=cluster,
+        replicate=replicas,
+        cross=cross,
+        local=local,
+        tp=tp,
+        replica_group=num_replica_groups,
+        cp=cp,
+        ep=ep,
+    )
 
 
 def layout_record(layout: Layout) -> dict[str, Any]:
@@ -324,7 +343,8 @@ def layout_from_record(record: Mapping[str, Any]) -> Layout:
     """
     of_cluster: dict[str, Any] = {name: record.get(name) for name in (*CLUSTER_SIZES, "order")}
     of_layout: dict[str, Any] = {name: record.get(name) for name in COORDINATES}
-    of_layout |= {name: record.get(name, 1) for name in ("island", "cp", "ep")}
+    of_layout |= {name: record.get(name, 1) for name in ("cp", "ep")}
+    of_layout["replica_group"] = record.get("replica_group", record.get("island", 1))  # island: the axis's former name
     if wrong_types(Cluster, of_cluster) or wrong_types(Layout, of_layout):
         raise ValueError(f"{dict(record)} is not the record of a layout")
     order = of_cluster["order"]

@@ -25,7 +25,7 @@ CARRIES = {
     "cross": "ZeRO++: the inter-node hop, once per optimizer step",
     "shard": "ZeRO: weights and gradients, over local and cross in one ring",
     "replicate": "gradients between copies",
-    "island": "local steps: outer gradients and outer weights, once per synchronization",
+    "replica_group": "local steps: outer gradients and outer weights, once per synchronization",
 }
 SENDER = {"domain": "rank", "node": "rank", "network": "node"}  # the sender whose bandwidth a link's figure gives
 MAX_NODES, MAX_RANKS = 16, 8  # limits of the text
@@ -85,7 +85,7 @@ def _axes(layout: Layout) -> Iterator[str]:
     rows = [("axis", "ranks", "groups", "wire", "first group", "carries")]
     for axis in AXES:
         size = layout.axis_size(axis)
-        if axis in ("cp", "island") and size == 1:
+        if axis in ("cp", "replica_group") and size == 1:
             continue
         first = next(layout.axis_groups(axis))
         shown = " ".join(map(str, first[:MAX_RANKS])) + (" ..." if size > MAX_RANKS else "")

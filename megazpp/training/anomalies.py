@@ -133,8 +133,8 @@ class Guard:
         verify_interval: steps between two comparisons of the gathered weights over ranks. None disables them.
         rewind: function that reloads weights and moments from the last checkpoint and returns its iteration. All ranks
             call it. None: a spike only skips the step.
-        islands: True with DiLoCo's replica groups. Each group then decides on its own whether to skip a step. Ending
-            the job and rewinding wait until all groups call `resolve`.
+        has_replica_groups: True with DiLoCo's replica groups. Each group then decides on its own whether to skip a
+            step. Ending the job and rewinding wait until all groups call `resolve`.
     """
 
     config: AnomalyConfig
@@ -146,7 +146,7 @@ class Guard:
     dynamic_scale: bool
     verify_interval: int | None = None
     rewind: Callable[[], int] | None = None
-    islands: bool = False
+    has_replica_groups: bool = False
 
     def __post_init__(self) -> None:
         self._failure: StepReport | None = None
@@ -200,7 +200,7 @@ class Guard:
             norms = grad_norms(evidence.norm, dims.tp, dims.shard)
             losses = evidence.losses.tolist()
             self._failure = StepReport(dims.data_rank, iteration, loss, norm, losses, suspects, norms)
-        if not self.islands:
+        if not self.has_replica_groups:
             self._end_job()
         return False
 
@@ -291,7 +291,7 @@ class Guard:
         if loss <= mean + sigma * deviation:
             return False
         what = "the step is skipped"
-        if self.rewind is not None and self.islands:
+        if self.rewind is not None and self.has_replica_groups:
             self._wants_back = True
             what += ", and the weights of all replica groups return to the last checkpoint when they synchronize"
         elif self.rewind is not None:

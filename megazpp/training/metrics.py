@@ -17,7 +17,8 @@ from megazpp.base.program import GIGA, MEGA, TERA
 from megazpp.topology.layout import WIRE_NAMES
 
 INNER_LOSS = "inner_loss"  # DiLoCo: mean loss over replica groups and over the steps since they last synchronized
-NOTHING_SENT = {"tp": 0, "cross": 0, "local": 0, "island": 0}  # `island`: the part of `cross` between replica groups
+# `replica_group` is the part of `cross` between replica groups.
+NOTHING_SENT = {"tp": 0, "cross": 0, "local": 0, "replica_group": 0}
 
 
 @dataclass(kw_only=True)
@@ -187,7 +188,7 @@ class Meter:
             "step_seconds": seconds / count,
             "tokens_per_second": speed,
             "skipped": skipped,
-            **{f"{wire}_bytes": value for wire, value in sent.items() if value or wire != "island"},
+            **{f"{wire}_bytes": value for wire, value in sent.items() if value or wire != "replica_group"},
             **({"synchronizations": met} if met else {}),
             "peak_memory_bytes": peak_memory_bytes,
             **({} if mfu is None else {"mfu": mfu}),
@@ -263,7 +264,7 @@ class Meter:
             **{
                 f"{wire}_bytes_per_step": sent // max(1, self.count)
                 for wire, sent in self._sent_bytes.items()
-                if sent or wire != "island"
+                if sent or wire != "replica_group"
             },
             **({"synchronizations": met, INNER_LOSS: self._inner_losses[-1]} if met else {}),
         }
@@ -315,8 +316,8 @@ def closing_lines(summary: Mapping[str, Any], *, trained: bool) -> str:
         if "synchronizations" in summary:
             lines.append(
                 f"replica groups synchronized {summary['synchronizations']} times, "
-                f"{summary.get('island_bytes_per_step', 0) / MEGA:.3f} MB per node and step between them; inner loss "
-                f"{summary[INNER_LOSS]:.4f}"
+                f"{summary.get('replica_group_bytes_per_step', 0) / MEGA:.3f} MB per node and step between them; inner "
+                f"loss {summary[INNER_LOSS]:.4f}"
             )
         lines.append(f"training loss of the last log interval: {summary['final_loss']:.4f} nats per token")
     if summary["validation_loss"] is not None:

@@ -106,7 +106,7 @@ class MetricsRecorder:
         if log and self._uneven:  # sum each step's tokens over the data ranks, whose samples differ in length
             with dims.counter.paused():
                 own = torch.tensor([step.tokens for step in self._uneven], dtype=torch.int64, device=run.device)
-                for step, tokens in zip(self._uneven, dims.sum_over_islands_(own).tolist(), strict=True):
+                for step, tokens in zip(self._uneven, dims.sum_over_replica_groups_(own).tolist(), strict=True):
                     step.tokens = tokens
             self._uneven = []
         self._note_spike(record)
@@ -219,15 +219,15 @@ class MetricsRecorder:
         """
         dims = self.run.dims
         counter, nodes = dims.counter, dims.layout.cluster.num_nodes
-        now = [*(counter.sent_bytes(wire) for wire in WIRES), counter.sent_on_axis("island")]
+        now = [*(counter.sent_bytes(wire) for wire in WIRES), counter.sent_on_axis("replica_group")]
         since = torch.tensor(now, dtype=torch.int64) - torch.tensor(self._sent_before, dtype=torch.int64)
         self._sent_before, since = now, since.to(self.run.device)
-        if dims.island.size == 1:
+        if dims.replica_group.size == 1:
             total = dims.world.all_reduce_(since)
         else:
             with counter.paused():
                 total = dims.replicate.all_reduce_(dims.shard.all_reduce_(dims.tp.all_reduce_(since)))
-        return dict(zip((*WIRES, "island"), (total * dims.island.size // nodes).tolist(), strict=True))
+        return dict(zip((*WIRES, "replica_group"), (total * dims.replica_group.size // nodes).tolist(), strict=True))
 
 
 class TrafficRow(NamedTuple):
@@ -284,17 +284,17 @@ def zero3_traffic(
         the traffic, or None if each copy of the model is within one node.
     """
     layout = dims.layout
-    if layout.cross * layout.island == 1:
+    if layout.cross * layout.replica_group == 1:
         return None
     elements = shard_elements * layout.shard * layout.tp
     weights, gradients = elements * precision.param_dtype.itemsize, elements * precision.reduce_dtype.itemsize
-    ranks = layout.shard * layout.island
+    ranks = layout.shard * layout.replica_group
     formula = (
         f"(W - 1)/W x k x (2 M_w + M_g) with W = {ranks} data ranks, k = {micro_batches} micro-batches in all, "
         f"M_w = {weights / MEGA:.3f} MB of weights, M_g = {gradients / MEGA:.3f} MB of gradients"
     )
     cross = micro_batches * (2 * weights + gradients) * (ranks - 1) // ranks
-    domains, nodes = layout.cross * layout.replicate * layout.island, layout.cluster.num_nodes
+    domains, nodes = layout.cross * layout.replicate * layout.replica_group, layout.cluster.num_nodes
     if domains != nodes:  # NVLink domains or tensor parallelism over several nodes: these share a ring's bytes
         formula += f", over {nodes // domains} nodes each"
         cross = cross * domains // nodes

@@ -23,7 +23,7 @@ import torch
 
 from megazpp.base.flags import check_not_negative, check_positive, flag
 from megazpp.data.blend import DataSource
-from megazpp.data.dataset import DataConfig, batch_options, cache_dir, check_marks, missing_ends
+from megazpp.data.dataset import DataConfig, batch_options, cache_dir, check_special_tokens, missing_ends
 from megazpp.data.gpt_dataset import PADDING, WholeText
 from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
 from megazpp.data.loader import BatchLoader, Dataset, MicroBatch, make_padded_batch
@@ -147,7 +147,9 @@ class LanguageModelLoss:
         asked["with_router_loss"] = True
         starts = {"position_ids": batch.position_ids, "document_starts": batch.document_starts}
         found = model(batch.tokens, batch.labels, **starts, **asked)
-        sequences = sum(len(each.tokens) for each in self._batches) * self._dims.data_size // self._dims.island.size
+        sequences = (
+            sum(len(each.tokens) for each in self._batches) * self._dims.data_size // self._dims.replica_group.size
+        )
         # The result has the value of the first loss and the gradients of both.
         return (found.losses * batch.loss_mask).sum() * self._per_token + router_gradient(found, sequences)
 
@@ -202,7 +204,7 @@ class Evaluator:
         totals = torch.zeros(2, dtype=torch.float64, device=self.model.embedding.word.weight.device)  # loss, tokens
         for batch in itertools.chain.from_iterable(steps):
             totals += torch.stack((token_losses(self.model, batch).sum(), batch.loss_mask.sum()))
-        loss, tokens = self.dims.sum_over_islands_(totals).tolist()
+        loss, tokens = self.dims.sum_over_replica_groups_(totals).tolist()
         return loss / tokens if tokens else math.nan
 
 
@@ -308,11 +310,11 @@ def score_whole(
         files = resolve_text_paths([path])
         prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(data), log=say, flag_name="--input")
     sequences = IndexedDataset(prefix)
-    check_marks([sequences], tokenizer, f"--input {path}")
+    check_special_tokens([sequences], tokenizer, f"--input {path}")
     if warning := missing_ends([DataSource(sequences, f"--input {path}", None)], data, tokenizer):
         say(warning)
-    # The first token is predicted from the id before it: the tokenizer's mark at the start of a text, or else eod.
-    start = None if tokenizer.marks.used and tokenizer.marks.before else tokenizer.eod
+    # The id before the first token predicts it: the tokenizer's special token at the start of a text, or else eod.
+    start = None if tokenizer.special_tokens.used and tokenizer.special_tokens.before else tokenizer.eod
     text = WholeText(sequences, seq_length=data.seq_length, eod=start, vocab_size=tokenizer.vocab_size, name=path)
     # loss of all tokens
     batch_size = micro_batch_size * dims.data_size

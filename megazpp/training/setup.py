@@ -86,7 +86,7 @@ def fill(built: ShardedModel, spec: ModelSpec, dims: ParallelDims, device: torch
     draw_device = torch.device("cpu") if spec.config.use_cpu_initialization else device
     initialize_parameters_(built.model, seed=spec.seed, draw_device=draw_device)
     with dims.counter.paused():  # the traffic counter is for training steps only
-        share_parameters_(built.model, dims.replicate, dims.island, tp=dims.tp)
+        share_parameters_(built.model, dims.replicate, dims.replica_group, tp=dims.tp)
     return built
 
 

@@ -246,7 +246,7 @@ def run_tags(layout: Layout, *, zero_stage: int, zeropp: bool) -> list[str]:
     """
     cluster = layout.cluster
     tags = ["zeropp" if zeropp else f"zero{zero_stage}", f"{cluster.num_nodes} nodes x {cluster.ranks_per_node} ranks"]
-    degrees = {"tp": layout.tp, "cp": layout.cp, "replicas": layout.replicate, "islands": layout.island}
+    degrees = {"tp": layout.tp, "cp": layout.cp, "replicas": layout.replicate, "replica_groups": layout.replica_group}
     return tags + [f"{name}{size}" for name, size in degrees.items() if size > 1]
 
 

@@ -20,7 +20,7 @@ class WeightPatchesFeature(Feature):
         flags = config.section(PatchesConfig)
         if flags.save_weight_patches is None:
             return
-        if plan.layout.island > 1:
+        if plan.layout.replica_group > 1:
             steps = config.values()["diloco_steps"]
             raise ValueError(
                 f"--save-weight-patches cannot be combined with --diloco-steps {steps}: each replica group has other "

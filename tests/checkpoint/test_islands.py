@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import pickle
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,25 +15,26 @@ from helpers.tiers import chosen
 from helpers.training import Case
 
 from megazpp.base.files import DamagedError
+from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import under
 from megazpp.diloco.config import DilocoConfig
 
 
-def islands(number: int, *, fragments: int = 1, **case: int) -> Case:
+def grouped(number: int, *, fragments: int = 1, **case: int) -> Case:
     rule = {"diloco_steps": 2, "diloco_outer_lr": 0.7, "diloco_outer_momentum": 0.9, "diloco_fragment_sync_delay": 1}
-    config = DilocoConfig(diloco_islands=number, diloco_fragments=fragments, **rule)
+    config = DilocoConfig(diloco_replica_groups=number, diloco_fragments=fragments, **rule)
     return Case(**{"nodes": 4, "diloco": config} | case)
 
 
-NONE, TWO, FOUR, FRAGMENTS = Case(nodes=4), islands(2), islands(4), islands(2, fragments=2)
-WIDE = islands(2, tp=2, nodes=2)  # replica groups of one node each
+NONE, TWO, FOUR, FRAGMENTS = Case(nodes=4), grouped(2), grouped(4), grouped(2, fragments=2)
+WIDE = grouped(2, tp=2, nodes=2)  # replica groups of one node each
 NONE_1, TWO_1, FOUR_1 = (dataclasses.replace(case, stage=1) for case in (NONE, TWO, FOUR))
 BEGIN = "note: replica groups start at the outer weights, because the checkpoint "
 OTHERS = [f"{BEGIN}has another number of groups"]
 MODEL = {"model.": "model."}
-BEGUN = MODEL | {"diloco.common.": "model.", "island.I.inner.": "model."}
+BEGUN = MODEL | {"diloco.common.": "model.", "replica_group.I.inner.": "model."}
 KEPT = BEGUN | {"diloco.momentum.": "diloco.momentum."}
-ALL = MODEL | {name: name for name in ("diloco.", "island.I.inner.", "island.I.counts")}
+ALL = MODEL | {name: name for name in ("diloco.", "replica_group.I.inner.", "replica_group.I.counts")}
 # Saved case, loading case, {prefix of loaded keys: prefix of the saved keys with equal values}, notes. I is the index
 # of the replica group.
 CASES = {
@@ -56,44 +60,66 @@ def saved(tmp_path_factory):
 
     @functools.cache
     def save(case: Case) -> tuple[str, dict[int, dict[str, str]]]:
-        folder = str(tmp_path_factory.mktemp("islands"))
+        folder = str(tmp_path_factory.mktemp("replica_groups"))
         results = ranks(4).run(run, case, 4, whole=True, save=folder)
-        return folder, {result.island: result.state for result in results}
+        return folder, {result.replica_group: result.state for result in results}
 
     return save
 
 
-def moments(state: dict[str, str], island: int) -> dict[str, str]:
-    return under(f"island.{island}.optimizer.state." if island else "optimizer.state.", state)
+def moments(state: dict[str, str], group: int) -> dict[str, str]:
+    return under(f"replica_group.{group}.optimizer.state." if group else "optimizer.state.", state)
 
 
 @pytest.mark.parametrize("case", chosen(CASES, *DEFAULT))
-def test_checkpoint_of_islands_resumes_with_other_numbers_and_shapes(saved, case):
+def test_checkpoint_of_replica_groups_resumes_with_other_numbers(saved, case):
     before, after, same, notes = case
-    folder, of_island = saved(before)
+    folder, of_group = saved(before)
     for result in ranks(4).run(run, after, 5, whole=True, load=folder):
-        island, source = result.island, result.island % before.islands
+        group, source = result.replica_group, result.replica_group % before.num_replica_groups
         for ours, theirs in same.items():
-            expected = under(theirs.replace("I", str(island)), of_island[source])
-            assert under(ours.replace("I", str(island)), result.loaded) == expected != {}, ours
-        assert moments(result.loaded, island) == moments(of_island[source], source) != {}
-        assert any(key.startswith(("island.", "diloco.")) for key in result.loaded) == (after.islands > 1)
+            expected = under(theirs.replace("I", str(group)), of_group[source])
+            assert under(ours.replace("I", str(group)), result.loaded) == expected != {}, ours
+        assert moments(result.loaded, group) == moments(of_group[source], source) != {}
+        assert any(key.startswith(("replica_group.", "diloco.")) for key in result.loaded) == (
+            after.num_replica_groups > 1
+        )
         assert result.state != result.loaded
         assert [line for line in result.lines if BEGIN in line] == notes
 
 
-def test_islands_differ_when_they_are_saved(saved):
+def test_replica_groups_differ_when_they_are_saved(saved):
     """Otherwise the comparisons above would prove nothing."""
-    _, of_island = saved(TWO)
-    assert under("diloco.common.", of_island[0]) != under("model.", of_island[0])
-    assert moments(of_island[0], 0) != moments(of_island[1], 1)
+    _, of_group = saved(TWO)
+    assert under("diloco.common.", of_group[0]) != under("model.", of_group[0])
+    assert moments(of_group[0], 0) != moments(of_group[1], 1)
+
+
+def test_former_prefix_of_keys_is_read_as_the_present_one(saved, tmp_path):
+    """Earlier versions wrote "island." in place of "replica_group."."""
+    checkpoint = Path(saved(TWO)[0], "iter_0000004")
+    index = pickle.loads((checkpoint / ".metadata").read_bytes())
+
+    def former(key: str) -> str:
+        return key.replace("replica_group.", "island.") if key.startswith("replica_group.") else key
+
+    index.state_dict_metadata = {former(key): entry for key, entry in index.state_dict_metadata.items()}
+    index.storage_data = {dataclasses.replace(x, fqn=former(x.fqn)): place for x, place in index.storage_data.items()}
+    earlier = shutil.copytree(checkpoint, tmp_path / "earlier")
+    (earlier / ".metadata").write_bytes(pickle.dumps(index))
+    present, reader = SafeReader(checkpoint), SafeReader(earlier)
+    assert reader.tensors() == present.tensors()
+    keys = [key for key in present.tensors() if key.startswith("replica_group.1.")]
+    assert keys
+    for key in keys:
+        assert torch.equal(reader.read_whole(key), present.read_whole(key))
 
 
 def accepted(case: Case) -> list[str]:
     """Return descriptions of incomplete or damaged checkpoints of replica groups that are not rejected."""
     attempt = Attempt(case)
     attempt.train(1)
-    there, own = attempt.state.tensors(optimizer=True, rng=False), f"island.{attempt.dims.island.rank}."
+    there, own = attempt.state.tensors(optimizer=True, rng=False), f"replica_group.{attempt.dims.replica_group.rank}."
     missing = ("diloco.common.final_norm.weight", f"{own}inner.final_norm.weight", f"{own}values")
     without = {gone: {key: x for key, x in there.items() if key != gone} for gone in missing}
     rows = [(rest, f"the DiLoCo checkpoint has no {gone}") for gone, rest in without.items()]
@@ -106,5 +132,5 @@ def accepted(case: Case) -> list[str]:
     return not_refused(rows, accept, DamagedError)
 
 
-def test_missing_or_damaged_part_of_an_island_is_named():
-    assert ranks(2).run(accepted, islands(2, nodes=2)) == [[], []]
+def test_missing_or_damaged_part_of_a_replica_group_is_named():
+    assert ranks(2).run(accepted, grouped(2, nodes=2)) == [[], []]

@@ -155,7 +155,8 @@ def test_batch_size_of_an_old_checkpoint_follows_flags_and_layout():
 
     micro = {"micro_batch_size": 4, "global_batch_size": None}
     assert size({**micro, "global_batch_size": 24}, tp=2) == 24
-    assert size(micro, island=2, replicate=3, cross=2, local=4, tp=8) == 4 * 48
+    assert size(micro, replica_group=2, replicate=3, cross=2, local=4, tp=8) == 4 * 48
+    assert size(micro, island=2, replicate=3, cross=2, local=4, tp=8) == 4 * 48  # the axis's former name
     assert size({**micro, "context_parallel_size": 4}, replicate=1, cross=2, local=4) == 4 * 2
     assert size({**micro, "samples": {"global_batch_size": 7}}, local=4) == 7
     assert size(micro) is None  # a converted model

@@ -39,22 +39,24 @@ CASES = {
     "differences, tp 2, float8": gpt(tp=2, zero=DIFFERENCES, precision=BF16, sequence_parallel=True, float8="hybrid"),
     "differences, muon, cp 2": llama(cp=2, zero=DIFFERENCES, precision=BF16, optimizer=MUON_3),
     "zeropp, muon, tp 2, fp16": llama(tp=2, zero=ZEROPP, precision=FP16, optimizer=MUON_3),
-    "islands, muon": gpt(optimizer=MUON, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9)),
-    "islands, fp16": llama(precision=FP16, diloco=DilocoConfig(diloco_steps=3)),
-    "islands, fragments, between two": gpt(
+    "replica groups, muon": gpt(optimizer=MUON, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9)),
+    "replica groups, fp16": llama(precision=FP16, diloco=DilocoConfig(diloco_steps=3)),
+    "replica groups, fragments, between two": gpt(
         tp=2, precision=BF16, diloco=DilocoConfig(diloco_steps=4, diloco_fragments=2, diloco_outer_momentum=0.5)
     ),
-    "islands, messages in flight, async": llama(diloco=DilocoConfig(diloco_steps=2, diloco_fragment_sync_delay=1)),
-    "islands of two nodes, differences": gpt(
+    "replica groups, messages in flight, async": llama(
+        diloco=DilocoConfig(diloco_steps=2, diloco_fragment_sync_delay=1)
+    ),
+    "replica groups of two nodes, differences": gpt(
         nodes=4,
         zero=DIFFERENCES,
         precision=BF16,
-        diloco=DilocoConfig(diloco_steps=2, diloco_islands=2, diloco_fragment_sync_delay=1),
+        diloco=DilocoConfig(diloco_steps=2, diloco_replica_groups=2, diloco_fragment_sync_delay=1),
     ),
 }
 DEFAULT = (
     *("zero 3, cp 2", "zeropp, k 2, bf16", "differences, bf16"),
-    *("islands, fragments, between two", "zeropp, muon, tp 2, fp16", "zeropp, expert bias, ep 2, bf16"),
+    *("replica groups, fragments, between two", "zeropp, muon, tp 2, fp16", "zeropp, expert bias, ep 2, bf16"),
 )
 
 
@@ -72,7 +74,8 @@ def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["differences, bf16", slow("differences, fp16, tp 2, async"), slow("islands, messages in flight, async")]
+    "name",
+    ["differences, bf16", slow("differences, fp16, tp 2, async"), slow("replica groups, messages in flight, async")],
 )
 def test_evaluations_and_async_saves_change_no_result(tmp_path, name):
     """An evaluation already sends the weight delta, so the resumed run must not send it; otherwise it must."""

@@ -110,6 +110,11 @@ def test_words_count_their_spaces_and_unknown_pieces_count_nothing():
 def test_ids_beyond_the_pieces_and_marks_have_no_bytes(tokenizer):
     sizes = TokenBytes(tokenizer)
     tokenizer.vocab_size += 3
-    for token in (tokenizer.eod, tokenizer.vocab_size - 1, *tokenizer.marks.before, *tokenizer.marks.after):
+    for token in (
+        tokenizer.eod,
+        tokenizer.vocab_size - 1,
+        *tokenizer.special_tokens.before,
+        *tokenizer.special_tokens.after,
+    ):
         assert sizes.size(token, first=False) == sizes.size(token, first=True) == 0
     tokenizer.vocab_size -= 3

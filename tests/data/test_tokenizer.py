@@ -26,8 +26,8 @@ from megazpp.data.text import train_sentencepiece, write_indexed_dataset
 from megazpp.data.tokenizer import (
     ByteTokenizer,
     HFTokenizer,
-    Marks,
     SentencePieceTokenizer,
+    SpecialTokens,
     Tokenizer,
     TokenizerConfig,
     document_end,
@@ -205,7 +205,8 @@ def test_folder_gives_the_ids_of_transformers(tmp_path, byte_level_bpe):
         for marked, tokenizer in ours.items():
             ids = [theirs(text, add_special_tokens=marked)["input_ids"] for text in SPECIAL]
             assert [tokenizer.encode(text) for text in SPECIAL] == ids, (kind, described)
-            assert [ours[True].encode_spans(text, marked=marked).ids for text in SPECIAL] == ids, (kind, described)
+            found = [ours[True].encode_spans(text, add_special_tokens=marked).ids for text in SPECIAL]
+            assert found == ids, (kind, described)
             assert tokenizer.vocab_size == len(theirs)
             assert of_identity.setdefault(tokenizer.identity, ids) == ids, (kind, described)
 
@@ -258,8 +259,8 @@ def test_eos_token_flag_sets_eod_in_all_files_that_name_it(tmp_path, write):
     write(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 1}))
     before = load(tmp_path)
-    name = next(name for name in before.specials if name != before.eod_name)
-    tokenizer, index = load(tmp_path, eos_token=name), before.specials[name]
+    name = next(name for name in before.special_ids if name != before.eod_name)
+    tokenizer, index = load(tmp_path, eos_token=name), before.special_ids[name]
     assert (tokenizer.eod, tokenizer.eod_name, tokenizer.variables["eos_token"]) == (index, name, name)
     assert tokenizer.identity != before.identity
     assert tokenizer.encode("Call me") == before.encode("Call me")
@@ -314,7 +315,8 @@ def test_documents_have_their_marks_once_and_must_match_the_flag(tmp_path):
         flags = {"input": (str(texts),), "output_prefix": f"{tmp_path}/{adds}", "append_eod": True}
         preprocess(PreprocessConfig(**flags), config, lines.append)
         written = IndexedDataset(prefix)
-        (ids,) = [written.get(i).tolist() for i in range(len(written))]  # an empty text with only marks is no document
+        # an empty text with only special tokens is no document
+        (ids,) = [written.get(i).tolist() for i in range(len(written))]
         assert (ids, ids[0] == 1, ids.count(1)) == ([*tokenizer.encode("Call me"), 2], adds, adds)
         assert note in lines[0]
         write_indexed_dataset(iter(["Call me"]), tokenizer, tmp_path / "streamed")
@@ -328,7 +330,7 @@ def test_documents_have_their_marks_once_and_must_match_the_flag(tmp_path):
 def test_document_has_one_eod_if_the_tokenizer_adds_it_itself():
     tokenizer = ByteTokenizer()
     for after, used, end in (([256], True, []), ([7, 256], True, []), ([256, 7], True, [256]), ([256], False, [256])):
-        tokenizer.marks = Marks([], after, used)
+        tokenizer.special_tokens = SpecialTokens([], after, used)
         assert document_end(tokenizer) == end
 
 

@@ -20,7 +20,7 @@ from megazpp.checkpoint.read import choose_source
 from megazpp.checkpoint.state import RunValues, TrainState
 from megazpp.checkpoint.weights import FrozenPlace, open_frozen_place
 from megazpp.data.loader import MicroBatch
-from megazpp.diloco.state import island_parts
+from megazpp.diloco.state import replica_group_parts
 from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
 from megazpp.parallel.dims import ParallelDims, open_axis
 from megazpp.training.anomalies import LossHistory
@@ -39,7 +39,7 @@ class Attempt:
         values = RunValues(optimizer, self.step.scaler, self.losses)
         parts = training_parts(model, sharding, optimizer, self.dims, values, seed=case.seed)
         if self.diloco is not None:
-            parts = island_parts(parts, self.diloco, model, values)
+            parts = replica_group_parts(parts, self.diloco, model, values)
         self.state = TrainState(model, sharding, values, parts)
         axis = open_axis(self.dims)
         self.checkpoints = Checkpoints(self.config, self.state, record_of(case), axis, self.lines.append)
@@ -106,7 +106,7 @@ class Outcome(NamedTuple):
     steps: list[tuple[float, float]]
     state: dict[str, str]
     lines: list[str]
-    island: int
+    replica_group: int
 
     @property
     def notes(self) -> list[str]:
@@ -121,7 +121,7 @@ def run(
     hashes = attempt.whole if whole else attempt.fingerprint
     start, loaded, results = attempt.load(restarted=restarted), hashes(), attempt.train(steps, evaluates=evaluates)
     attempt.checkpoints.finish()
-    return Outcome(start, loaded, results, hashes(), attempt.lines, attempt.dims.island.rank)
+    return Outcome(start, loaded, results, hashes(), attempt.lines, attempt.dims.replica_group.rank)
 
 
 def local_part(x: torch.Tensor) -> torch.Tensor:

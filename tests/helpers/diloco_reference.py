@@ -1,4 +1,4 @@
-"""Simulate DiLoCo's replica groups ("islands") in one process, as the unquantized reference for runs on several ranks.
+"""Simulate DiLoCo's replica groups in one process, as the unquantized reference for runs on several ranks.
 
 This is DiLoCo (arXiv 2311.08105) by fragments of the model, which may be sent while later steps run (Streaming
 DiLoCo, arXiv 2501.18512). Legend: H iterations between two sends of a fragment, F fragments, R the groups' common copy
@@ -23,7 +23,7 @@ from torch import nn
 from megazpp.diloco.config import DilocoPlan
 
 
-class Islands:
+class ReplicaGroups:
     """Models of replica groups, with equal initial weights, that train separately and are averaged in `after_step`.
 
     Training loops and optimizers belong to the caller.

@@ -32,7 +32,7 @@ class FakeDims:
 
     def __init__(self) -> None:
         self.counter, self.timeline = TrafficCounter(), Timeline()
-        self.world = self.tp = self.shard = self.replicate = self.island = MeshAxis("world")
+        self.world = self.tp = self.shard = self.replicate = self.replica_group = MeshAxis("world")
         self.layout = SimpleNamespace(cluster=Cluster(num_nodes=2, ranks_per_node=1))
         self.mesh = SimpleNamespace(device_type="cpu")
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from megazpp.data.loader import MicroBatch, make_micro_batch
-from megazpp.diloco.config import DilocoConfig, DilocoPlan, plan_islands
-from megazpp.diloco.outer import Islands
+from megazpp.diloco.config import DilocoConfig, DilocoPlan, plan_diloco
+from megazpp.diloco.outer import ReplicaGroups
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import Float8Format, float8_product
 from megazpp.model.gpt import GPTModel
@@ -99,8 +99,8 @@ class Case:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     @property
-    def islands(self) -> int:
-        return 1 if self.diloco.diloco_steps is None else self.diloco.diloco_islands or self.nodes
+    def num_replica_groups(self) -> int:
+        return 1 if self.diloco.diloco_steps is None else self.diloco.diloco_replica_groups or self.nodes
 
     @property
     def product(self) -> Product | None:
@@ -165,7 +165,9 @@ def dims_on_ranks(case: Case) -> ParallelDims:
         num_distributed_optimizer_instances=case.replicas,
         expert_model_parallel_size=case.ep,
     )
-    dims = ParallelDims(plan_dims(config, cluster, zero_stage=case.stage, islands=case.islands), device_type="cpu")
+    dims = ParallelDims(
+        plan_dims(config, cluster, zero_stage=case.stage, num_replica_groups=case.num_replica_groups), device_type="cpu"
+    )
     seed_everything(case.seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
     return dims
 
@@ -199,19 +201,19 @@ def build_step(case: Case) -> tuple[TrainStep, ParallelDims]:
 
 def diloco_plan(case: Case) -> DilocoPlan | None:
     """Return the plan of local steps, or None if every step is synchronized."""
-    return plan_islands(
+    return plan_diloco(
         case.diloco,
         case.zero or ZeroConfig(),
         iterations=case.steps,
         num_layers=case.model.num_layers,
-        tokens_per_step=case.global_batch * case.seq_length / case.islands,
+        tokens_per_step=case.global_batch * case.seq_length / case.num_replica_groups,
     )
 
 
-def build_diloco(case: Case, step: TrainStep, dims: ParallelDims) -> Islands | None:
+def build_diloco(case: Case, step: TrainStep, dims: ParallelDims) -> ReplicaGroups | None:
     """Build the outer weights of a model for DiLoCo, or return None if every step is synchronized."""
     plan = diloco_plan(case)
-    return None if plan is None else Islands(step.sharding, dims, plan, case.precision)
+    return None if plan is None else ReplicaGroups(step.sharding, dims, plan, case.precision)
 
 
 def train_on_ranks(case: Case) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def test_text_ends_at_the_same_token_as_in_transformers(tmp_path, write):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
     tokenizer = load_tokenizer(find_tokenizer(tmp_path))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    ids = tokenizer.encode_spans(SAID, marked=False).ids
+    ids = tokenizer.encode_spans(SAID, add_special_tokens=False).ids
     assert {2, 5, theirs.eos_token_id} >= {*tokenizer.stop_ids}
     for stops in STOPS:
         row, ends = Continuation(tokenizer, [], stops), [transformers.EosTokenCriteria(tokenizer.stop_ids)]
@@ -61,7 +61,7 @@ def test_text_ends_at_the_same_token_as_in_transformers(tmp_path, write):
         told = [any(bool(end(torch.tensor([ids[:n]]), None)) for end in ends) for n in range(1, len(ids) + 1)]
         assert count == (told.index(True) + 1 if True in told else len(ids)), stops
         if row.over:
-            assert not any(name in row.text for name in (*tokenizer.specials, *stops))
+            assert not any(name in row.text for name in (*tokenizer.special_ids, *stops))
 
 
 def test_partial_characters_and_stop_strings_are_held_back_until_the_end():

@@ -178,7 +178,7 @@ def test_layouts_that_do_not_fit_the_experts_are_refused():
         ({"ep": 2}, {}, "--expert-model-parallel-size 2 needs --num-experts"),
         ({"tp": 8}, {"num_experts": 8}, "--num-experts 8 with --tensor-model-parallel-size 8, more than the 4 ranks"),
         (
-            {"islands": 2},
+            {"num_replica_groups": 2},
             {
                 "num_experts": 8,
                 "moe_router_score_function": "sigmoid",

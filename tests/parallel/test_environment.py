@@ -93,8 +93,10 @@ def test_noexec_temp_folder_or_cpu_build_keeps_variables_unset(monkeypatch):
 # ---- NCCL -----------------------------------------------------------------------------------------------------------
 
 
-def layout(nodes: int = 2, tp: int = 2, ranks: int = 4, islands: int = 1) -> Layout:
-    return plan_layout(Cluster(num_nodes=nodes, ranks_per_node=ranks), tp=tp, replicas=1, islands=islands)
+def layout(nodes: int = 2, tp: int = 2, ranks: int = 4, num_replica_groups: int = 1) -> Layout:
+    return plan_layout(
+        Cluster(num_nodes=nodes, ranks_per_node=ranks), tp=tp, replicas=1, num_replica_groups=num_replica_groups
+    )
 
 
 FLAGS = NcclConfig(nccl_high_priority=False, nccl_cross_max_ctas=8)
@@ -133,7 +135,7 @@ def test_nccl_options_of_torch_accept_every_setting(monkeypatch):
 
 def test_launch_order_is_enforced_if_several_axes_have_ranks():
     tp_alone = layout(1, 4)
-    for on in (layout(), tp_alone, layout(1, 2), layout(2, 1, ranks=1, islands=2)):
+    for on in (layout(), tp_alone, layout(1, 2), layout(2, 1, ranks=1, num_replica_groups=2)):
         order_launches(on, env := {})
         assert env == ({} if on is tp_alone else {LAUNCH_ORDER: "1"}), on
         order_launches(on, env := {LAUNCH_ORDER: "0"})

@@ -71,11 +71,11 @@ def test_survey_overrides_the_launcher_but_not_the_flags():
     store, auto = dist.HashStore(), ClusterConfig(emulate_nodes="auto")
     emulated = Cluster(num_nodes=2, ranks_per_node=2)
 
-    def settle(rank: int) -> Cluster:
+    def resolve(rank: int) -> Cluster:
         return resolve_cluster(worker(rank, 4, store), auto, announced, on_one_machine=lambda: emulated)
 
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(settle, range(4))) == [emulated] * 4
+        assert list(pool.map(resolve, range(4))) == [emulated] * 4
 
 
 def test_gpus_joined_by_nvlink_form_a_domain():

@@ -11,7 +11,7 @@ from helpers.refusals import table
 from helpers.tiers import chosen
 
 import megazpp.planner.dry_run as module
-from megazpp.diloco.outer import Islands, OuterUnit
+from megazpp.diloco.outer import OuterUnit, ReplicaGroups
 from megazpp.features import FEATURES
 from megazpp.parallel.axis import Traffic
 from megazpp.planner.dry_run import DryRun, dry_run
@@ -39,6 +39,7 @@ WORDS = {
     "INT8": "--zeropp --zero-weight-delta none",  # without the flag, 16-bit weights cross nodes as lossless deltas
     "LOCAL": "--diloco-steps 4",
     "MOMENTUM": "--diloco-outer-momentum 0.9",
+    "GROUPS": "--diloco-replica-groups 2",
     "EXACT": "--diloco-weight-bits 16 --diloco-gradient-bits 16",
     "SHORT": "--num-layers 1 --vocab-size 8192 --seq-length 8 --micro-batch-size 1",
     "HUGE": "--num-layers 1 --hidden-size 73728 --num-attention-heads 192 --ffn-hidden-size 294912",
@@ -73,7 +74,7 @@ RUNS = table("""
     2x4   |   0 | --bf16 LOCAL --diloco-fragment-sync-delay 1 SP LLAMA
     2x4   |   0 | --bf16 LOCAL --diloco-fragments 2 --diloco-fragment-sync-delay 3 --diloco-gradient-bits 8
     2x4   |   0 | --bf16 LOCAL EXACT --diloco-fragment-sync-delay 2
-    4x4   |   5 | --bf16 INT8 LOCAL MOMENTUM --diloco-islands 2 --diloco-fragments 2 --diloco-fragment-sync-delay 3
+    4x4   |   5 | --bf16 INT8 LOCAL MOMENTUM GROUPS --diloco-fragments 2 --diloco-fragment-sync-delay 3
     2x1   |   1 | LOCAL SHORT
     2x1   |   1 | LOCAL SHORT EXACT
     1x1   |   0 | --bf16 K4
@@ -132,10 +133,12 @@ def test_dry_run_sends_planned_bytes_and_needs_planned_memory(case, monkeypatch)
     nodes, ranks_per_node = map(int, shape.removesuffix("c").split("x"))
     order = cyclic_order(nodes, ranks_per_node) if shape.endswith("c") else None
     cluster = Cluster(num_nodes=nodes, ranks_per_node=ranks_per_node, order=order)
-    steps, counts, islands = (instances(monkeypatch, name) for name in ("TrainStep", "PeakBytes", "Islands"))
+    steps, counts, replica_groups = (
+        instances(monkeypatch, name) for name in ("TrainStep", "PeakBytes", "ReplicaGroups")
+    )
     send, messages = module._send_what_is_under_way, set()
 
-    def sending(made: Islands) -> None:
+    def sending(made: ReplicaGroups) -> None:
         send(made)
         messages.update(unit._sent.untyped_storage()._cdata for unit in made.units if unit._sent is not None)
 
@@ -144,10 +147,10 @@ def test_dry_run_sends_planned_bytes_and_needs_planned_memory(case, monkeypatch)
     dry = dry_run(run, cluster, rank=int(rank))
     assert not dist.is_initialized()
     assert dry.counted == dry.planned
-    assert [bool(table) for table in dry.counted] == [ranks_per_node > 1, bool(islands)]
-    assert dry.describe().count("as planned") == 1 + len(islands)
+    assert [bool(table) for table in dry.counted] == [ranks_per_node > 1, bool(replica_groups)]
+    assert dry.describe().count("as planned") == 1 + len(replica_groups)
     fullest = counts[0].fullest
-    for kind, tensors in lasting(steps[0], islands[0].units if islands else []).items():
+    for kind, tensors in lasting(steps[0], replica_groups[0].units if replica_groups else []).items():
         storages = {getattr(t, "_local_tensor", t).untyped_storage()._cdata for t in tensors if t is not None}
         assert dry.memory[kind] == sum(fullest.get(storage, 0) for storage in storages), kind
     if "SHORT EXACT" not in flags:  # with these flags the memory peak is in a synchronization

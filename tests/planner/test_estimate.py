@@ -7,7 +7,7 @@ import pytest
 from helpers.small_run import parse
 
 from megazpp.diloco.config import DilocoConfig
-from megazpp.planner.estimate import Estimate, Estimator, paper_step
+from megazpp.planner.estimate import Estimate, Estimator, build_step_simulator
 from megazpp.planner.simulator import LOSSLESS_SHARES, Memory, lossless_share
 from megazpp.planner.step import measure
 from megazpp.planner.trace import trace_model
@@ -41,7 +41,7 @@ def test_node_cross_bytes_equal_the_sum_over_its_ranks(flags):
     run, cluster = config(f"--micro-batch-size 4 {flags}"), Cluster(num_nodes=2, ranks_per_node=4)
     plan, own, crossing = check_run_config(run, cluster, device_type="cpu"), estimate(run, cluster), 0
     for rank in range(cluster.world_size):
-        traffic = measure(paper_step(run, plan, device_type="cpu", rank=rank), own.micro_batches).traffic
+        traffic = measure(build_step_simulator(run, plan, device_type="cpu", rank=rank), own.micro_batches).traffic
         crossing += sum(counted.sent_bytes for (wire, _, _), counted in traffic.items() if wire == "cross")
     assert own.node_cross_bytes == round(crossing / cluster.num_nodes)
 
@@ -140,26 +140,28 @@ def test_lossless_share_interpolates_between_learning_rates():
 EVERY = "--diloco-steps 4 --micro-batch-size 4"
 
 
-def test_island_bytes_are_two_4_bit_hops_averaged_over_steps():
-    run = config(f"{EVERY} --diloco-islands 2")
+def test_replica_group_bytes_are_two_4_bit_hops_averaged_over_steps():
+    run = config(f"{EVERY} --diloco-replica-groups 2")
     rarely = run.with_section(dataclasses.replace(run.section(DilocoConfig), diloco_steps=8))
     own, rarer = estimate(run, FOUR_NODES), estimate(rarely, FOUR_NODES)
     parameters = own.memory[Memory.PARAMETERS] / 4 * 4  # four ranks of a replica group
     per_node = 2 * (0.5 + 2 / 128) * parameters * (2 - 1) / 2 / 2  # two hops between two groups of two nodes
-    assert own.node_island_bytes == pytest.approx(per_node, rel=0.05)  # one-dimensional parameters are sent exactly
-    assert rarer.node_island_bytes == own.node_island_bytes
-    each_step = own.node_cross_bytes - own.node_island_bytes / 4  # bytes of the ring inside a group of two nodes
-    assert each_step == pytest.approx(rarer.node_cross_bytes - own.node_island_bytes / 8)
+    assert own.node_replica_group_bytes == pytest.approx(
+        per_node, rel=0.05
+    )  # one-dimensional parameters are sent exactly
+    assert rarer.node_replica_group_bytes == own.node_replica_group_bytes
+    each_step = own.node_cross_bytes - own.node_replica_group_bytes / 4  # bytes of the ring inside a group of two nodes
+    assert each_step == pytest.approx(rarer.node_cross_bytes - own.node_replica_group_bytes / 8)
     assert each_step > 0
-    assert own.wires["cross"] * 2 >= own.node_island_bytes / 4
+    assert own.wires["cross"] * 2 >= own.node_replica_group_bytes / 4
 
 
 def test_synchronization_delays_steps_unless_its_delay_hides_it():
     slow = pair(Links(domain=Link(100.0), network=Link(0.01)))
     delays = ("", "--diloco-fragment-sync-delay 2", "--diloco-fragment-sync-delay 2 --diloco-fragments 2")
     plain, late, parts = (estimate(config(f"{EVERY} {delay}"), slow) for delay in delays)
-    assert plain.exposed["island"] == pytest.approx(plain.held_up / 4, rel=0.01)
-    assert plain.busy["island"] == pytest.approx(late.busy["island"])
+    assert plain.exposed["replica_group"] == pytest.approx(plain.held_up / 4, rel=0.01)
+    assert plain.busy["replica_group"] == pytest.approx(late.busy["replica_group"])
     step = plain.seconds - plain.held_up / 4
     assert 0 < plain.exposed["shard"] < step  # faster shards do not make synchronizations faster
     assert late.held_up == pytest.approx(plain.held_up - 2 * step, rel=0.01)
@@ -168,11 +170,11 @@ def test_synchronization_delays_steps_unless_its_delay_hides_it():
     assert plain.sufficient_gigabits * 0.05 * 4 == pytest.approx(late.sufficient_gigabits * 2, rel=0.01)
     assert late.sufficient_gigabits == pytest.approx(2 * parts.sufficient_gigabits, rel=0.01)
     untimed = estimate(config(EVERY))
-    assert (untimed.seconds, untimed.node_island_bytes) == (None, plain.node_island_bytes)
+    assert (untimed.seconds, untimed.node_replica_group_bytes) == (None, plain.node_replica_group_bytes)
 
 
 def test_local_steps_are_estimated_next_to_schemes_without_them():
-    own = config("--diloco-steps 8 --diloco-fragment-sync-delay 3 --diloco-islands 2 --zeropp")
+    own = config("--diloco-steps 8 --diloco-fragment-sync-delay 3 --diloco-replica-groups 2 --zeropp")
     plain = changed(own, zero={"zeropp": False})
     assert local_steps(own, Cluster(num_nodes=1, ranks_per_node=4)) == {}
     assert local_steps(own, FOUR_NODES) == {"--diloco-steps 8": own}

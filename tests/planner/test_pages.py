@@ -45,7 +45,7 @@ def test_planner_page_quotes_the_planners_local_steps():
 
     local, zeropp = "@configs/gpt_1b3.args --diloco-steps 30", planned("@configs/gpt_1b3.args --zeropp")
     own = planned(local)
-    each, mean = own.node_island_bytes / 1e6, own.node_cross_bytes / 1e6
+    each, mean = own.node_replica_group_bytes / 1e6, own.node_cross_bytes / 1e6
     links = cluster.links._replace(network=Link(own.sufficient_gigabits / 8))
     slow = planned(local, dataclasses.replace(cluster, links=links))
     llama = "@configs/llama_8b.args --vocab-size 32000 --ffn-hidden-size 11008 --num-query-groups 32 --diloco-steps 30"

@@ -133,7 +133,7 @@ def test_local_steps_have_a_row_but_no_verdict_or_candidates():
     assert "\n--diloco-steps 30 is another algorithm, not the same training faster:" in text
     assert "(--diloco-steps 30: a synchronization's bytes take at most 5 % of the time)" in text
     assert "diloco" not in lines(text, "ZeRO++")[0]
-    assert "islands" not in lines(text, "rank 0 sends")[0]
+    assert "replica groups" not in lines(text, "rank 0 sends")[0]
     assert not any("--diloco" in line for line in lines(text, "  "))
 
 

@@ -47,7 +47,7 @@ def plan(case: Case, rank: int = 0) -> StepSimulator:
         num_distributed_optimizer_instances=case.replicas,
         expert_model_parallel_size=case.ep,
     )
-    layout = plan_dims(config, cluster, zero_stage=case.stage, islands=case.islands)
+    layout = plan_dims(config, cluster, zero_stage=case.stage, num_replica_groups=case.num_replica_groups)
     return StepSimulator(
         spec_of(case),
         layout,
@@ -55,7 +55,7 @@ def plan(case: Case, rank: int = 0) -> StepSimulator:
         micro_batch_size=case.global_batch // layout.data // case.micro_batches,
         rank=rank,
         on_cpu=True,
-        islands=diloco_plan(case),
+        diloco=diloco_plan(case),
         muon=case.optimizer if case.optimizer.optimizer == "muon" else None,
     )
 
@@ -119,19 +119,26 @@ GRID = {
     "no overlap, recompute": two_nodes(
         tp=2, micro_batches=2, model=dataclasses.replace(GPT2_STYLE, recompute_granularity="full"), zero=ALONE
     ),
-    "islands, quantized": two_nodes(diloco=LOCAL()),
-    "islands, tp, late fragments": two_nodes(
+    "replica groups, quantized": two_nodes(diloco=LOCAL()),
+    "replica groups, tp, late fragments": two_nodes(
         tp=2,
         model=LLAMA_STYLE,
         precision=BF16,
         diloco=LOCAL(diloco_fragments=2, diloco_fragment_sync_delay=3, diloco_outer_momentum=0.9),
     ),
-    "zeropp on islands": Case(nodes=4, zero=ALL, micro_batches=2, diloco=LOCAL(diloco_islands=2)),
-    "islands of one rank, not quantized": Case(
+    "zeropp on replica groups": Case(nodes=4, zero=ALL, micro_batches=2, diloco=LOCAL(diloco_replica_groups=2)),
+    "replica groups of one rank, not quantized": Case(
         nodes=4, order=(0, 2, 1, 3), diloco=LOCAL(diloco_weight_bits=16, diloco_gradient_bits=16)
     ),
 }
-QUICK = ("stage 1", "HSDP", "zeropp", "zeropp, tp, sequence", "Muon, whole over nodes", "islands, tp, late fragments")
+QUICK = (
+    "stage 1",
+    "HSDP",
+    "zeropp",
+    "zeropp, tp, sequence",
+    "Muon, whole over nodes",
+    "replica groups, tp, late fragments",
+)
 
 
 @pytest.mark.parametrize("case", chosen(GRID, *QUICK))
@@ -144,9 +151,9 @@ def test_simulated_calls_and_bytes_equal_a_real_steps_in_order(case):
         assert in_order(told) == order
         assert len(order[0]) > 10 or case.zero != ALL
         assert step.synchronize().traffic == synchronized
-        exchanges = {("island", collective) for collective in ("all_to_all", "all_gather", "all_reduce")}
+        exchanges = {("replica_group", collective) for collective in ("all_to_all", "all_gather", "all_reduce")}
         assert {key[1:] for key in synchronized} == (exchanges if case.diloco.asked else set())
-        assert "island" not in {axis for _, axis, _ in counted}
+        assert "replica_group" not in {axis for _, axis, _ in counted}
 
 
 with_experts = functools.partial(two_nodes, model=MIXTURE_STYLE, micro_batches=2)

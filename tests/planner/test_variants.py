@@ -49,7 +49,7 @@ def test_search_keeps_local_steps():
         "ZeRO-3, --diloco-steps 4, tp 1, local domain 2",
         "ZeRO-3, --diloco-steps 4, tp 2, local domain 1",
     }
-    assert all(choice.estimate.node_island_bytes > 0 for choice in choices.values())
+    assert all(choice.estimate.node_replica_group_bytes > 0 for choice in choices.values())
 
 
 def test_search_tries_expert_parallel_sizes_of_models_with_experts():
@@ -64,8 +64,8 @@ def test_search_tries_expert_parallel_sizes_of_models_with_experts():
 
 
 @pytest.mark.slow
-def test_search_tries_zeropp_but_not_hsdp_inside_wide_islands():
-    choices = found("--diloco-steps 4 --diloco-islands 2", nodes=4)
+def test_search_tries_zeropp_but_not_hsdp_inside_wide_replica_groups():
+    choices = found("--diloco-steps 4 --diloco-replica-groups 2", nodes=4)
     assert heads(choices, ",") == {"ZeRO-3", "--zeropp"}
     assert next(iter(choices)).startswith("--zeropp, --diloco-steps 4, ")
 

@@ -30,7 +30,7 @@ from megazpp.training.objective import LanguageModelLoss
 
 KINDS = ("mixtral", "qwen3_moe")
 SMALL = {"vocab_size": 128, "max_position_embeddings": 64, "pad_token_id": 1}
-ONE_RANK: Any = SimpleNamespace(data_size=1, island=SimpleNamespace(size=1), sum_over_data_=lambda x: x)
+ONE_RANK: Any = SimpleNamespace(data_size=1, replica_group=SimpleNamespace(size=1), sum_over_data_=lambda x: x)
 MIXTURE = dataclasses.replace(MIXTURE_STYLE, num_layers=2, moe_aux_loss_coeff=0.0)
 DENSE = LLAMA_STYLE  # the same attention
 ATTENTION = LoraConfig(lora_r=3, lora_alpha=6.0, lora_target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))

@@ -112,10 +112,12 @@ def test_args_txt_of_version_4e7c419_still_parses_to_its_run():
 
 
 def test_former_spellings_of_flags_are_aliases():
-    words = "--diloco-steps 4 --diloco-delay 2 --diloco-merge-alpha 0.25 --weights-on host --kv-on host"
+    words = "--diloco-steps 4 --diloco-delay 2 --diloco-merge-alpha 0.25 --diloco-islands 3"
+    words += " --weights-on host --kv-on host"
     parsed = parse_run_config(words.split(), ROOT, features=FEATURES, extra=[WeightsConfig, GenerateConfig])
-    islands, (weights, prompts) = parsed.config.section(DilocoConfig), parsed.extra
-    assert (islands.diloco_fragment_sync_delay, islands.diloco_fragment_update_alpha) == (2, 0.25)
+    diloco, (weights, prompts) = parsed.config.section(DilocoConfig), parsed.extra
+    assert (diloco.diloco_fragment_sync_delay, diloco.diloco_fragment_update_alpha) == (2, 0.25)
+    assert diloco.diloco_replica_groups == 3
     assert (weights.weights_device, prompts.kv_cache_device) == ("host", "host")
 
 

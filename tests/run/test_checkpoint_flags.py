@@ -40,30 +40,30 @@ def record(tokenizer_folder: str | None = None, tokenizer: str = "", **flags: An
     return CheckpointMetadata(**empty, **names, vocab_size=300, flags=SAVED | flags)
 
 
-def settle(argv: str = "", *, take: Any = with_checkpoint_flags, **flags: Any) -> ParsedRun:
+def resolve(argv: str = "", *, take: Any = with_checkpoint_flags, **flags: Any) -> ParsedRun:
     return take(parse(argv), record(**flags), CheckpointFolder("ck", "--load"))
 
 
 def test_model_flags_come_from_checkpoint_and_launch_flags_do_not():
-    config = settle().config
+    config = resolve().config
     assert (config.model.num_layers, config.model.hidden_size, config.data.seq_length) == (3, 64, 48)
     assert (config.precision.bf16, config.launch.seed, config.data.text_path) == (True, 77, ("a.txt", "b.txt"))
     assert (config.launch.nproc, config.parallel.tensor_model_parallel_size, config.zero.stage) == (None, 1, 3)
     assert config.section(SampleConfig).sample_tokens == 0
     # saved without a copy of the tokenizer
-    earlier = settle(tokenizer_type="SentencePieceTokenizer", tokenizer_model="/my.model")
+    earlier = resolve(tokenizer_type="SentencePieceTokenizer", tokenizer_model="/my.model")
     assert earlier.config.tokenizer.tokenizer_model == "/my.model"
 
 
 def test_given_flags_override_the_checkpoints_and_flags_they_exclude():
-    parsed = settle("--seq-length 24 --seed 3 --no-bf16")
+    parsed = resolve("--seq-length 24 --seed 3 --no-bf16")
     assert (parsed.config.data.seq_length, parsed.config.launch.seed, parsed.config.precision.bf16) == (24, 3, False)
     assert (parsed.origins["num_layers"], parsed.origins["seq_length"]) == ("checkpoint", "command line")
     assert "nproc" not in parsed.origins
-    config = settle("--fp16 --mock-data", grad_reduce_in_bf16=True).config
+    config = resolve("--fp16 --mock-data", grad_reduce_in_bf16=True).config
     assert (config.precision.fp16, config.precision.bf16, config.data.sources) == (True, False, ["--mock-data"])
-    assert settle(fp8_format="hybrid").config.model.fp8_format is None  # dropped, since some devices do not support it
-    assert settle("--fp8-format e4m3", fp8_format="hybrid").config.model.fp8_format == "e4m3"
+    assert resolve(fp8_format="hybrid").config.model.fp8_format is None  # dropped, since some devices do not support it
+    assert resolve("--fp8-format e4m3", fp8_format="hybrid").config.model.fp8_format == "e4m3"
 
 
 def test_saved_flag_of_wrong_type_is_rejected_by_name():
@@ -74,7 +74,7 @@ def test_saved_flag_of_wrong_type_is_rejected_by_name():
         ({"seed": 1.5}, "seed is 1.5, not int"),
     ]
     rows = [(flags, f"ck/iter_0000000/run.json: {message}") for flags, message in rows]
-    assert not not_refused(rows, lambda flags: settle(**flags), DamagedError)
+    assert not not_refused(rows, lambda flags: resolve(**flags), DamagedError)
 
 
 # ---- tokenizers ----
@@ -132,8 +132,8 @@ def test_special_tokens_and_vocab_size_come_from_checkpoint_or_flags(folder):
         assert (loaded.identity, loaded.vocab_size, loaded.encode("</s>")) == (made.identity, 300, made.encode("</s>"))
         assert ["made before special tokens were" in line for line in parsed.notices].count(True) == (recorded is None)
         other = parse(f"{argv} --{'no-' * bool(recorded)}add-special-tokens")
-        settled = with_checkpoint_flags(other, saved, folder).config.tokenizer
-        assert (settled.add_special_tokens, settled.model_vocab_size) == (not recorded, 300)
+        resolved = with_checkpoint_flags(other, saved, folder).config.tokenizer
+        assert (resolved.add_special_tokens, resolved.model_vocab_size) == (not recorded, 300)
 
 
 def test_vocab_size_flag_alone_gives_way_to_checkpoint_with_a_notice(folder, beside):
@@ -149,9 +149,9 @@ def test_vocab_size_flag_alone_gives_way_to_checkpoint_with_a_notice(folder, bes
 
 def test_outer_optimizer_flags_are_kept_on_resume_unless_given():
     def rates(argv: str, **chosen: Any) -> tuple[Any, ...]:
-        settled = settle(argv, take=with_resumed_features, **chosen)
-        islands = settled.config.section(DilocoConfig)
-        return islands.diloco_outer_lr, islands.diloco_outer_momentum, settled.origins.get("diloco_outer_lr")
+        resolved = resolve(argv, take=with_resumed_features, **chosen)
+        diloco = resolved.config.section(DilocoConfig)
+        return diloco.diloco_outer_lr, diloco.diloco_outer_momentum, resolved.origins.get("diloco_outer_lr")
 
     chosen = {"diloco_outer_lr": 1.0, "diloco_outer_momentum": 0.0}
     assert rates("--diloco-steps 10", **chosen) == (1.0, 0.0, "checkpoint")
@@ -182,9 +182,9 @@ def test_resumed_run_keeps_the_weight_format_of_its_checkpoint():
         ("--bf16 --zeropp --zero-weight-delta none", {"zeropp": True, "zero_weight_delta": "lossless"}, "none"),
         ("--bf16 --zeropp --zero-weight-delta lossless", {"zeropp": True}, "lossless"),
     ]:
-        settled = settle(argv, take=with_resumed_weight_delta, **saved)
-        assert settled.config.zero.zero_weight_delta == kept, (argv, saved)
-        took = settled.origins.get("zero_weight_delta") == "checkpoint"
-        assert took == any("as in the checkpoint of" in line for line in settled.notices), (argv, saved)
+        resolved = resolve(argv, take=with_resumed_weight_delta, **saved)
+        assert resolved.config.zero.zero_weight_delta == kept, (argv, saved)
+        took = resolved.origins.get("zero_weight_delta") == "checkpoint"
+        assert took == any("as in the checkpoint of" in line for line in resolved.notices), (argv, saved)
     with pytest.raises(DamagedError, match=r"run\.json: zero_weight_delta is 'some'"):
-        settle("--bf16 --zeropp", take=with_resumed_weight_delta, zeropp=True, zero_weight_delta="some")
+        resolve("--bf16 --zeropp", take=with_resumed_weight_delta, zeropp=True, zero_weight_delta="some")

@@ -71,7 +71,7 @@ def test_relevant_variables_are_shown_without_secrets(monkeypatch):
 
 PAIRS = f"--cluster-file {Path(__file__).parents[2]}/configs/clusters/nvlink_pairs.yaml"
 LARGE = "@configs/gpt_13b.args --nodes 2 --ranks-per-node 8 --rank-order cyclic"
-ISLANDS = "--nodes 4 --ranks-per-node 2 --diloco-steps 30 --diloco-islands 2"
+REPLICA_GROUPS = "--nodes 4 --ranks-per-node 2 --diloco-steps 30 --diloco-replica-groups 2"
 SPLIT = "--nodes 2 --ranks-per-node 8 --tensor-model-parallel-size 2 --context-parallel-size 4"
 MAPS = [  # flags, pattern of the output
     (
@@ -80,7 +80,7 @@ MAPS = [  # flags, pattern of the output
     ),
     (PAIRS, r"domain \(56.25 GB/s per rank\)"),
     (LARGE, r"ranks in the order 0 2 4 6 8 10 12 14 ...: tensor parallel 8, shards 2 \(2 across nodes x 1 inside\)"),
-    (ISLANDS, r"^4 node.* shards 4 \(2 across nodes x 2 inside\), replicas 1, replica groups 2$"),
+    (REPLICA_GROUPS, r"^4 node.* shards 4 \(2 across nodes x 2 inside\), replicas 1, replica groups 2$"),
     (SPLIT, r"^cp +4 +4 +domain +0 2 4 6 +parts of samples"),
 ]
 

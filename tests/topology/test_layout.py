@@ -54,7 +54,7 @@ def test_axis_groups_partition_ranks_and_differ_in_one_coordinate(layout):
         "cross": ("tp", "local", "replicate"),
         "shard": ("tp", "replicate"),
         "replicate": ("tp", "shard"),
-        "island": (),
+        "replica_group": (),
     }
     for axis in AXES:
         groups = list(layout.axis_groups(axis))
@@ -182,12 +182,14 @@ def test_layout_of_131072_ranks_in_any_order_is_planned():
 
 
 def test_links_of_a_million_ranks_need_no_loop_over_ranks():
-    layout = plan_layout(Cluster(num_nodes=1 << 17, ranks_per_node=8, domain_size=2), tp=4, replicas=16, islands=2)
+    layout = plan_layout(
+        Cluster(num_nodes=1 << 17, ranks_per_node=8, domain_size=2), tp=4, replicas=16, num_replica_groups=2
+    )
     with mock.patch.object(Cluster, "position_of", return_value=0) as asked:
         links = {axis: layout.links(axis) for axis in AXES}
         assert layout.hops("shard") == {"node": 1 << 12, "network": (1 << 12) - 1}
     assert (links["tp"], links["local"]) == ({"domain": 1 << 19, "node": 1 << 19}, {"node": 1 << 20})
-    assert links["cross"] == links["island"] == {"network": 1 << 20}
+    assert links["cross"] == links["replica_group"] == {"network": 1 << 20}
     assert asked.call_count < 10
 
 
@@ -206,5 +208,10 @@ WRONG = {
 def test_layout_record_survives_json_and_invalid_records_are_rejected():
     for layout in (ON_PAIRS, RACKS, SPLIT):
         assert layout_from_record(json.loads(json.dumps(layout_record(layout)))) == layout
+    groups = plan_layout(Cluster(num_nodes=4, ranks_per_node=2), tp=1, replicas=1, num_replica_groups=2)
+    record = layout_record(groups)
+    assert layout_from_record(record) == groups
+    former = {"island" if name == "replica_group" else name: value for name, value in record.items()}
+    assert layout_from_record(former) == groups
     rows = [(layout_record(ON_PAIRS) | {name: value}, "") for name, values in WRONG.items() for value in values]
     assert not not_refused(rows, layout_from_record)

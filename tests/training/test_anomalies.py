@@ -174,8 +174,8 @@ def test_spike_with_rewind_restores_weights_and_moments(tmp_path):
     ranks(4).run(spike_after_a_checkpoint, str(tmp_path))
 
 
-def test_nan_in_a_replica_group_ends_the_job_when_groups_settle():
-    watched = Watched(islands=True)
+def test_nan_in_a_replica_group_ends_the_job_when_groups_resolve():
+    watched = Watched(has_replica_groups=True)
     assert watched.takes(1.0) == [True]
     assert watched.guard.found == (False, False)
     assert not watched.guard.resolve(failed=False, back=False)
@@ -187,7 +187,7 @@ def test_nan_in_a_replica_group_ends_the_job_when_groups_settle():
 
 def test_report_names_only_ranks_that_failed_in_the_reported_step():
     reports = [StepReport(rank, step, NAN, 1.0, [NAN], [], {}) for rank, step in enumerate((3, 4, 3))]
-    watched = Watched(islands=True)
+    watched = Watched(has_replica_groups=True)
     watched.guard.run.dims.world = mock.Mock(gather_objects=lambda own: reports, share_object=lambda message: message)
     with pytest.raises(NotFiniteError) as error:
         watched.guard.resolve(failed=True, back=False)
@@ -196,9 +196,9 @@ def test_report_names_only_ranks_that_failed_in_the_reported_step():
     assert [line.rpartition(" ")[2] for line in others] == ["0", "2"]
 
 
-def test_spike_in_a_replica_group_rewinds_all_when_groups_settle():
+def test_spike_in_a_replica_group_rewinds_all_when_groups_resolve():
     back = mock.Mock(return_value=7)
-    watched = Watched(4.0, islands=True, rewind=back)
+    watched = Watched(4.0, has_replica_groups=True, rewind=back)
     assert watched.takes(*(3.0, 3.1) * 15, 9.0) == [True] * 30 + [False]
     assert (watched.guard.found, back.call_count) == ((False, True), 0)
     assert watched.said[-1].endswith(

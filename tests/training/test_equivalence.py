@@ -184,7 +184,7 @@ def test_loss_scale_that_is_a_power_of_two_changes_no_bit():
     Case(model=LLAMA_STYLE, nodes=2, precision=BF16, learning_rate=1e-3),
     Case(nodes=2, diloco=DilocoConfig(diloco_steps=2)),
     Case(model=LLAMA_STYLE, nodes=2, optimizer=OptimizerConfig(optimizer="muon"), learning_rate=1e-3),
-], ids=["bf16", "islands", "muon"])  # fmt: skip
+], ids=["bf16", "replica groups", "muon"])  # fmt: skip
 def test_context_parallelism_equals_the_same_ranks_without_it(case):
     """bf16 losses agree up to rounding. DiLoCo's replica groups get the same samples as without context parallelism."""
     expected, found = (ranks(4).run(train_on_ranks, dataclasses.replace(case, cp=cp, steps=STEPS)) for cp in (1, 2))

@@ -12,7 +12,7 @@ from helpers.training import CPU, Case, build_diloco, build_on_ranks, build_step
 
 from megazpp.diloco import loop
 from megazpp.diloco.config import DilocoConfig
-from megazpp.diloco.loop import LocalSteps, check_island_holds
+from megazpp.diloco.loop import LocalSteps, check_replica_group_memory
 from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.loop import StopConditions, StopConfig
 from megazpp.zero.config import ZeroConfig
@@ -26,22 +26,22 @@ def train(
     In step 2, rank `poisoned` has a NaN gradient, and rank `signalled` has caught a signal.
     """
     step, dims = build_step(case)
-    guarded(step, case, folder, islands=True)
+    guarded(step, case, folder, has_replica_groups=True)
     diloco, stops, rows = build_diloco(case, step, dims), StopConditions(StopConfig()), []
-    islands = LocalSteps(diloco, step._objective, step.guard, dims)
+    local_steps = LocalSteps(diloco, step._objective, step.guard, dims)
     for iteration in range(1, case.steps + 1):
         if (iteration, dims.world.rank) == (2, poisoned):
             poison_gradient(step.model.final_norm)
         if (iteration, dims.world.rank) == (2, signalled):
             stops._caught = 15
-        with mock.patch.object(dims.island, "count") as island, mock.patch.object(dims.world, "count") as world:
+        with mock.patch.object(dims.replica_group, "count") as groups, mock.patch.object(dims.world, "count") as world:
             launched = launch(step, case, iteration - 1)
             try:
-                met = islands.after_step(launched, iteration, last=iteration == case.steps)
+                met = local_steps.after_step(launched, iteration, last=iteration == case.steps)
             except NotFiniteError as error:
                 return rows, str(error)
             row = {"met": met, "stopped": stops.reason(iteration, dims, agree=met, at_once=True)}
-        row["asked"] = island.call_count + world.call_count  # collectives between replica groups or over all ranks
+        row["asked"] = groups.call_count + world.call_count  # collectives between replica groups or over all ranks
         row["busy"] = met or diloco.plan.sends_at(iteration) is not None or any(diloco.merge_at)
         record = launched.wait()
         rows.append(row | {"loss": record.loss, "inner": record.metrics.get("inner_loss"), "weights": state(step)})
@@ -50,7 +50,9 @@ def train(
 
 PLAIN = Case(nodes=2, steps=8, diloco=DilocoConfig(diloco_steps=3))
 LATE = Case(nodes=2, steps=8, diloco=DilocoConfig(diloco_steps=3, diloco_fragment_sync_delay=2))
-LARGE = Case(nodes=4, steps=8, zero=ZeroConfig(zeropp=True), diloco=DilocoConfig(diloco_steps=3, diloco_islands=2))
+LARGE = Case(
+    nodes=4, steps=8, zero=ZeroConfig(zeropp=True), diloco=DilocoConfig(diloco_steps=3, diloco_replica_groups=2)
+)
 
 
 @pytest.mark.parametrize(("case", "meetings"), [(PLAIN, [3, 6, 8]), (LATE, [5, 8]), slow(LARGE, [3, 6, 8])])
@@ -100,11 +102,11 @@ def check_memory() -> None:
     model, sharding, dims = build_on_ranks(case)
     needed = 25 * sum(parameter.to_local().numel() for parameter in model.parameters())
     with mock.patch.object(loop, "device_bytes", side_effect=[needed, needed - 1]):
-        check_island_holds(sharding.shard_elements, dims, CPU, diloco_plan(case))
+        check_replica_group_memory(sharding.shard_elements, dims, CPU, diloco_plan(case))
         with pytest.raises(
             ValueError, match="--diloco-steps 2: each of the 2 replica groups has a whole model on its 2 "
         ):
-            check_island_holds(sharding.shard_elements, dims, CPU, diloco_plan(case))
+            check_replica_group_memory(sharding.shard_elements, dims, CPU, diloco_plan(case))
 
 
 def test_model_too_large_for_a_replica_group_raises_an_error():

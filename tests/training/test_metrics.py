@@ -69,7 +69,7 @@ def test_metrics_and_sink_scalars_have_exactly_the_documented_fields():
         "mfu": 0.5,
     }
     speed = {"perf/step_seconds": 0.5, "perf/tokens_per_s": 1600.0, "perf/tflops": 0.8}
-    sent = {"comm/tp_bytes": 15, "comm/cross_bytes": 5, "comm/local_bytes": 10, "comm/island_bytes": 0}
+    sent = {"comm/tp_bytes": 15, "comm/cross_bytes": 5, "comm/local_bytes": 10, "comm/replica_group_bytes": 0}
     assert record.scalars == {**speed, "perf/mfu": 0.5, "mem/peak": 7, **sent}
     plain = meter(*steps).interval()
     assert plain.fields.keys() == record.fields.keys() - {"mfu"}
@@ -146,13 +146,17 @@ def test_log_line_begins_with_megatrons_line_byte_for_byte():
 
 def test_synchronizations_appear_in_log_line_record_and_summary():
     filled = meter(step(1), step(2, metrics={INNER_LOSS: 3.5}), step(3), step(4, metrics={INNER_LOSS: 2.5}))
-    interval = filled.interval(NOTHING_SENT | {"cross": 8_000_000, "island": 8_000_000})
+    interval = filled.interval(NOTHING_SENT | {"cross": 8_000_000, "replica_group": 8_000_000})
     assert " inner_loss: 3 | synchronizations: 2 | loss scale" in interval.line
     assert " inter-node MB per step: 2.000 | replica-group MB per step: 2.000 |" in interval.line
     found = interval.fields
-    assert (found["inner_loss"], found["synchronizations"], found["island_bytes"]) == (3.0, 2, 2_000_000)
+    assert (found["inner_loss"], found["synchronizations"], found["replica_group_bytes"]) == (3.0, 2, 2_000_000)
     summary = filled.summary(cpu_seconds=1.0)
-    assert (summary["inner_loss"], summary["synchronizations"], summary["island_bytes_per_step"]) == (2.5, 2, 2_000_000)
+    assert (summary["inner_loss"], summary["synchronizations"], summary["replica_group_bytes_per_step"]) == (
+        2.5,
+        2,
+        2_000_000,
+    )
     lines = closing_lines(summary | {"stop_reason": None, "final_loss": 2.5, "validation_loss": None}, trained=True)
     assert "replica groups synchronized 2 times, 2.000 MB per node and step between them; inner loss 2.5000" in lines
 

@@ -36,7 +36,7 @@ def test_bytes_per_node_count_training_steps_and_no_evaluations():
 def test_replica_group_scales_its_own_bytes_to_all_groups():
     run = Run([1.0] * 2)
     dims: Any = run.dims
-    dims.island = SimpleNamespace(size=4)  # four replica groups of one rank, two per node
+    dims.replica_group = SimpleNamespace(size=4)  # four replica groups of one rank, two per node
     dims.counter.add("cross", "shard", "all_gather", 100)
     run.recorder.step(step(4), last=True)
     assert run.tracker.records[-1]["cross_bytes"] == 4 * 100 // 2

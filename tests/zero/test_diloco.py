@@ -1,4 +1,4 @@
-"""Compare DiLoCo's replica groups ("islands") on several ranks with a simulator in one process."""
+"""Compare DiLoCo's replica groups on several ranks with a simulator in one process."""
 
 import copy
 import dataclasses
@@ -15,8 +15,8 @@ from helpers.refusals import not_refused
 from helpers.tiers import chosen, slow
 from helpers.training import CLIP, CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_diloco, build_step, diloco_plan
 
-from megazpp.diloco.config import DilocoConfig, DilocoPlan, plan_islands
-from megazpp.diloco.outer import Islands, send_fragment
+from megazpp.diloco.config import DilocoConfig, DilocoPlan, plan_diloco
+from megazpp.diloco.outer import ReplicaGroups, send_fragment
 from megazpp.kernels.formats import BlockFormat
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, set_rates_
@@ -40,26 +40,26 @@ def exact(steps: int, **flags: Any) -> DilocoConfig:
     return DilocoConfig(diloco_steps=steps, diloco_weight_bits=16, diloco_gradient_bits=16, **given)
 
 
-def train_islands(
+def train_replica_groups(
     case: Case, config: OptimizerConfig = ADAM, clip: float = CLIP
-) -> Iterator[tuple[TrainStep, Islands, float]]:
-    """Train with DiLoCo, and yield the step, the outer weights (`Islands`) and the loss after each step."""
+) -> Iterator[tuple[TrainStep, ReplicaGroups, float]]:
+    """Train with DiLoCo, and yield the step, the outer weights (`ReplicaGroups`) and the loss after each step."""
     step, dims = build_step(case)
     step.optimizer = build_optimizer(list(step.model.named_parameters()), config, CPU)
     step.clip_grad = clip
-    islands = build_diloco(case, step, dims)
+    replica_groups = build_diloco(case, step, dims)
     size = case.global_batch // dims.data_size
     for index in range(case.steps):
         batch = case.batch(index, dims.data_rank * size, size)
         loss = step([batch], learning_rate=case.learning_rate, weight_decay=config.weight_decay).loss
         with dims.counter.paused():
-            islands.count(dims.sum_over_data_(batch.loss_mask.sum(dtype=torch.float64)))
+            replica_groups.count(dims.sum_over_data_(batch.loss_mask.sum(dtype=torch.float64)))
         if index + 1 == case.steps:
-            islands.finish()
+            replica_groups.finish()
         else:
-            islands.after_step(index + 1)
+            replica_groups.after_step(index + 1)
         step.sharding.reshard()
-        yield step, islands, loss
+        yield step, replica_groups, loss
 
 
 def full(tensors: Weights) -> Weights:
@@ -75,15 +75,15 @@ class Seen(NamedTuple):
     fragments: list[list[str]]  # parameter names
 
 
-def seen_on_islands(case: Case, config: OptimizerConfig = ADAM, clip: float = CLIP) -> Seen:
+def seen_on_replica_groups(case: Case, config: OptimizerConfig = ADAM, clip: float = CLIP) -> Seen:
     seen = Seen([], [], [], [], [], [])
-    for step, islands, loss in train_islands(case, config, clip):
-        seen.common.append(full(islands.common()))
-        seen.outer.append(full(islands.weights()))
+    for step, replica_groups, loss in train_replica_groups(case, config, clip):
+        seen.common.append(full(replica_groups.common()))
+        seen.outer.append(full(replica_groups.weights()))
         seen.inner.append(full(dict(step.model.named_parameters())))
         seen.losses.append(loss)
-        seen.feeds_back.append(any(x.any() for x in islands.error_feedback().values()))
-    seen.fragments.extend([p.name for u in units for p in u.unit.parameters] for units in islands.fragments)
+        seen.feeds_back.append(any(x.any() for x in replica_groups.error_feedback().values()))
+    seen.fragments.extend([p.name for u in units for p in u.unit.parameters] for units in replica_groups.fragments)
     return seen
 
 
@@ -104,20 +104,20 @@ def test_averaging_after_every_sgd_step_matches_data_parallel_sgd():
         optimizer.step()
         optimizer.zero_grad()
     expected = {name: p.detach() for name, p in model.named_parameters()}
-    for seen in ranks(4).run(seen_on_islands, case, SGD, 0.0):
+    for seen in ranks(4).run(seen_on_replica_groups, case, SGD, 0.0):
         for weights in (seen.common, seen.outer, seen.inner):
             torch.testing.assert_close(weights[-1], expected, rtol=1e-6, atol=1e-6)
 
 
 def simulate(case: Case, fragments: list[list[str]]) -> tuple[list[Weights], list[list[float]]]:
     """Simulate replica groups in one process. Return R after each step and each group's losses."""
-    first, count = first_model(case), case.islands
+    first, count = first_model(case), case.num_replica_groups
     models = [first, *(copy.deepcopy(first) for _ in range(count - 1))]
     optimizers = [build_optimizer(list(model.named_parameters()), ADAM, CPU) for model in models]
-    islands = diloco_reference.Islands(models, fragments, diloco_plan(case))
+    replica_groups = diloco_reference.ReplicaGroups(models, fragments, diloco_plan(case))
     size, common, losses = case.global_batch // count, [], [[] for _ in models]
     for index in range(case.steps):
-        batches = [case.batch(index, island * size, size) for island in range(count)]
+        batches = [case.batch(index, group * size, size) for group in range(count)]
         for model, optimizer, batch, seen in zip(models, optimizers, batches, losses, strict=True):
             places = {"position_ids": batch.position_ids, "document_starts": batch.document_starts}
             loss = (model(batch.tokens, batch.labels, **places) * batch.loss_mask).sum() / batch.loss_mask.sum()
@@ -128,28 +128,28 @@ def simulate(case: Case, fragments: list[list[str]]) -> tuple[list[Weights], lis
             optimizer.zero_grad()
             seen.append(loss.item())
         tokens = [float(batch.loss_mask.sum()) for batch in batches]
-        islands.after_step(index + 1, tokens, last=index + 1 == case.steps)
-        common.append({name: weight.clone() for name, weight in islands.common.items()})
+        replica_groups.after_step(index + 1, tokens, last=index + 1 == case.steps)
+        common.append({name: weight.clone() for name, weight in replica_groups.common.items()})
     return common, losses
 
 
 MOMENTUM = exact(2, outer_lr=0.7, outer_momentum=0.9)
 FRAGMENTS = exact(4, fragments=2, fragment_sync_delay=3, fragment_update_alpha=0.25, outer_lr=0.8, outer_momentum=0.5)
-PAIRS = exact(2, islands=2, outer_momentum=0.5, outer_lr=0.9)
+PAIRS = exact(2, replica_groups=2, outer_momentum=0.5, outer_lr=0.9)
 EXACT = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))
 SIMULATED = {
     "momentum, documents": (4, Case(nodes=2, documents=True, diloco=MOMENTUM)),
     # with 112 rows of the vocabulary, tp 2 needs no padding
     "fragments, delay, tp 2": (4, Case(nodes=2, tp=2, model=LLAMA_STYLE, vocab_size=112, diloco=FRAGMENTS)),
-    "3 islands": (
+    "3 replica groups": (
         3,
         Case(nodes=3, global_batch=12, diloco=dataclasses.replace(MOMENTUM, diloco_fragment_sync_delay=1)),
     ),
-    "4 islands": (4, Case(nodes=4, documents=True, diloco=exact(2, fragment_sync_delay=1))),
-    "islands of two nodes": (4, Case(nodes=4, zero=EXACT, diloco=PAIRS)),
+    "4 replica groups": (4, Case(nodes=4, documents=True, diloco=exact(2, fragment_sync_delay=1))),
+    "replica groups of two nodes": (4, Case(nodes=4, zero=EXACT, diloco=PAIRS)),
     "of two nodes, stage 1": (
         4,
-        Case(nodes=4, stage=1, diloco=exact(2, islands=2, fragments=2, fragment_sync_delay=1)),
+        Case(nodes=4, stage=1, diloco=exact(2, replica_groups=2, fragments=2, fragment_sync_delay=1)),
     ),
     "tp 2 x 2 x 2": (8, Case(nodes=4, tp=2, vocab_size=100, diloco=PAIRS)),
 }
@@ -159,12 +159,12 @@ SIMULATED = {
 def test_local_steps_match_the_simulator(given):
     world, case = given
     case = dataclasses.replace(case, steps=7, learning_rate=3e-3)
-    results = ranks(world).run(seen_on_islands, case)
+    results = ranks(world).run(seen_on_replica_groups, case)
     expected, losses = simulate(case, results[0].fragments)
     for rank, seen in enumerate(results):
         for weights in (seen.common, seen.outer):
             torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-5)
-        assert seen.losses == pytest.approx(losses[rank * case.islands // world], rel=1e-5)
+        assert seen.losses == pytest.approx(losses[rank * case.num_replica_groups // world], rel=1e-5)
     moved = [any(not torch.equal(a[n], b[n]) for n in a) for a, b in itertools.pairwise(expected)]
     assert 0 < sum(moved) < case.steps
     assert losses[0] != losses[1]
@@ -174,15 +174,15 @@ def test_local_steps_match_the_simulator(given):
     ("world", "case"),
     [
         (4, Case(nodes=2, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9, diloco_outer_lr=0.7))),
-        slow(8, Case(nodes=4, tp=2, precision=BF16, diloco=DilocoConfig(diloco_steps=2, diloco_islands=2))),
+        slow(8, Case(nodes=4, tp=2, precision=BF16, diloco=DilocoConfig(diloco_steps=2, diloco_replica_groups=2))),
     ],
 )
-def test_four_bit_synchronization_keeps_islands_identical(world, case):
+def test_four_bit_synchronization_keeps_replica_groups_identical(world, case):
     """The shared weights stay close to the outer weights, which are not quantized."""
     case = dataclasses.replace(case, steps=4, learning_rate=3e-3)
     sixteen = dataclasses.replace(case.diloco, diloco_weight_bits=16, diloco_gradient_bits=16)
-    exact = ranks(world).run(seen_on_islands, dataclasses.replace(case, diloco=sixteen))[0]
-    results = ranks(world).run(seen_on_islands, case)
+    exact = ranks(world).run(seen_on_replica_groups, dataclasses.replace(case, diloco=sixteen))[0]
+    results = ranks(world).run(seen_on_replica_groups, case)
     common, outer = results[0].common[-1], results[0].outer[-1]
     for seen in results:
         torch.testing.assert_close(seen.common, results[0].common, rtol=0, atol=0)
@@ -195,20 +195,20 @@ def test_four_bit_synchronization_keeps_islands_identical(world, case):
             assert (common[name] - outer[name]).norm() < 0.25 * change, name
 
 
-def test_island_without_tokens_sends_finite_numbers():
+def test_replica_group_without_tokens_sends_finite_numbers():
     unit = mock.Mock()
-    send_fragment([unit], MeshAxis("island"), mock.Mock(tokens=8.0), torch.zeros((), dtype=torch.float64))
+    send_fragment([unit], MeshAxis("replica_group"), mock.Mock(tokens=8.0), torch.zeros((), dtype=torch.float64))
     weight, correction = unit.send.call_args.args
     assert (weight.item(), correction.join().item()) == (0.0, 8.0)
 
 
 def count_what_is_sent(case: Case, bits: int) -> None:
-    *_, (step, islands, _) = train_islands(case)
+    *_, (step, replica_groups, _) = train_replica_groups(case)
     others, fmt = case.nodes - 1, None if bits == 16 else BlockFormat(bits, 128)
-    messages = sum(plan_message(unit.segments, fmt, exact_itemsize=4).message_bytes for unit in islands.units)
+    messages = sum(plan_message(unit.segments, fmt, exact_itemsize=4).message_bytes for unit in replica_groups.units)
     of_tokens = 2 * 8 * others // case.nodes
-    assert step.dims.counter.sent_on_axis("island") == case.steps * (2 * others * messages + of_tokens)
-    elements = sum(unit.segments[-1].stop for unit in islands.units)
+    assert step.dims.counter.sent_on_axis("replica_group") == case.steps * (2 * others * messages + of_tokens)
+    elements = sum(unit.segments[-1].stop for unit in replica_groups.units)
     assert messages == pytest.approx(elements * (bits / 8 if bits < 16 else 4), rel=0.2)
 
 
@@ -222,14 +222,14 @@ def test_synchronization_sends_two_messages_per_unit_and_token_counts():
 def look_at_outer_weights(case: Case) -> float:
     """Return the loss inside `outer_weights`, and check that R is used there and the own weights are restored."""
     # R is sent after the second step and still in flight at the third
-    *_, (step, islands, _) = itertools.islice(train_islands(case), 3)
-    shards = [shard for unit in islands.units for shard in unit.unit.shards()]
+    *_, (step, replica_groups, _) = itertools.islice(train_replica_groups(case), 3)
+    shards = [shard for unit in replica_groups.units for shard in unit.unit.shards()]
     own = [shard.clone() for shard in shards]
-    common = [x.to_local() for x in islands.common().values()]
+    common = [x.to_local() for x in replica_groups.common().values()]
     assert not all(map(torch.equal, own, common))
     batch = case.batch(9, 0, 4)
     with torch.no_grad():
-        with islands.outer_weights():
+        with replica_groups.outer_weights():
             assert all(map(torch.equal, shards, common))
             loss = step.model(batch.tokens, batch.labels).mean().item()
             step.sharding.reshard()
@@ -239,7 +239,7 @@ def look_at_outer_weights(case: Case) -> float:
     return loss
 
 
-def test_evaluation_uses_the_islands_shared_weights_and_restores_own():
+def test_evaluation_uses_the_outer_weights_and_restores_own():
     flags = DilocoConfig(diloco_steps=2, diloco_fragment_sync_delay=1)
     case = Case(nodes=2, tp=2, precision=BF16, diloco=flags)
     assert len({*ranks(4).run(look_at_outer_weights, case)}) == 1
@@ -250,7 +250,7 @@ def test_evaluation_uses_the_islands_shared_weights_and_restores_own():
 
 def plan(*, iterations: int = 60, **flags: Any) -> DilocoPlan:
     given = {"iterations": iterations, "num_layers": 3, "tokens_per_step": 1.0}
-    return plan_islands(DilocoConfig(**flags), ZeroConfig(), **given)
+    return plan_diloco(DilocoConfig(**flags), ZeroConfig(), **given)
 
 
 def test_fragments_are_sent_in_turn_at_equal_distances():
@@ -276,7 +276,7 @@ def test_invalid_local_step_flags_are_rejected():
         ({"diloco_steps": 10, "diloco_fragments": 3}, "--diloco-steps 10 is not divisible by --diloco-fragments 3"),
         ({"diloco_steps": 8, "diloco_fragments": 4}, "--diloco-fragments 4 is more than --num-layers 3"),
         ({"diloco_steps": 0}, "--diloco-steps 0 is not positive"),
-        ({"diloco_islands": 1}, "--diloco-islands 1: at least 2 replica groups"),
+        ({"diloco_replica_groups": 1}, "--diloco-replica-groups 1: at least 2 replica groups"),
         ({"diloco_outer_momentum": 1.0}, "--diloco-outer-momentum 1.0 is not in"),
         ({"diloco_fragment_update_alpha": -0.5}, "--diloco-fragment-update-alpha -0.5 is not in"),
     ]

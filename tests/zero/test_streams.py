@@ -10,7 +10,7 @@ from helpers.ranks import ranks
 from helpers.stream_races import simulated_streams
 from helpers.tiers import chosen, slow
 from helpers.training import LLAMA_STYLE, Case, build_step, train_on_ranks
-from zero.test_diloco import full, train_islands
+from zero.test_diloco import full, train_replica_groups
 from zero.test_schedule import ALL, BF16, LOSSLESS, ON, train_while_skipping
 
 from megazpp.diloco.config import DilocoConfig
@@ -42,8 +42,8 @@ def train(case: Case, breakage: str = "") -> list[str]:
         if case.diloco.diloco_steps is None:
             train_on_ranks(case)
         else:
-            for _, islands, _ in train_islands(case):
-                full(islands.weights() | islands.common())
+            for _, replica_groups, _ in train_replica_groups(case):
+                full(replica_groups.weights() | replica_groups.common())
     return streams.found
 
 
@@ -65,8 +65,11 @@ SETTINGS: dict[str, tuple[int, Case]] = {
     "lossless": (4, Case(zero=LOSSLESS, nodes=2, precision=BF16)),
     "lossless, no overlap": (4, Case(zero=zeropp(**NO_OVERLAP), nodes=2, precision=BF16)),
     "lossless, tp": (4, Case(zero=LOSSLESS, nodes=2, tp=2, precision=BF16)),
-    "islands": (4, Case(nodes=2, steps=4, diloco=LOCAL_STEPS)),
-    "islands of nodes": (4, Case(zero=ALL, nodes=4, steps=4, diloco=DilocoConfig(diloco_steps=2, diloco_islands=2))),
+    "replica groups": (4, Case(nodes=2, steps=4, diloco=LOCAL_STEPS)),
+    "replica groups of nodes": (
+        4,
+        Case(zero=ALL, nodes=4, steps=4, diloco=DilocoConfig(diloco_steps=2, diloco_replica_groups=2)),
+    ),
 }
 
 

@@ -2,7 +2,7 @@
 
     python tools/benchmarks/benchmark_cluster.py --out runs/cluster                 2 nodes x 4 ranks, all rates, k = 1
     python tools/benchmarks/benchmark_cluster.py --out runs/k8 --rates 100mbit --micro-batches 8 --samples 3
-    python tools/benchmarks/benchmark_cluster.py --out runs/islands --variants zero3 diloco-10 --rates 100mbit unlimited
+    python tools/benchmarks/benchmark_cluster.py --out runs/diloco --variants zero3 diloco-10 --rates 100mbit unlimited
     python tools/benchmarks/benchmark_cluster.py --out runs/moe -- --num-experts 8 --swiglu --disable-bias-linear
 
 Flags after `--` are passed to pretrain_gpt.py in all variants.
@@ -46,7 +46,7 @@ RATES = ["100mbit", "200mbit", "500mbit", "1gbit", "10gbit"]
 LOCAL, BASELINE = "local", "zero3"
 MODEL = ("hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size")
 SHAPE = ("nodes", "ranks_per_node", "tp", "micro_batches", *MODEL, "flags")
-NO_OVERLAP, ISLANDS = "--no-overlap-param-gather --no-overlap-grad-reduce", "--diloco-outer-momentum 0.9 --diloco-steps"
+NO_OVERLAP, DILOCO = "--no-overlap-param-gather --no-overlap-grad-reduce", "--diloco-outer-momentum 0.9 --diloco-steps"
 INT8 = "--zeropp --zero-weight-delta none"  # without the flag, bf16 weights would cross nodes as lossless deltas
 VARIANTS = {  # flags of pretrain_gpt.py; DiLoCo's replica groups are nodes, and momentum gives the most state
     "zero3": "",
@@ -58,10 +58,10 @@ VARIANTS = {  # flags of pretrain_gpt.py; DiLoCo's replica groups are nodes, and
     "zeropp": f"{INT8} {NO_OVERLAP}",
     "zeropp-overlap": INT8,
     "lossless": "--zeropp --zero-weight-delta lossless",
-    "diloco-10": f"{ISLANDS} 10",
-    "diloco-10-delay": f"{ISLANDS} 10 --diloco-fragment-sync-delay 2",
-    "diloco-50": f"{ISLANDS} 50",
-    "diloco-50-delay": f"{ISLANDS} 50 --diloco-fragment-sync-delay 10",
+    "diloco-10": f"{DILOCO} 10",
+    "diloco-10-delay": f"{DILOCO} 10 --diloco-fragment-sync-delay 2",
+    "diloco-50": f"{DILOCO} 50",
+    "diloco-50-delay": f"{DILOCO} 50 --diloco-fragment-sync-delay 10",
 }
 
 
@@ -228,7 +228,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=1, help="number of micro-batches per optimizer step")
     parser.add_argument("--tp", type=int, default=1, help="number of tensor-parallel ranks")
     parser.add_argument("--samples", type=int, default=5, help="number of rounds at each rate")
-    default = [name for name, flags in VARIANTS.items() if ISLANDS not in flags]
+    default = [name for name, flags in VARIANTS.items() if DILOCO not in flags]
     parser.add_argument("--variants", nargs="+", default=default, choices=list(VARIANTS), help="variants to compare")
     parser.add_argument("--hidden-size", type=int, default=512, help="width of the residual stream, in channels")
     parser.add_argument("--num-layers", type=int, default=8, help="number of transformer layers")

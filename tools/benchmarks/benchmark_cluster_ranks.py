@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from megazpp.data.loader import make_micro_batch
 from megazpp.diloco.config import DilocoPlan
-from megazpp.diloco.outer import Islands
+from megazpp.diloco.outer import ReplicaGroups
 from megazpp.features import FEATURES
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
@@ -110,7 +110,7 @@ class VariantRun:
         scaler = build_loss_scaler(config.loss_scale, fp16=False)
         self._step = TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)
         diloco = plan.of(DilocoPlan)
-        self._islands = None if diloco is None else Islands(built.sharding, dims, diloco, config.precision)
+        self._replica_groups = None if diloco is None else ReplicaGroups(built.sharding, dims, diloco, config.precision)
         self.steps, self._iteration = (1, 0) if diloco is None else (diloco.steps, diloco.delay)
         self._lr = config.schedule.lr or 0.0
         self.num_parameters = sum(p.numel() for p in built.model.parameters())
@@ -121,11 +121,11 @@ class VariantRun:
     def step(self, micro_batches: int) -> float:
         """Run one optimizer step, and DiLoCo's part after it; return the loss."""
         loss = self._step([self._batch] * micro_batches, learning_rate=self._lr, weight_decay=0.0).loss
-        if self._islands is not None:
+        if self._replica_groups is not None:
             self._iteration += 1
             tokens = torch.tensor(self._batch.tokens.numel() * micro_batches * self.dims.shard.size)
-            self._islands.count(tokens.double())
-            self._islands.after_step(self._iteration)
+            self._replica_groups.count(tokens.double())
+            self._replica_groups.after_step(self._iteration)
         return loss
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark_cluster import ISLANDS, LOCAL, SHAPE, VARIANTS, Results, Sample, speedup, tables
+from benchmark_cluster import DILOCO, LOCAL, SHAPE, VARIANTS, Results, Sample, speedup, tables
 from benchmark_cluster_ranks import RingAxis
 from helpers.program import ROOT, run_program
 from helpers.ranks import ranks
@@ -15,7 +15,7 @@ from megazpp.topology.cluster import Cluster
 pytestmark = pytest.mark.slow
 
 TOOL = str(ROOT / "tools/benchmarks/benchmark_cluster.py")
-FLAT = [name for name, flags in VARIANTS.items() if ISLANDS not in flags]
+FLAT = [name for name, flags in VARIANTS.items() if DILOCO not in flags]
 SHAPE_OF_TWO = dict.fromkeys(SHAPE, 2) | {"seq_length": 50, "micro_batch_size": 1}
 
 

@@ -15,7 +15,7 @@ def read_run(folder: Path, *, valid: float, sent: int = 0, above: float = 0.0, *
     return read(folder)
 
 
-def test_differences_are_paired_by_seed_and_island_losses_left_out(tmp_path):
+def test_differences_are_paired_by_seed_and_replica_group_losses_left_out(tmp_path):
     zero3 = [read_run(tmp_path, valid=4.0 + i, sent=2_000_000) for i in range(3)]
     local_steps = [read_run(tmp_path, valid=4.0 + 1.1 * i, sent=50_000, synchronizations=10) for i in range(3)]
     rows = table({"ZeRO-3": zero3, "local steps": local_steps}).splitlines()
