@@ -19,7 +19,6 @@ orthogonalized. Queries, keys and values count as three matrices.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -199,11 +198,11 @@ class Orthogonalizer:
         # ---- send rows to the owners
         under_way = []
         for group in self._groups[nodes]:
-            owned = [block for block in group if block.owner == self._node.rank]
+            by_owner = [[block for block in group if block.owner == peer] for peer in peers]
+            owned = by_owner[self._node.rank]
             pieces = [piece.flatten() for block in group for piece in self._pieces(block, shards, nodes)]
-            size = functools.partial(_sizes, group, peers)
-            mine = size(lambda block: sum(block.counts[local]) * block.columns)
-            own = size(lambda block: block.counts[local][me] * block.columns)
+            mine = [sum(sum(block.counts[local]) * block.columns for block in blocks) for blocks in by_owner]
+            own = [sum(block.counts[local][me] * block.columns for block in blocks) for blocks in by_owner]
             theirs = [sum(sum(block.counts[peer // tp]) * block.columns for block in owned) for peer in peers]
             back = [sum(block.counts[peer // tp][me] * block.columns for block in owned) for peer in peers]
             sent = torch.cat(pieces).to(self._dtype)
@@ -314,11 +313,6 @@ class Orthogonalizer:
             parts = zip(rows[0, :, segment.start : segment.stop], counts, strict=True)
             found.append([part.view(-1, parameter.shape[1])[:count] for part, count in parts])
         return found
-
-
-def _sizes(group: Sequence[MatrixBlock], peers: Sequence[int], size: Callable[[MatrixBlock], int]) -> list[int]:
-    """Return for each rank the sum of `size` over the blocks of the group that it owns."""
-    return [sum(size(block) for block in group if block.owner == peer) for peer in peers]
 
 
 class JointOrthogonalizer:

@@ -122,10 +122,11 @@ def build_orthogonalizer(
     )
 
 
-class ShardedAdamW(torch.optim.AdamW):
-    """AdamW by torch's fused kernel, called on the local tensors of parameters that may be DTensors.
+class DeviceOptimizer(torch.optim.Optimizer):
+    """An optimizer of parameters that may be DTensors, whose steps can be skipped without making the host wait.
 
-    The state of a parameter has torch's entries: "step", and "exp_avg" and "exp_avg_sq", sharded like the parameter.
+    A group of parameters is updated by torch's fused AdamW, called on the local tensors. The state of a parameter has
+    torch's entries: "step", and "exp_avg" and "exp_avg_sq", sharded like the parameter.
     """
 
     @torch.no_grad()
@@ -135,6 +136,7 @@ class ShardedAdamW(torch.optim.AdamW):
         *,
         grad_scale: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
+        iteration: int = 1,
     ) -> None:
         """Update every parameter that has a gradient.
 
@@ -145,52 +147,53 @@ class ShardedAdamW(torch.optim.AdamW):
             grad_scale: fp32 scalar by which gradients are divided, in place, before the update; None for 1.
             found_inf: fp32 scalar; 1 skips the update and leaves parameters and state, "step" included, unchanged. 0 or
                 None does not skip it.
+            iteration: number of the step, which Muon needs.
         """
         assert closure is None, "a closure is not supported"
         for group in self.param_groups:
-            _adamw_(group, self.state, grad_scale, found_inf)
+            self._update_(group, grad_scale, found_inf, iteration)
+
+    def _update_(
+        self, group: dict[str, Any], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None, iteration: int
+    ) -> None:
+        """Update the parameters of one group by AdamW; see `step` for the other arguments."""
+        # ---- state, created at the first update
+        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for parameter in trained:
+            if not self.state[parameter]:
+                self.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        # ---- fused update of the local tensors
+        states = [self.state[parameter] for parameter in trained]
+        adamw(
+            [local(parameter) for parameter in trained],
+            [local(parameter.grad) for parameter in trained],
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
 
-def _adamw_(
-    group: dict[str, Any],
-    state_of: dict[torch.Tensor, Any],
-    grad_scale: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-) -> None:
-    """Update the parameters of one group by torch's fused AdamW; see `ShardedAdamW.step` for the scalars."""
-    # ---- state, created at the first update
-    trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-    for parameter in trained:
-        if not state_of[parameter]:
-            state_of[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-    # ---- fused update of the local tensors
-    states = [state_of[parameter] for parameter in trained]
-    adamw(
-        [local(parameter) for parameter in trained],
-        [local(parameter.grad) for parameter in trained],
-        [local(state["exp_avg"]) for state in states],
-        [local(state["exp_avg_sq"]) for state in states],
-        [],
-        [state["step"] for state in states],
-        fused=True,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+class ShardedAdamW(DeviceOptimizer, torch.optim.AdamW):
+    """AdamW by torch's fused kernel."""
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon for the matrices of the layers, and fused AdamW for all other parameters. Parameters may be DTensors.
+class Muon(DeviceOptimizer):
+    """Muon for the matrices of the layers, which must have gradients, and fused AdamW for all other parameters.
 
     The state of a matrix has the entry "momentum_buffer", sharded like the parameter. Other parameters have AdamW's
     state. The first group, with the entry "matrices" True, holds Muon's matrices. The learning rate of the other groups
@@ -217,35 +220,21 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": config.adam_eps, "fused": True, "matrices": True})
         self._orthogonalizer, self._config = orthogonalizer, config
 
-    @torch.no_grad()
-    def step(  # type: ignore[override]
-        self,
-        closure: Callable[[], float] | None = None,
-        *,
-        grad_scale: torch.Tensor | None = None,
-        found_inf: torch.Tensor | None = None,
-        iteration: int = 1,
+    def _update_(
+        self, group: dict[str, Any], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None, iteration: int
     ) -> None:
-        """Update every parameter. Each matrix must have a gradient; other parameters may have none.
+        """Update a group of matrices by Muon, and other groups by AdamW.
 
         Args:
-            closure: not supported; must be None.
-            grad_scale: fp32 scalar by which gradients are divided before the update; None for 1.
-            found_inf: fp32 scalar; 1 skips the update and leaves parameters and state unchanged.
+            group: the group of parameters.
+            grad_scale: see `step`.
+            found_inf: see `step`.
             iteration: number of the step. At multiples of --muon-full-interval, matrices that span nodes are
                 orthogonalized as a whole.
         """
-        assert closure is None, "a closure is not supported"
-        for group in self.param_groups:
-            if group["matrices"]:
-                self._update_matrices_(group, grad_scale, found_inf, iteration)
-            else:
-                _adamw_(group, self.state, grad_scale, found_inf)
-
-    def _update_matrices_(
-        self, group: dict[str, Any], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None, iteration: int
-    ) -> None:
-        """Update the matrices of `group` by Muon; see `step` for the other arguments."""
+        if not group["matrices"]:
+            super()._update_(group, grad_scale, found_inf, iteration)
+            return
         # ---- momentum
         updates, momentum = list[torch.Tensor](), self._config.muon_momentum
         taken = None if found_inf is None else found_inf == 0.0
@@ -313,11 +302,8 @@ def update_(
             `skips_on_device` returns True, and otherwise None.
         iteration: number of the step, which Muon needs.
     """
-    if isinstance(optimizer, Muon):
+    if isinstance(optimizer, DeviceOptimizer):
         optimizer.step(grad_scale=grad_divisor, found_inf=found_inf, iteration=iteration)
-        return
-    if isinstance(optimizer, ShardedAdamW):
-        optimizer.step(grad_scale=grad_divisor, found_inf=found_inf)
         return
     assert found_inf is None, f"{type(optimizer).__name__} cannot skip a step on the device"
     divide_grads_((p for group in optimizer.param_groups for p in group["params"]), grad_divisor)
@@ -326,7 +312,7 @@ def update_(
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the optimizer can skip a step with non-finite gradients without making the host wait."""
-    return isinstance(optimizer, (ShardedAdamW, Muon))
+    return isinstance(optimizer, DeviceOptimizer)
 
 
 def optimizer_backends(config: OptimizerConfig, device_type: str) -> list[tuple[str, str, str]]:
