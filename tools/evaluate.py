@@ -45,7 +45,7 @@ class EvaluateConfig:
 @program
 def main(argv: list[str]) -> int:
     """Load the checkpoint on all ranks and score the data. Return the exit code."""
-    return run_on_checkpoint(__file__, __doc__, EvaluateConfig, run, argv, check=check, features=FEATURES)
+    return run_on_checkpoint(EvaluateConfig, run, argv, check=check, features=FEATURES)
 
 
 def check(config: RunConfig, extra: EvaluateConfig) -> None:

@@ -84,7 +84,7 @@ class GenerateConfig(ChatConfig):
 @program
 def main(argv: list[str]) -> int:
     """Load the checkpoint on all ranks and continue the prompts. Return the exit code."""
-    return run_on_checkpoint(__file__, __doc__, GenerateConfig, run, argv, check=check, features=FEATURES, spread=False)
+    return run_on_checkpoint(GenerateConfig, run, argv, check=check, features=FEATURES, spread=False)
 
 
 def check(config: RunConfig, extra: GenerateConfig) -> None:

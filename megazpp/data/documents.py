@@ -23,7 +23,7 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import IO, Literal, NamedTuple, TypeVar, cast
 
-from megazpp.base.program import in_words
+from megazpp.base.program import errors_as, in_words
 from megazpp.data.tokenizer_folder import import_package
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
     """
     if not path.exists() or path.is_dir():
         raise ValueError(missing_file(path))
-    try:
+    with errors_as(f"{path} cannot be read", Exception):  # each decompressor raises its own types of exceptions
         kind = kind_of(path)
         with open(path, "rb") as file:
             if kind == "parquet":
@@ -123,8 +123,6 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
                     raise ValueError(f"it begins as JSON does, but is not named .jsonl, so {_JSON_ADVICE}")
                 if kind == "json lines" and (reason := _not_lines(head)) is not None:
                     raise ValueError(reason)
-    except Exception as error:  # each decompressor raises its own types of exceptions
-        raise ValueError(f"{path} cannot be read: {error}") from error
     if kind == "text" and len(keys) != 1:
         raise ValueError(f"{path} is plain text with one text per document, so it has no {' and '.join(keys)}")
 

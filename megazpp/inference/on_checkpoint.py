@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -63,8 +64,6 @@ class Loaded(NamedTuple):
 
 
 def run_on_checkpoint(
-    script: str,
-    description: str | None,
     extra: type,
     work: Callable[[Loaded], None],
     argv: list[str],
@@ -76,10 +75,9 @@ def run_on_checkpoint(
     """Read the command line and the checkpoint's flags, load the model on all ranks, and run `work`.
 
     Args:
-        script: path of the program, in a folder of the repository.
-        description: the program's docstring.
         extra: config class of the program's own flags.
-        work: function that uses the loaded model; called on all ranks.
+        work: function that uses the loaded model; called on all ranks. It is in the program's file, in a folder of the
+            repository, whose docstring describes the program.
         argv: the command line.
         check: function that raises ValueError if the flags do not fit together.
         features: the optional features, whose flags the program also accepts.
@@ -92,17 +90,11 @@ def run_on_checkpoint(
 
     def prepare() -> Job | int:
         # the flags: command line first, then the checkpoint's
-        path, about = Path(script).resolve(), (description or "").partition("\n")[0]
+        path = Path(inspect.getfile(work)).resolve()
+        about = (sys.modules[work.__module__].__doc__ or "").partition("\n")[0]
+        named: dict[str, str] = {"program": path.name, "description": about}
         kinds = [extra, WeightsConfig]
-        parsed = parse_run_config(
-            argv,
-            path.parents[1],
-            program=path.name,
-            description=about,
-            features=features,
-            extra=kinds,
-            default_file=None,
-        )
+        parsed = parse_run_config(argv, path.parents[1], **named, features=features, extra=kinds, default_file=None)
         given = parsed.config.checkpoint
         if given.load is None:
             raise ValueError("--load is missing: give the folder of checkpoints")

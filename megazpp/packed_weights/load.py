@@ -276,10 +276,7 @@ def _open_store(
 
     # open the store, if it exists on all ranks
     def find() -> WeightStore | None:
-        try:
-            return WeightStore(path, identity)
-        except FileNotFoundError:
-            return None
+        return WeightStore(path, identity) if path.exists() else None
 
     found = raise_on_all_ranks(files, find)
     missing = files.share_object(files.gather_objects(found is None))

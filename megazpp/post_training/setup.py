@@ -111,8 +111,7 @@ def without_checkpoint(parsed: ParsedRun) -> ParsedRun:
 def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan) -> None:
     """Raise ValueError for contradictions between the configs of post-training and of the run."""
     post, form = configs.training, configs.form
-    if config.values().get("diloco_steps") is not None:
-        steps = config.values()["diloco_steps"]
+    if (steps := config.values().get("diloco_steps")) is not None:
         raise ValueError(f"--diloco-steps {steps} is for pretraining, not --objective {post.objective}")
     if config.model.num_experts is not None:
         _check_experts(config, configs)
