@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-NARROW = 32  # up to this many groups, every sample compares all of them
+NARROW = 32  # with more groups, samples are planned in blocks, and each block compares only its candidates
 
 
 def groups_of(
