@@ -17,7 +17,7 @@ from megazpp.kernels.c_library import find_c_library, functions_of
 
 library = partial(find_c_library, Path(__file__).with_name("native.c"))
 AT_ONCE = 16  # equal to AT_ONCE in native.c
-NARROW = 128  # up to this many groups, every sample compares all of them
+NARROW = 128  # with more groups, samples are planned in blocks, and each block compares only its candidates
 
 
 class _Plan(Structure):

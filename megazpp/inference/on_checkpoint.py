@@ -111,7 +111,7 @@ def run_on_checkpoint(
                 f"--expert-model-parallel-size {ep} is for training: data ranks generate and evaluate apart; "
                 "leave it out"
             )
-        # the ranks
+        # choose the number of ranks, and place them
         place, launch = detect_rank_info(config.launch), config.launch
         if not (place.started or launch.nproc is not None or (spread and device_type() == "cuda")):
             place = detect_rank_info(dataclasses.replace(launch, nproc=config.parallel.tensor_model_parallel_size))

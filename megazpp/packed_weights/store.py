@@ -56,7 +56,7 @@ class WeightStore:
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
         self.path = path
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed with the object
-        if hasattr(os, "posix_fadvise"):  # reads of 48 MB became 1.4 and 3.5 times as fast in two runs
+        if hasattr(os, "posix_fadvise"):  # read-ahead made reads of 48 MB 1.4 and 3.5 times as fast in two measurements
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         self.sections = self._read_contents(identity)
         self._verified: set[int] = set()

@@ -251,7 +251,7 @@ class WriteWatch:
         self._gathers, self._axes, self._queue = list(gathers), (local, cross), cross.queue
         self._index = {gather: index for index, gather in enumerate(gathers)}
         self._root: nn.Module | None = None  # outermost module whose forward is running
-        self._decided: Sequence[WatchedGather] = ()  # units on which that forward has voted
+        self._decided: Sequence[WatchedGather] = ()  # units that the ranks voted on in this forward
         self._below: dict[nn.Module, list[WatchedGather]] = {}  # gathers of the units inside a module
         self._ballot: Ballot | None = None
         self._had_gradients = False  # whether autograd has recorded the last forward
