@@ -117,7 +117,8 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int, **options: An
     """
     # ---- lines of limited length
     model, has_coverage = io.BytesIO(), "character_coverage" in options
-    options = {"model_type": "bpe", "num_threads": 1, "minloglevel": 2} | options
+    defaults: dict[str, Any] = {"model_type": "bpe", "num_threads": 1, "minloglevel": 2}
+    options = defaults | options
     failure: Exception | None = None  # an error of `documents`, which SentencePiece turns into a RuntimeError
     blank = True
 

@@ -120,7 +120,7 @@ class ZeroConfig:
         return bits if isinstance(bits, int) else bits[0]
 
     @property
-    def stage(self) -> int:
+    def stage(self) -> Literal[0, 1, 2, 3]:
         """The ZeRO stage, from --zero-stage or --use-distributed-optimizer; 3 by default."""
         if self.zero_stage is not None:
             return self.zero_stage
