@@ -22,7 +22,7 @@ import math
 import shlex
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 DEFAULT = "default"
@@ -76,26 +76,25 @@ def config_title(config: type) -> str:
 
 def check_positive(config: Any, *names: str) -> None:
     """Raise a ValueError for the first of the fields `names` that is neither None nor a finite number above 0."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{spelling(config, name)} {value} is not positive")
+    _check(config, names, lambda value: 0 < value < math.inf, "is not positive")
 
 
 def check_not_negative(config: Any, *names: str) -> None:
     """Raise a ValueError for the first of the fields `names` that is neither None nor at least 0."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not value >= 0:
-            raise ValueError(f"{spelling(config, name)} {value} is negative")
+    _check(config, names, lambda value: value >= 0, "is negative")
 
 
 def check_below_one(config: Any, *names: str) -> None:
     """Raise a ValueError for the first of the fields `names` that is neither None nor at least 0 and below 1."""
+    _check(config, names, lambda value: 0 <= value < 1, "is not in [0, 1)")
+
+
+def _check(config: Any, names: Sequence[str], holds: Callable[[Any], bool], problem: str) -> None:
+    """Raise a ValueError with flag, value and `problem` for the first field that is not None and does not hold."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and not 0 <= value < 1:
-            raise ValueError(f"{spelling(config, name)} {value} is not in [0, 1)")
+        if value is not None and not holds(value):
+            raise ValueError(f"{spelling(config, name)} {value} {problem}")
 
 
 def spelling(config: Any, name: str) -> str:

@@ -68,22 +68,8 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return parameter.to_local()  # torch.compile supports this method
     if parameter.requires_grad and torch.is_grad_enabled():
-        return _Local.apply(parameter)
+        return _Locals.apply(parameter)[0]
     return parameter._local_tensor
-
-
-class _Local(torch.autograd.Function):
-    """The conversion of a DTensor to its local tensor, and of the local gradient to a DTensor."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
-        ctx.spec = parameter._spec
-        return parameter._local_tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> DTensor:
-        # `__new__` skips `__init__`, which does nothing but is called through two wrappers.
-        return DTensor.__new__(DTensor, grads[0].contiguous(), ctx.spec, requires_grad=False)
 
 
 @contextmanager
@@ -117,7 +103,7 @@ def places_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 
 class _Locals(torch.autograd.Function):
-    """`_Local` for several parameters at once: DTensors to local tensors, and local gradients to DTensors."""
+    """The conversion of DTensors to their local tensors, and of local gradients to DTensors."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[torch.Tensor, ...]:
@@ -131,6 +117,7 @@ class _Locals(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+        # `__new__` skips `__init__`, which does nothing but is called through two wrappers.
         return tuple([
             None if grad is None else DTensor.__new__(DTensor, grad.contiguous(), spec, requires_grad=False)
             for grad, spec in zip(grads, ctx.specs, strict=True)

@@ -77,12 +77,12 @@ def reduce_from_region_(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
 
 def gather_sequence(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
     """Gather slices [S/T, ...] to [S, ...] (1 all-gather). Backward reduce-scatters the gradient (1 reduce-scatter)."""
-    return _Gather.apply(x, tp)
+    return _Collective.apply(x, tp, "all_gather", "reduce_scatter")
 
 
 def reduce_scatter_sequence(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
     """Sum x, [S, ...], over tp and return this rank's slice [S/T, ...] (1 reduce-scatter). Backward: 1 all-gather."""
-    return _ReduceScatter.apply(x, tp)
+    return _Collective.apply(x, tp, "reduce_scatter", "all_gather")
 
 
 def exchange(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
@@ -90,7 +90,7 @@ def exchange(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
 
     Backward sends the gradients back (1 all-to-all).
     """
-    return _Exchange.apply(x, cp)
+    return _Collective.apply(x, cp, "all_to_all", "all_to_all")
 
 
 def collect_sequence(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
@@ -144,43 +144,17 @@ class _Reduce(torch.autograd.Function):
         return grads[0], None
 
 
-class _Gather(torch.autograd.Function):
-    """The autograd function of `gather_sequence`."""
+class _Collective(torch.autograd.Function):
+    """A collective of an axis, and its adjoint for the gradient; both are names of methods of `MeshAxis`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
-        ctx.tp = tp
-        return tp.all_gather(x)
+    def forward(ctx: Any, x: torch.Tensor, axis: MeshAxis, collective: str, adjoint: str) -> Any:
+        ctx.axis, ctx.adjoint = axis, adjoint
+        return getattr(axis, collective)(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.tp.reduce_scatter(grads[0]), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """The autograd function of `reduce_scatter_sequence`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
-        ctx.tp = tp
-        return tp.reduce_scatter(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.tp.all_gather(grads[0]), None
-
-
-class _Exchange(torch.autograd.Function):
-    """The autograd function of `exchange`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
-        ctx.cp = cp
-        return cp.all_to_all(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.cp.all_to_all(grads[0]), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return getattr(ctx.axis, ctx.adjoint)(grads[0]), None, None, None
 
 
 class _Collect(torch.autograd.Function):
