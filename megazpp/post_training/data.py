@@ -21,6 +21,7 @@ import bisect
 import functools
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -83,27 +84,17 @@ class SupervisedDataset(EpochOrder):
 
     Args:
         examples: tokens and masks.
-        num_samples: number of samples; None for one epoch.
-        seed: seed for the order; None keeps the order of the data.
         max_length: S.
         pad: token that fills rows.
         packing: True for several examples in a sample.
+        **order: `num_samples` and `seed` of `EpochOrder`.
     """
 
-    def __init__(
-        self,
-        examples: Examples,
-        *,
-        num_samples: int | None,
-        seed: int | None,
-        max_length: int,
-        pad: int,
-        packing: bool = False,
-    ) -> None:
+    def __init__(self, examples: Examples, *, max_length: int, pad: int, packing: bool = False, **order: Any) -> None:
         self._examples, self._max_length, self._pad, self._packed = examples, max_length, pad, packing
         lengths = np.diff(examples.starts)
         self._rows = pack(lengths, max_length) if packing else [[number] for number in range(len(lengths))]
-        super().__init__(len(self._rows), num_samples=num_samples, seed=seed)
+        super().__init__(len(self._rows), **order)
 
     def digest(self) -> str:
         """Return a digest of the tokens and masks of all rows."""
@@ -127,13 +118,11 @@ class PreferenceDataset(EpochOrder):
         ref_logps: [pairs, 2] fp32 log-probabilities of both answers under the reference; None if they are unknown.
     """
 
-    def __init__(
-        self, examples: Examples, *, num_samples: int | None, seed: int | None, max_length: int, pad: int
-    ) -> None:
+    def __init__(self, examples: Examples, *, max_length: int, pad: int, **order: Any) -> None:
         self._examples, self._max_length, self._pad = examples, max_length, pad
         self.num_pairs = (len(examples.starts) - 1) // 2
         self.ref_logps: torch.Tensor | None = None
-        super().__init__(self.num_pairs, num_samples=num_samples, seed=seed)
+        super().__init__(self.num_pairs, **order)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         return self.pair(self.place(index))
@@ -156,9 +145,9 @@ class PreferenceDataset(EpochOrder):
 class PromptDataset(EpochOrder):
     """Prompts in the order of the samples."""
 
-    def __init__(self, prompts: Sequence[Prompt], *, num_samples: int | None, seed: int | None) -> None:
+    def __init__(self, prompts: Sequence[Prompt], **order: Any) -> None:
         self._prompts = prompts
-        super().__init__(len(prompts), num_samples=num_samples, seed=seed)
+        super().__init__(len(prompts), **order)
 
     def __getitem__(self, index: int) -> Prompt:
         return self._prompts[self.place(index)]
