@@ -42,7 +42,7 @@ from megazpp.run.checkpoint_flags import (
     with_resumed_weight_delta,
 )
 from megazpp.run.checks import RunPlan, check_run_config
-from megazpp.run.ranks import Job, announced_cluster, run_on_ranks
+from megazpp.run.ranks import Job, announced_cluster, hold_run_dir, own_checkpoints, run_on_ranks
 from megazpp.run.trainer import TrainingParts
 from megazpp.run.training import run_training
 from megazpp.training.context import RunContext
@@ -79,7 +79,8 @@ def prepare() -> Job | int:
 
     # The checkpoint to load, which may determine further flags.
     restarted = int(os.environ.get(RESTART_COUNT, "0")) > 0
-    source = choose_source(parsed.config.checkpoint, restarted=restarted)
+    flags = own_checkpoints(parsed.config.checkpoint, parsed.config.tracking, restarted=restarted)
+    source = choose_source(flags, restarted=restarted)
     earlier = peek(source)
     parsed = with_checkpoint(parsed, source, earlier)
     config = parsed.config
@@ -91,6 +92,7 @@ def prepare() -> Job | int:
     check_device(config.model, device_type())
     if LAUNCHER_PID not in os.environ:  # our launcher has checked the files for the workers that it starts
         parsed = parsed._replace(tokenizer=check_inputs(config.data, config.tokenizer, loaded=parsed.tokenizer))
+    hold_run_dir(parsed)
     return Job(place, config.launch, functools.partial(run_training, pretraining, parsed, plan, source, earlier))
 
 

@@ -68,6 +68,21 @@ def test_killed_ranks_lose_only_the_steps_since_the_last_checkpoint(tmp_path, ki
     assert runs.saved == length
 
 
+def test_restart_continues_in_the_run_folder_that_no_flag_names(tmp_path):
+    """With --save-to-run-dir alone, the name of the run folder has the time of the start."""
+    flags = [*FLAGS, *OURS, "--save-to-run-dir", "--save-interval", "2", "--max-restarts", "1", "--train-iters", "12"]
+    program = Program(*flags, "--data-cache-path", "cache", folder=tmp_path)
+    program.wait_for("successfully saved checkpoint at iteration       4")
+    os.kill(workers(program)[0], signal.SIGKILL)
+    output = program.finish()
+    assert program.process.returncode == 0, output
+    (run,) = (tmp_path / "runs").iterdir()
+    assert " loading checkpoint from " in output
+    iterations = [json.loads(line)["iteration"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(set(iterations)) == list(range(1, 13))
+    assert iterations.count(1) == 1
+
+
 def kill_at_random_moments(program: Program, kills: int) -> None:
     """Kill a random rank `kills` times, each time after a step has run since the last restart."""
     chance, seen = random.Random(SEED), 0

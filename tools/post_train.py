@@ -46,7 +46,7 @@ from megazpp.post_training.setup import (
 from megazpp.post_training.trainer import post_training
 from megazpp.run.arguments import ParsedRun, parse_run_config
 from megazpp.run.checks import check_run_config
-from megazpp.run.ranks import Job, announced_cluster, planned_cluster, run_on_ranks
+from megazpp.run.ranks import Job, announced_cluster, hold_run_dir, planned_cluster, run_on_ranks
 from megazpp.run.training import run_training
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,6 +96,7 @@ def prepare(argv: list[str]) -> Job | int:
     check_device(config.model, device_type())
     if launched_rank() == 0 and LAUNCHER_PID not in os.environ:  # our launcher has checked the files for its workers
         check_files(parsed, earlier)
+    hold_run_dir(parsed)
     work = functools.partial(run_training, post_training, parsed, plan, source, earlier)
     return Job(place, config.launch, work)
 

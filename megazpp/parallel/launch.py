@@ -52,6 +52,7 @@ YEAR_SECONDS = 366 * 24 * 3600.0  # longest timeout: adding it to the current ti
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # workers finish the step, save and exit with 0
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # torchrun and our launcher both set this variable
 LOOPBACK_NAMES = (LOOPBACK, "localhost")
+PORTS_PER_STEP = 7919  # distance between the ports of two steps of a Slurm job; jobs with near numbers do not collide
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the store is in the launching process, not in rank 0
 
 
@@ -198,7 +199,8 @@ def is_on_one_machine(place: RankInfo, env: Mapping[str, str] = os.environ) -> b
 def _set_missing_address(env: MutableMapping[str, str]) -> None:
     """Set MASTER_ADDR and MASTER_PORT for torch's `env://` rendezvous if the launcher has not set them.
 
-    With Slurm the address is the first host of the job, and the port follows from the job ID.
+    With Slurm the address is the first host of the job step, on which its rank 0 runs, and the port follows from the
+    numbers of the job and the step. So several steps can run in one job at the same time.
     """
     launched = find_launcher(env)
     if launched is not None and launched.launcher not in ("torchrun", "srun"):
@@ -207,10 +209,11 @@ def _set_missing_address(env: MutableMapping[str, str]) -> None:
     if "SLURM_PROCID" not in env:
         return
     if "MASTER_ADDR" not in env:
-        command = ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]]
+        command = ["scontrol", "show", "hostnames", env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]]
         hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         env["MASTER_ADDR"] = hosts[0] if len(hosts) > 1 else LOOPBACK
-    env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
+    job, step = int(env.get("SLURM_JOB_ID", "0")), int(env.get("SLURM_STEP_ID") or "0")
+    env.setdefault("MASTER_PORT", str(20000 + (job + PORTS_PER_STEP * step) % 20000))
 
 
 def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0) -> int:

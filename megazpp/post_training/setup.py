@@ -36,6 +36,7 @@ from megazpp.post_training.rewards import RewardConfig, check_reward_functions
 from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.run.checkpoint_flags import with_checkpoint_flags, with_resumed_weight_delta
 from megazpp.run.checks import check_model
+from megazpp.run.ranks import own_checkpoints
 from megazpp.training.batches import BatchPlan
 
 CHECK_SECONDS = 1.0  # time for reading data before workers start
@@ -78,7 +79,8 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
         raise ValueError("--load is missing: the folder of checkpoints that post-training begins with")
     if not saves_where_it_loads(given):  # a restarted job still prefers its own checkpoints
         given = dataclasses.replace(given, finetune=True)
-    source = choose_source(given, restarted=restarted)
+    own = own_checkpoints(given, parsed.config.tracking, restarted=restarted)
+    source = choose_source(own, restarted=restarted)
     earlier = peek(source)
     if source is None or earlier is None:
         assert given.load is not None

@@ -7,23 +7,40 @@ inference/on_checkpoint.py.
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
-from megazpp.base.program import EXIT_USER_ERROR, UserError, launched_rank, say_at_terminal, user_errors
+from megazpp.base.program import (
+    EXIT_USER_ERROR,
+    LAUNCHER_PID,
+    UserError,
+    launched_rank,
+    say_at_terminal,
+    user_errors,
+)
+from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.parallel.environment import prepare_environment
 from megazpp.parallel.launch import LaunchConfig, RankInfo, detect_rank_info, launch_workers
 from megazpp.parallel.worker import Worker, run_worker
-from megazpp.run.arguments import RunConfig
+from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
+from megazpp.training.context import default_run_dir
+from megazpp.training.tracking import TrackingConfig
 
 # Seconds that other ranks wait before they exit after a user error. Launchers kill all ranks when one exits, and rank 0
 # must print the error first.
 LATE_SECONDS = 10.0
+
+
+# Environment variable with the run folder, set by a launcher that may restart its workers.
+RUN_DIR = "MEGAZPP_RUN_DIR"
 
 
 class Job(NamedTuple):
@@ -65,6 +82,42 @@ def run_on_ranks(prepare: Callable[[], Job | int]) -> int:
         run_worker(job.place, job.launch, job.work)
     say_at_terminal(f"starting {job.place.world_size} workers; each imports torch")
     return launch_workers([sys.executable, *sys.argv], job.place.world_size, max_restarts=job.launch.max_restarts)
+
+
+def hold_run_dir(parsed: ParsedRun) -> None:
+    """Choose the run folder now if this process may restart workers, so that they all use the same one.
+
+    Call it in the launching process, after all checks.
+    """
+    config = parsed.config
+    if config.launch.max_restarts and config.tracking.run_dir is None and LAUNCHER_PID not in os.environ:
+        os.environ[RUN_DIR] = str(default_run_dir(parsed.name, datetime.datetime.now()))
+
+
+def own_checkpoints(
+    checkpoint: CheckpointConfig, tracking: TrackingConfig, *, restarted: bool, env: Mapping[str, str] = os.environ
+) -> CheckpointConfig:
+    """Return the flags by which a job finds its own checkpoints after a restart: --save-to-run-dir sets --save.
+
+    Args:
+        checkpoint: checkpoint flags.
+        tracking: flags with the run folder.
+        restarted: True if a fault ended an earlier attempt of this job.
+        env: environment of this process.
+    Raises:
+        ValueError: torchrun may restart this job, and a restarted job would not find the run folder.
+    """
+    if not checkpoint.save_to_run_dir or checkpoint.save is not None:
+        return checkpoint
+    run_dir, restarts = tracking.run_dir or env.get(RUN_DIR), env.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if run_dir is None and (restarted or (restarts.isdecimal() and int(restarts) > 0)):
+        raise ValueError(
+            f"--save-to-run-dir with torchrun's --max-restarts {restarts}: a restarted job would not find its "
+            "checkpoints, because the name of the run folder has the time; add --run-dir or --save"
+        )
+    if not restarted or run_dir is None:
+        return checkpoint
+    return dataclasses.replace(checkpoint, save=str(Path(run_dir) / "checkpoints"))
 
 
 def announced_cluster(config: RunConfig, place: RankInfo) -> Cluster:

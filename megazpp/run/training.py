@@ -33,6 +33,7 @@ from megazpp.parallel.measure_links import measure_links
 from megazpp.parallel.worker import Worker, seed_everything
 from megazpp.run.arguments import ParsedRun
 from megazpp.run.checks import RunPlan, check_run_config
+from megazpp.run.ranks import RUN_DIR
 from megazpp.run.trainer import BuildParts, Trainer
 from megazpp.topology.cluster_file import cluster_text
 from megazpp.topology.layout import layout_record
@@ -251,7 +252,8 @@ def open_tracker(parsed: ParsedRun, plan: RunPlan, worker: Worker, continued: Ch
     """
     tracking = parsed.config.tracking
     before = continued.run_dir if continued is not None and Path(continued.run_dir or "").is_dir() else None
-    folder = RunFolder(tracking.run_dir or before or default_run_dir(parsed.name, datetime.datetime.now()))
+    held = os.environ.get(RUN_DIR)  # the launcher's choice, which stays the same after a restart
+    folder = RunFolder(tracking.run_dir or before or held or default_run_dir(parsed.name, datetime.datetime.now()))
     if continued is not None and continued.wandb_run_id is not None:
         folder.keep_wandb_run_id(continued.wandb_run_id)
     folder.write_json("args.json", parsed.values(), indent=2)

@@ -98,9 +98,23 @@ class Console:
 
 
 def default_run_dir(config_name: str, now: datetime.datetime) -> Path:
-    """Return runs/<time>-<config name>, with a number appended if that folder exists."""
+    """Create the folder runs/<time>-<config name>, with a number appended if it exists, and return its path.
+
+    Creating it decides between jobs that start in the same second. If it cannot be created, the path is returned, and
+    `make_writable` gives the reason.
+    """
     first = Path("runs") / f"{now:%Y%m%d-%H%M%S}-{config_name}"
-    return first_free(lambda number: first if number == 1 else first.with_name(f"{first.name}-{number}"))
+    while True:
+        path = first_free(lambda number: first if number == 1 else first.with_name(f"{first.name}-{number}"))
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if not path.is_dir():  # a parent is a file
+                return path
+        except OSError:
+            return path
+        else:
+            return path
 
 
 def make_writable(path: str | Path, flag: str) -> Path:

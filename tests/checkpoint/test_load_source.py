@@ -15,6 +15,8 @@ from megazpp.checkpoint.folder import RECORD as NAME
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
 from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.checkpoint.read import LoadSource, choose_source, peek
+from megazpp.run.ranks import RUN_DIR, own_checkpoints
+from megazpp.training.tracking import TrackingConfig
 
 
 @pytest.fixture
@@ -115,6 +117,18 @@ def test_restarted_job_resumes_its_own_save_or_starts_as_flags_say(used, tmp_pat
     told = choose(restarted=True, save=str(tmp_path / "empty"), load=str(used), finetune=True)
     assert (told.folder.path, told.continues) == (used, False)
     assert choose(restarted=True, save=str(tmp_path / "empty")) is None
+
+
+def test_restarted_job_finds_the_checkpoints_of_its_run_folder():
+    given, torchrun = CheckpointConfig(save_to_run_dir=True), {"TORCHELASTIC_MAX_RESTARTS": "3"}
+    assert own_checkpoints(given, TrackingConfig(run_dir="run"), restarted=True, env={}).save == "run/checkpoints"
+    assert own_checkpoints(given, TrackingConfig(), restarted=True, env={RUN_DIR: "held"}).save == "held/checkpoints"
+    for restarted in (False, True):  # at the start it is not too late to add a flag
+        with pytest.raises(ValueError, match=r"--save-to-run-dir with torchrun's --max-restarts 3: .*add --run-dir or"):
+            own_checkpoints(given, TrackingConfig(), restarted=restarted, env=torchrun)
+    assert own_checkpoints(given, TrackingConfig(), restarted=False, env={}) == given
+    saving = CheckpointConfig(save_to_run_dir=True, save="elsewhere")
+    assert own_checkpoints(saving, TrackingConfig(), restarted=True, env=torchrun) == saving
 
 
 def test_flags_choose_which_parts_are_loaded(used):

@@ -175,6 +175,19 @@ def test_srun_on_one_node_uses_the_loopback_address(monkeypatch):
         assert is_on_one_machine(STARTED, env) == (address == "127.0.0.1")
 
 
+def test_steps_of_one_slurm_job_have_their_own_address_and_port(monkeypatch):
+    hosts = mock.Mock(side_effect=lambda command, **_: SimpleNamespace(stdout=command[-1].replace(",", "\n")))
+    monkeypatch.setattr("subprocess.run", hosts)
+    found = set()
+    for step, nodes in enumerate(("a,b", "c,d")):
+        of_step = {"SLURM_STEP_ID": str(step), "SLURM_STEP_NODELIST": nodes}
+        env = {**SRUN, "SLURM_JOB_NODELIST": "a,b,c,d", "SLURM_JOB_ID": "7", **of_step}
+        launch._set_missing_address(env)
+        assert env["MASTER_ADDR"] == nodes[0]
+        found.add(env["MASTER_PORT"])
+    assert len(found) == 2
+
+
 def test_mpirun_on_one_node_uses_loopback_and_a_port_per_job():
     ports = set()
     for job in ("prterun-a@1", "prterun-b@1"):

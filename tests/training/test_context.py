@@ -144,7 +144,13 @@ def test_default_folder_is_named_by_time_and_config_and_never_reused(tmp_path, m
     for name in ("20260102-030405-gpt_tiny", "20260102-030405-gpt_tiny-2", "20260102-030405-gpt_tiny-3"):
         path = default_run_dir("gpt_tiny", now)
         assert path == Path("runs") / name
+        assert path.is_dir()  # so that a job that starts in the same second takes another one
         assert list(RunFolder(path).path.iterdir()) == []
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    Path("runs").touch()
+    with pytest.raises(ValueError, match=r"--run-dir runs/.* is not a folder that can be written to"):
+        RunFolder(default_run_dir("gpt_tiny", now))
 
 
 def test_full_or_read_only_disk_is_detected_before_the_first_record(tmp_path):
