@@ -91,7 +91,8 @@ def read(folder: Path) -> dict[str, Any]:
     Training losses of runs with local steps are None, because they belong to the weights of a single replica group.
     """
     summary = json.loads((folder / "summary.json").read_text())
-    losses = [json.loads(line)["lm_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    losses = list({row["iteration"]: row["lm_loss"] for row in rows}.values())  # an interrupted run repeats iterations
     evaluations = folder / "validation.jsonl"
     found = map(json.loads, evaluations.read_text().splitlines() if evaluations.exists() else ())
     return {
