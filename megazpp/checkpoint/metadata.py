@@ -188,7 +188,7 @@ def rows_problem(record: CheckpointMetadata, rows: int) -> str | None:
 
 
 # Fields of GPTConfig that determine neither the shapes nor the meaning of the weights. `check_same_model` compares all
-# others.
+# other fields.
 _OTHER_FIELDS = (
     *("make_vocab_size_divisible_by", "init_method_std", "use_cpu_initialization", "hidden_dropout"),
     *("attention_dropout", "recompute_activations", "recompute_granularity", "recompute_modules", "recompute_method"),

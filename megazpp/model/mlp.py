@@ -61,8 +61,7 @@ class MLP(nn.Module):
         layers = [self.fc1] if self.gate is None else [self.fc1, self.gate]
         # [S, B, H] ([S/T, B, H] with sequence parallelism) -> [S, B, F/T], twice for SwiGLU
         parts = normed(norm, x, then=lambda x: column_parallel(x, layers), recompute=self.recompute_norm)
-        down: torch.Tensor = recomputed(self._inside, *parts, then=self.fc2, when=self.recompute_activation)
-        return down
+        return recomputed(self._inside, *parts, then=self.fc2, when=self.recompute_activation)
 
     def _inside(self, up: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         """Apply the activation function to `up` [S, B, F/T]; SwiGLU multiplies by `gate`, of the same shape."""

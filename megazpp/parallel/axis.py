@@ -315,8 +315,7 @@ def define_operator(schema: str, function: Callable[..., Any], fake: Callable[..
     name = schema.partition("(")[0]
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"megazpp::{name}", fake)
-    operator: Callable[..., Any] = getattr(torch.ops.megazpp, name).default
-    return operator
+    return getattr(torch.ops.megazpp, name).default
 
 
 def _all_reduce_in_graph(x: torch.Tensor, axis: str) -> None:

@@ -277,8 +277,7 @@ class ParallelDims:
     def _axis(self, axis: str, name: str, group: dist.ProcessGroup | None) -> MeshAxis:
         """Return this rank's axis `axis` of the layout under the name `name`, over the given process group."""
         if self._is_shared(axis):
-            shared: MeshAxis = getattr(self._dense, axis)
-            return shared
+            return getattr(self._dense, axis)
         rank = dist.get_rank()
         ranks = self.layout.axis_ranks(axis, rank)
         if group is not None and self._timeout is not None and not self._is_guest:
@@ -319,8 +318,7 @@ class ParallelDims:
             backend: back end of the groups; None uses the default group's.
         """
         if self._is_shared(axis):
-            shared: dist.ProcessGroup = getattr(self._dense, axis).group
-            return shared
+            return getattr(self._dense, axis).group
         options = axis_options(axis, self.layout, self._nccl) if backend is None else None
         if axis == "shard" and not own and self.layout.shard == self.layout.cluster.world_size:
             # Without options make_group returns the default group, which saves a communicator. A high priority would

@@ -25,5 +25,4 @@ class HostCopy:
         """Wait until the copy is complete, and return the values as Python numbers, in lists like `Tensor.tolist`."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        values: list[Any] = self._values.tolist()
-        return values
+        return self._values.tolist()

@@ -161,8 +161,7 @@ class StepRecorder:
         """Return the values of all ranks, one list per rank."""
         dims = self._run.dims
         own = torch.tensor([values], dtype=torch.float64, device=self._run.device)
-        by_rank: list[list[float]] = dims.world.all_gather(own).tolist()
-        return by_rank
+        return dims.world.all_gather(own).tolist()
 
     def _write_timeline(self, spans: list[Span], in_flight: list[Span]) -> None:
         """Gather one step's spans from all ranks, write timeline.json to the run folder, and log a summary.

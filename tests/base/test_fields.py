@@ -27,6 +27,7 @@ BESIDE = """
 --optimizer muon | --muon-momentum --muon-num-ns-steps --muon-extra-scale-factor --muon-adam-lr-multiple
 --optimizer muon | --muon-full-interval
 --lr-decay-style WSD | --lr-wsd-decay-iters
+--position-embedding-type rope --use-rope-scaling | --rope-scaling-factor
 --weight-decay-incr-style linear --end-weight-decay 1 | --start-weight-decay
 --weight-decay-incr-style linear --start-weight-decay 0 | --end-weight-decay
 --group-query-attention | --num-query-groups
