@@ -2,12 +2,11 @@
 
     pip install trl==1.16.0   # in a separate environment; torch for CPU is enough
     PYTHONPATH=. python tools/benchmarks/write_trl_goldens.py
-    pip install trl==1.12.0   # the last version with PPO
-    PYTHONPATH=. python tools/benchmarks/write_trl_goldens.py
 
 The trainers' own code runs, in fp64 unless it casts, on an uninitialized trainer whose model returns given logits. The
-results are JSON files in tests/post_training/, which test_losses.py and test_trl_defaults.py read. The file is longer
-than others because all cases share their parts.
+results are JSON files in tests/post_training/, which test_losses.py and test_trl_defaults.py read. TRL 1.12 was the
+last version with PPO, so trl_1.12.0.json does not change any more; commit 8ef29203 has the program that wrote it. The
+file is longer than others because all cases share their parts.
 
 Letters: B rows, P tokens of a prompt, C tokens of a completion, V tokens in the vocabulary.
 """
@@ -35,7 +34,6 @@ B, P, C, V = 4, 2, 4, 6
 PAD, EOS = 0, 1
 TOKENIZER = SimpleNamespace(pad_token_id=PAD, eos_token_id=EOS)
 LENGTHS = (3, 4, 1, 4)  # lengths of completions: ended early, cut off, ended at once, ended with the last token
-WITH_PPO = trl.__version__ == "1.12.0"
 FOLDER = Path(__file__).resolve().parents[2] / "tests/post_training"
 
 
@@ -44,7 +42,7 @@ def main(argv: list[str]) -> None:
     """Write the file of the installed TRL version to the folder on the command line, or else to the tests' folder."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
-    cases = ppo_cases() if WITH_PPO else [*sft(), *reward(), *dpo_cases(), *grpo_cases(), *sync()]
+    cases = [*sft(), *reward(), *dpo_cases(), *grpo_cases(), *sync()]
     path = Path(argv[0] if argv else FOLDER) / f"trl_{trl.__version__}.json"
     written = {"trl": trl.__version__, "torch": torch.__version__, "defaults": config_defaults(), "cases": cases}
     path.write_text(json.dumps(written, default=lambda tensor: as_numbers(tensor.tolist())) + "\n")
@@ -53,8 +51,7 @@ def main(argv: list[str]) -> None:
 
 def config_defaults() -> dict[str, Values]:
     """Return the defaults of all fields of each config class, by the class's name."""
-    classes: list[Any] = [importlib.import_module("trl.experimental.ppo").PPOConfig] if WITH_PPO else []
-    classes = classes or [trl.SFTConfig, trl.RewardConfig, trl.DPOConfig, trl.GRPOConfig, trl.RLOOConfig]
+    classes: list[Any] = [trl.SFTConfig, trl.RewardConfig, trl.DPOConfig, trl.GRPOConfig, trl.RLOOConfig]
     return {
         each.__name__: {
             field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -100,21 +97,16 @@ def leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone().requires_grad_()
 
 
-def accelerator(losses: list[torch.Tensor]) -> SimpleNamespace:
-    """Return a stub of Accelerate's `Accelerator` for one process, which appends each loss to `losses`."""
+def accelerator() -> SimpleNamespace:
+    """Return a stub of Accelerate's `Accelerator` for one process."""
 
     def same(value: Any, **_: object) -> Any:
         return value
 
-    def backward(loss: torch.Tensor) -> None:
-        losses.append(loss.detach())
-        loss.backward()
-
     one: Values = {"device": torch.device("cpu"), "num_processes": 1, "process_index": 0, "parallelism_config": None}
-    flags: Values = dict.fromkeys(("is_main_process", "sync_gradients"), True)
+    flags: Values = {"is_main_process": True, "sync_gradients": True, "autocast": nullcontext}
     calls: Values = dict.fromkeys(("unwrap_model", "gather", "gather_for_metrics", "reduce"), same)
-    contexts: Values = {"accumulate": nullcontext, "autocast": nullcontext, "print": lambda *_: None}
-    return SimpleNamespace(**one, **flags, **calls, **contexts, backward=backward)
+    return SimpleNamespace(**one, **flags, **calls)
 
 
 class GivenLogits(torch.nn.Module):
@@ -310,7 +302,7 @@ def stub(name: str, model: torch.nn.Module, **attributes: Any) -> Any:
     known |= {"importance_sampling_level": "token", "multi_objective_aggregation": "sum_then_normalize"}
     known |= {"top_entropy_quantile": 1.0, "num_iterations": 1, "_total_train_tokens": 0, "_tp_size": 1}
     known |= {"_metrics": {"train": defaultdict(list)}, "_logs": logs, "_pending_extra_logs": {}}
-    known |= {"_pending_metrics": {}, "accelerator": accelerator([]), "_tokenizer": TOKENIZER}
+    known |= {"_pending_metrics": {}, "accelerator": accelerator(), "_tokenizer": TOKENIZER}
     made.__dict__ |= known | attributes
     return made
 
@@ -318,81 +310,6 @@ def stub(name: str, model: torch.nn.Module, **attributes: Any) -> Any:
 def nan_to_none(rewards: torch.Tensor) -> list[list[float | None]]:
     """Return nested lists with None in place of NaN, which JSON does not have."""
     return [[None if math.isnan(reward) else reward for reward in row] for row in rewards.tolist()]
-
-
-def ppo_cases() -> list[Values]:
-    """Record PPOTrainer with several settings."""
-    found = [ppo(gamma=1.0, lam=0.95), ppo(gamma=0.9, lam=0.8), ppo(gamma=1.0, lam=0.95, kl_coef=0.0)]
-    return [*found, ppo(gamma=0.9, lam=0.95, whiten_rewards=True)]
-
-
-def ppo(*, gamma: float, lam: float, kl_coef: float = 0.05, whiten_rewards: bool = False) -> Values:
-    """Record one update of PPOTrainer.train on given completions, values and scores."""
-    # ---- inputs
-    trainer: Any = importlib.import_module("trl.experimental.ppo.ppo_trainer")
-    (tokens, mask), old, ref = rows(), random_logits(), random_logits()
-    new = leaf(old + random_logits(0.5))
-    old_values, scores = random(B, P + C), random(B)
-    new_values = leaf(old_values + random(B, P + C, scale=0.5))
-    # ---- functions that replace the trainer's models and generation
-    whitened: list[tuple[torch.Tensor, torch.Tensor]] = []
-    whiten = trainer.masked_whiten
-
-    def masked_whiten(values: torch.Tensor, mask: torch.Tensor, **options: Any) -> torch.Tensor:
-        whitened.append((values.clone(), whiten(values, mask, **options)))
-        return whitened[-1][1]
-
-    def forward(model: Any, query_responses: torch.Tensor, *_: object) -> Any:
-        picked = (query_responses[:, 0] - 2).tolist()
-        if model == "ref":
-            return SimpleNamespace(logits=ref[picked].clone())
-        return SimpleNamespace(logits=new[picked]), new_values[picked].unsqueeze(-1)
-
-    def get_reward(model: Any, *_: object) -> tuple[Any, Any, None]:
-        return (old_values.unsqueeze(-1), None, None) if model == "value" else (None, scores.clone(), None)
-
-    trainer.masked_whiten, trainer.forward, trainer.get_reward = masked_whiten, forward, get_reward
-    trainer.batch_generation = lambda *_: (tokens, old[:, P - 1 : -1].clone())
-    trainer.unwrap_model_for_generation = lambda model, *_, **__: nullcontext(model)
-    # ---- settings
-    settings: Values = {"gamma": gamma, "lam": lam, "kl_coef": kl_coef, "whiten_rewards": whiten_rewards}
-    settings |= {"cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1}
-    ones = "num_ppo_epochs num_mini_batches gradient_accumulation_steps num_total_batches temperature"
-    sizes = "batch_size local_batch_size local_mini_batch_size per_device_train_batch_size total_episodes"
-    sizes += " local_rollout_forward_batch_size"
-    given: Values = {**settings, **dict.fromkeys(ones.split(), 1), **dict.fromkeys(sizes.split(), B)}
-    given |= dict.fromkeys(("logging_steps", "eval_steps", "save_steps", "missing_eos_penalty"))
-    given |= {"response_length": C, "num_sample_generations": 0, "ds3_gather_for_generation": False}
-    control = SimpleNamespace(should_save=False)
-    callbacks = {f"on_{moment}": lambda *_: control for moment in ("train_begin", "step_end", "train_end")}
-    losses: list[torch.Tensor] = []
-    logged: list[Values] = []
-    models: Values = {"ref_model": "ref", "reward_model": "reward", "processing_class": TOKENIZER, "stop_token_id": EOS}
-    loop: Values = {"dataloader": [{"input_ids": tokens[:, :P]}], "state": SimpleNamespace(), "control": control}
-    loop |= {"is_deepspeed_enabled": False, "train_dataset_len": B, "log": logged.append}
-    # ---- training loop
-    its = SimpleNamespace(
-        args=SimpleNamespace(**given, kl_estimator="k1"),
-        accelerator=accelerator(losses),
-        optimizer=SimpleNamespace(step=lambda: None, zero_grad=lambda: None),
-        model=SimpleNamespace(policy="policy", value_model="value", train=lambda: None),
-        callback_handler=SimpleNamespace(**callbacks),
-        lr_scheduler=SimpleNamespace(get_last_lr=lambda: [0.0], step=lambda: None),
-        **models,
-        **loop,
-    )
-    trainer.PPOTrainer.train(its)
-    trainer.masked_whiten = whiten
-    # ---- record
-    advantages, after = whitened[-1]
-    found: Values = {"tokens": tokens, "mask": mask, "old_logits": old, "ref_logits": ref, "logits": new.detach()}
-    found |= {"old_values": old_values, "values": new_values.detach(), "scores": scores}
-    found |= {"advantages": advantages, "whitened": after, "loss": losses[0]}
-    names: Values = {"policy_loss": "loss/policy_avg", "value_loss": "loss/value_avg"}
-    names |= {"clip_ratio": "policy/clipfrac_avg", "value_clip_ratio": "val/clipfrac_avg"}
-    found |= {name: logged[0][theirs] for name, theirs in names.items()}
-    found |= {"grad": new.grad, "value_grad": new_values.grad}
-    return {"kind": "ppo", "settings": {**settings, "max_completion_length": C}, **found}
 
 
 if __name__ == "__main__":
