@@ -108,6 +108,8 @@ def test_device_waits_for_the_host_only_when_launches_take_longer():
         simulation.spend(0.25)
     assert simulation.compute.now == 8.25
     assert simulation.busy == {"compute": 5.75, "host": 8.0}
+    simulation.spend(3.0, launched=False)  # a part of the kernel before it
+    assert (simulation.compute.now, simulation.busy["host"]) == (11.25, 8.0)
 
 
 def test_collectives_of_an_axis_run_in_turn_and_delay_compute(simulation):
