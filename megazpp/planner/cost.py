@@ -1,9 +1,16 @@
-"""Cost model: seconds of collectives (alpha-beta) and operations (roofline), and calibrations by published figures.
+"""Cost model: seconds of operations (roofline and host) and of collectives (alpha-beta), and calibrations.
+
+An operation takes the longer of its first two times in this table, and starts after its launch. The launches of a step
+follow one another and run ahead, so the device waits only if the host falls behind (Simulation.spend).
+
+    FLOPs       2 x 128 x 128 x k for each tile of a product's result / reachable FLOP/s; tiles of 128 x 128, rounded
+                up to whole waves of one tile per multiprocessor
+    memory      bytes read and written / reachable memory bandwidth
+    launch      HOST_MICROSECONDS for each product, each series of passes over memory, and each collective
 
 The cost of a collective has two parts: the latency of its messages, which follow one another, and the bytes that each
-rank sends, at the rate of the slowest link on the axis. Ranks of a node that send over the network at the same time
-share its network adapters. The bytes of each rank first cross that rank's own path to the adapters, and then the
-network.
+rank sends, at the rate of the slowest link on the axis. Small messages therefore reach a low rate: a message of
+latency x rate bytes reaches half of it, 175 kB at 14 microseconds and 12.5 GB/s.
 
     algorithm   collective                    messages         bytes per rank
     ring        all-gather, reduce-scatter    n - 1            (n - 1) / n of the buffer
@@ -16,6 +23,12 @@ domain), and over log2(m) levels between the domains, once up and once down. An 
 tree. Each message of a ring has the latency of the link that it uses, as in NCCL's tuning.cc: a ring of 384 ranks in 24
 nodes has 23 network links.
 
+Ranks of a node that send over the network at the same time share the node's network bandwidth. The seconds per byte
+between nodes depend on whether ranks share fast adapters (see `shares_adapters`):
+
+    shared adapters    senders / bandwidth of the node + 1 / uplink, the rate from a rank to its node's adapters
+    others             senders / (bandwidth of the node x share)
+
 A cluster file names a calibration (`device: {calibration: h100}`). A calibration says which shares of the data sheet's
 figures programs reach. tests/planner/test_published.py lists the published figures and the planner's predictions.
 """
@@ -25,7 +38,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from megazpp.topology.cluster import Device, LinkKind
+from megazpp.topology.cluster import Cluster, Device, LinkKind
 from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout
 
 # Rows and columns of the tiles in which cuBLAS usually computes a product. Source: NVIDIA, Matrix Multiplication
@@ -40,17 +53,17 @@ CALL_MICROSECONDS = 8.4  # additional latency of every collective, in microsecon
 
 
 class Efficiency(NamedTuple):
-    """Shares of the data sheet's figures that programs reach, between 0 and 1.
+    """Shares of the data sheet's figures that programs reach, between 0 and 1, and two figures of the device.
 
     Attributes:
         matrix: share of the peak FLOP/s in a matrix product of full tiles.
         memory: share of the memory bandwidth in a pass over memory.
         domain: share of the bandwidth inside an NVLink domain, for long messages.
         node: share of the bandwidth inside a node, for long messages.
-        network: share of the bandwidth between nodes, for long messages.
-        beside: share of the device that a running collective takes away from overlapped compute, because
-            NCCL's kernels occupy multiprocessors.
-        uplink: not a share: rate in GB/s at which one rank brings bytes to its node's network adapters.
+        network: share of the bandwidth between nodes, for long messages, if ranks do not share fast adapters.
+        multiprocessors: number of the device's multiprocessors. Infinite: neither waves of tiles nor NCCL's
+            multiprocessors are modeled.
+        uplink: rate in GB/s at which one rank brings bytes to network adapters that it shares with other ranks.
     """
 
     matrix: float = 1.0
@@ -58,7 +71,7 @@ class Efficiency(NamedTuple):
     domain: float = 1.0
     node: float = 1.0
     network: float = 1.0
-    beside: float = 0.0
+    multiprocessors: float = math.inf
     uplink: float = math.inf
 
 
@@ -78,47 +91,67 @@ class Calibration(NamedTuple):
 
 
 # Share of the peak that products reach on V100: 83 of 125 TFLOP/s. Source: Markidis et al., NVIDIA Tensor Core
-# Programmability, Performance & Precision (arXiv 1803.04014).
+# Programmability, Performance & Precision (arXiv 1803.04014). A100 and H100 of 700 W reach it as well.
 V100_MATRIX_SHARE = 0.664
-# Most multiprocessors that a collective of NCCL occupies (MAXCHANNELS). V100 has 80 multiprocessors, H100 has 132.
+# Most multiprocessors that a collective of NCCL occupies (MAXCHANNELS). Collectives delay compute by this share.
 NCCL_BLOCKS = 32
+# Host time of a launch, with the Python code around it. Measured: 2.3, 2.9 and 4.1 ms of CPU time per layer and
+# micro-batch for gpt_1b3 with ZeRO-3, --zeropp, and --zeropp with 2 tensor-parallel ranks, in which the planner counts
+# 34, 43 and 53 launches. The host was an AMD EPYC of 2.4 GHz, with a substitute for the CUDA driver instead of a GPU.
+HOST_MICROSECONDS = 70.0
+# Smallest bandwidth of one adapter of a fast network, in GB/s: 100 Gbit/s.
+ADAPTER_GIGABYTES = 12.5
+# Rate from one rank to adapters that several ranks share, in GB/s. Fitted to two runs on V100, see DGX2_EFFICIENCY.
+UPLINK_GIGABYTES = 48.55
 # Shares that were assumed before any comparison: products reach V100's measured share, memory and links reach 0.8.
+# Numbers of multiprocessors are from NVIDIA's data sheets.
 ASSUMED_EFFICIENCY = Efficiency(
-    matrix=V100_MATRIX_SHARE, memory=0.8, domain=0.8, node=0.8, network=0.8, beside=round(NCCL_BLOCKS / 132, 3)
+    matrix=V100_MATRIX_SHARE,
+    memory=0.8,
+    domain=0.8,
+    node=0.8,
+    network=0.8,
+    multiprocessors=132,
+    uplink=UPLINK_GIGABYTES,
 )
+A100_EFFICIENCY = ASSUMED_EFFICIENCY._replace(multiprocessors=108)
 # Shares that are fitted to published figures; tests/planner/test_published.py lists them with the errors. The figures
 # are few, so a fitted share also absorbs effects that the model lacks, and a benchmark of that part alone would show
-# another value. V100's "memory" includes passes over memory that DeepSpeed makes and FSDP2 does not. H800's "matrix"
-# includes the time of all operations that are not products.
-DGX2_EFFICIENCY = ASSUMED_EFFICIENCY._replace(memory=0.127, network=1.0, beside=NCCL_BLOCKS / 80, uplink=48.856)
-H100_EFFICIENCY = ASSUMED_EFFICIENCY._replace(matrix=0.428)
-H800_EFFICIENCY = ASSUMED_EFFICIENCY._replace(
-    matrix=0.152, network=0.179
-)  # network: eight adapters of 400 Gbit/s per node
+# another value. V100's "memory" includes passes over memory that DeepSpeed makes and FSDP2 does not. The "matrix" of
+# H100 of 500 W includes its lower clock rate, and time that torch.compile would save.
+DGX2_EFFICIENCY = ASSUMED_EFFICIENCY._replace(memory=0.131, multiprocessors=80)
+H100_500W_EFFICIENCY = ASSUMED_EFFICIENCY._replace(matrix=0.436)
+H800_EFFICIENCY = ASSUMED_EFFICIENCY._replace(matrix=0.221, network=0.178)  # network: of 8 x 400 Gbit/s per node
 
 CALIBRATIONS = {
     "v100": Calibration(
         DGX2_EFFICIENCY,
         "v100: fitted to two published runs of ZeRO-3 and ZeRO++ on DGX-2 (arXiv 2306.10209); for the eight other "
-        "runs, the median error of TFLOP/s and speed-up is 7 %, and the largest error of the speed-up is 39 %",
+        "runs, the median error of TFLOP/s and speed-up is 7 %, and the largest error is 43 %",
         1024,
     ),
     "a100": Calibration(
-        ASSUMED_EFFICIENCY,
-        "a100: not fitted; the errors for five published runs of FSDP2 on 64 A100, Llama 8B to 70B, are at most 5 %",
-        8192,
+        A100_EFFICIENCY,
+        "a100: not fitted; estimates for 64 A100 are up to 6 % too slow for five published runs of FSDP2 (Llama 8B to "
+        "70B), and 6 to 15 % too fast for six runs of Megatron-LM and SDP4Bit (1.3B to 6.7B)",
+        2048,
     ),
     "h100": Calibration(
-        H100_EFFICIENCY,
-        "h100: fitted to a published run of FSDP2 on 8 H100 of 500 W (Llama 8B, 16,384 tokens per GPU and "
-        "micro-batch); the same run on 128 GPUs is estimated 2.5 % too fast (4 % too slow with h800's share of the "
-        "network), and no other run was compared",
+        ASSUMED_EFFICIENCY,
+        "h100: not fitted; this project's runs on one H100 of 700 W (125M to 1.3B, torch.compile) are estimated up to "
+        "14 % too slow; no run on several H100 of 700 W was compared",
+        8192,
+    ),
+    "h100_500w": Calibration(
+        H100_500W_EFFICIENCY,
+        "h100_500w: fitted to a published run of FSDP2 without torch.compile on 8 H100 of 500 W (Llama 8B, 16,384 "
+        "tokens per GPU and micro-batch); the same run on 128 GPUs is estimated 2 % too fast",
         16384,
     ),
     "h800": Calibration(
         H800_EFFICIENCY,
-        "h800: fitted to a published run of Megatron-LM on 128 H800 with 2048 tokens per model copy (SDP4Bit), in "
-        "which operations other than products take most of the time; for two other models TFLOP/s are 8 to 18 % off",
+        "h800: fitted to a published run of Megatron-LM on 128 H800 with 2048 tokens per model copy (SDP4Bit); for "
+        "four other models TFLOP/s are 2 to 22 % off",
         0,
     ),
 }
@@ -156,10 +189,12 @@ class Costs:
     """Interface of the cost model. This base class makes everything take 0 seconds, to count bytes only.
 
     Attributes:
-        beside: share of a collective's duration that is added to the compute overlapped with it.
+        beside: share of a collective's seconds by which it delays the compute that overlaps with it.
+        launch: seconds that the host needs to launch a kernel or a collective.
     """
 
     beside = 0.0
+    launch = 0.0
 
     def operation(self, operation: Operation) -> float:
         """Return the seconds of a matrix product or a pass over memory."""
@@ -177,8 +212,7 @@ class Costs:
 class ClusterCosts(Costs):
     """Cost model of a cluster whose file describes the device and the links.
 
-    A product is computed in tiles of 128 x 128; tiles at the edge cost as much as full ones. It takes the time of its
-    tiles at the reachable share of the peak, or the time of its memory traffic, whichever is longer.
+    Tiles at the edge of a product's result cost as much as full ones, and so does an incomplete last wave of tiles.
 
     Args:
         layout: sizes and links of the parallel axes.
@@ -193,7 +227,10 @@ class ClusterCosts(Costs):
         device = layout.cluster.device
         if device is None:
             raise ValueError("--cluster-file: device is missing (name, teraflops, gigabytes, gigabytes_per_second)")
-        self.beside = efficiency.beside
+        self.beside = NCCL_BLOCKS / efficiency.multiprocessors
+        # a device of unknown speed is described as infinitely fast, and then no host times are known either
+        self.launch = 1e-6 * HOST_MICROSECONDS if math.isfinite(device.teraflops) else 0.0
+        self._multiprocessors = efficiency.multiprocessors
         self._flops_per_second = 1e12 * device.teraflops * efficiency.matrix
         self._bytes_per_second = 1e9 * device.gigabytes_per_second * efficiency.memory
         names = (*AXES, NODE, *(EXPERT_AXES if layout.has_expert_axes else ()))
@@ -203,8 +240,10 @@ class ClusterCosts(Costs):
         seconds = self.memory(operation.bytes)
         if operation.kind == "memory":
             return seconds
-        tiles = math.ceil(operation.m / TILE) * math.ceil(operation.n / TILE)
-        flops = 2.0 * tiles * TILE * TILE * operation.k * operation.batch
+        tiles = math.ceil(operation.m / TILE) * math.ceil(operation.n / TILE) * operation.batch
+        if math.isfinite(self._multiprocessors):
+            tiles = math.ceil(tiles / self._multiprocessors) * self._multiprocessors
+        flops = 2.0 * tiles * TILE * TILE * operation.k
         return max(flops / self._flops_per_second, seconds)
 
     def memory(self, touched_bytes: int) -> float:
@@ -236,10 +275,13 @@ class AxisCost:
                 raise ValueError(f"--cluster-file: links.{kind} is missing, and axis {axis} uses it")
             link, is_network = known[kind], kind == "network"
             senders = max(count / cluster.num_nodes, 1.0) if is_network else 1.0
-            share: float = 1.0 if link.is_measured else getattr(efficiency, kind)
-            byte_seconds = senders / (link.gigabytes_per_second * share)
-            if is_network and not link.is_measured:
-                byte_seconds += 1.0 / efficiency.uplink
+            rate = link.gigabytes_per_second
+            if link.is_measured:
+                byte_seconds = senders / rate
+            elif is_network and shares_adapters(cluster, rate) and math.isfinite(efficiency.uplink):
+                byte_seconds = senders / rate + 1.0 / efficiency.uplink
+            else:
+                byte_seconds = senders / (rate * getattr(efficiency, kind))
             self._byte_seconds = max(self._byte_seconds, 1e-9 * byte_seconds)
 
         # ---- latency of a ring and of a tree
@@ -261,3 +303,13 @@ class AxisCost:
             return 0.0
         latency = min(2 * self._ring, 2 * self._tree) if collective == "all_reduce" else self._ring
         return 1e-6 * CALL_MICROSECONDS + latency + sent_bytes * self._byte_seconds
+
+
+def shares_adapters(cluster: Cluster, gigabytes_per_second: float) -> bool:
+    """Return True if a node has adapters of at least 100 Gbit/s, but less than 100 Gbit/s per rank.
+
+    Args:
+        cluster: number of ranks per node.
+        gigabytes_per_second: network bandwidth of a node.
+    """
+    return ADAPTER_GIGABYTES <= gigabytes_per_second < ADAPTER_GIGABYTES * cluster.ranks_per_node

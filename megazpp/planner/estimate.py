@@ -46,7 +46,7 @@ class Estimate(NamedTuple):
         micro_batches: number of micro-batches per step.
         seconds: seconds per step; None if the cluster file lacks the device or the links.
         held_up: seconds by which a synchronization delays training; 0 without local steps.
-        busy: seconds per step by axis, and for the key "compute"; {} without times.
+        busy: seconds per step by axis, and for the keys "compute" and "host"; {} without times.
         exposed: for each axis, the seconds per step that would be saved if its collectives took no time; {} if not
             requested or without times.
         muon: description of Muon's work and communication; "" for other optimizers.

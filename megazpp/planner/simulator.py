@@ -60,18 +60,23 @@ class Clock:
 class Simulation:
     """All clocks of a rank. Costs are added to the clock that is currently running.
 
+    The host launches kernels and collectives one after another and does not wait for them. A kernel starts after its
+    launch, so a device with little work per launch waits for the host.
+
     Args:
         costs: cost model.
 
     Attributes:
         compute: clock of the model's kernels; on a CPU, of the process.
         running: clock to which costs are added.
-        busy: seconds of collectives in this step by axis, and for the key "compute" the seconds of the compute clock.
+        busy: seconds of collectives in this step by axis, for the key "compute" the seconds of the compute clock, and
+            for the key "host" the seconds of all launches.
     """
 
     def __init__(self, costs: Costs) -> None:
         self.compute = self.running = Clock()
-        self._costs, self._clocks = costs, [self.compute]
+        self._host = Clock()
+        self._costs, self._clocks = costs, [self.compute, self._host]
         self._links = {axis: self.new_clock() for axis in (*AXES, NODE, *EXPERT_AXES)}
         self.busy: dict[str, float] = defaultdict(float)
 
@@ -100,21 +105,27 @@ class Simulation:
         finally:
             self.running = before
 
-    def spend(self, seconds: float, *, axis: str | None = None, taken: float = 0.0) -> None:
-        """Advance the running clock by the seconds of a collective or of a kernel.
+    def spend(self, seconds: float, *, axis: str | None = None, taken: float = 0.0, launched: bool = True) -> None:
+        """Launch a collective or a kernel, and advance the running clock by its seconds.
 
         Args:
             seconds: duration.
             axis: axis of the collective; None for a kernel.
             taken: seconds by which the compute clock is delayed meanwhile, if another clock is running.
+            launched: False for a part of a kernel that is already launched.
         """
-        clock, start = self.running, self.running.now
+        clock, launch = self.running, self._costs.launch
+        if launch and launched:
+            self._host.now += launch
+            self.busy["host"] += launch
+            clock.wait_until(self._host.now)
+        start = clock.now
         clock.now += seconds
         if axis or clock is self.compute:
             self.busy[axis or "compute"] += clock.now - start
         if clock is not self.compute and taken:
-            with self.on(self.compute):
-                self.spend(taken)
+            self.compute.now += taken
+            self.busy["compute"] += taken
 
     def send(self, axis: str, collective: str, sent_bytes: int) -> None:
         """Advance the running clock by a collective, which starts when the previous one on its axis has ended."""

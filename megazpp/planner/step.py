@@ -64,7 +64,7 @@ class SimulatedStep(NamedTuple):
     Attributes:
         traffic: exact calls and bytes of this rank.
         seconds: seconds of the step, or by which the synchronization delays training.
-        busy: seconds of collectives by axis, and for the key "compute" the seconds of the compute.
+        busy: seconds of collectives by axis, and for the keys "compute" and "host" the seconds of compute and launches.
     """
 
     traffic: TrafficTable
@@ -325,11 +325,14 @@ class StepSimulator:
         self.ledger.pass_through(Memory.ACTIVATIONS, segment.peak)
         self.ledger.add(Memory.ACTIVATIONS, segment.kept - segment.gradients)
         self.ledger.add(Memory.WHOLE_GRADIENTS, segment.gradients)
+        before = ""
         for operation in segment.operations:
             if operation.kind in ("matrix", "memory"):
-                self._simulation.spend(self._costs.operation(operation))
+                fused = operation.kind == before == "memory"  # torch.compile fuses successive passes into one kernel
+                self._simulation.spend(self._costs.operation(operation), launched=not fused)
             else:
                 self._axes[operation.axis].count(operation.kind, operation.bytes)
+            before = operation.kind
 
     def _has_backward(self, segment: int) -> bool:
         """Return True if backward reaches the segment; it ends at the first segment with trained parameters."""

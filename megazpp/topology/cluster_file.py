@@ -23,7 +23,7 @@ device:                   # optional: the device of each rank; --plan needs it
   gigabytes: 80           # memory size
   gigabytes_per_second: 3350
   calibration: h100       # optional: calibration with the shares of these peaks that published runs have reached
-                          #   (v100, a100, h100, h800); without it --plan warns
+                          #   (v100, a100, h100, h100_500w, h800); without it --plan warns
   price_per_hour: 2.5     # optional: price of one device in any currency, from which --plan computes costs
   source: NVIDIA H100 Tensor Core GPU data sheet
 """

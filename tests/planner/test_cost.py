@@ -8,7 +8,8 @@ from megazpp.planner.cost import (
     CALIBRATIONS,
     CALL_MICROSECONDS,
     DGX2_EFFICIENCY,
-    H100_EFFICIENCY,
+    H100_500W_EFFICIENCY,
+    HOST_MICROSECONDS,
     AxisCost,
     ClusterCosts,
     Efficiency,
@@ -19,6 +20,8 @@ from megazpp.topology.cluster import CALIBRATION_NAMES, Cluster, Device, Link, L
 from megazpp.topology.layout import Layout, plan_layout
 
 LINKS = Links(domain=Link(100.0, 2.0), network=Link(10.0, 5.0))
+FAST = Links(domain=Link(100.0, 2.0), network=Link(20.0, 5.0))
+OWN = Links(domain=Link(100.0, 2.0), network=Link(100.0, 5.0))
 MEASURED = Links(domain=Link(100.0, 2.0), network=Link(10.0, 5.0, "measured over cross"))
 CALL = 1e-6 * CALL_MICROSECONDS
 DEVICE = Device("a GPU", teraflops=100.0, gigabytes=80.0, gigabytes_per_second=1000.0)
@@ -46,7 +49,9 @@ SECONDS = {  # seconds of 1 GB on an axis, which include the latency of each mes
         12 * 2e-6 + 15e-6 + 2 * 0.1,
     ),
     "a share of the link's bandwidth takes longer": (layout(), "cross", HALF, 15e-6 + 8 * 0.2),
-    "bytes cross the rank's path to the adapters and then the network": (layout(), "cross", PATH, 15e-6 + 1.65),
+    "bytes cross the rank's path to shared adapters and then the network": (layout(FAST), "cross", PATH, 15e-6 + 0.45),
+    "with slow adapters a share of the bandwidth counts": (layout(), "cross", PATH, 15e-6 + 8 * 0.2),
+    "with an adapter per rank a share of the bandwidth counts": (layout(OWN), "cross", PATH, 15e-6 + 8 * 0.02),
     "inside a node bytes do not cross the path to the adapters": (layout(), "local", PATH, 14e-6 + 0.01),
     "a measured rate needs no share": (layout(MEASURED), "cross", PATH, 15e-6 + 8 * 0.1),
 }
@@ -75,6 +80,19 @@ def test_product_costs_full_tiles_or_bytes_and_memory_pass_its_share():
     assert costs.operation(Operation("memory", 10**9)) == pytest.approx(4e-3)
 
 
+def test_last_wave_of_tiles_costs_a_full_wave():
+    costs = ClusterCosts(layout(), Efficiency(multiprocessors=100))
+    wave = 2 * 128 * 128 * 4096 * 100 / 100e12
+    for m, waves in ((128 * 10, 1), (128 * 11, 2), (128 * 20, 2)):
+        assert costs.operation(Operation("matrix", 0, m=m, n=1280, k=4096, batch=1.0)) == pytest.approx(waves * wave)
+
+
+def test_device_of_unknown_speed_has_no_host_time():
+    assert ClusterCosts(layout(), Efficiency()).launch == 1e-6 * HOST_MICROSECONDS
+    unknown = DEVICE._replace(teraflops=math.inf, gigabytes_per_second=math.inf)
+    assert ClusterCosts(layout(device=unknown), Efficiency()).launch == 0.0
+
+
 def test_free_axis_costs_nothing():
     costs = ClusterCosts(layout(), Efficiency(), free=("cross",))
     assert costs.collective("local", "all_gather", 10**8) > 0
@@ -91,5 +109,5 @@ def test_missing_cluster_figures_are_named_in_the_error():
 def test_calibration_follows_the_key_not_the_device_name():
     assert tuple(CALIBRATIONS) == CALIBRATION_NAMES  # names that a cluster file may use
     assert calibration_for(DEVICE._replace(name="H100", calibration="v100")).efficiency == DGX2_EFFICIENCY
-    assert calibration_for(DEVICE._replace(calibration="h100")).efficiency == H100_EFFICIENCY
+    assert calibration_for(DEVICE._replace(calibration="h100_500w")).efficiency == H100_500W_EFFICIENCY
     assert calibration_for(DEVICE._replace(name="v100")) == calibration_for(None)

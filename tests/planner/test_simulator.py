@@ -97,6 +97,21 @@ def test_new_step_starts_after_all_clocks_and_ignores_old_works(simulation):
     assert not simulation.busy
 
 
+def test_device_waits_for_the_host_only_when_launches_take_longer():
+    costs = TwoSeconds()
+    costs.launch = 1.0
+    simulation = Simulation(costs)
+    for seconds in (0.25, 4.0, 0.25, 0.25):  # launched at 1, 2, 3 and 4; the second one ends at 6
+        simulation.spend(seconds)
+    assert simulation.compute.now == 6.5
+    for _ in range(4):  # launched at 5 to 8
+        simulation.spend(0.25)
+    assert simulation.compute.now == 8.25
+    assert simulation.busy == {"compute": 5.75, "host": 8.0}
+    simulation.spend(3.0, launched=False)  # a part of the kernel before it
+    assert (simulation.compute.now, simulation.busy["host"]) == (11.25, 8.0)
+
+
 def test_collectives_of_an_axis_run_in_turn_and_delay_compute(simulation):
     reductions, gathers = simulation.new_clock(), simulation.new_clock()
     for clock in (reductions, gathers):
