@@ -135,7 +135,8 @@ def describe_host(
         root: folder that contains `proc`; tests use another one.
     """
     if uses_gpu is None:
-        uses_gpu = device.type == "cuda" and dist.get_backend() == "nccl"
+        # `init_process_group` without a back end, or with "cpu:gloo,cuda:nccl", uses one for each type of device
+        uses_gpu = device.type == "cuda" and "cuda:nccl" in dist.get_backend_config()
     gpu, notice = describe_gpu(device) if uses_gpu else (None, "")
     boot_id, namespace = root / "proc/sys/kernel/random/boot_id", root / "proc/self/ns/net"
     return HostInfo(

@@ -210,6 +210,16 @@ def test_missing_pynvml_keeps_the_gpu_name_and_gives_a_notice(monkeypatch):
         assert said in notice
 
 
+@pytest.mark.parametrize(
+    ("backends", "known"), [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)]
+)
+def test_gpu_is_described_if_collectives_run_on_it(monkeypatch, backends, known):
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    monkeypatch.setattr("megazpp.parallel.host_discovery.describe_gpu", lambda device: (Gpu("uuid", "name"), ""))
+    assert (describe_host(0, torch.device("cuda", 0)).gpu is not None) == known
+    assert describe_host(0, CPU).gpu is None
+
+
 @pytest.mark.gpu
 def test_gpu_of_this_machine_is_described():
     pytest.importorskip("pynvml")
