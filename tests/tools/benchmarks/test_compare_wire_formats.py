@@ -6,12 +6,16 @@ from compare_wire_formats import LAST_STEPS, read, steps_to, table
 
 
 def read_run(folder: Path, *, valid: float, sent: int = 0, above: float = 0.0, **fields: Any) -> dict[str, Any]:
-    """Make a run whose loss falls by 1 per step to 4, plus `above` in every other step, and read it."""
+    """Make a run whose loss falls by 1 per step to 4, plus `above` in every other step, and read it.
+
+    The run was interrupted once, so that its file has the first step twice.
+    """
     folder.mkdir(exist_ok=True)
     summary = {"validation_loss": valid, "cross_bytes_per_step": sent, "cpu_seconds_per_token": 1e-4, **fields}
     (folder / "summary.json").write_text(json.dumps(summary))
     losses = [loss + above * (loss % 2) for loss in range(4 + LAST_STEPS, 3, -1)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"lm_loss": loss}) + "\n" for loss in losses))
+    rows = [{"iteration": 1, "lm_loss": 9.0}, *({"iteration": i, "lm_loss": x} for i, x in enumerate(losses, 1))]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return read(folder)
 
 
