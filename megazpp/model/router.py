@@ -269,7 +269,8 @@ def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], t
     router_entropy: mean entropy of the tokens' normalized scores in nats; at most log(number of experts).
     expert_balance: E sum_i f_i P_i over all tokens, with the symbols of `Router._loss`; 1 if balanced.
 
-    Each metric also appears per layer, with the suffix "/layer_N".
+    Each metric also appears per layer, with the suffix "/layer_N". Layers whose routers have counted no token are left
+    out.
 
     Args:
         model: model whose routers are read. Their sums are reset.
@@ -289,6 +290,8 @@ def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], t
     for name, (*numbers, tokens, entropy) in zip(found, rows, strict=True):
         experts = len(numbers) // 2
         counts, scores, choices = numbers[:experts], numbers[experts:], sum(numbers[:experts])
+        if not choices:
+            continue  # the router has counted no token
         by_layer[name.split(".")[1]] = {
             "max_expert_load": max(counts) * experts / choices,
             "idle_experts": sum(count == 0.0 for count in counts) / experts,
@@ -297,6 +300,8 @@ def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], t
         }
 
     # ---- metrics of the model
+    if not by_layer:
+        return {}
     names = next(iter(by_layer.values()))
     means = {name: sum(layer[name] for layer in by_layer.values()) / len(by_layer) for name in names}
     means["max_expert_load"] = max(layer["max_expert_load"] for layer in by_layer.values())

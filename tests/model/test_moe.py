@@ -78,6 +78,9 @@ def test_router_metrics_equal_their_formulas():
         assert found[name] == found[f"{name}/layer_0"] == pytest.approx(float(value), rel=1e-5)
     assert found["router_entropy"] <= math.log(4)
     assert router_metrics(model, lambda sums: sums) == {}
+    model.train()
+    model(tokens[0], tokens[0])
+    assert router_metrics(model, lambda sums: 0 * sums) == {}  # no token was counted
 
 
 def test_expert_bias_changes_choices_but_not_weights_and_moves_towards_an_even_load():
