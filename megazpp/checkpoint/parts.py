@@ -245,14 +245,11 @@ class RandomGenerators(StatePart):
             if self._shared is not None:
                 self._shared.generator.manual_seed(seed_for(f"dropout on data rank {dims.dropout_rank}", seed=seed))
             return ["random generators are seeded anew: the checkpoint has no states of this layout"]
-        if "python" in loaded:
-            version, internal, gauss_next = from_tensor(loaded["python"])
-            random.setstate((version, tuple(internal), gauss_next))
-        if "numpy" in loaded:
-            kind, keys, *rest = from_tensor(loaded["numpy"])
-            np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-        if "torch" in loaded:
-            torch.set_rng_state(loaded["torch"])
+        version, internal, gauss_next = from_tensor(loaded["python"])
+        random.setstate((version, tuple(internal), gauss_next))
+        kind, keys, *rest = from_tensor(loaded["numpy"])
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+        torch.set_rng_state(loaded["torch"])
         if "cuda" in loaded and self._device.type == "cuda":
             torch.cuda.set_rng_state(loaded["cuda"], self._device)
         if "shared" in loaded and self._shared is not None:
