@@ -173,7 +173,9 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
 
         # ---- the intra-node hop, unless it was prefetched, and unpacking
         received, self._received = self._received, None
-        receive = functools.partial(self._hop_inside, messages) if received is None else received.join
+        receive: Callable[[], torch.Tensor] = functools.partial(self._hop_inside, messages)
+        if received is not None:
+            receive = received.join
         unpack = functools.partial(self._unpack, receive, output_tensor)  # one task for both saves host time
         done = self._local_queue.submit(unpack, after=(self._crossed,))
 
