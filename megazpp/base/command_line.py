@@ -128,19 +128,17 @@ class FlagParser:
         return frozenset(self._actions) | HELP | {HELP_ALL}
 
     def help_text(self, *, everything: bool) -> str:
-        """Return the text of --help-all if `everything` is true, otherwise the text of --help."""
+        """Return the text of --help-all if `everything` is true, otherwise the text of --help.
+
+        The text of --help hides flags in this parser for good.
+        """
         fields = [(config, field) for config in self.configs for field in dataclasses.fields(config)]
         if everything or self._shown is None:
             return self._argparse.format_help()
-        uncommon = [f for config, f in fields if not (config in self._shown or f.metadata["flag"].common)]
-        hidden = [self._actions[flag_name(field)] for field in uncommon]
-        texts = [action.help for action in hidden]
-        for action in hidden:
-            action.help = argparse.SUPPRESS
-        text = self._argparse.format_help()
-        for action, help_text in zip(hidden, texts, strict=True):
-            action.help = help_text
-        return f"{text}{HELP_ALL} shows all {len(fields)} flags.\n"
+        for config, field in fields:
+            if not (config in self._shown or field.metadata["flag"].common):
+                self._actions[flag_name(field)].help = argparse.SUPPRESS
+        return f"{self._argparse.format_help()}{HELP_ALL} shows all {len(fields)} flags.\n"
 
     def read(self, argv: Sequence[str], script_dir: Path, megatron_flags: Mapping[str, MegatronFlag]) -> Parsed:
         """Parse a command line: expand, split, sift and parse, as this module's docstring describes.

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -124,7 +124,7 @@ def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | 
             --load has no checkpoint and --exit-on-missing-checkpoint is set.
     """
     # check --save
-    source = None if config.load is None else LoadSource(CheckpointFolder(config.load, "--load"))
+    choices: dict[str, Any] = {"fallback": config.load_fallback, "lora_base": config.lora_base}
     if config.save is not None:
         own = CheckpointFolder(config.save, "--save")
         own.check_not_inside()
@@ -135,23 +135,22 @@ def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | 
             )
         there = own.iterations()
         if there and restarted:
-            source = LoadSource(own, optimizer=config.save_optim, rng=config.save_rng)
-            return source._replace(fallback=config.load_fallback, lora_base=config.lora_base)
+            return LoadSource(own, optimizer=config.save_optim, rng=config.save_rng, **choices)
         if there and not saves_where_it_loads(config):
             raise ValueError(
                 f"--save {config.save} holds checkpoints already (up to iteration {there[-1]}): "
                 f"pass --load {config.save} to resume from them, or choose another folder"
             )
     # apply the flags of --load
-    if source is None:
+    if config.load is None:
         return None
-    source = source._replace(
+    source = LoadSource(
+        CheckpointFolder(config.load, "--load"),
         iteration=config.ckpt_step,
         continues=not config.finetune,
         optimizer=config.load_optim and not config.finetune,
         rng=config.load_rng and not config.finetune,
-        fallback=config.load_fallback,
-        lora_base=config.lora_base,
+        **choices,
     )
     if config.exit_on_missing_checkpoint and not source.candidates():
         raise ValueError(f"--load {config.load} has no checkpoint ({source.folder.path / TRACKER} is missing)")

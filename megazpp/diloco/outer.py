@@ -94,21 +94,19 @@ class OuterUnit:
         self.momentum = torch.zeros(size, device=device) if plan.outer_momentum else None
         self.errors = self._gradients.new_errors(axis.size, device=device) if plan.feedback else None
         self.sent_bytes = axis.size * self._gradients.layout.message_bytes
-        self._work: Work[None] | None = None
+        self._work = Work(None)
         self._sent: torch.Tensor | None = None  # kept until the communication is complete
 
     @property
     def rows(self) -> torch.Tensor:
         """R, the common copy of the outer weights, as rows [G, S]; waits for a synchronization in flight."""
         self.wait()
-        assert self.common.weights is not None
         return self.common.weights
 
     def wait(self) -> None:
         """Wait for the messages in flight."""
-        if self._work is not None:
-            self._work.wait()
-        self._work = self._sent = None
+        self._work.wait()
+        self._work, self._sent = Work(None), None
 
     def begin(self) -> None:
         """Initialize R (the common outer weights) and the outer weights from the inner weights, equal in all groups."""

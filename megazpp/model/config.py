@@ -253,9 +253,9 @@ class GPTConfig:
         self._check_recompute()
 
     def _check_patterns(self) -> None:
-        """Raise ValueError for a wrong --window-size, --window-attn-skip-freq or --no-rope-freq."""
+        """Raise ValueError for a wrong --window-size or a wrong list of layers."""
         _ = self.window  # reads --window-size
-        for name in ("no_rope_freq", "window_attn_skip_freq"):
+        for name in ("no_rope_freq", "window_attn_skip_freq", "moe_layer_freq"):
             given = f"{spelling(self, name)} {getattr(self, name)}"
             pattern = _pattern(given, getattr(self, name))
             fits = not isinstance(pattern, tuple) or self.num_layers in (None, len(pattern))
@@ -269,10 +269,6 @@ class GPTConfig:
         check_positive(self, "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_topk_scaling_factor")
         check_positive(self, "moe_shared_expert_intermediate_size")
         check_not_negative(self, "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
-        given = f"--moe-layer-freq {self.moe_layer_freq}"
-        pattern = _pattern(given, self.moe_layer_freq)
-        fits = not isinstance(pattern, tuple) or self.num_layers in (None, len(pattern))
-        _require(fits, f"{given} is not a list of --num-layers {self.num_layers} numbers")
         if (experts := self.num_experts) is None:
             return
         topk = f"--moe-router-topk {self.moe_router_topk}"

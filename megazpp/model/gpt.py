@@ -412,7 +412,7 @@ class TransformerLayer(nn.Module):
     def _run(
         self, x: torch.Tensor, inputs: AttentionInputs, masks: Masks = (None, None), cache: LayerCache | None = None
     ) -> torch.Tensor:
-        """Compute the layer: attention and MLP in sequence, or on the same input with --use-parallel-residual."""
+        """Compute the layer: attention, then the MLP."""
         before = (None, None) if self.norm_after else (self.attention_norm, self.mlp_norm)
         first = x + self._added(self.attention(x, inputs, cache, norm=before[0]), self.attention_norm, masks[0])
         return first + self._added(self.mlp(first, norm=before[1]), self.mlp_norm, masks[1])

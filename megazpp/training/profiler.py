@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
-from megazpp.base.files import first_free
+from megazpp.base.files import first_free, renamed_when_done
 from megazpp.base.flags import flag
 from megazpp.training.context import RunContext
 
@@ -132,11 +132,9 @@ def _named_for(path: Path, what: str) -> Path:
 
 def _write(path: Path, write: Callable[[str], object]) -> None:
     """Write a file under a temporary name and rename it; a failure prints a warning and does not end the training."""
-    unfinished = path.with_name(f".unfinished-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # the run folder may not exist on other nodes
-        write(str(unfinished))
-        unfinished.replace(path)
+        with renamed_when_done(path.with_name(f".unfinished-{path.name}"), path, synced=False) as unfinished:
+            write(str(unfinished))
     except OSError as error:
         print(f"warning: {path} cannot be written: {error}", file=sys.stderr)
-        unfinished.unlink(missing_ok=True)

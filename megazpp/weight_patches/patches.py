@@ -106,18 +106,14 @@ class WeightPatches:
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather the weights unit by unit on all ranks, and on rank 0 yield each with its Hugging Face name."""
         for unit in self._sharding.units:
-            for module in unit.modules:
-                module.unshard()
-            for entry in unit.parameters:
-                weight = getattr(entry.module, entry.attribute)
-                whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-                if self._dims.world.rank == 0 and entry.name in self._pieces:
-                    piece = self._pieces[entry.name]
-                    rows = whole[: self._model.vocab_size] if entry.name in (WORDS, OUTPUT) else whole
-                    for name, part in zip(piece.theirs, piece.split(rows), strict=True):
-                        yield name, part.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for module in unit.modules:
-                module.reshard()
+            with unit.unsharded() as weights:
+                for entry, weight in zip(unit.parameters, weights, strict=True):
+                    whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+                    if self._dims.world.rank == 0 and entry.name in self._pieces:
+                        piece = self._pieces[entry.name]
+                        rows = whole[: self._model.vocab_size] if entry.name in (WORDS, OUTPUT) else whole
+                        for name, part in zip(piece.theirs, piece.split(rows), strict=True):
+                            yield name, part.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def check_patches(config: GPTConfig, precision: PrecisionConfig, wire: CommPlan) -> None:

@@ -118,7 +118,7 @@ def zeropp(
 
     # ---- install the collectives
     dims = ParallelDims(layout, device_type=mesh.device_type, mesh=mesh)
-    sharding = install_comms(model, units, dims, wire, config, precision, stage=3, means=True, watch=True)
+    sharding = install_comms(model, units, dims, wire, config, precision, means=True, watch=True)
     _refuse_later_comms(units)
     setattr(model, HANDLE, _Installed(sharding, layout.cluster.ranks_per_node, asked))
     if sharding.keeps_state:
@@ -223,14 +223,14 @@ class KeptState(nn.Module):
 
     def __init__(self, sharding: Sharding) -> None:
         super().__init__()
-        self._sharding = [sharding]
+        self._sharding = sharding
 
     def get_extra_state(self) -> dict[str, torch.Tensor]:
         """Return copies of ZeRO++'s state by name. State that does not exist yet is returned as zeros.
 
         A distributed checkpoint is loaded into the tensors of an existing `state_dict`, so every entry must be present.
         """
-        (sharding,) = self._sharding
+        sharding = self._sharding
         sharding.reshard()
         feedback = {f"rank {dist.get_rank()} {name}": part.clone() for name, part in sharding.rank_state().items()}
         return sharding.secondary_targets() | sharding.secondary_state() | feedback
@@ -240,7 +240,7 @@ class KeptState(nn.Module):
 
         State that is missing or has another shape is reset. Its unit then sends whole weights at the next use.
         """
-        (sharding,) = self._sharding
+        sharding = self._sharding
         sharding.reshard()
         complete = sharding.load_secondary_state(state)
         for name, part in sharding.rank_state().items():

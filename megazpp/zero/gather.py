@@ -173,12 +173,11 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
 
         # ---- the intra-node hop, unless it was prefetched, and unpacking
         received, self._received = self._received, None
-        if received is None:
-            hop = functools.partial(self._hop_inside, messages)
-            unpack = functools.partial(self._unpack, hop, output_tensor)  # one task for both saves host time
-            done = self._local_queue.submit(unpack, after=(self._crossed,))
-        else:
-            done = self._local_queue.submit(functools.partial(self._unpack, received.join, output_tensor))
+        receive: Callable[[], torch.Tensor] = functools.partial(self._hop_inside, messages)
+        if received is not None:
+            receive = received.join
+        unpack = functools.partial(self._unpack, receive, output_tensor)  # one task for both saves host time
+        done = self._local_queue.submit(unpack, after=(self._crossed,))
 
         # ---- start other units' hops, or free the messages
         if self._keep:
@@ -244,24 +243,21 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
             hop = functools.partial(self._hop_inside, self.secondary.messages)
             self._received = self._local_queue.submit(hop, after=(self._crossed,))
 
-    def resident(self) -> Resident | None:
-        """Return the resident weights, to which differences from other nodes are added; None if there are none.
+    def resident(self) -> Resident:
+        """Return the resident weights, to which differences from other nodes are added; wait for their last update.
 
-        It waits for their last update.
+        The unit must send differences.
         """
-        secondary = self.secondary
-        if not isinstance(secondary, Resident) or secondary.weights is None:
-            return None
         self._crossed.wait()
-        return secondary
+        assert isinstance(self.secondary, Resident)
+        return self.secondary
 
     def lossless(self) -> LosslessCodec:
         """Return the codec for lossless differences.
 
         It waits for the last cross-node hop first, so that the codec's size counters are current.
         """
-        self._crossed.wait()
-        differences = self.secondary.differences if isinstance(self.secondary, Resident) else None
+        differences = self.resident().differences
         assert isinstance(differences, LosslessCodec)
         differences.read_counters()
         return differences
@@ -275,8 +271,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
             row: [S] this rank's own row of the resident weights.
             crossing: the kind of message that the next use had to send when the checkpoint was saved.
         """
-        secondary = self.secondary
-        assert isinstance(secondary, Resident)
+        secondary = self.resident()
         messages = secondary.messages if secondary.messages is not None else secondary.allocate(row.device)
         self._crossed = self._cross_queue.submit(functools.partial(secondary.restore, messages, row))
         self._crossed.wait()

@@ -216,8 +216,7 @@ class GradientMarks:
     def _flat(self, index: int) -> torch.Tensor | None:
         """Return the flat shard [n] of a parameter's gradient as a view; None without a gradient."""
         gradient = self._unit.gradient(index)
-        flat: torch.Tensor | None = None if gradient is None else gradient._local_tensor.detach().view(-1)
-        return flat
+        return None if gradient is None else gradient._local_tensor.detach().view(-1)
 
     def _constant(self, value: float) -> torch.Tensor:
         """Return a scalar fp32 tensor on the unit's device; `value` is one of the changes that the host can detect."""
@@ -257,6 +256,8 @@ class RankAgreement:
         hosts: gloo axes for votes, which together connect all ranks of the model.
         axes: axes inside the node and across nodes, over which gradients are reduced.
         queues: communication queues of `axes`.
+    Attributes:
+        votes: the votes on the running backward, see `disagree`.
     """
 
     def __init__(
@@ -269,7 +270,7 @@ class RankAgreement:
         self._schedule, self._hosts, self._axes, self._queues = schedule, hosts, axes, queues
         self._reduces: list[WaitingReduce] = []
         self._backward = -1
-        self._votes: Work[list[int]] = Work([])
+        self.votes: Work[list[int]] = Work([])
         self._states: torch.Tensor | None = None  # keeps a tensor alive that the cross queue reads
         # Names of the parameters whose sums waited, and the work that returns which of them were changed: [P] bool
         self._changed: list[tuple[list[str], Work[torch.Tensor]]] = []
@@ -277,11 +278,6 @@ class RankAgreement:
     def add(self, reduce: WaitingReduce) -> None:
         """Register a unit's reduce-scatter, in the same order on all ranks."""
         self._reduces.append(reduce)
-
-    @property
-    def votes(self) -> Work[list[int]]:
-        """The votes on the running backward, see `disagree`."""
-        return self._votes
 
     def begin(self) -> None:
         """Start the exchange if this is the first reduction of a backward."""
@@ -293,7 +289,7 @@ class RankAgreement:
 
         # ---- the vote on the last backward
         votes = [CROSSES if reduce.crosses else WAITS for reduce in self._reduces]
-        self._votes = self._vote(self._hosts, votes)
+        self.votes = self._vote(self._hosts, votes)
 
         # ---- the program's changes to gradients that wait
         waiting = [reduce for reduce in self._reduces if reduce.waiting]
@@ -323,7 +319,7 @@ class RankAgreement:
     def _check(self) -> None:
         """Raise RuntimeError on all ranks if they disagree, or if a rank has changed gradients that wait."""
         self._backward = -1
-        votes = self._votes.join()
+        votes = self.votes.join()
         pairs = zip(self._reduces, votes, strict=True)
         if differ := [reduce.unit.key for reduce, vote in pairs if vote == CROSSES | WAITS]:
             for reduce in self._reduces:
@@ -361,5 +357,4 @@ def combine_votes(axes: Iterable[MeshAxis], votes: Sequence[int]) -> list[int]:
     for axis in axes:
         received = axis.all_to_all(found.repeat(axis.size, 1), of="votes")
         found = functools.reduce(torch.bitwise_or, received.unbind())
-    agreed: list[int] = found.tolist()
-    return agreed
+    return found.tolist()

@@ -109,8 +109,6 @@ class Resident(Secondary):
         cross: axis across nodes.
         of: name of the unit, for the timeline.
         differences: packs differences into the messages that cross nodes.
-    Attributes:
-        weights: [N, S] R; None while nothing is kept.
     """
 
     sends_differences = True
@@ -118,17 +116,15 @@ class Resident(Secondary):
     def __init__(self, codec: Codec, cross: MeshAxis, *, of: str, differences: Codec | LosslessCodec) -> None:
         super().__init__(codec, cross, of=of)
         self.differences = differences
-        self.weights: torch.Tensor | None = None
 
-    def allocate(self, device: torch.device) -> torch.Tensor:
-        """Allocate the buffers and return the messages, with `weights` as a view of them."""
-        messages = super().allocate(device)
-        self.weights = self.codec.elements(messages)
-        return messages
+    @property
+    def weights(self) -> torch.Tensor:
+        """R [N, S], a view of the messages, which must be allocated."""
+        assert self.messages is not None, "the resident weights are not allocated"
+        return self.codec.elements(self.messages)
 
     def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
         """Run the cross-node hop, with whole weights if `keyframe` and otherwise with a difference."""
-        assert self.weights is not None
         if keyframe:
             self.weights[self.cross.rank].copy_(shard)
             self._exchange(messages)
@@ -139,7 +135,6 @@ class Resident(Secondary):
 
     def restore(self, messages: torch.Tensor, row: torch.Tensor) -> None:
         """Rebuild R from every rank's own row [S], as a checkpoint has stored it."""
-        assert self.weights is not None
         self.weights[self.cross.rank].copy_(row)
         self._exchange(messages)
 

@@ -57,7 +57,6 @@ class Sharding:
     Args:
         model: the model that FSDP2 has wrapped.
         units: the model's sharding units, which are FSDP2's parameter groups.
-        stage: the ZeRO stage.
         zero: the configuration; the intervals of keyframes and of error feedback resets are read from it.
         comms: the all-gather and the reduce-scatter of each unit; empty if FSDP2's own are used.
         counter: counts the bytes that this rank sends.
@@ -69,12 +68,11 @@ class Sharding:
         self,
         model: nn.Module,
         units: Sequence[Unit],
-        stage: int,
         zero: ZeroConfig,
         comms: Sequence[tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]],
         counter: TrafficCounter,
     ) -> None:
-        self.model, self.units, self.stage, self.counter, self._zero = model, units, stage, counter, zero
+        self.model, self.units, self.counter, self._zero = model, units, counter, zero
         self._iteration: int | None = None
         self._modules = [(module, zero.stage_over(unit.num_shards)) for unit in units for module in unit.modules]
         self._gathers = [gather for gather, _ in comms if isinstance(gather, TwoHopGather)]
@@ -244,11 +242,10 @@ class Sharding:
         """
         state: dict[str, torch.Tensor] = {}
         for gather in self._residents:
-            crossing, resident = gather.next_crossing(), gather.resident()
+            crossing = gather.next_crossing()
             state[gather.crossing_key] = torch.tensor(crossing, dtype=torch.uint8)
             if crossing != InterNodeMessage.KEYFRAME:
-                assert resident is not None
-                assert resident.weights is not None
+                resident = gather.resident()
                 own = gather.unit.as_parameters(resident.weights[resident.cross.rank])
                 state |= {name: weight.clone() for name, weight in own.items()}  # --async-save does not support views
         return state
@@ -394,7 +391,7 @@ def shard_model(
         target = unit[0] if len(unit) == 1 else list(unit)
         fully_shard(target, mesh=dims.data_mesh, reshard_after_forward=stage == 3, mp_policy=policy)
     found = find_units(model, data_dims=dims.data_mesh.ndim)
-    return install_comms(model, found, dims, wire, zero, precision, stage=stage, experts=experts)
+    return install_comms(model, found, dims, wire, zero, precision, experts=experts)
 
 
 def install_comms(
@@ -405,7 +402,6 @@ def install_comms(
     zero: ZeroConfig,
     precision: PrecisionConfig | Dtypes,
     *,
-    stage: int,
     means: bool = False,
     watch: bool = False,
     experts: Sequence[nn.Module] = (),
@@ -419,7 +415,6 @@ def install_comms(
         wire: the plan of the collectives.
         zero: switches and intervals.
         precision: compute and reduction dtypes.
-        stage: the ZeRO stage.
         means: whether gradients behave as in FSDP2: they are divided (`set_gradient_divide_factor`), a parameter that
             has no gradient on any rank gets None, and gradients that wait are dropped when the program clears them.
             Otherwise gradients are sums, and a parameter without a gradient gets zeros.
@@ -468,7 +463,7 @@ def install_comms(
                 module.set_custom_reduce_scatter(pair[1])
         if pair is not None:
             pair[1].attach()
-    return Sharding(model, units, stage, zero, made, dims.counter)
+    return Sharding(model, units, zero, made, dims.counter)
 
 
 def make_comms(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,8 +70,7 @@ class Unit:
     @property
     def gradient_divide_factor(self) -> float | None:
         """The value of `FSDPModule.set_gradient_divide_factor`; None means the number of data ranks."""
-        factor: float | None = self._group.gradient_divide_factor
-        return factor
+        return self._group.gradient_divide_factor
 
     @property
     def gather_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -243,6 +243,15 @@ class Unit:
     def shards(self) -> list[torch.Tensor]:
         """Return this rank's shard of each parameter, for reading or in-place writing. The unit must be sharded."""
         return [tensor._local_tensor.detach() for tensor in self._tensors()]
+
+    @contextmanager
+    def unsharded(self) -> Iterator[list[torch.Tensor]]:
+        """Gather the unit in this context, which yields each parameter as the modules then hold it."""
+        for module in self.modules:
+            module.unshard()
+        yield [getattr(p.module, p.attribute) for p in self.parameters]
+        for module in self.modules:
+            module.reshard()
 
     def as_dtensors(self, shards: Sequence[torch.Tensor]) -> dict[str, DTensor]:
         """Return tensors shaped like `shards` as DTensors by parameter name.

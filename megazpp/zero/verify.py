@@ -99,16 +99,12 @@ def _sums_of_shards(unit: Unit, num_shards: int) -> torch.Tensor:
 
     FSDP2 gives each rank ceil(rows / num_shards) rows of a parameter, and the last ranks fewer or none.
     """
-    for module in unit.modules:
-        module.unshard()
     sums = []
-    for p in unit.parameters:
-        parameter = getattr(p.module, p.attribute)
-        local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().contiguous()
-        words = local.view(local.shape[0], -1).view(WORDS[local.element_size()])  # bits read as integers
-        rows = words.sum(-1, dtype=torch.int64)
-        per_shard = -(-len(rows) // num_shards)
-        sums.append(F.pad(rows, (0, num_shards * per_shard - len(rows))).view(num_shards, per_shard).sum(1))
-    for module in unit.modules:
-        module.reshard()
+    with unit.unsharded() as parameters:
+        for parameter in parameters:
+            local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().contiguous()
+            words = local.view(local.shape[0], -1).view(WORDS[local.element_size()])  # bits read as integers
+            rows = words.sum(-1, dtype=torch.int64)
+            per_shard = -(-len(rows) // num_shards)
+            sums.append(F.pad(rows, (0, num_shards * per_shard - len(rows))).view(num_shards, per_shard).sum(1))
     return torch.stack(sums).sum(0)

@@ -158,7 +158,7 @@ def test_flags_that_experts_cannot_have_are_refused():
         ({"disable_bias_linear": False}, "--num-experts 4 needs --disable-bias-linear"),
         ({"norm_after_block": True}, "--norm-after-block with --num-experts 4"),
         ({"moe_layer_freq": "0"}, "--moe-layer-freq 0 is neither"),
-        ({"moe_layer_freq": "[1]", "num_layers": 2}, "--moe-layer-freq [1] is not a list of --num-layers 2"),
+        ({"moe_layer_freq": "[1]", "num_layers": 2}, "--moe-layer-freq [1] does not have one entry for each"),
         ({"moe_aux_loss_coeff": -1.0}, "--moe-aux-loss-coeff -1.0 is negative"),
         (
             {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1},
