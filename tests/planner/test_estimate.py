@@ -157,7 +157,7 @@ def test_replica_group_bytes_are_two_4_bit_hops_averaged_over_steps():
 
 
 def test_synchronization_delays_steps_unless_its_delay_hides_it():
-    slow = pair(Links(domain=Link(100.0), network=Link(0.01)))
+    slow = pair(Links(domain=Link(100.0), network=Link(0.002)))  # the messages take longer than two steps
     delays = ("", "--diloco-fragment-sync-delay 2", "--diloco-fragment-sync-delay 2 --diloco-fragments 2")
     plain, late, parts = (estimate(config(f"{EVERY} {delay}"), slow) for delay in delays)
     assert plain.exposed["replica_group"] == pytest.approx(plain.held_up / 4, rel=0.01)
