@@ -247,7 +247,7 @@ class Sharding:
         state: dict[str, torch.Tensor] = {}
         for gather in self._residents:
             crossing, resident = gather.next_crossing(), gather.resident()
-            state[gather.crossing_key] = torch.tensor(crossing, dtype=torch.uint8)
+            state[gather.crossing_key] = torch.tensor(crossing, dtype=torch.uint8, device="cpu")
             if crossing != InterNodeMessage.KEYFRAME:
                 assert resident is not None
                 assert resident.weights is not None
@@ -262,7 +262,7 @@ class Sharding:
         """
         targets: dict[str, torch.Tensor] = {}
         for gather in self._residents:
-            targets[gather.crossing_key] = torch.zeros((), dtype=torch.uint8)
+            targets[gather.crossing_key] = torch.zeros((), dtype=torch.uint8, device="cpu")
             targets |= gather.unit.as_parameters(gather.new_row(self._device))
         return targets
 
