@@ -41,7 +41,7 @@ from megazpp.run.checkpoint_flags import (
     with_resumed_features,
     with_resumed_weight_delta,
 )
-from megazpp.run.checks import RunPlan, check_run_config
+from megazpp.run.checks import RunPlan, check_run_config, check_uses
 from megazpp.run.ranks import Job, announced_cluster, hold_run_dir, own_checkpoints, run_on_ranks
 from megazpp.run.trainer import TrainingParts
 from megazpp.run.training import run_training
@@ -89,6 +89,7 @@ def prepare() -> Job | int:
     place = detect_rank_info(config.launch)
     start = start_of(source, earlier)
     plan = check_run_config(config, announced_cluster(config, place), device_type=device_type(), start=start)
+    parsed = parsed._replace(notices=(*parsed.notices, *check_uses(config, parsed.origins)))
     check_device(config.model, device_type())
     if LAUNCHER_PID not in os.environ:  # our launcher has checked the files for the workers that it starts
         parsed = parsed._replace(tokenizer=check_inputs(config.data, config.tokenizer, loaded=parsed.tokenizer))

@@ -272,6 +272,8 @@ REFUSED = """
 --record-memory-history | --record-memory-history
 --load missing --exit-on-missing-checkpoint | --load missing
 --text-path missing.txt | --text-path missing.txt
+--split 0,1,1 | --split 0,1,1: no data for training
+--text-path --valid-data-path a | --train-data-path, --valid-data-path and --test-data-path: no data for training
 --text-path BAD | --text-path BAD, line 1: not UTF-8
 --data-cache-path BAD | --data-cache-path: cannot write
 @missing.args | missing.args

@@ -80,7 +80,7 @@ class RangeTable:
         rows, fmt = [], self.layout.fmt
         for part in self.layout.ranges:
             start, length, payload, scales = _row(part)
-            index = torch.arange(-(-length // size), dtype=torch.int64)
+            index = torch.arange(-(-length // size), dtype=torch.int64, device="cpu")
             step = size * self.dtype.itemsize
             if scales >= 0:
                 assert fmt is not None
@@ -90,7 +90,7 @@ class RangeTable:
                 scales_of_tiles = torch.full_like(index, -1)
             first = index * size
             rows.append(torch.stack([start + first, length - first, payload + index * step, scales_of_tiles], dim=1))
-        return torch.cat(rows) if rows else torch.empty(0, COLUMNS, dtype=torch.int64)
+        return torch.cat(rows) if rows else torch.empty(0, COLUMNS, dtype=torch.int64, device="cpu")
 
 
 @cache

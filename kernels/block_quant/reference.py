@@ -148,17 +148,22 @@ def _scale(values: Tensor, fmt: BlockFormat) -> Tensor:
     """Return the scales of blocks: NaN if a block contains NaN or Inf, 0 if its scale would be subnormal."""
     peak = values.abs().amax(-1)  # amax keeps NaN
     if fmt.bits == 8:
-        scale = _round_up_to_bf16(peak * torch.tensor(1 / 127))
+        scale = _round_up_to_bf16(peak * _constant(1 / 127, peak))
     else:
         lowest = -values.amin(-1)
         opposite = torch.minimum(values.amax(-1), lowest).clamp(min=0)
-        scale = torch.maximum(peak * torch.tensor(1 / 8.4375), opposite * torch.tensor(1 / 7.4375))
-        scale = peak * torch.tensor(1 / 9) if fmt.clip else scale
+        scale = torch.maximum(peak * _constant(1 / 8.4375, peak), opposite * _constant(1 / 7.4375, peak))
+        scale = peak * _constant(1 / 9, peak) if fmt.clip else scale
         near = (values.abs() >= (peak * 0.9375).unsqueeze(-1)).sum(-1)
-        scale = torch.where(near * 2 >= fmt.block_size, peak * torch.tensor(1 / 7), scale).bfloat16().float()
+        scale = torch.where(near * 2 >= fmt.block_size, peak * _constant(1 / 7, peak), scale).bfloat16().float()
         scale = torch.where(lowest == peak, scale, -scale)  # makes the integer of the largest element negative
     scale = torch.where(scale.abs() < SMALLEST_NORMAL, 0.0, scale)
     return torch.where(peak.isfinite(), scale, torch.nan)
+
+
+def _constant(value: float, like: Tensor) -> Tensor:
+    """Return a number rounded to fp32, on the device of `like`, whatever torch's default dtype and device are."""
+    return torch.tensor(value, dtype=torch.float32, device=like.device)
 
 
 def _round_up_to_bf16(x: Tensor) -> Tensor:
@@ -195,6 +200,6 @@ def _dequantize_blocks(payload: Tensor, scales: Tensor, fmt: BlockFormat) -> Ten
 def _to_blocks(x: Tensor, fmt: BlockFormat) -> Tensor:
     """Return x [.., n] as fp32 blocks [.., blocks, block_size], padded with zeros."""
     num_blocks = fmt.num_blocks(x.shape[-1])
-    padded = torch.zeros(*x.shape[:-1], num_blocks * fmt.block_size, device=x.device)
+    padded = torch.zeros(*x.shape[:-1], num_blocks * fmt.block_size, dtype=torch.float32, device=x.device)
     padded[..., : x.shape[-1]] = x
     return padded.unflatten(-1, (num_blocks, fmt.block_size))

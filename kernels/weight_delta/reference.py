@@ -96,7 +96,7 @@ def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None
             continue
         # ---- changed elements and their Rice parameters
         c = int(found[0]) if sparse else kind
-        places = found[1 : 1 + kind].long() if sparse else torch.arange(BLOCK)
+        places = found[1 : 1 + kind].long() if sparse else torch.arange(BLOCK, device=found.device)
         k = _parameters(c, exponents[index][places])
         # ---- values from remainders and quotients
         bits = _bits(found[1 + kind :] if sparse else found)
@@ -104,8 +104,8 @@ def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None
         remainders = [int(_number(bits[a : a + n])) for a, n in zip(starts.tolist(), k.tolist(), strict=True)]
         ones = bits[-(-int(k.sum()) // 8) * 8 :].nonzero()[:, 0]
         quotients = ones.diff(prepend=ones.new_tensor([-1])) - 1
-        z = torch.zeros(BLOCK, dtype=torch.int64)
-        z[places] = (quotients << k) + torch.tensor(remainders) + int(sparse)
+        z = torch.zeros(BLOCK, dtype=torch.int64, device=found.device)
+        z[places] = (quotients << k) + torch.tensor(remainders, device=found.device) + int(sparse)
         # ---- new weights from old ones
         z = z[: len(block)]
         ordered = order(block.view(torch.int16)).int() + ((z >> 1) ^ -(z & 1))
@@ -136,7 +136,8 @@ def _body(z: Tensor, exponents: Tensor) -> tuple[int, Tensor]:
     total = int(((z.long() << 6) >> (highest - exponents).clamp(0, 31)).sum())
     c = min(max(highest + ((total >> 3) * 5).bit_length() - 14, DENSE), RAW - 1)
     # ---- the dense and the sparse body
-    found = [(RAW, torch.zeros(2 * BLOCK, dtype=torch.uint8))]
+    device = z.device
+    found = [(RAW, torch.zeros(2 * BLOCK, dtype=torch.uint8, device=device))]
     places = z.nonzero()[:, 0]
     for kind, head, values, k in (
         (c, [], z.long(), _parameters(c, exponents)),
@@ -145,14 +146,15 @@ def _body(z: Tensor, exponents: Tensor) -> tuple[int, Tensor]:
         quotients = values >> k
         num_bits = len(values) + int(quotients.sum())
         if head and kind == 0:
-            found.append((0, torch.zeros(0, dtype=torch.uint8)))
+            found.append((0, torch.zeros(0, dtype=torch.uint8, device=device)))
         elif num_bits <= MOST_QUOTIENTS and (not head or kind <= MOST_POSITIONS):
-            remainders = torch.zeros(-(-int(k.sum()) // 8) * 8, dtype=torch.int64)
+            remainders = torch.zeros(-(-int(k.sum()) // 8) * 8, dtype=torch.int64, device=device)
             for start, value, width in zip((k.cumsum(0) - k).tolist(), values.tolist(), k.tolist(), strict=True):
-                remainders[start : start + width] = (value >> torch.arange(width)) & 1
-            ones = torch.zeros(num_bits, dtype=torch.int64)
+                remainders[start : start + width] = (value >> torch.arange(width, device=device)) & 1
+            ones = torch.zeros(num_bits, dtype=torch.int64, device=device)
             ones[(quotients + 1).cumsum(0) - 1] = 1
-            found.append((kind, torch.cat((torch.tensor(head, dtype=torch.uint8), _bytes(remainders), _bytes(ones)))))
+            beginning = torch.tensor(head, dtype=torch.uint8, device=device)
+            found.append((kind, torch.cat((beginning, _bytes(remainders), _bytes(ones)))))
     kind, body = min(reversed(found), key=lambda each: -(-len(each[1]) // 2))
     return kind, F.pad(body, (0, len(body) % 2))
 
@@ -164,14 +166,14 @@ def _parameters(c: int, exponents: Tensor) -> Tensor:
 
 def _bits(x: Tensor) -> Tensor:
     """Unpack bytes [n] uint8 into bits [8 n] int64."""
-    return ((x.long()[:, None] >> torch.arange(8)) & 1).flatten()
+    return ((x.long()[:, None] >> torch.arange(8, device=x.device)) & 1).flatten()
 
 
 def _bytes(bits: Tensor) -> Tensor:
     """Pack bits [n] into bytes [ceil(n / 8)] uint8."""
-    return (F.pad(bits, (0, -len(bits) % 8)).view(-1, 8) << torch.arange(8)).sum(1).to(torch.uint8)
+    return (F.pad(bits, (0, -len(bits) % 8)).view(-1, 8) << torch.arange(8, device=bits.device)).sum(1).to(torch.uint8)
 
 
 def _number(bits: Tensor) -> Tensor:
     """Return the number with these bits, the lowest first."""
-    return (bits << torch.arange(len(bits))).sum()
+    return (bits << torch.arange(len(bits), device=bits.device)).sum()

@@ -130,6 +130,13 @@ def check_inputs(
     return loaded
 
 
+def uses_with_data(config: DataConfig) -> Splits[bool]:
+    """Return for training, validation and test whether the flags give them data."""
+    if any(paths := _paths_by_use(config).values()):
+        return Splits(*map(bool, paths))
+    return Splits(*(start < stop for start, stop in parse_split(config.split)))
+
+
 def check_special_tokens(datasets: Sequence[Sequences], tokenizer: Tokenizer, name: str) -> None:
     """Raise ValueError if the data and the run disagree on special tokens at the beginning of texts.
 

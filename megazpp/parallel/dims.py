@@ -202,7 +202,8 @@ class ParallelDims:
         # numbers its ranks in axis order.
         self._mesh_axes = names = tuple(axis for axis in MESH_AXES if axis == "shard" or layout.axis_size(axis) > 1)
         if mesh is None:
-            ranks = torch.tensor(layout.mesh_ranks()).view([layout.axis_size(axis) for axis in names])
+            sizes = [layout.axis_size(axis) for axis in names]
+            ranks = torch.tensor(layout.mesh_ranks(), device="cpu").view(sizes)
             # Messages between replica groups stay pending for many steps, so they must not use the default group, on
             # which other collectives run meanwhile.
             groups = [self._make_group(axis, axis, own=axis == "replica_group") for axis in names]

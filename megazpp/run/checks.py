@@ -7,9 +7,12 @@ any process group, file or tensor is created. Each error names the flags and the
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from megazpp.base.flags import spelling
 from megazpp.checkpoint.metadata import TrainingProgress
+from megazpp.data.dataset import uses_with_data
 from megazpp.model.backends import check_products
 from megazpp.model.config import GPTConfig
 from megazpp.optim.apex import check_apex
@@ -235,6 +238,29 @@ def _check_required(config: RunConfig) -> None:
     missing = [name for name, value in needed.items() if value is None]
     if missing:
         raise ValueError(f"required flags are missing: {', '.join(missing)}")
+
+
+def check_uses(config: RunConfig, origins: Mapping[str, str]) -> tuple[str, ...]:
+    """Check that pretraining has data to train on, and return a notice if there is none for the evaluations asked for.
+
+    Args:
+        config: configuration of the run.
+        origins: origins of the flags that are set, by field name.
+
+    Raises:
+        ValueError: there is no data to train on, and --skip-train is not set.
+    """
+    data, found = config.data, uses_with_data(config.data)
+    split = f"--split {data.split}"
+    if data.train_data_path or data.valid_data_path or data.test_data_path:
+        split = "the flags --train-data-path, --valid-data-path and --test-data-path"
+    if not found.train and not config.stop.skip_train:
+        raise ValueError(f"{split}: no data for training; give it some, or pass --skip-train")
+    evaluation, names = config.evaluation, ("eval_interval", "eval_iters")
+    asked = [f"{spelling(evaluation, name)} {getattr(evaluation, name)}" for name in names if name in origins]
+    if asked and evaluation.eval_iters and not found.valid:
+        return (f"{' '.join(asked)}: no data for validation ({split}), so nothing is evaluated during training",)
+    return ()
 
 
 def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int = 1) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.host_discovery import describe_host, share_survey
@@ -44,10 +46,11 @@ def zeropp(
     Call it on all ranks before training. A second call for the same model with equal arguments returns the same handle
     and changes nothing.
 
-    The training loop stays unchanged. Gradients are means over ranks as in FSDP2, and `set_gradient_divide_factor`
-    still applies. Gradients cross nodes when FSDP2 reduces them in the last backward of a step, as set by
-    `set_requires_gradient_sync` and `set_is_last_backward`. A write to weights before a forward is detected, and the
-    written weights are sent again (writes.py).
+    The training loop stays unchanged. Create the optimizer after the call, because wrapping replaces the parameters.
+    Gradients are means over ranks as in FSDP2, and `set_gradient_divide_factor` still applies. Gradients cross nodes
+    when FSDP2 reduces them in the last backward of a step, as set by `set_requires_gradient_sync` and
+    `set_is_last_backward`. A write to weights before a forward is detected, and the written weights are sent again
+    (writes.py).
 
     Args:
         model: a model that `fully_shard` has wrapped on a mesh [data] or [data, tensor parallel] of all ranks. If it is
@@ -62,14 +65,16 @@ def zeropp(
     Returns:
         The handle on the sharded model. The model keeps a reference to it, so the caller may discard it.
     Raises:
-        TypeError: FSDP1 or DDP has wrapped the model.
-        RuntimeError: a gradient hook needs gradients before they are reduced. It works only with
-            `ZeroConfig(overlap_grad_reduce=False)`.
-        ValueError: the mesh does not number ranks node by node, FSDP2 uses an option that ZeRO++ does not support, or a
-            forward or backward is running. The model is unchanged then, except that it may have been wrapped.
+        TypeError: an argument has another type, or FSDP1 or DDP has wrapped the model.
+        RuntimeError: there is no process group, or a gradient hook needs gradients before they are reduced. Such a
+            hook works only with `ZeroConfig(overlap_grad_reduce=False)`.
+        ValueError: the mesh does not number ranks node by node, `config` selects another stage than 3, FSDP2 uses an
+            option that ZeRO++ does not support, or a forward or backward is running. The model is unchanged then,
+            except that it may have been wrapped.
     """
     # ---- return the handle of an earlier call
-    config = config or ZeroConfig(zeropp=True, zero_error_feedback=False)
+    config = ZeroConfig(zeropp=True, zero_error_feedback=False) if config is None else config
+    _check_arguments(model, config)
     if isinstance(getattr(model, "_orig_mod", None), FSDPModule):
         model = model.get_submodule("_orig_mod")  # torch.compile's wrapper; FSDP2's hooks are on the inner module
     ranks_per_node = _ranks_per_node(ranks_per_node)
@@ -82,22 +87,27 @@ def zeropp(
 
     # ---- check the model, wrap it if it is not wrapped
     _check_model(model)
-    tensor = next(model.parameters())
-    if not isinstance(model, FSDPModule):
-        _wrap(model, tensor.device.type, fsdp)
-    elif fsdp:
-        raise ValueError(
-            f"{next(iter(fsdp))} is not an argument of zeropp itself (ranks_per_node, config), and the model is "
-            "already wrapped by fully_shard: correct the name, or pass an argument of fully_shard to fully_shard"
-        )
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # a forward may have left the root's parameters gathered
+    if isinstance(model, FSDPModule):
+        if fsdp:
+            raise ValueError(
+                f"{next(iter(fsdp))} is not an argument of zeropp itself (ranks_per_node, config), and the model is "
+                "already wrapped by fully_shard: correct the name, or pass an argument of fully_shard to fully_shard"
+            )
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward may have left the root's parameters gathered
+        mesh = _mesh_of(model)
+        cluster = _find_cluster(mesh, ranks_per_node)
+    else:
+        mesh = _mesh_to_wrap(model, fsdp)
+        cluster = _find_cluster(mesh, ranks_per_node)
+        plan_comm(config, plan_layout(cluster, tp=1, replicas=1), _dtype_when_wrapped(model, fsdp))  # only its checks
+        _wrap(model, mesh, fsdp)
+        mesh = _mesh_of(model)
 
     # ---- plan the layout, the units and the messages
-    mesh = _mesh_of(model)
     tp = mesh.size(1) if mesh.ndim == 2 else 1
-    layout = plan_layout(_find_cluster(mesh, ranks_per_node), tp=tp, replicas=1)
+    layout = plan_layout(cluster, tp=tp, replicas=1)
     if mesh.mesh.flatten().tolist() != list(layout.mesh_ranks()):
         raise ValueError(
             f"the mesh has the ranks in the order {mesh.mesh.flatten().tolist()}, but ZeRO++ needs the order "
@@ -266,34 +276,111 @@ class KeptState(nn.Module):
             )
 
 
-def _wrap(model: nn.Module, device_type: str, fsdp: Mapping[str, Any]) -> None:
-    """Call `fully_shard` on each repeated block and then on the whole model, over all ranks."""
-    if device_type == "meta":
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+def _check_arguments(model: object, config: object) -> None:
+    """Raise TypeError or ValueError for arguments of `zeropp` that cannot be used with any model."""
+    if not isinstance(model, nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise TypeError(f"megazpp.zeropp needs an nn.Module, not {given}")
+    if not isinstance(config, ZeroConfig):
+        raise TypeError(f"config is a {type(config).__name__}: pass megazpp.ZeroConfig(zeropp=True, ...)")
+    if config.stage != 3:
+        by = "use_distributed_optimizer=True" if config.zero_stage is None else f"zero_stage={config.zero_stage}"
+        raise ValueError(f"ZeroConfig({by}): fully_shard has made the model ZeRO stage 3; leave the argument out")
+
+
+def _mesh_to_wrap(model: nn.Module, fsdp: Mapping[str, Any]) -> DeviceMesh:
+    """Return the mesh on which `zeropp` wraps a model: the one in `fsdp`, or otherwise one of all ranks.
+
+    Raises:
+        RuntimeError: there is no process group.
+        TypeError, ValueError: `fsdp` has another kind of mesh, or the process group has no back end for the device of
+            the model.
+    """
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("megazpp.zeropp needs a process group: call torch.distributed.init_process_group first")
-    mesh = fsdp.get("mesh") or DeviceMesh.from_group(world, device_type)  # the world's group keeps the user's timeout
-    for block in repeated_blocks(model):
+    if (mesh := fsdp.get("mesh")) is not None:
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh is a {type(mesh).__name__}, not a DeviceMesh")
+        if mesh.ndim > 1:
+            raise ValueError(f"{mesh} has {mesh.ndim} dims: HSDP and further mesh dims are not supported; pass one dim")
+        return mesh
+    device_type = next(model.parameters()).device.type
+    if device_type == "meta":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    supported = [device.type for device in world._device_types]
+    if device_type not in supported:
+        raise ValueError(
+            f"the model is on {device_type}, but the process group has no back end for {device_type}: move the model "
+            f"to {' or '.join(supported)} before the call of megazpp.zeropp"
+        )
+    return DeviceMesh.from_group(world, device_type)  # the world's group keeps the user's timeout
+
+
+def _dtype_when_wrapped(model: nn.Module, fsdp: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype in which weights will be gathered when `fully_shard` has wrapped the model with `fsdp`."""
+    policy = fsdp.get("mp_policy")
+    given: torch.dtype | None = getattr(policy, "param_dtype", None)
+    own = (parameter.dtype for parameter in model.parameters())
+    return given or next((dtype for dtype in own if dtype in QUANTIZABLE), torch.float32)
+
+
+def _wrap(model: nn.Module, mesh: DeviceMesh, fsdp: Mapping[str, Any]) -> None:
+    """Call `fully_shard` on each repeated block and then on the whole model, over the ranks of `mesh`."""
+    blocks, before = repeated_blocks(model), dict(model.named_parameters())
+    for block in reversed(blocks):  # a block inside another one comes first
         fully_shard(block, **{**fsdp, "mesh": mesh})
     fully_shard(model, **{**fsdp, "mesh": mesh})
+    kept = {id(parameter) for parameter in model.parameters()}  # those in `ignored_params`
+    _refuse_replaced_parameters({name: each for name, each in before.items() if id(each) not in kept})
+
+
+def _refuse_replaced_parameters(replaced: Mapping[str, nn.Parameter]) -> None:
+    """Make the step of an optimizer raise RuntimeError if it holds parameters that `fully_shard` has replaced.
+
+    Such an optimizer was created before the model was wrapped. Its parameters get no gradients any more, so its steps
+    would change nothing.
+
+    Args:
+        replaced: the parameters by name.
+    """
+    references = {id(parameter): (weakref.ref(parameter), name) for name, parameter in replaced.items()}
+    checked = weakref.WeakSet[torch.optim.Optimizer]()
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Check an optimizer at its first step."""
+        if optimizer in checked:
+            return
+        checked.add(optimizer)
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            reference, name = references.get(id(parameter), (None, ""))
+            if reference is not None and reference() is parameter:
+                raise RuntimeError(
+                    f"the optimizer holds {name} as it was before megazpp.zeropp wrapped the model, so it would train "
+                    "nothing: create the optimizer after the call of megazpp.zeropp"
+                )
+
+    register_optimizer_step_pre_hook(check)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model in order. Each one becomes a sharding unit.
+    """Return the repeated blocks of a model in order, each one once. Each one becomes a sharding unit.
 
-    These are the modules that Hugging Face's `_no_split_modules` names. Without that attribute they are the items of
-    the first list or Sequential whose modules all have the same type.
+    These are the modules that Hugging Face's `_no_split_modules` names, without the model itself. Without that
+    attribute they are the items of a list or Sequential whose modules all have the same type. Of several such lists,
+    the one with the most parameters counts.
 
     Raises:
         ValueError: the model has no repeated blocks.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    blocks = [module for module in model.modules() if module is not model and type(module).__name__ in names]
     if not blocks:
         lists = (m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1)
-        outermost = next((items for items in lists if len({type(item) for item in items}) == 1), ())
-        blocks = [block for block in outermost if next(block.parameters(), None) is not None]
+        alike = [items for items in lists if len({type(item) for item in items}) == 1]
+        largest = max(alike, key=lambda items: sum(p.numel() for p in items.parameters()), default=())
+        # a model may use one block several times, and then its list has it several times
+        blocks = [block for block in dict.fromkeys(largest) if next(block.parameters(), None) is not None]
     if not blocks:
         raise ValueError(
             f"{type(model).__name__} has no list of blocks of one type: wrap its parts with fully_shard, then call "
@@ -329,6 +416,8 @@ def _mesh_of(model: nn.Module) -> DeviceMesh:
 
 def _ranks_per_node(given: int | None) -> int | None:
     """Return the argument of `zeropp`, or the value of MEGAZPP_RANKS_PER_NODE if it is None; None if neither is set."""
+    if given is not None and not isinstance(given, int):
+        raise TypeError(f"ranks_per_node is {given!r}, a {type(given).__name__}: pass a whole number such as 8")
     if given is not None or (said := os.environ.get(RANKS_PER_NODE)) is None:
         return given
     if not said.isdecimal():
@@ -346,7 +435,8 @@ def _find_cluster(mesh: DeviceMesh, ranks_per_node: int | None) -> Cluster:
             raise ValueError(f"ranks_per_node {ranks_per_node} does not divide the {world_size} ranks of the job")
         return Cluster(num_nodes=world_size // ranks_per_node, ranks_per_node=ranks_per_node)
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    device = torch.device(mesh.device_type, local_rank if mesh.device_type == "cuda" else 0)
+    # FSDP2 also uses the current device. A process may see only one GPU, whatever its local rank is.
+    device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else 0)
     return share_survey(_get_default_store(), rank, world_size, describe_host(local_rank, device))
 
 

@@ -195,7 +195,7 @@ class GradientMarks:
                 extremes += [extreme.float() for extreme in part.aminmax()]
                 marks += [mark, mark]
         if (key := tuple(marks)) not in self._constants:
-            self._constants[key] = torch.tensor(marks, device=extremes[0].device)
+            self._constants[key] = torch.tensor(marks, dtype=torch.float32, device=extremes[0].device)
         # ---- the four quotients are exact and equal if all elements were multiplied by one number
         quotients = (torch.stack(extremes) / self._constants[key]).view(-1, 4)
         factors, size = quotients[:, 0], quotients[:, 0].abs()
@@ -222,7 +222,8 @@ class GradientMarks:
         """Return a scalar fp32 tensor on the unit's device; `value` is one of the changes that the host can detect."""
         key = str(value)  # NaN is unequal to itself
         if key not in self._constants:
-            self._constants[key] = torch.tensor(value, device=self._unit.padded_shards()[0].device)
+            device = self._unit.padded_shards()[0].device
+            self._constants[key] = torch.tensor(value, dtype=torch.float32, device=device)
         return self._constants[key]
 
 
@@ -353,7 +354,7 @@ def disagree(votes: Work[list[int]]) -> bool:
 
 def combine_votes(axes: Iterable[MeshAxis], votes: Sequence[int]) -> list[int]:
     """Return the bitwise or of the votes of all ranks on the hosts' axes; each vote is below 256."""
-    found = torch.tensor(votes, dtype=torch.uint8)
+    found = torch.tensor(votes, dtype=torch.uint8, device="cpu")
     for axis in axes:
         received = axis.all_to_all(found.repeat(axis.size, 1), of="votes")
         found = functools.reduce(torch.bitwise_or, received.unbind())

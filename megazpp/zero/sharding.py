@@ -243,7 +243,7 @@ class Sharding:
         state: dict[str, torch.Tensor] = {}
         for gather in self._residents:
             crossing = gather.next_crossing()
-            state[gather.crossing_key] = torch.tensor(crossing, dtype=torch.uint8)
+            state[gather.crossing_key] = torch.tensor(crossing, dtype=torch.uint8, device="cpu")
             if crossing != InterNodeMessage.KEYFRAME:
                 resident = gather.resident()
                 own = gather.unit.as_parameters(resident.weights[resident.cross.rank])
@@ -257,7 +257,7 @@ class Sharding:
         """
         targets: dict[str, torch.Tensor] = {}
         for gather in self._residents:
-            targets[gather.crossing_key] = torch.zeros((), dtype=torch.uint8)
+            targets[gather.crossing_key] = torch.zeros((), dtype=torch.uint8, device="cpu")
             targets |= gather.unit.as_parameters(gather.new_row(self._device))
         return targets
 

@@ -332,7 +332,7 @@ class LosslessCodec:
 
     def __init__(self, size: int) -> None:
         self.size, self._left_out = size, 0
-        self.recent = torch.zeros(2, dtype=torch.int64)
+        self.recent = torch.zeros(2, dtype=torch.int64, device="cpu")
         self._arriving: HostCopy | None = None
 
     @property
@@ -366,7 +366,7 @@ class LosslessCodec:
             return
         arriving, self._arriving = self._arriving, None
         needed, left_out = zip(*arriving.wait(), strict=True)
-        self.recent[:] = torch.tensor([max(1, *needed), int(self.recent[0])])
+        self.recent[:] = torch.tensor([max(1, *needed), int(self.recent[0])], device="cpu")
         self._left_out += sum(left_out)
 
     def take_left_out(self) -> int:

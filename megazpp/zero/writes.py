@@ -252,6 +252,7 @@ class WriteWatch:
         self._index = {gather: index for index, gather in enumerate(gathers)}
         self._root: nn.Module | None = None  # outermost module whose forward is running
         self._decided: Sequence[WatchedGather] = ()  # units that the ranks voted on in this forward
+        self._inside: dict[nn.Module, set[nn.Module]] = {}  # a module and all modules inside of it
         self._below: dict[nn.Module, list[WatchedGather]] = {}  # gathers of the units inside a module
         self._ballot: Ballot | None = None
         self._had_gradients = False  # whether autograd has recorded the last forward
@@ -298,11 +299,15 @@ class WriteWatch:
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: Any) -> None:
         """Vote on which weights to send between nodes, when the forward of an outermost FSDP2 module begins."""
-        if self._root is not None or in_backward():  # activation checkpointing runs forwards inside a backward
+        if in_backward():  # activation checkpointing runs forwards inside a backward
+            return
+        # Torch does not call `_end` after an exception such as KeyboardInterrupt. The old outermost module is then not
+        # running: a module that is running contains every other one whose forward begins.
+        if self._root is not None and module is not self._root and module in self._inside[self._root]:
             return
         self._root = module
-        if module not in self._below:
-            inside = set(module.modules())
+        if module not in self._inside:
+            self._inside[module] = inside = set(module.modules())
             self._below[module] = [g for g in self._gathers if not inside.isdisjoint(g.unit.modules)]
         below = self._below[module]
         if any(gather.unit.is_sharded for gather in below):
@@ -338,12 +343,13 @@ class WriteWatch:
                 found += [(self._index[gather], kind, differs) for differs, kind in gather.unknown(vote)]
 
         # ---- read the comparisons now, or one forward later if the host would have to wait inside a step
-        differ = torch.stack([differs for _, _, differs in found]) if found else torch.zeros(0)
+        differ = torch.stack([differs for _, _, differs in found]) if found else torch.zeros(0, device="cpu")
         inside_step = self._had_gradients and torch.is_grad_enabled()
         self._had_gradients = torch.is_grad_enabled()
         unread = None
         if differ.is_cuda and inside_step:
-            copy = torch.empty(differ.shape, dtype=differ.dtype, pin_memory=True).copy_(differ, non_blocking=True)
+            copy = torch.empty(differ.shape, dtype=differ.dtype, device="cpu", pin_memory=True)
+            copy.copy_(differ, non_blocking=True)
             unread = [index for index, _, _ in found], copy, torch.cuda.current_stream().record_event()
         else:
             for (index, kind, _), differs in zip(found, differ.tolist(), strict=True):

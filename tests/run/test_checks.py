@@ -6,7 +6,7 @@ from helpers.refusals import not_refused, table
 from helpers.small_run import SMALL, check, parse
 
 from megazpp.checkpoint.metadata import TrainingProgress
-from megazpp.run.checks import check_run_config
+from megazpp.run.checks import check_run_config, check_uses
 from megazpp.topology.cluster import Cluster, Link, Links
 from megazpp.zero.config import CommPlan, ZeroConfig, plan_comm
 
@@ -122,6 +122,20 @@ def test_profiling_and_timeline_flags_that_record_something_pass():
     check(f"{profile} --record-memory-history", device="cuda")
     with pytest.raises(ValueError, match="--profile-ranks -1"):
         check("--record-memory-history --profile-ranks -1", device="cuda")
+
+
+def test_evaluations_without_validation_data_are_noted():
+    for flags, notices in (
+        ("--eval-interval 5 --split 1,0,1", ("--eval-interval 5: no data for validation (--split 1,0,1), ",)),
+        ("--eval-interval 5 --eval-iters 0 --split 1,0,1", ()),
+        ("--eval-interval 5", ()),
+        ("--split 1,0,1", ()),
+    ):
+        parsed = parse(f"{SMALL} {flags}")
+        found = check_uses(parsed.config, parsed.origins)
+        assert [notice[: len(start)] for notice, start in zip(found, notices, strict=True)] == list(notices)
+    skips = parse(f"{SMALL} --split 0,1,0 --skip-train")
+    assert check_uses(skips.config, skips.origins) == ()
 
 
 def test_exit_interval_ends_a_resumed_run_at_the_next_multiple():

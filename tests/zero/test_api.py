@@ -1,21 +1,25 @@
 """Test calls of `megazpp.zeropp`: repeated calls for one model, process groups, and frozen weights."""
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import ranks
 from torch import nn
+from torch.distributed import init_device_mesh
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 import megazpp
+from megazpp.zero import api
 from megazpp.zero.api import RANKS_PER_NODE
 
 
@@ -310,6 +314,125 @@ def save_with_save_pretrained(folder: str) -> None:
 def test_save_pretrained_leaves_out_the_state_of_lossless_deltas(tmp_path):
     pytest.importorskip("transformers")
     ranks(2).run(save_with_save_pretrained, str(tmp_path))
+
+
+class Lists(nn.Module):
+    """Two lists of equal modules; the larger one has the first block twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inputs = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        first, second = (nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2))
+        self.layers = nn.ModuleList([first, second, first])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.inputs[1](x)
+
+
+class Nested(nn.Module):
+    """A model whose attribute for Hugging Face names itself, its layers and modules inside of them."""
+
+    _no_split_modules = ("Nested", "Sequential", "Linear")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2))
+
+
+def wrap_blocks() -> None:
+    """Check which blocks `zeropp` wraps, and that a block that is used twice trains as in plain FSDP2."""
+    results = []
+    for zeropp in (False, True):
+        model = Lists()
+        if zeropp:
+            exact = config(zero_weight_bits=16, zero_gradient_bits=(16, 16))
+            megazpp.zeropp(model, ranks_per_node=1, config=exact)
+        else:
+            for block in list(model.layers)[:2]:
+                fully_shard(block).set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined]
+            fully_shard(model).set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined]
+        assert [name for name, each in model.named_modules() if isinstance(each, FSDPModule)] == [
+            *("", "layers.0", "layers.1")
+        ]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(3):
+            x = torch.randn(3, 16, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([parameter.full_tensor() for parameter in model.parameters()])
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+    megazpp.zeropp(nested := Nested(), ranks_per_node=1, config=config())
+    wrapped_modules = [name for name, each in nested.named_modules() if isinstance(each, FSDPModule)]
+    assert wrapped_modules == ["", "layers.0", "layers.0.0", "layers.1", "layers.1.0"]
+
+
+def test_each_block_is_wrapped_once_and_inner_blocks_first():
+    ranks(2).run(wrap_blocks)
+
+
+def test_nodes_are_discovered_by_the_current_gpu(monkeypatch):
+    """Some launchers show each process one GPU, which is cuda:0 for every local rank."""
+    found = list[torch.device]()
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for name, answer in {"get_world_size": 4, "get_rank": 3}.items():
+        monkeypatch.setattr(dist, name, lambda answer=answer: answer)
+    monkeypatch.setattr(api, "_get_default_store", lambda: None)
+    monkeypatch.setattr(api, "share_survey", lambda *_: None)
+    monkeypatch.setattr(api, "describe_host", lambda local_rank, device: found.append(device))
+    api._find_cluster(Mock(device_type="cuda", size=lambda: 4), None)
+    assert found == [torch.device("cuda", 0)]
+
+
+def step_with_replaced_parameters() -> None:
+    """Check that an optimizer of the unwrapped model is rejected, and one of the wrapped model is not."""
+    ignored = {next((model := blocks()).parameters())}
+    early, of_ignored = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(list(ignored), lr=0.1)
+    elsewhere = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    megazpp.zeropp(model, ranks_per_node=1, config=config(), ignored_params=ignored)
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 16)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"holds 0\.0\.bias as it was before megazpp\.zeropp wrapped"):
+        early.step()
+    for optimizer in (elsewhere, of_ignored, late, late):
+        optimizer.step()
+
+
+def test_optimizer_of_the_unwrapped_model_is_rejected():
+    ranks(2).run(step_with_replaced_parameters)
+
+
+def refuse_arguments() -> None:
+    """Check that unusable arguments are rejected before the model is wrapped."""
+    sixteen_bits = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    two_dims = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("ranks_per_node 3 does not divide", {"ranks_per_node": 3}),
+        ("ranks_per_node is '2', a str", {"ranks_per_node": "2"}),
+        ("config is a dict", {"config": {"zeropp": True}}),
+        ("ZeroConfig(zero_stage=1)", {"config": megazpp.ZeroConfig(zero_stage=1)}),
+        ("use_distributed_optimizer=True", {"config": megazpp.ZeroConfig(use_distributed_optimizer=True)}),
+        ("needs --bf16 or --fp16", {"ranks_per_node": 1, "config": config(zero_weight_delta="lossless")}),
+        ("has 2 dims", {"ranks_per_node": 1, "mesh": two_dims}),
+        ("mesh is a str", {"ranks_per_node": 1, "mesh": "cpu"}),
+    ]
+    for message, arguments in cases:
+        model = blocks()
+        with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+            megazpp.zeropp(model, **arguments)
+        assert not any(isinstance(each, FSDPModule) for each in model.modules()), message
+    megazpp.zeropp(model, ranks_per_node=1, mp_policy=sixteen_bits, config=config(zero_weight_delta="lossless"))
+    for other, name in (([model], "a list"), (nn.Linear, "the class Linear")):
+        with pytest.raises(TypeError, match=f"needs an nn.Module, not {name}"):
+            megazpp.zeropp(other)  # type: ignore[arg-type]
+
+
+def test_unusable_arguments_are_rejected_before_the_model_is_wrapped():
+    ranks(2).run(refuse_arguments)
 
 
 def test_trainer_makes_the_callback_from_the_bare_name():

@@ -89,7 +89,8 @@ class Run:
     def backward(self, sample: int, *, factor: float = 1.0, last: bool = True, **how: Any) -> None:
         self.model.set_is_last_backward(last)
         generator = torch.Generator().manual_seed(RANKS * sample + dist.get_rank())
-        x, y = torch.randn(5, WIDTH, generator=generator), torch.randn(5, 4, generator=generator)
+        how_made: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+        x, y = torch.randn(5, WIDTH, **how_made), torch.randn(5, 4, **how_made)
         (factor * (self.model(x, **how).float() - y).square().mean()).backward()
 
     def step(self, *optimizers: torch.optim.Optimizer, **how: Any) -> None:
@@ -545,6 +546,24 @@ def called_after_an_evaluation(mode: str) -> Run:
     for step in range(3):
         run.backward(step)
         run.step()
+    return run
+
+
+@scenario
+def under_other_defaults(mode: str) -> Run:
+    """Change torch's default device and dtype, as programs do with "cuda" and bf16."""
+    run = Run(mode)
+    run.backward(0)
+    run.step()  # AdamW creates its state on the default device
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"):
+            for step in range(1, 4):
+                for micro_batch in range(2):
+                    run.backward(2 * step + micro_batch, last=micro_batch == 1)
+                run.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
     return run
 
 

@@ -328,6 +328,42 @@ def test_late_detection_on_one_rank_raises_on_all_ranks():
     ranks(RANKS).run(find_late)
 
 
+def interrupt(module: nn.Module, model: nn.Module) -> None:
+    """Raise KeyboardInterrupt in a forward of `module`, which makes torch call no forward hooks."""
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model[1][1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        module(torch.ones(1, WIDTH))
+    hook.remove()
+    for each in model.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
+
+
+def interrupted(config: dict[str, Any] | None) -> list[float]:
+    """Return the losses of a training that goes on after a forward of the model, or of a block, was interrupted."""
+    model, optimizer, _ = build(config)
+    losses = [step(model, optimizer, 0)]
+    for sample, module in enumerate((model, model[1], model), start=1):
+        interrupt(module, model)
+        losses += [step(model, optimizer, sample), evaluate(model)]
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+        losses.append(evaluate(model))
+    return losses
+
+
+def interrupted_as_fsdp2() -> None:
+    assert interrupted(EXACT) == interrupted(None)
+
+
+def test_votes_go_on_after_an_interrupted_forward():
+    ranks(RANKS).run(interrupted_as_fsdp2)
+
+
 # ---- checksums ------------------------------------------------------------------------------------------------------
 
 
