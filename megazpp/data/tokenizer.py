@@ -83,10 +83,16 @@ def document_end(tokenizer: Tokenizer) -> list[int]:
     return [] if tokenizer.marks.used and tokenizer.marks.after[-1:] == end else end
 
 
-def marks_note(tokenizer: Tokenizer) -> str | None:
-    """Return a line about the special tokens around texts; None if the tokenizer's files ask for none."""
-    before, after, used = tokenizer.marks
-    does = "texts get" if used else "--no-add-special-tokens: texts do not get"
+def marks_note(tokenizer: Tokenizer, *, prompts: bool = False) -> str | None:
+    """Return a line about the special tokens around texts; None if the tokenizer's files ask for none.
+
+    Args:
+        tokenizer: tokenizer of the texts.
+        prompts: True for prompts, which get no special tokens after them.
+    """
+    (before, after, used), what = tokenizer.marks, "prompts" if prompts else "texts"
+    after = [] if prompts else after
+    does = f"{what} get" if used else f"--no-add-special-tokens: {what} do not get"
     marks = " and ".join(f"{ids} {where}" for ids, where in ((before, "before"), (after, "after")) if ids)
     return f"{does} the special tokens {marks} them that transformers adds" if marks else None
 
@@ -164,6 +170,12 @@ class Marks(NamedTuple):
         """Return the ids of a text with the marks, if this run adds them."""
         return [*self.before, *ids, *self.after] if self.number else ids
 
+    def missing(self, ids: list[int]) -> tuple[list[int], list[int]]:
+        """Return the marks before and after a text that this run adds and the text does not already have."""
+        before, after = (self.before, self.after) if self.used else ([], [])
+        last = ids[max(len(ids) - len(after), 0) :]
+        return [] if ids[: len(before)] == before else before, [] if last == after else after
+
     def __str__(self) -> str:
         """Return the marks' part of a tokenizer's identity; it is empty if this run adds no marks."""
         return f"-{self.before}{self.after}" if self.number else ""
@@ -203,7 +215,8 @@ class Tokenizer:
     def encode_spans(self, text: str, *, marked: bool = True) -> EncodedText:
         """Return the ids of `text` and their places in it. `eod_name` in the text becomes eod.
 
-        A mark has an empty place at the beginning or end of the text.
+        A mark has an empty place at the beginning or end of the text. A mark that the text itself begins or ends with
+        is not repeated.
 
         Args:
             text: text to encode.
@@ -221,10 +234,23 @@ class Tokenizer:
             ids.extend(found.ids)
             spans.extend((start + first, start + last) for first, last in found.spans)
             start += len(part)
-        if marked and self.marks.number:
-            end, (before, after, _) = (len(text), len(text)), self.marks
-            ids, spans = self.marks.around(ids), [(0, 0)] * len(before) + spans + [end] * len(after)
+        if marked:
+            end, (before, after) = (len(text), len(text)), self.marks.missing(ids)
+            ids, spans = [*before, *ids, *after], [(0, 0)] * len(before) + spans + [end] * len(after)
         return EncodedText(self._known(ids), spans)
+
+    def encode_prompt(self, text: str, *, finds_eod: bool = False) -> list[int]:
+        """Return the ids of a text that generation continues.
+
+        A mark that the text itself begins with is not repeated. No marks follow the text, because tokens after an end
+        of text would begin another text.
+
+        Args:
+            text: text to encode.
+            finds_eod: True if `eod_name` in the text becomes eod.
+        """
+        ids = self.encode_spans(text, marked=False).ids if finds_eod else self._encode(text)
+        return self._known([*self.marks.missing(ids)[0], *ids])
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, as `encode` gives them."""
@@ -366,6 +392,8 @@ class HFTokenizer(Tokenizer):
         first = whole.sequence_ids.index(0)
         before, after = whole.ids[:first], whole.ids[first + len(self._encode(text)) :]
         self.marks = Marks(before, after, used=add_special_tokens)
+        # Some post-processors cut spaces off the places of tokens. Marks are known now, so none is needed any more.
+        backend.post_processor = None
         self._unknown = getattr(backend.model, "unk_token", None)
         self._has_bytes = "ByteLevel" in str(backend.decoder)  # each letter of a piece encodes one byte
         self.identity = f"huggingface-{self._digest(split)}{self.marks}"
@@ -397,10 +425,11 @@ class HFTokenizer(Tokenizer):
         return EncodedText(encoding.ids, encoding.offsets)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._theirs.decode([int(i) for i in ids], skip_special_tokens=True)
+        # Clean-up would remove spaces before punctuation, also those that the model or the prompt has written.
+        return self._theirs.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def decode_with_specials(self, ids: Sequence[int]) -> str:
-        return self._theirs.decode(ids)
+        return self._theirs.decode(ids, clean_up_tokenization_spaces=False)
 
     def chat_template(self, name: str | None = None, tools: Sequence[object] | None = None) -> str | None:
         return None if self._theirs.chat_template is None else self._theirs.get_chat_template(name, tools)
