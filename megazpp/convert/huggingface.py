@@ -141,14 +141,17 @@ def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> 
 
 def class_name(model: Model) -> str:
     """Return the name of transformers' class of a model, which scores whole texts if the model has a scalar head."""
-    name = choose_architecture(model.config).class_name
+    architecture = choose_architecture(model.config)
     if HEAD not in model.tensors:
-        return name
-    if name == "GraniteForCausalLM":
+        return architecture.class_name
+    stem = re.sub(r"(ForCausalLM|LMHeadModel)$", "", architecture.class_name)
+    auto = import_package("transformers.models.auto.modeling_auto", "a reward model")
+    if architecture.model_type not in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         raise ValueError(
-            f"transformers has no {_CLASSIFIER} of Granite, so a reward model with its factors cannot be exported"
+            f"transformers has no {stem}{_CLASSIFIER}, so a reward model of the family {architecture.model_type} "
+            "cannot be exported"
         )
-    return re.sub(r"(ForCausalLM|LMHeadModel)$", _CLASSIFIER, name)
+    return stem + _CLASSIFIER
 
 
 def model_pieces(config: GPTConfig) -> dict[str, ForeignTensors]:

@@ -43,6 +43,7 @@ class Mixture(Relative):
         shared: True if every token also passes through a shared MLP with a gate.
         shared_name: name of the shared MLP.
         sparse: True if some layers may have a dense MLP instead of experts.
+        switched: True if config.json has a key that enables the window of all layers (use_sliding_window).
     """
 
     moe: str = "mlp"
@@ -53,6 +54,7 @@ class Mixture(Relative):
     shared: bool = False
     shared_name: str = "shared_expert"
     sparse: bool = False
+    switched: bool = False
 
     def read(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of GPTConfig that `settings` define; a ValueError names an unsupported key."""
@@ -89,6 +91,7 @@ class Mixture(Relative):
             self.inner: config.expert_ffn_size,
             "router_aux_loss_coef": config.moe_aux_loss_coeff,
             **normalized,
+            **({"use_sliding_window": config.window is not None} if self.switched else {}),
             **({"shared_expert_intermediate_size": width, "qkv_bias": True} if self.shared else {}),
             **(dict(zip(_SPARSE, (1, without), strict=True)) if self.sparse else {}),
         }
@@ -182,7 +185,7 @@ MIXTURES = (
         inner="intermediate_size",
         count=("num_local_experts", "num_experts"),
     ),
-    Mixture("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="heads", sparse=True),
+    Mixture("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="heads", windows="all", switched=True, sparse=True),
     Mixture("qwen2_moe", "Qwen2MoeForCausalLM", qkv_bias=True, windows="layers", shared=True, sparse=True),
     Glm(
         "glm4_moe",

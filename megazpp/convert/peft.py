@@ -201,11 +201,11 @@ def read_adapter(folder: Path, config: GPTConfig) -> tuple[AdapterSettings, dict
     Raises:
         ValueError: a file is missing or damaged, the adapter is another model's, or training does not support it.
     """
-    model, path = _open_adapter(folder, config), folder / CONFIG
+    (model, plain), path = _open_adapter(folder, config), folder / CONFIG
     found, layers = model.peft_config["default"], _lora_layers(model)
     branches = [branch for branch in find_branches(config, (ALL_LINEAR,)) if branch.module in layers]
     terms = {(layer.r["default"], layer.scaling["default"]) for layer in layers.values()}
-    others = ({*layers} - {branch.module for branch in branches}) | ({*_saved(model)} - {_SCORE})
+    others = ({*layers} - {branch.module for branch in branches}) | ({*_saved(model), *plain} - {_SCORE})
     patterns = [f"{name} {getattr(found, name)}" for name in ("rank_pattern", "alpha_pattern") if getattr(found, name)]
     problems = {
         "use_dora": found.use_dora,
@@ -244,18 +244,28 @@ def with_adapter(model: Model, folder: Path) -> Model:
             "merge it into the checkpoint it was trained on"
         )
     # ---- the model's tensors by transformers' names
-    adapted, architecture = _open_adapter(folder, config), find_architecture(config)
+    (adapted, plain), architecture = _open_adapter(folder, config), find_architecture(config)
     saved, ours = _saved(adapted), dict(model.tensors)
     if _SCORE in saved:
         ours.setdefault(HEAD, held(torch.zeros(1, config.hidden)))
     pieces = {name: piece for name, piece in (model_pieces(config) | {HEAD: same(_SCORE)}).items() if name in ours}
     theirs = to_files(architecture, split_all(pieces, ours))
     # ---- apply the adapter
+    tied = {*pieces[WORDS].theirs} if config.tied else set()
+    for name, tensor in (saved | plain).items():
+        own = theirs.get(next(iter(tied)) if tied and name == "lm_head.weight" else name)
+        if own is not None and own.shape != tensor.shape:
+            raise ValueError(
+                f"{folder}: {name} has shape {list(tensor.shape)}, but the model's is {list(own.shape)}: resize the "
+                "base as it was resized for the adapter's training"
+            )
+        if name in plain and own is not None and not torch.equal(own.read().float(), tensor):
+            saved[name] = tensor
     reads: dict[str, Any] = {name: functools.partial(torch.Tensor.detach, tensor) for name, tensor in saved.items()}
     for name, layer in _lora_layers(adapted).items():
         if (weight := theirs.get(f"{name}.weight")) is not None:
-            reads[f"{name}.weight"] = functools.partial(_merge, layer, weight)
-    tied = {*pieces[WORDS].theirs} if config.tied else set()
+            base = held(saved[f"{name}.weight"]) if f"{name}.weight" in saved else weight
+            reads[f"{name}.weight"] = functools.partial(_merge, layer, base)
     missing = {*reads, *(f"{name}.weight" for name in _lora_layers(adapted))} - theirs.keys()
     if problems := missing | (tied & reads.keys()):
         why = "which are no weights of this model's own" if missing else "which are tied to the output layer"
@@ -273,8 +283,10 @@ def checksum_of(model: Model) -> str:
     return spell_checksum(sum(sum_of_bits(name, entry.read(), (0, 0), entry.shape) for name, entry in weights))
 
 
-def _open_adapter(folder: Path, config: GPTConfig) -> Any:
-    """Return PEFT's model of an adapter, whose base has no weights.
+def _open_adapter(folder: Path, config: GPTConfig) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return PEFT's model of an adapter, whose base has no weights, and the base's weights that the adapter contains.
+
+    PEFT adds embeddings to an adapter whose base was resized.
 
     Raises:
         ValueError: PEFT is not installed or refuses the adapter, or the adapter does more than LoRA.
@@ -316,7 +328,13 @@ def _open_adapter(folder: Path, config: GPTConfig) -> Any:
     if problems := [*missing, *loaded.unexpected_keys]:
         what = "are missing" if missing else "have no place in this model"
         raise ValueError(f"{folder}: {', '.join(problems[:3])} {what}")
-    return model
+    plain = {
+        name.removeprefix(_PREFIX).replace(".base_layer.", "."): tensor
+        for name, tensor in tensors.items()
+        if "lora_" not in name
+    }
+    saved = _saved(model)
+    return model, {name: tensor for name, tensor in plain.items() if name not in saved}
 
 
 def _empty_model(config: GPTConfig, rows: int, *, scores: bool) -> Any:

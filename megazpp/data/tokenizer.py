@@ -84,10 +84,16 @@ def document_end(tokenizer: Tokenizer) -> list[int]:
     return [] if tokenizer.special_tokens.used and tokenizer.special_tokens.after[-1:] == end else end
 
 
-def special_tokens_note(tokenizer: Tokenizer) -> str | None:
-    """Return a line about the special tokens around texts; None if the tokenizer's files ask for none."""
-    before, after, used = tokenizer.special_tokens
-    does = "texts get" if used else "--no-add-special-tokens: texts do not get"
+def special_tokens_note(tokenizer: Tokenizer, *, prompts: bool = False) -> str | None:
+    """Return a line about the special tokens around texts; None if the tokenizer's files ask for none.
+
+    Args:
+        tokenizer: tokenizer of the texts.
+        prompts: True for prompts, which get no special tokens after them.
+    """
+    (before, after, used), what = tokenizer.special_tokens, "prompts" if prompts else "texts"
+    after = [] if prompts else after
+    does = f"{what} get" if used else f"--no-add-special-tokens: {what} do not get"
     added = " and ".join(f"{ids} {where}" for ids, where in ((before, "before"), (after, "after")) if ids)
     return f"{does} the special tokens {added} them that transformers adds" if added else None
 
@@ -161,6 +167,12 @@ class SpecialTokens(NamedTuple):
         """Return the ids of a text with the special tokens, if this run adds them."""
         return [*self.before, *ids, *self.after] if self.number else ids
 
+    def missing(self, ids: list[int]) -> tuple[list[int], list[int]]:
+        """Return the special tokens before and after a text that this run adds and the text does not already have."""
+        before, after = (self.before, self.after) if self.used else ([], [])
+        last = ids[max(len(ids) - len(after), 0) :]
+        return [] if ids[: len(before)] == before else before, [] if last == after else after
+
     def __str__(self) -> str:
         """Return the part of a tokenizer's identity for the special tokens; it is empty if this run adds none."""
         return f"-{self.before}{self.after}" if self.number else ""
@@ -204,7 +216,8 @@ class Tokenizer:
     def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> EncodedText:
         """Return the ids of `text` and their places in it. `eod_name` in the text becomes eod.
 
-        A special token around the text has an empty place at the beginning or end of the text.
+        A special token around the text has an empty place at its beginning or end. One that the text itself begins or
+        ends with is not repeated.
 
         Args:
             text: text to encode.
@@ -223,10 +236,23 @@ class Tokenizer:
             ids.extend(found.ids)
             spans.extend((start + first, start + last) for first, last in found.spans)
             start += len(part)
-        if add_special_tokens and self.special_tokens.number:
-            end, (before, after, _) = (len(text), len(text)), self.special_tokens
-            ids, spans = self.special_tokens.around(ids), [(0, 0)] * len(before) + spans + [end] * len(after)
+        if add_special_tokens:
+            end, (before, after) = (len(text), len(text)), self.special_tokens.missing(ids)
+            ids, spans = [*before, *ids, *after], [(0, 0)] * len(before) + spans + [end] * len(after)
         return EncodedText(self._known(ids), spans)
+
+    def encode_prompt(self, text: str, *, finds_eod: bool = False) -> list[int]:
+        """Return the ids of a text that generation continues.
+
+        A special token that the text itself begins with is not repeated. None follow the text, because tokens after an
+        end of text would begin another text.
+
+        Args:
+            text: text to encode.
+            finds_eod: True if `eod_name` in the text becomes eod.
+        """
+        ids = self.encode_spans(text, add_special_tokens=False).ids if finds_eod else self._encode(text)
+        return self._known([*self.special_tokens.missing(ids)[0], *ids])
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, as `encode` gives them."""
@@ -368,6 +394,8 @@ class HFTokenizer(Tokenizer):
         first = whole.sequence_ids.index(0)
         before, after = whole.ids[:first], whole.ids[first + len(self._encode(text)) :]
         self.special_tokens = SpecialTokens(before, after, used=add_special_tokens)
+        # Some post-processors cut spaces off the places of tokens. Special tokens are known now, so it is not needed any more.
+        backend.post_processor = None
         self._unknown = getattr(backend.model, "unk_token", None)
         self._has_bytes = "ByteLevel" in str(backend.decoder)  # each letter of a piece encodes one byte
         self.identity = f"huggingface-{self._digest(split)}{self.special_tokens}"
@@ -399,10 +427,11 @@ class HFTokenizer(Tokenizer):
         return EncodedText(encoding.ids, encoding.offsets)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._theirs.decode([int(i) for i in ids], skip_special_tokens=True)
+        # Clean-up would remove spaces before punctuation, also those that the model or the prompt has written.
+        return self._theirs.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def decode_with_specials(self, ids: Sequence[int]) -> str:
-        return self._theirs.decode(ids)
+        return self._theirs.decode(ids, clean_up_tokenization_spaces=False)
 
     def chat_template(self, name: str | None = None, tools: Sequence[object] | None = None) -> str | None:
         return None if self._theirs.chat_template is None else self._theirs.get_chat_template(name, tools)

@@ -24,7 +24,7 @@ class Start(NamedTuple):
 
 def start_of(prompt: str, tokenizer: Tokenizer) -> Start:
     """Return the beginning of a text that continues `prompt`; an empty prompt starts with an end-of-document token."""
-    return Start(tokenizer.encode(prompt) or [tokenizer.eod or 0], prompt)
+    return Start(tokenizer.encode_prompt(prompt) or [tokenizer.eod or 0], prompt)
 
 
 def check_start(start: Start, longest: int, name: str, *, advice: str = "") -> Start:

@@ -33,6 +33,7 @@ class PairBatch(NamedTuple):
         document_starts: None, because a row is one document and padding.
         ref_logps: [2B] fp32 sums of the reference model's log-probabilities over each answer; None without a reference
             model, or if the objective computes them.
+        margins: [B] fp32 numbers by which preferred scores have to be higher (reward); None for 0.
     """
 
     tokens: torch.Tensor
@@ -41,6 +42,7 @@ class PairBatch(NamedTuple):
     position_ids: torch.Tensor
     document_starts: torch.Tensor | None = None
     ref_logps: torch.Tensor | None = None
+    margins: torch.Tensor | None = None
 
 
 class RolloutBatch(NamedTuple):

@@ -7,7 +7,8 @@ Samples are [rows, S + 1] int64 with S = --max-length, padded on the right. They
 them like windows of documents:
 
     supervised    tokens, mask, positions
-    pairs         preferred tokens, mask, rejected tokens, mask; the last row begins with the number of the pair
+    pairs         preferred tokens, mask, rejected tokens, mask; the last row begins with the number of the pair and the
+                  bits of its margin
 
 A mask is 1 where the token is to be predicted. Batches are cut to their longest row, rounded up (`shortened`).
 
@@ -135,11 +136,14 @@ class PreferenceDataset(EpochOrder):
             tokens, mask = self._examples.row(2 * number + row)
             sample[2 * row : 2 * row + 2, : len(tokens)] = tokens, mask
         sample[4, 0] = number
+        if len(self._examples.margins):
+            sample[4, 1] = self._examples.margins[number].view(np.int32)
         return sample
 
     def digest(self) -> str:
-        """Return a digest of the tokens and masks of all pairs."""
-        return digest_of(self._examples)
+        """Return a digest of the tokens, masks and margins of all pairs."""
+        found, margins = digest_of(self._examples), self._examples.margins
+        return cache_key(pairs=found, margins=margins.tolist()) if margins.any() else found
 
 
 class PromptDataset(EpochOrder):
@@ -151,6 +155,11 @@ class PromptDataset(EpochOrder):
 
     def __getitem__(self, index: int) -> Prompt:
         return self._prompts[self.place(index)]
+
+    @property
+    def columns(self) -> set[str]:
+        """The names of all columns other than `prompt`."""
+        return {name for prompt in self._prompts for name in prompt.columns}
 
     def digest(self) -> str:
         """Return a digest of the tokens and columns of all prompts."""
@@ -197,7 +206,8 @@ def make_pair_batch(samples: torch.Tensor, *, multiple: int = 1, ref_logps: torc
     mask = torch.cat((samples[:, 1], samples[:, 3]))
     positions = torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1)
     known = None if ref_logps is None else ref_logps[samples[:, 4, 0]].float().t().flatten()
-    return shortened(PairBatch(*_inputs(tokens, mask), positions, None, known), multiple)
+    margins = samples[:, 4, 1].to(torch.int32).view(torch.float32)
+    return shortened(PairBatch(*_inputs(tokens, mask), positions, None, known, margins), multiple)
 
 
 def pack(lengths: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:

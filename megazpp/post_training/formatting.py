@@ -8,6 +8,8 @@
     chosen, rejected                reward, dpo        the same; their common beginning is the prompt
     prompt, any other columns       grpo, ppo          the reward functions get the other columns
 
+With the objective reward, a column `margin` may hold the number by which the better answer's score has to be higher.
+
 Each of these columns holds a string, or a conversation, which is a list of messages with role and content. A complete
 string is followed by the tokenizer's end-of-document token. A conversation ends as its template says. Prompt and answer
 are tokenized as one text, and a token that reaches into the answer belongs to the answer.
@@ -78,12 +80,14 @@ class Examples(NamedTuple):
         counts: [8] int64 numbers of examples: all, cut to --max-length, left out without a token of the answer, with an
             answer that begins inside a token, and pairs left out because both answers are the same; then the file and
             the line of the first such pair; then the number of conversations.
+        margins: [pairs] fp32 values of the column `margin`, 0 where there is none; empty if it was not read.
     """
 
     tokens: Ids
     mask: Mask
     starts: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
+    margins: npt.NDArray[np.float32] = np.zeros(0, dtype=np.float32)
 
     def row(self, number: int) -> tuple[Ids, Mask]:
         """Return the tokens and the mask of one row."""
@@ -114,6 +118,7 @@ def read_examples(
     config: DataFormatConfig,
     *,
     pairs: bool,
+    margins: bool = False,
     cache_dir: Path | None,
     log: Callable[[str], None] = lambda line: None,
     seconds: float = math.inf,
@@ -126,6 +131,7 @@ def read_examples(
         template: template of conversations.
         config: flags of the data format.
         pairs: True to read pairs of answers.
+        margins: True to read the column `margin` of pairs.
         cache_dir: cache directory; None keeps the tokens in memory only.
         log: function that prints a line: before files are tokenized, and about the result.
         seconds: time limit, which the files share equally.
@@ -137,13 +143,16 @@ def read_examples(
     texts = _pair_texts if pairs else _supervised_texts
 
     def build() -> Examples:
-        return _tokenize(paths, tokenizer, config.max_length, lambda record: texts(record, template, config), seconds)
+        found = _tokenize(
+            paths, tokenizer, config.max_length, lambda record: texts(record, template, config), seconds, margins
+        )
+        return found if margins else Examples(*found[:4])
 
     if cache_dir is None:
         examples = build()
     else:
         key = cache_key(
-            kind=f"examples-4 {texts.__name__}",
+            kind=f"examples-{5 if margins else 4} {texts.__name__}",
             data=content_hash(paths),
             tokenizer=tokenizer.identity,
             template=template.key,
@@ -216,13 +225,26 @@ def read_prompts(
 
 def prompt_ids(record: Record, tokenizer: Tokenizer, template: ChatTemplate) -> tuple[str | list[Message], list[int]]:
     """Return the value of the column `prompt` and its tokens, which end where an answer begins."""
+    _check_text_only(record)
     value = _value(record, "prompt")
     is_text = isinstance(value, str)
     text = value if is_text else _render_prompt(template, value, record)
-    return value, tokenizer.encode_spans(text, add_special_tokens=is_text).ids or [tokenizer.eod or 0]
+    if is_text:
+        ids = tokenizer.encode_prompt(text, finds_eod=True)
+    else:
+        ids = tokenizer.encode_spans(text, add_special_tokens=False).ids
+    return value, ids or [tokenizer.eod or 0]
+
+
+def _check_text_only(record: Record) -> None:
+    """Raise ValueError for images, from which TRL's trainers would make parts of the messages."""
+    for name in ("image", "images"):
+        if record.get(name):
+            raise ValueError(f"the column {name!r} holds images, but only text is supported; remove or rename it")
 
 
 def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormatConfig) -> list[Text]:
+    _check_text_only(record)
     if record.get("messages") is not None:
         messages = _value(record, "messages")
         if isinstance(messages, str):
@@ -240,6 +262,7 @@ def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormat
 
 
 def _pair_texts(record: Record, template: ChatTemplate, config: DataFormatConfig) -> list[Text]:
+    _check_text_only(record)
     chosen, rejected = _value(record, "chosen"), _value(record, "rejected")
     if chosen == rejected:
         return []
@@ -272,9 +295,10 @@ def _answer(
         raise ValueError(f"'prompt' is a conversation and {name!r} a string")
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-        answer = answer[1:] if answer[:1] == prompt else answer  # some datasets repeat the prompt in the answer
     if answer and not any(message["role"] == "assistant" for message in answer):
         raise ValueError(f"{name!r} has no message of the role 'assistant'")
+    if answer[: len(prompt)] == prompt:
+        answer = answer[len(prompt) :]  # some datasets repeat the prompt in the answer
     text, spans = _conversation([*prompt, *answer], record, template, config)
     # A template may write the beginning of the assistant's turn differently in a prompt and in a conversation.
     start = _same(_render_prompt(template, prompt, record), text)
@@ -351,17 +375,20 @@ def _tokenize(
     tokenizer: Tokenizer,
     max_length: int,
     texts: Callable[[Record], list[Text]],
-    seconds: float = math.inf,
+    seconds: float,
+    with_margins: bool,
 ) -> Examples:
-    def encode(record: Record) -> tuple[list[tuple[Ids, Mask, bool]], bool]:
+    def encode(record: Record) -> tuple[list[tuple[Ids, Mask, bool]], bool, float]:
         found = texts(record)
-        return [_encode(*text, tokenizer) for text in found], not all(ends for _, _, ends in found)
+        margin = _margin(record) if with_margins else 0.0
+        return [_encode(*text, tokenizer) for text in found], not all(ends for _, _, ends in found), margin
 
     tokens: list[Ids] = []
     masks: list[Mask] = []
+    margins: list[float] = []
     total = cut = empty = within = same = conversations = 0
     first = (0, 0)
-    for path, number, (rows, is_conversation) in _each(paths, encode, seconds):
+    for path, number, (rows, is_conversation, margin) in _each(paths, encode, seconds):
         total += 1
         conversations += is_conversation
         cut += any(len(ids) > max_length for ids, _, _ in rows)
@@ -374,12 +401,20 @@ def _tokenize(
         else:
             tokens += shown
             masks += learned
+            margins.append(margin)
     if not tokens:
         why = f"no example has an answer within --max-length {max_length}" if total else "there is no example"
         raise ValueError(f"{_names(paths)}: {why}" + (f"; {_SAME}, first in line {first[1]}" if same else ""))
     starts = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
     counts = np.array([total, cut, empty, within, same, *first, conversations])
-    return Examples(np.concatenate(tokens), np.concatenate(masks), starts, counts)
+    return Examples(np.concatenate(tokens), np.concatenate(masks), starts, counts, np.array(margins, dtype=np.float32))
+
+
+def _margin(record: Record) -> float:
+    value = 0.0 if record.get("margin") is None else record["margin"]
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"'margin' is {value!r:.80}, not a finite number")
+    return float(value)
 
 
 def _encode(text: str, learned: Sequence[tuple[int, int]], ends: bool, tokenizer: Tokenizer) -> tuple[Ids, Mask, bool]:
@@ -396,7 +431,11 @@ def _encode(text: str, learned: Sequence[tuple[int, int]], ends: bool, tokenizer
     for start, stop in learned:
         mask[:-1] |= (first < stop + (stop == len(text))) & (last > start)  # includes special tokens after the text
         within |= bool(((first < start) & (last > start)).any())
-    if ends and tokenizer.eod is not None and not text.endswith(tokenizer.eod_name or "\0"):
+    if (
+        ends
+        and tokenizer.eod is not None
+        and not (text.endswith(tokenizer.eod_name or "\0") or ids[-1:] == [tokenizer.eod])
+    ):
         ids, mask[-1] = [*ids, tokenizer.eod], 1
     mask = mask[: len(ids)]
     mask[:1] = 0

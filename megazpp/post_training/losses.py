@@ -105,17 +105,25 @@ def dpo_losses(
     return PairLosses(total, (beta * chosen).detach(), (beta * rejected).detach())
 
 
-def reward_losses(chosen: torch.Tensor, rejected: torch.Tensor, *, center: float | None = None) -> torch.Tensor:
+def reward_losses(
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    *,
+    margins: torch.Tensor | None = None,
+    center: float | None = None,
+) -> torch.Tensor:
     """Compute the Bradley-Terry losses of pairs.
 
     Args:
         chosen: [B] scores of the preferred answers.
         rejected: [B] scores of the rejected answers.
+        margins: [B] differences that the scores should have at least (Llama 2); None for 0.
         center: weight of a term that pulls the mean score to 0; None for no such term.
     Returns:
         [B] losses.
     """
-    return -F.logsigmoid(chosen - rejected) + (center or 0.0) * (chosen + rejected) ** 2
+    difference = chosen - rejected if margins is None else chosen - rejected - margins
+    return -F.logsigmoid(difference) + (center or 0.0) * (chosen + rejected) ** 2
 
 
 def group_advantages(

@@ -106,7 +106,8 @@ class PreferenceLoss:
         self._sums.add("accuracy", (chosen > rejected).float())
         self._sums.add("margin", chosen - rejected)
         self._sums.add("mean_reward", torch.cat((chosen, rejected)))
-        return reward_losses(chosen, rejected, center=self._config.center_rewards_coefficient), outputs
+        center = self._config.center_rewards_coefficient
+        return reward_losses(chosen, rejected, margins=batch.margins, center=center), outputs
 
     def _dpo(self, model: GPTModel, batch: PairBatch) -> tuple[torch.Tensor, Any]:
         """Return the losses of the pairs, and the outputs of the forward."""

@@ -1,21 +1,25 @@
 """Reward functions: Python callables that give rewards to completions.
 
-`f(prompts, completions, **columns)` returns a list with a number for each completion, or None for no reward, as in TRL.
-Prompts have the form of the data, a string or a list of messages. Completions are strings, or, after a list of
-messages, lists with one message of the assistant. `columns` are the other columns of the data, each as a list. A
-function without `**` gets the columns that it names. All arguments are passed by name.
+`f(prompts, completions, completion_ids, **columns)` returns a list with a number for each completion, or None for no
+reward, as in TRL. It may be a coroutine function (async def). Prompts have the form of the data, a string or a list of
+messages. Completions are strings, or, after a list of messages, lists with one message of the assistant.
+`completion_ids` are their tokens, including the token that ended them. `columns` are the other columns of the data,
+each as a list. A function without `**` gets the arguments that it names. All arguments are passed by name.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import importlib.util
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +28,8 @@ from megazpp.base.flags import flag
 from megazpp.post_training.config import DRAWN
 from megazpp.post_training.formatting import Prompt
 from megazpp.post_training.losses import nanstd
+
+_GIVEN = ("prompts", "completions", "completion_ids")  # arguments that are not columns of the data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +89,38 @@ def load_reward_functions(config: RewardConfig) -> list[RewardFunction]:
     ]
 
 
-def judge(functions: Sequence[RewardFunction], prompts: Sequence[Prompt], completions: Sequence[str]) -> torch.Tensor:
+def check_arguments(functions: Sequence[RewardFunction], columns: Iterable[str]) -> None:
+    """Raise ValueError if a function requires an argument that it does not get.
+
+    Args:
+        functions: functions to check.
+        columns: columns of the data other than `prompt`.
+    """
+    known = sorted({*_GIVEN, *columns})
+    for each in functions:
+        for name, parameter in inspect.signature(each.function).parameters.items():
+            named = parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+            starred = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            if parameter.default is inspect.Parameter.empty and not starred and not (named and name in known):
+                raise ValueError(
+                    f"reward function {each.name} requires the argument {name!r}, but reward functions get only "
+                    f"{', '.join(known)}, by name"
+                )
+
+
+def judge(
+    functions: Sequence[RewardFunction],
+    prompts: Sequence[Prompt],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]] | None = None,
+) -> torch.Tensor:
     """Return [N, functions] fp64 rewards of the completions of N prompts; NaN where a function returns None.
 
+    Args:
+        functions: functions to call.
+        prompts: the prompts.
+        completions: texts of the completions.
+        completion_ids: tokens of the completions; None if no function uses them.
     Raises:
         ValueError: a function fails, or does not return a number per completion. The message names the function and the
             sample.
@@ -94,7 +129,7 @@ def judge(functions: Sequence[RewardFunction], prompts: Sequence[Prompt], comple
         [{"role": "assistant", "content": text}] if isinstance(prompt.value, list) else text
         for prompt, text in zip(prompts, completions, strict=True)
     ]
-    columns = [_call(each, prompts, values) for each in functions]
+    columns = [_call(each, prompts, values, completion_ids) for each in functions]
     return torch.tensor(columns, dtype=torch.float64).reshape(len(functions), len(prompts)).t().contiguous()
 
 
@@ -159,16 +194,28 @@ def _load(value: str) -> Callable[..., Any]:
     path = Path(module_name).expanduser()
     with _importing(value):
         if path.suffix == ".py":
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            module = _load_file(path)
         else:
             module = importlib.import_module(module_name)
         if not callable(function := getattr(module, name, None)):
             raise AttributeError(f"it has no function {name}")
     return function
+
+
+def _load_file(path: Path) -> ModuleType:
+    """Run a file as a module, once per process; parts of Python, such as dataclasses, look it up in sys.modules."""
+    name = f"megazpp_reward_file:{path.resolve()}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 @contextlib.contextmanager
@@ -182,9 +229,15 @@ def _importing(value: str) -> Iterator[None]:
         raise ValueError(f"--reward-funcs {value}: cannot import it: {type(error).__name__}: {error}{how}") from error
 
 
-def _call(each: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Any]) -> list[float]:
+def _call(
+    each: RewardFunction,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]] | None,
+) -> list[float]:
     try:
-        rewards = list(each.function(**_arguments(each, prompts, completions)))
+        found: Any = each.function(**_arguments(each, prompts, completions, completion_ids))
+        rewards = list(asyncio.run(found) if inspect.iscoroutine(found) else found)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(f"reward function {each.name} failed at {_places(prompts)}: {problem}") from error
@@ -196,10 +249,16 @@ def _call(each: RewardFunction, prompts: Sequence[Prompt], completions: Sequence
     return [_number(each, value, prompt) for value, prompt in zip(rewards, prompts, strict=True)]
 
 
-def _arguments(each: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Any]) -> dict[str, list[Any]]:
+def _arguments(
+    each: RewardFunction,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]] | None,
+) -> dict[str, list[Any]]:
     names = list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
     found: dict[str, list[Any]] = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
     found |= {"prompts": [prompt.value for prompt in prompts], "completions": list(completions)}
+    found |= {} if completion_ids is None else {"completion_ids": list(completion_ids)}
     parameters: Mapping[str, inspect.Parameter] = inspect.signature(each.function).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return found

@@ -163,7 +163,7 @@ class RolloutLoader(StatePart):
 
     def judged(self, prompts: Sequence[Prompt], drawn: Drawn, texts: Sequence[str]) -> torch.Tensor:
         """Return [n, F] fp64 rewards of this data rank's completions."""
-        rewards = self.sampler.judge(prompts, texts)
+        rewards = self.sampler.judge(prompts, texts, drawn)
         if self.reward_model is not None:
             scores = self._each(self._laid_out(prompts, drawn), self.reward_model.scores)
             rewards = torch.cat((rewards, scores.double().unsqueeze(1)), dim=1)

@@ -82,18 +82,25 @@ class PolicySampler:
         drawn = Drawn(*(torch.cat(tensors) for tensors in zip(*(part for part, _ in parts), strict=True)))
         return drawn, [text for _, texts in parts for text in texts]
 
-    def judge(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> torch.Tensor:
+    def judge(self, prompts: Sequence[Prompt], texts: Sequence[str], drawn: Drawn) -> torch.Tensor:
         """Return [n, functions] fp64 rewards of this data rank's completions, equal on its tp and cp ranks.
 
         A reward is NaN where a function returns None.
 
+        Args:
+            prompts: prompts of this data rank.
+            texts: texts of the completions.
+            drawn: tokens of the completions.
         Raises:
             UserError: a function fails on some rank; raised on all ranks, with the function and the sample.
         """
         found = torch.zeros(len(prompts), len(self.functions), dtype=torch.float64)
 
         def work() -> torch.Tensor:
-            return judge(self.functions, prompts, texts) if self.dims.tp.rank == self.dims.cp.rank == 0 else found
+            if self.dims.tp.rank > 0 or self.dims.cp.rank > 0:
+                return found
+            rows = zip(drawn.tokens.tolist(), drawn.lengths.tolist(), strict=True)
+            return judge(self.functions, prompts, texts, [tokens[:length] for tokens, length in rows])
 
         with user_errors():
             found = raise_on_all_ranks(self.dims.world, work)

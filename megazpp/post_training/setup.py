@@ -217,8 +217,8 @@ def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
                 longest = form.max_length - post.max_completion_length
                 read_prompts(files, tokenizer, template, max_prompt_length=longest, seconds=seconds)
             else:
-                pairs, kept = post.objective != "sft", None
-                read_examples(files, tokenizer, template, form, pairs=pairs, cache_dir=kept, seconds=seconds)
+                kinds: dict[str, Any] = {"pairs": post.objective != "sft", "margins": post.objective == "reward"}
+                read_examples(files, tokenizer, template, form, **kinds, cache_dir=None, seconds=seconds)
 
 
 def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> None:

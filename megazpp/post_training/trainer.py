@@ -36,7 +36,7 @@ from megazpp.post_training.formatting import read_examples, read_prompts
 from megazpp.post_training.lora import AdaptedPolicy, load_adapted, save_adapter
 from megazpp.post_training.objectives import Logps, ObjectiveEvaluator, PolicyLoss, PreferenceLoss
 from megazpp.post_training.reference import FrozenModel, SyncedModel, cached_logps, load_frozen
-from megazpp.post_training.rewards import load_reward_functions
+from megazpp.post_training.rewards import check_arguments, load_reward_functions
 from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader
 from megazpp.post_training.sampler import PolicySampler
 from megazpp.post_training.setup import post_configs, reference_folder, train_paths
@@ -187,7 +187,8 @@ class _PostTraining:
             log(f"{use}: {len(prompts):,} prompts")
             return PromptDataset(prompts, num_samples=count, seed=seed)
         pairs, kept = self.post.objective != "sft", cache_dir(self.config.data)
-        examples = read_examples(files, self.tokenizer, template, self.form, pairs=pairs, cache_dir=kept, log=log)
+        kinds: dict[str, Any] = {"pairs": pairs, "margins": self.post.objective == "reward"}
+        examples = read_examples(files, self.tokenizer, template, self.form, **kinds, cache_dir=kept, log=log)
         make: Any = PreferenceDataset if pairs else functools.partial(SupervisedDataset, packing=self.form.packing)
         pad, max_length = self.tokenizer.eod or 0, self.form.max_length
         return make(examples, num_samples=count, seed=seed, max_length=max_length, pad=pad)
@@ -202,7 +203,9 @@ class _PostTraining:
         return open_loader(*parts, ramp_up=ramp_up, make_batch=make)
 
     def _open_rollouts(self, reference: Logps | None) -> RolloutLoader:
-        post, plan = self.post, self.plan.batches
+        post, plan, functions = self.post, self.plan.batches, load_reward_functions(self.rewards)
+        for prompts in (each for each in self.datasets if each is not None):
+            check_arguments(functions, prompts.columns)
         reward_model = None
         if post.reward_load is not None:
             reward_model = self._frozen(CheckpointFolder(post.reward_load, "--reward-load"), None, "reward")
@@ -211,7 +214,7 @@ class _PostTraining:
             self.run.dims,
             self.tokenizer,
             config=dataclasses.replace(self.config.section(SampleConfig), sample_tokens=post.max_completion_length),
-            functions=load_reward_functions(self.rewards),
+            functions=functions,
             seed=self.config.launch.seed,
             at_once=post.rollouts_at_once,
             replays=post.rollout_graphs,

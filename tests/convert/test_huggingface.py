@@ -35,6 +35,7 @@ from megazpp.checkpoint.metadata import shape_of
 from megazpp.checkpoint.read import find_weights, load_weights
 from megazpp.convert import convert, huggingface
 from megazpp.convert.huggingface import choose_architecture, open_model
+from megazpp.convert.model import HEAD, held
 from megazpp.convert.native import open_checkpoint
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
@@ -82,6 +83,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "mixtral with a window": ("mixtral", {"sliding_window": 5}),
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_moe with a window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}),
     "qwen3_moe, a dense layer": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen2_moe, every second layer": ("qwen2_moe", {"decoder_sparse_step": 2, "norm_topk_prob": True}),
@@ -381,6 +383,16 @@ def test_reward_models_scores_are_kept_in_both_directions(tmp_path, kind):
         again = torch.cat([back(text.unsqueeze(0)).logits[0] for text in texts])
     assert (type(back), back.config.num_labels) == (type(there), 1)
     torch.testing.assert_close(again, expected, **SUMS)
+
+
+@pytest.mark.parametrize("kind", ["granite", "glm4_moe", "olmoe"])
+def test_reward_model_without_a_class_in_transformers_is_refused(tmp_path, kind):
+    factors = FACTORS if kind == "granite" else {}
+    model = open_model(save(make_model(kind, **factors), tmp_path / "there"))
+    with_head = model._replace(tensors={**model.tensors, HEAD: held(torch.ones(1, 32))})
+    assert huggingface.class_name(model).endswith("ForCausalLM")
+    with pytest.raises(ValueError, match=f"has no .*ForSequenceClassification, so a reward model of the family {kind}"):
+        huggingface.class_name(with_head)
 
 
 @pytest.mark.parametrize("eos", [3, [3, 5], [5, 3]])

@@ -244,6 +244,50 @@ def test_without_peft_an_adapter_is_refused_with_the_command_that_installs_it(tm
 
 
 @needs_peft
+@pytest.mark.parametrize("tie", [False, True])
+def test_embeddings_of_a_resized_base_in_an_adapter_are_used_or_refused(tmp_path, tie):
+    """PEFT adds them to the file if the number of rows differs from the folder of the base."""
+    import peft
+
+    make = functools.partial(make_llama, tie_word_embeddings=tie)
+    base, adapter = save(make(), tmp_path / "base"), tmp_path / "adapter"
+    resized = make()
+    resized.resize_token_embeddings(112)
+    save(resized, tmp_path / "resized")
+    resized.name_or_path = str(base)
+    adapted = peft.get_peft_model(resized, peft.LoraConfig(r=4, target_modules=QV, task_type="CAUSAL_LM"))
+    randomize_lora(adapted)
+    adapted.save_pretrained(adapter)
+    assert "base_model.model.model.embed_tokens.weight" in safetensors.torch.load_file(adapter / TENSORS)
+    with pytest.raises(
+        ValueError, match=r"(lm_head|embed_tokens).weight has shape \[112, 32\], but the model's is \[107, 32\]"
+    ):
+        convert_folder(base, tmp_path / "no", adapter=str(adapter))
+    assert not (tmp_path / "no").exists()
+    merged = convert_folder(tmp_path / "resized", tmp_path / "merged", adapter=str(adapter))
+    found = file_tensors(convert_folder(merged, tmp_path / "back"))
+    expected = adapted.merge_and_unload().state_dict()
+    torch.testing.assert_close(found, {key: expected[key] for key in found}, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match=r"target_modules or modules_to_save .*embed_tokens.weight"):
+        read_adapter(adapter, open_model(tmp_path / "resized").config)
+    # embeddings that were trained after the base had been saved
+    tensors = safetensors.torch.load_file(adapter / TENSORS)
+    trained = {name: tensor + 1 if "lora_" not in name else tensor for name, tensor in tensors.items()}
+    safetensors.torch.save_file(trained, adapter / TENSORS, {"format": "pt"})
+    if tie:
+        with pytest.raises(
+            ValueError, match=r"changes lm_head\.weight, model\.embed_tokens\.weight, which are no weights"
+        ):
+            convert_folder(tmp_path / "resized", tmp_path / "no", adapter=str(adapter))
+        return
+    other = convert_folder(
+        convert_folder(tmp_path / "resized", tmp_path / "other", adapter=str(adapter)), tmp_path / "other-back"
+    )
+    change = file_tensors(other)["lm_head.weight"] - found["lm_head.weight"]
+    torch.testing.assert_close(change, torch.ones_like(change), rtol=0, atol=1e-6)
+
+
+@needs_peft
 def test_training_refuses_adapters_whose_tensors_are_missing(tmp_path):
     path = tmp_path / "adapter" / CONFIG
     base = save(make_llama(), tmp_path / "base")

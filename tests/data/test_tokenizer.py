@@ -12,12 +12,23 @@ import pytest
 import tokenizers
 import transformers
 from helpers.hf_models import write_llama_tokenizer
-from helpers.hf_tokenizers import KINDS, definition, gpt2_merges, llama2, llama3, qwen2
+from helpers.hf_tokenizers import (
+    KINDS,
+    byte_fallback,
+    byte_level,
+    definition,
+    gpt2_merges,
+    llama2,
+    llama3,
+    qwen2,
+    write,
+)
 from helpers.pairs import TEXT, write_jsonl
 from helpers.program import ROOT
 from helpers.refusals import not_refused
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from megazpp.data.dataset import DataConfig, check_inputs
 from megazpp.data.indexed_dataset import IndexedDataset
@@ -32,6 +43,7 @@ from megazpp.data.tokenizer import (
     TokenizerConfig,
     document_end,
     load_tokenizer,
+    marks_note,
 )
 from megazpp.data.tokenizer_folder import find_tokenizer
 
@@ -332,6 +344,39 @@ def test_document_has_one_eod_if_the_tokenizer_adds_it_itself():
     for after, used, end in (([256], True, []), ([7, 256], True, []), ([256, 7], True, [256]), ([256], False, [256])):
         tokenizer.special_tokens = SpecialTokens([], after, used)
         assert document_end(tokenizer) == end
+
+
+def test_token_places_include_spaces_that_the_files_would_trim(tmp_path):
+    """Otherwise the space at the end of a prompt has the place of the answer's first letter."""
+    text = "Call  me \n money "
+    for processor in (
+        processors.ByteLevel(trim_offsets=True),
+        processors.Sequence([processors.ByteLevel(trim_offsets=True)]),
+        processors.RobertaProcessing(("<|endoftext|>", 0), ("<|endoftext|>", 0), trim_offsets=True),
+    ):
+        tokenizer = byte_level(["<|endoftext|>"])
+        tokenizer.post_processor = processor
+        write(tmp_path, tokenizer, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"})
+        ids, spans = load(tmp_path).encode_spans(text, marked=False)
+        assert "".join(text[first:last] for first, last in spans) == text
+        assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_mark_that_a_text_has_already_is_not_repeated(tmp_path):
+    byte_fallback(tmp_path)  # <s> $A </s>
+    tokenizer, bare = load(tmp_path), load(tmp_path, add_special_tokens=False)
+    a = tokenizer.encode_spans("a").ids[1:-1]
+    for text in ("a", "<s>a", "a</s>", "<s>a</s>"):
+        ids, spans = tokenizer.encode_spans(text)
+        assert (ids, len(spans)) == ([1, *a, 2], len(ids)), text
+        assert tokenizer.encode_prompt(text) == [1, *a, *[2] * text.endswith("</s>")]
+        assert bare.encode_spans(text).ids == bare.encode(text)
+    assert tokenizer.encode_spans("").ids == [1, 2]
+    assert tokenizer.encode_prompt("") == [1]
+    assert marks_note(tokenizer) == "texts get the special tokens [1] before and [2] after them that transformers adds"
+    assert (
+        marks_note(tokenizer, prompts=True) == "prompts get the special tokens [1] before them that transformers adds"
+    )
 
 
 def test_id_beyond_the_models_vocabulary_is_rejected_where_it_occurs(tmp_path):

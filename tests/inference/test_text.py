@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 import torch
 import transformers
-from helpers.hf_tokenizers import byte_fallback, gpt2, llama3, qwen2
+from helpers.hf_tokenizers import byte_fallback, gpt2, llama3, qwen2, unigram
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import Case, build_on_ranks
@@ -89,6 +89,16 @@ def test_space_between_prompt_and_text_belongs_to_the_text():
     for token in whole[len(start) :]:
         row.add(token)
     assert row.text == " ishmael"
+
+
+def test_clean_up_in_the_files_removes_no_space_from_a_text(tmp_path):
+    unigram(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"clean_up_tokenization_spaces": True}))
+    tokenizer = load_tokenizer(find_tokenizer(tmp_path))
+    text = "me . me"
+    ids = tokenizer.encode_spans(text, marked=False).ids
+    assert (tokenizer.decode(ids), tokenizer.decode_with_specials(ids)) == (text, text)
 
 
 def test_rows_are_printed_in_order_and_the_first_open_one_as_it_grows():

@@ -151,6 +151,19 @@ def test_pairs_are_in_two_halves_of_a_batch_with_reference_logps():
     assert make_pair_batch(samples).ref_logps is None
 
 
+def test_margins_of_pairs_reach_their_batch_and_identity():
+    margins = np.array([0.25, -3.5], dtype=np.float32)
+    plain, given = examples(3, 4, 2, 2), examples(3, 4, 2, 2)._replace(margins=margins)
+    options: dict[str, Any] = {"num_samples": 2, "seed": None, "max_length": 4, "pad": PAD}
+    dataset = PreferenceDataset(given, **options)
+    batch = make_pair_batch(torch.from_numpy(np.stack([dataset.pair(1), dataset.pair(0)])))
+    assert batch.margins is not None
+    assert batch.margins.tolist() == [-3.5, 0.25]
+    zero = plain._replace(margins=0 * margins)
+    digests = [PreferenceDataset(each, **options).digest() for each in (plain, zero, given)]
+    assert digests[0] == digests[1] != digests[2]
+
+
 def test_prompts_come_in_the_order_of_the_epoch():
     prompts = [Prompt([number], "?", {}, f"line {number}") for number in range(5)]
     dataset = PromptDataset(prompts, num_samples=7, seed=1)

@@ -1,6 +1,7 @@
 """Test conversion of data records to tokens and loss masks; errors name file and line."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,10 @@ import numpy as np
 import pytest
 import transformers
 from helpers.hf_models import write_llama_tokenizer
+from helpers.hf_tokenizers import byte_fallback, byte_level
+from helpers.hf_tokenizers import write as write_folder
 from helpers.refusals import not_refused
+from tokenizers import processors
 
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from megazpp.data.tokenizer_folder import find_tokenizer
@@ -67,6 +71,7 @@ SUPERVISED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"prompt": [USER], "completion": [ANSWER]}, ASSISTANT, CHAT, "ja$"),
     ({"prompt": "é?", "completion": [ANSWER]}, {}, CHAT, "ja$\n"),
     ({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}, {}, CHAT * 2, "ja$\n"),
+    ({"prompt": [USER, ANSWER, USER], "completion": [USER, ANSWER, USER, ANSWER]}, {}, CHAT * 2, "ja$\n"),
     ({"text": "abcdef"}, {"max_length": 4}, "abcd", "bcd"),
 ]
 CHATS = [(CHAT, "ja$\n"), (CHAT.replace("ja", "nein"), "nein$\n")]
@@ -136,6 +141,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [USER], "completion": "ja"}, "'prompt' is a conversation and 'completion' a string"),
     ({"prompt": [USER, ANSWER], "completion": [ANSWER]}, "the last message of 'prompt' is the assistant's"),
     ({"text": "\ud800"}, "is half of a surrogate pair"),
+    ({"text": "a", "images": ["b.png"]}, "the column 'images' holds images, but only text is supported"),
     (message(role="user", content=None), "message 1 of 'messages' has the role 'user' and no content"),
     (message(role="assistant", tool_calls=[]), "has the role 'assistant' and no content"),
     (message(role="user", content=5), "has the content 5, neither a string nor a list"),
@@ -145,6 +151,7 @@ REFUSED_PAIRS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "chosen": "b"}, "a.jsonl, line 1: there is no 'rejected', only 'prompt', 'chosen'"),
     ({"chosen": "b", "rejected": [USER]}, "one of 'chosen' and 'rejected' is a string"),
     ({"prompt": [USER], "chosen": [ANSWER], "rejected": [USER]}, "'rejected' has no message of the role 'assistant'"),
+    ({"chosen": "a", "rejected": "b", "image": "c.png"}, "the column 'image' holds images, but only text is supported"),
     ({"chosen": "a b", "rejected": "a b"}, "'chosen' and 'rejected' are the same, first in line 1"),
 ]
 REFUSED_WITH: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -212,6 +219,49 @@ def test_strings_get_tokenizer_marks_and_conversations_only_template_ones(path, 
         [write(path, {"prompt": "money"}, {"prompt": talk[:1]})], tokenizer, chat, max_prompt_length=50
     )
     assert [prompt.tokens for prompt in prompts] == [plain("money"), rendered(talk[:1])]
+
+
+def test_text_has_each_special_token_once_and_a_prompt_no_end(path, tmp_path):
+    (folder := tmp_path / "their").mkdir()
+    byte_fallback(folder)  # <s> $A </s>, and </s> ends a document
+    tokenizer = load_tokenizer(find_tokenizer(folder))
+    texts = ("ab", "<s>ab", "ab</s>", "<s>ab</s>")
+    write(
+        path, *({"text": text} for text in texts), *({"prompt": text[:-5], "completion": "b</s>"} for text in texts[3:])
+    )
+    examples = read(path, tokenizer=tokenizer)
+    start, *ab, end = tokenizer.encode("ab")
+    for number in range(5):
+        ids, mask = (part.tolist() for part in examples.row(number))
+        assert ids == [start, *ab, end]
+        assert mask == ([0, 0, 1, 1] if number == 4 else [0, *[1] * len(ab), 1])
+    prompts = read_prompts(
+        [write(path, {"prompt": "ab"}, {"prompt": "<s>ab"})], tokenizer, TEMPLATE, max_prompt_length=9
+    )
+    assert [prompt.tokens for prompt in prompts] == [[start, *ab]] * 2
+
+
+def test_space_at_the_end_of_a_prompt_is_not_trained_on(path, tmp_path):
+    (folder := tmp_path / "their").mkdir()
+    tokenizer = byte_level(["<|endoftext|>"], split=r"\S+|\s")
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    write_folder(folder, tokenizer, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"})
+    ours = load_tokenizer(find_tokenizer(folder))
+    examples = read(write(path, {"prompt": "a: ", "completion": "me"}), tokenizer=ours)
+    ids, mask = (part.tolist() for part in examples.row(0))
+    assert ours.decode([each for each, learned in zip(ids, mask, strict=True) if learned]) == "me"
+
+
+def test_margins_of_pairs_are_read_for_reward_models_only(path):
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin} for margin in (0.5, None, -2)]
+    pairs.insert(1, {"prompt": "a", "chosen": "b", "rejected": "b", "margin": 9})  # left out
+    found = read(write(path, *pairs), pairs=True, margins=True)
+    assert found.margins.tolist() == [0.5, 0.0, -2.0]
+    for margin in ("1", math.nan, [1]):
+        write(path, {**pairs[0], "margin": margin})
+        with pytest.raises(ValueError, match=r"line 1: 'margin' is .*, not a finite number"):
+            read(path, pairs=True, margins=True)
+        assert not len(read(path, pairs=True).margins)
 
 
 def test_reading_with_a_time_limit_raises_timeout_or_the_first_error(path, tmp_path):

@@ -234,5 +234,12 @@ def test_whitening_uses_the_moments_of_all_ranks():
         torch.testing.assert_close(found, expected * mask[own], rtol=1e-9, atol=1e-9)
 
 
+def test_margin_is_subtracted_from_the_difference_of_scores_like_in_trl():
+    chosen, rejected, margins = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -1.0]), torch.tensor([0.25, -3.0])
+    expected = -torch.nn.functional.logsigmoid(chosen - rejected - margins) + 0.1 * (chosen + rejected) ** 2
+    found = formulas.reward_losses(chosen, rejected, margins=margins, center=0.1)
+    torch.testing.assert_close(found, expected)
+
+
 def test_scores_far_apart_do_not_overflow():
     assert formulas.reward_losses(torch.tensor([500.0, -500.0]), torch.zeros(2)).tolist() == [0, 500]

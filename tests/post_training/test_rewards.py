@@ -13,6 +13,7 @@ from megazpp.post_training.formatting import Prompt
 from megazpp.post_training.rewards import (
     RewardConfig,
     RewardFunction,
+    check_arguments,
     check_reward_functions,
     judge,
     load_reward_functions,
@@ -122,6 +123,53 @@ def test_function_that_cannot_be_imported_is_named(file, tmp_path):
     ]
     for rows, look in ((unread, check_reward_functions), ([*unread, *run], load_reward_functions)):
         assert not not_refused(rows, lambda name, look=look: look(RewardConfig(reward_funcs=(name,))))
+
+
+ARGUMENTS = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+count = 0
+
+@dataclass
+class Kept:
+    number: float
+
+def tokens(completion_ids, **columns):
+    global count
+    count += 1
+    return [float(len(each)) for each in completion_ids]
+
+async def waits(completions, answer):
+    return [Kept(float(count)).number for each in completions]
+
+def wants(completions, solution, *, level=2):
+    return [1.0] * len(completions)
+
+def positional(completions, answer, /):
+    return [1.0] * len(completions)
+"""
+
+
+def test_reward_functions_get_tokens_may_wait_and_share_their_file(tmp_path):
+    path = tmp_path / "other_rewards.py"
+    path.write_text(ARGUMENTS)
+    functions = load_reward_functions(RewardConfig(reward_funcs=(f"{path}:tokens", f"{path}:waits")))
+    check_arguments(functions, ["answer", "level"])
+    rewards = judge(functions, PROMPTS, COMPLETIONS, [[5], [6, 7, 0]])
+    assert rewards.tolist() == [[1.0, 1.0], [3.0, 1.0]]
+
+
+def test_argument_that_a_reward_function_does_not_get_is_named_before_the_first_call(tmp_path):
+    path = tmp_path / "other_rewards.py"
+    path.write_text(ARGUMENTS)
+    known = "only answer, completion_ids, completions, level, prompts, by name"
+    for name, missing in (("wants", "'solution'"), ("positional", "'completions'")):
+        functions = load_reward_functions(RewardConfig(reward_funcs=(f"{path}:{name}",)))
+        with pytest.raises(ValueError, match=f"{name} requires the argument {missing}, but .* {known}"):
+            check_arguments(functions, ["answer", "level"])
+    wants = load_reward_functions(RewardConfig(reward_funcs=(f"{path}:wants",)))
+    check_arguments(wants, ["solution"])
 
 
 def test_reward_functions_are_checked_without_running_their_file(file, tmp_path):
