@@ -43,7 +43,7 @@ from megazpp.data.tokenizer import (
     TokenizerConfig,
     document_end,
     load_tokenizer,
-    marks_note,
+    special_tokens_note,
 )
 from megazpp.data.tokenizer_folder import find_tokenizer
 
@@ -357,7 +357,7 @@ def test_token_places_include_spaces_that_the_files_would_trim(tmp_path):
         tokenizer = byte_level(["<|endoftext|>"])
         tokenizer.post_processor = processor
         write(tmp_path, tokenizer, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"})
-        ids, spans = load(tmp_path).encode_spans(text, marked=False)
+        ids, spans = load(tmp_path).encode_spans(text, add_special_tokens=False)
         assert "".join(text[first:last] for first, last in spans) == text
         assert ids == tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -373,9 +373,13 @@ def test_mark_that_a_text_has_already_is_not_repeated(tmp_path):
         assert bare.encode_spans(text).ids == bare.encode(text)
     assert tokenizer.encode_spans("").ids == [1, 2]
     assert tokenizer.encode_prompt("") == [1]
-    assert marks_note(tokenizer) == "texts get the special tokens [1] before and [2] after them that transformers adds"
     assert (
-        marks_note(tokenizer, prompts=True) == "prompts get the special tokens [1] before them that transformers adds"
+        special_tokens_note(tokenizer)
+        == "texts get the special tokens [1] before and [2] after them that transformers adds"
+    )
+    assert (
+        special_tokens_note(tokenizer, prompts=True)
+        == "prompts get the special tokens [1] before them that transformers adds"
     )
 
 

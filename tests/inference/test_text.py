@@ -97,7 +97,7 @@ def test_clean_up_in_the_files_removes_no_space_from_a_text(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"clean_up_tokenization_spaces": True}))
     tokenizer = load_tokenizer(find_tokenizer(tmp_path))
     text = "me . me"
-    ids = tokenizer.encode_spans(text, marked=False).ids
+    ids = tokenizer.encode_spans(text, add_special_tokens=False).ids
     assert (tokenizer.decode(ids), tokenizer.decode_with_specials(ids)) == (text, text)
 
 
