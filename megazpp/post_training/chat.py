@@ -33,6 +33,7 @@ DEFAULT_TEMPLATE = """\
 {{- '\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _READS_PARTS = re.compile(r"""\.type\b|\[\s*['"]type['"]\s*\]|\bis (not )?(string|iterable)\b""")
 _PROBE = [{"role": role, "content": "dummy"} for role in ("user", "assistant", "user")]
@@ -158,6 +159,12 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], options: Mapping[str, Any], **how: bool) -> Spans:
         source = self.source(options.get("tools"))
+        for number, role in enumerate((message["role"] for message in messages), start=1):
+            if not (role in _ROLES or any(f"{quote}{role}{quote}" in source for quote in "'\"")):
+                raise ValueError(
+                    f"message {number} has the role {role!r}, which is none of {', '.join(_ROLES)}, and {self.name} has"
+                    " no such word"
+                )
         if not messages or messages[0]["role"] not in ("system", "developer"):
             messages = [*self._system, *messages]
         if not _READS_PARTS.search(source):

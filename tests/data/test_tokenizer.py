@@ -217,8 +217,16 @@ def test_folder_gives_the_ids_of_transformers(tmp_path, byte_level_bpe):
         for marked, tokenizer in ours.items():
             ids = [theirs(text, add_special_tokens=marked)["input_ids"] for text in SPECIAL]
             assert [tokenizer.encode(text) for text in SPECIAL] == ids, (kind, described)
-            found = [ours[True].encode_spans(text, add_special_tokens=marked).ids for text in SPECIAL]
-            assert found == ids, (kind, described)
+            # A special token that a text itself begins or ends with is not repeated, unlike in transformers.
+            before, after, _ = ours[True].special_tokens
+            for text, whole in zip(SPECIAL, ids, strict=True):
+                bare = theirs(text, add_special_tokens=False)["input_ids"]
+                if marked and before and bare[: len(before)] == before:
+                    whole = whole[len(before) :]
+                if marked and after and bare[-len(after) :] == after:
+                    whole = whole[: -len(after)]
+                found = ours[True].encode_spans(text, add_special_tokens=marked).ids
+                assert found == whole, (kind, described, text)
             assert tokenizer.vocab_size == len(theirs)
             assert of_identity.setdefault(tokenizer.identity, ids) == ids, (kind, described)
 

@@ -142,6 +142,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [USER, ANSWER], "completion": [ANSWER]}, "the last message of 'prompt' is the assistant's"),
     ({"text": "\ud800"}, "is half of a surrogate pair"),
     ({"text": "a", "images": ["b.png"]}, "the column 'images' holds images, but only text is supported"),
+    (message(role="usr", content="a"), "message 1 has the role 'usr', which is none of system"),
     (message(role="user", content=None), "message 1 of 'messages' has the role 'user' and no content"),
     (message(role="assistant", tool_calls=[]), "has the role 'assistant' and no content"),
     (message(role="user", content=5), "has the content 5, neither a string nor a list"),
