@@ -27,6 +27,7 @@ from megazpp.training.batches import plan_batches
 from megazpp.training.objective import Evaluator, Score, check_input, count_labels, score_whole
 from megazpp.training.setup import open_loader
 
+COMMON = ("data_path", "text_path", "split", "eval_iters", "micro_batch_size", "seq_length")  # listed by --help
 SAMPLES = 8  # samples per forward pass if neither the flags nor the checkpoint give a --micro-batch-size
 
 
@@ -45,7 +46,7 @@ class EvaluateConfig:
 @program
 def main(argv: list[str]) -> int:
     """Load the checkpoint on all ranks and score the data. Return the exit code."""
-    return run_on_checkpoint(EvaluateConfig, run, argv, check=check, features=FEATURES)
+    return run_on_checkpoint(EvaluateConfig, run, argv, check=check, features=FEATURES, common=COMMON)
 
 
 def check(config: RunConfig, extra: EvaluateConfig) -> None:

@@ -84,7 +84,8 @@ class GenerateConfig(ChatConfig):
 @program
 def main(argv: list[str]) -> int:
     """Load the checkpoint on all ranks and continue the prompts. Return the exit code."""
-    return run_on_checkpoint(GenerateConfig, run, argv, check=check, features=FEATURES, spread=False)
+    common = [field.name for field in dataclasses.fields(SampleConfig)]
+    return run_on_checkpoint(GenerateConfig, run, argv, check=check, features=FEATURES, common=common, spread=False)
 
 
 def check(config: RunConfig, extra: GenerateConfig) -> None:

@@ -82,6 +82,7 @@ class FlagParser:
         epilog: last lines of --help.
         shown: config classes whose flags --help lists completely. For other classes it lists only common flags. None:
             --help lists all flags of all classes.
+        common: names of the fields whose flags are common in this program; None for those that `flag` marks.
         mutually_exclusive: pairs of field names (a, b). Flag `a`, on the command line or in a later file, overrides `b`
             in an earlier file.
     """
@@ -94,10 +95,12 @@ class FlagParser:
         description: str = "",
         epilog: str = "",
         shown: Sequence[type] | None = None,
+        common: Collection[str] | None = None,
         mutually_exclusive: Sequence[tuple[str, str]] = (),
     ) -> None:
         # ---- argparse, used for single flags and for the text of --help
-        self.configs, self._shown, self._mutually_exclusive = tuple(configs), shown, mutually_exclusive
+        self.configs, self._shown, self._common = tuple(configs), shown, common
+        self._mutually_exclusive = mutually_exclusive
         self._argparse = _RaisingParser(
             prog=program,
             usage="%(prog)s [@file ...] [--flag value ...]",
@@ -136,7 +139,8 @@ class FlagParser:
         if everything or self._shown is None:
             return self._argparse.format_help()
         for config, field in fields:
-            if not (config in self._shown or field.metadata["flag"].common):
+            is_common = field.metadata["flag"].common if self._common is None else field.name in self._common
+            if not (config in self._shown or is_common):
                 self._actions[flag_name(field)].help = argparse.SUPPRESS
         return f"{self._argparse.format_help()}{HELP_ALL} shows all {len(fields)} flags.\n"
 

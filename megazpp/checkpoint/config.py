@@ -29,7 +29,7 @@ class CheckpointConfig:
     save_rng: bool = flag(True, "save the states of the random generators")
     async_save: bool = flag(False, "save in the background during training, from a copy of the tensors in host memory")
     load: str | None = flag(
-        None, "folder of checkpoints to resume from; start from scratch if it has none", common=True
+        None, "folder of checkpoints to load; a training run starts from scratch if it has none", common=True
     )
     ckpt_step: int | None = flag(None, "load the checkpoint of this iteration instead of the latest")
     load_fallback: bool = flag(False, "load the newest undamaged checkpoint if the requested one is damaged")

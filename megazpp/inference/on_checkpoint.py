@@ -36,6 +36,9 @@ from megazpp.training.context import Console
 from megazpp.training.setup import build_model
 from megazpp.zero.sharding import WeightHandle
 
+# Names of config fields whose flags --help lists in all programs that use a checkpoint:
+COMMON = ("load", "ckpt_step", "tensor_model_parallel_size", "nproc", "bf16", "fp16", "tokenizer_model", "print_config")
+
 
 class Loaded(NamedTuple):
     """A checkpoint's model on a rank, with everything that a program needs to use it.
@@ -70,6 +73,7 @@ def run_on_checkpoint(
     *,
     check: Callable[[RunConfig, Any], None],
     features: Sequence[Feature],
+    common: Sequence[str],
     spread: bool = True,
 ) -> int:
     """Read the command line and the checkpoint's flags, load the model on all ranks, and run `work`.
@@ -81,6 +85,8 @@ def run_on_checkpoint(
         argv: the command line.
         check: function that raises ValueError if the flags do not fit together.
         features: the optional features, whose flags the program also accepts.
+        common: names of config fields whose flags --help lists, apart from those of `extra`, of the weights' storage and
+            in COMMON.
         spread: whether to shard the model over more GPUs than tensor parallelism needs, unless --nproc says otherwise.
             False: each rank keeps its whole tensor-parallel part in the compute dtype. On a CPU, one process per
             tensor-parallel rank uses all cores in both cases.
@@ -94,7 +100,15 @@ def run_on_checkpoint(
         about = (sys.modules[work.__module__].__doc__ or "").partition("\n")[0]
         named: dict[str, str] = {"program": path.name, "description": about}
         kinds = [extra, WeightsConfig]
-        parsed = parse_run_config(argv, path.parents[1], **named, features=features, extra=kinds, default_file=None)
+        parsed = parse_run_config(
+            argv,
+            path.parents[1],
+            **named,
+            features=features,
+            extra=kinds,
+            common=[*COMMON, *common],
+            default_file=None,
+        )
         given = parsed.config.checkpoint
         if given.load is None:
             raise ValueError("--load is missing: give the folder of checkpoints")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -253,6 +253,7 @@ def parse_run_config(
     description: str | None = None,
     features: Sequence[Any] = (),
     extra: Sequence[type] = (),
+    common: Collection[str] | None = None,
     default_file: str | None = DEFAULT_FLAG_FILE,
 ) -> ParsedRun:
     """Parse the command line of a program that trains, with the flag files that it names.
@@ -263,7 +264,8 @@ def parse_run_config(
         program: program name in --help.
         description: first line of --help; None selects the text of pretrain_gpt.py.
         features: installed optional features, each a `Feature` of run/feature.py.
-        extra: config classes that only this program has.
+        extra: config classes that only this program has. --help lists all of their flags.
+        common: names of the other fields whose flags --help lists; None for the flags that a first training run needs.
         default_file: flag file, with its `@`, that is read first if `argv` has neither a flag file nor --num-layers.
 
     Raises:
@@ -284,6 +286,7 @@ def parse_run_config(
         description=description or _DESCRIPTION,
         epilog=_EPILOG if description is None else "",
         shown=extra,
+        common=common,
         mutually_exclusive=MUTUALLY_EXCLUSIVE,
     )
     (*configs, show), origins, notices = parser.read(argv, script_dir, read_megatron_flags())
