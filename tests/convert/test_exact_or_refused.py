@@ -92,6 +92,10 @@ PARTIAL = [Value({}), Value({"partial_rotary_factor": 0.5}),
            Value(rope(rope_type="default", partial_rotary_factor=0.5)),
            Value({"partial_rotary_factor": 0.3}),  # 2 of 8 channels
            Value({"partial_rotary_factor": 0.1}, "--rotary-percent 0.1 of")]
+NORMALIZED = [Value({}), Value({"norm_topk_prob": True}), Value({"norm_topk_prob": False})]
+SPARSE = [Value({}), Value({"mlp_only_layers": [0]}), Value({"mlp_only_layers": [1]}),
+          Value({"decoder_sparse_step": 2}), Value({"mlp_only_layers": [7]}), Value({"mlp_only_layers": [0, 1]}),
+          Value({"decoder_sparse_step": 3}), Value({"mlp_only_layers": 1}, "mlp_only_layers")]
 AXES: dict[str, list[list[Value]]] = {
     "gpt2": [
         [Value({}), Value({"tie_word_embeddings": False})],
@@ -146,6 +150,12 @@ AXES: dict[str, list[list[Value]]] = {
          Value({"hidden_act": "silu"}, "hidden_act 'silu'")],
         [Value({}), Value({"use_bias": False}), Value({"tie_word_embeddings": False}),
          Value({"residual_dropout": 0.1}, "embedding_dropout 0.0")],
+    ],
+    "qwen3_moe": [FEW_ROTARY, *COMMON, WINDOWS[:2], NORMALIZED, SPARSE,
+        [Value({}), Value({"use_sliding_window": True, "sliding_window": 5}),
+         Value({"use_sliding_window": True, "sliding_window": None})],
+        [Value({}), BIASED, Value({"head_dim": ABSENT}), Value({"moe_intermediate_size": 44}),
+         Value({"num_experts_per_tok": 1}), Value({"num_experts": 0}, "experts 0 is not a positive integer")],
     ],
 }
 # fmt: on
