@@ -121,6 +121,8 @@ class Starts:
         self._longest = config.data.seq_length
         self._tokens = config.section(SampleConfig).sample_tokens or DEFAULT_TOKENS
         self._template = load_chat_template(extra, tokenizer) if extra.chat else None
+        if self._template is not None and self._template.is_default:
+            say("note: the tokenizer has no chat template, so --chat writes ChatML in plain text (--chat-template)")
 
     def make(self, prompt: GivenPrompt) -> Start:
         """Return the token IDs of a prompt, together with the text to show.
@@ -174,7 +176,7 @@ def run(loaded: Loaded) -> None:
         batches = read_prompts(config.section(SampleConfig).sample_prompt, extra.prompt_file, size)
     make = Starts(loaded.tokenizer, config, extra, loaded.say).make
     out, done = sys.stdout if world.rank == 0 else None, 0
-    if note := special_tokens_note(loaded.tokenizer):
+    if note := special_tokens_note(loaded.tokenizer, prompts=True):
         loaded.say(f"note: {note}")
 
     # Rank 0 shares each batch with the other ranks; an empty batch ends the loop.

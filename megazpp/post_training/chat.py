@@ -96,6 +96,11 @@ class ChatTemplate:
         """
         return self._source or self._tokenizer.chat_template(None, tools) or DEFAULT_TEMPLATE
 
+    @property
+    def is_default(self) -> bool:
+        """True if neither a flag nor the tokenizer has a template, so that `DEFAULT_TEMPLATE` is used."""
+        return self._source is None and self._tokenizer.chat_template() is None
+
     def files(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return a tokenizer's files with the template that the run has used; unchanged if it rendered nothing."""
         changes = self.used and (self._source is not None or self._tokenizer.chat_template() is None)

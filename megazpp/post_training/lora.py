@@ -50,7 +50,7 @@ class LoraConfig:
 
     lora_r: int | None = flag(None, "rank of the adapters; trains adapters only (default: all weights are trained)")
     lora_alpha: float = flag(8.0, "numerator of an adapter's scale, alpha / rank", needs="--lora-r")
-    lora_dropout: float = flag(0.0, "dropout of an adapter's input", needs="--lora-r")
+    lora_dropout: float = flag(0.0, "dropout of an adapter's input, for --objective sft", needs="--lora-r")
     lora_target_modules: tuple[str, ...] | None = flag(
         None,
         "layers with an adapter, by transformers' names (q_proj ... down_proj; c_attn, c_fc, c_proj of a GPT-2), or "

@@ -263,6 +263,10 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
     lora = _with_adapters(lora, parsed, earlier.flags if source.continues else None, source.folder.name)
     if source.continues and not post.needs_reference:
         lora = dataclasses.replace(lora, lora_load=None)
+    if post.objective != "sft" and lora.lora_dropout > 0.0:
+        if "lora_dropout" in parsed.origins:
+            raise ValueError(f"--lora-dropout {lora.lora_dropout}: --objective {post.objective} does not use dropout")
+        lora = dataclasses.replace(lora, lora_dropout=0.0)  # the value of --lora-load
     if "seq_length" in parsed.origins:
         raise ValueError(f"--seq-length {config.data.seq_length}: post-training takes --max-length instead")
     for name in ("split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):

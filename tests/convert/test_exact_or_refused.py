@@ -92,6 +92,10 @@ PARTIAL = [Value({}), Value({"partial_rotary_factor": 0.5}),
            Value(rope(rope_type="default", partial_rotary_factor=0.5)),
            Value({"partial_rotary_factor": 0.3}),  # 2 of 8 channels
            Value({"partial_rotary_factor": 0.1}, "--rotary-percent 0.1 of")]
+NORMALIZED = [Value({}), Value({"norm_topk_prob": True}), Value({"norm_topk_prob": False})]
+SPARSE = [Value({}), Value({"mlp_only_layers": [0]}), Value({"mlp_only_layers": [1]}),
+          Value({"decoder_sparse_step": 2}), Value({"mlp_only_layers": [7]}), Value({"mlp_only_layers": [0, 1]}),
+          Value({"decoder_sparse_step": 3}), Value({"mlp_only_layers": 1}, "mlp_only_layers")]
 AXES: dict[str, list[list[Value]]] = {
     "gpt2": [
         [Value({}), Value({"tie_word_embeddings": False})],
@@ -146,6 +150,23 @@ AXES: dict[str, list[list[Value]]] = {
          Value({"hidden_act": "silu"}, "hidden_act 'silu'")],
         [Value({}), Value({"use_bias": False}), Value({"tie_word_embeddings": False}),
          Value({"residual_dropout": 0.1}, "embedding_dropout 0.0")],
+    ],
+    "mixtral": [FEW_ROTARY[:4], *COMMON, WINDOWS,
+        [Value({}), Value({"num_experts_per_tok": 1}), Value({"num_experts_per_tok": 4}),
+         Value({"num_local_experts": 1, "num_experts_per_tok": 1}),
+         Value({"num_experts_per_tok": 5}, "--moe-router-topk 5"),
+         Value({"router_jitter_noise": 0.1}, "router_jitter_noise 0.1")],
+        [Value({}), BIASED, Value({"router_aux_loss_coef": 0.2}), Value({"output_router_logits": True})],
+    ],
+    "qwen3_moe": [FEW_ROTARY, *COMMON, WINDOWS[:2], NORMALIZED, SPARSE,
+        [Value({}), Value({"use_sliding_window": True, "sliding_window": 5}),
+         Value({"use_sliding_window": True, "sliding_window": None})],
+        [Value({}), BIASED, Value({"head_dim": ABSENT}), Value({"moe_intermediate_size": 44}),
+         Value({"num_experts_per_tok": 1}), Value({"num_experts": 0}, "experts 0 is not a positive integer")],
+    ],
+    "olmoe": [FEW_ROTARY, COMMON[0], COMMON[1][:3], COMMON[2], NORMALIZED,
+        [Value({}), BIASED, Value({"clip_qkv": 0.5}, "clip_qkv 0.5"), Value({"sliding_window": 5}),
+         Value({"num_experts_per_tok": 1}), Value({"num_experts_per_tok": 4})],
     ],
 }
 # fmt: on

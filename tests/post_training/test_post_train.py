@@ -422,6 +422,7 @@ REFUSED = """
     --objective ppo --max-completion-length 8 --reward-load base | --reward-load base is no reward
     --objective ppo --max-completion-length 8 --reward-funcs none.py:vowels | No such file
     --objective sft --hidden-dropout 0.1 | --hidden-dropout 0.1: post-training does not use dropout
+    --objective dpo --lora-r 2 --lora-dropout 0.1 | --lora-dropout 0.1: --objective dpo does not use dropout
     --objective sft --lora-r 2 --lora-target-modules lm_head | --lora-target-modules lm_head is not a linear
     --objective sft --lora-r 2 --base-weight-bits 4 --tensor-model-parallel-size 2 --nproc 2 | --base-weight-bits 4: -
     TINY | --objective is missing
@@ -482,6 +483,20 @@ def start(home: Path, flags: str, *, restarted: bool = False) -> tuple[ParsedRun
 def test_restarted_job_resumes_its_own_save_or_starts_from_weights(home):
     sources = [start(home, f"--objective sft --save {home}/{x}", restarted=True)[1] for x in ("never-saved", "base")]
     assert [(source.continues, source.optimizer) for source in sources] == [(False, False), (True, True)]
+
+
+def test_dropout_of_a_loaded_adapter_is_used_by_sft_only(home):
+    import peft
+
+    tool(home, "convert_checkpoint", "--input base --output dropped-hf")
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(home / "dropped-hf"),
+        peft.LoraConfig(r=2, lora_dropout=0.25, target_modules=["c_attn"], task_type="CAUSAL_LM"),
+    )
+    model.save_pretrained(home / "dropped")
+    for objective, dropout in (("sft", 0.25), ("dpo", 0.0), ("reward", 0.0), ("grpo", 0.0)):
+        parsed, _ = start(home, f"--objective {objective} --lora-load {home}/dropped")
+        assert post_configs(parsed).lora.lora_dropout == dropout, objective
 
 
 def test_defaults_follow_the_objective_and_the_checkpoints_model(home):

@@ -143,7 +143,11 @@ def test_chat_renders_prompts_and_messages_with_record_fields(tmp_path):
     ]
     for prompt, flags, text in rows:
         assert starts([prompt], **chat, **flags) == ([text], []), prompt
-    assert starts(["Who?"], chat=True)[0] == ["<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"]
+    text, notes = starts(["Who?"], chat=True)
+    assert text == ["<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"]
+    assert notes == [
+        "note: the tokenizer has no chat template, so --chat writes ChatML in plain text (--chat-template)"
+    ]
 
 
 def test_too_long_prompt_is_rejected_or_truncated_with_a_note():
