@@ -118,6 +118,8 @@ def check_inputs(
     loaded, sources = loaded or load_tokenizer(tokenizer), list[DataSource]()
     if loaded is None and not (config.text_path or config.mock_data):
         raise ValueError(_NO_TOKENIZER)
+    if loaded is None and config.mock_data:
+        _byte_tokenizer(tokenizer)  # raises for an unsuitable --vocab-size
     check_cache_dir(cache_dir(config))
     if config.text_path:
         check_texts(resolve_text_paths(config.text_path))
@@ -210,8 +212,13 @@ def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, log: Callable[
         size = DEFAULT_VOCAB_SIZE if config.vocab_size is None else config.vocab_size
         return cached_sentencepiece(paths, size, cache_dir=cache_dir(data), log=log)
     if data.mock_data:
-        return ByteTokenizer(256 if config.vocab_size is None else config.vocab_size)
+        return _byte_tokenizer(config)
     raise ValueError(_NO_TOKENIZER)
+
+
+def _byte_tokenizer(config: TokenizerConfig) -> ByteTokenizer:
+    """Return the tokenizer of --mock-data without a named tokenizer."""
+    return ByteTokenizer(256 if config.vocab_size is None else config.vocab_size)
 
 
 def build_datasets(

@@ -149,6 +149,7 @@ def test_unusable_files_are_rejected_before_anything_is_built(tmp_path):
         ({"data_path": (str(tmp_path / "absent"),)}, byte_level, f"--data-path {tmp_path}/absent"),
         ({"valid_data_path": (str(tmp_path / "junk"),)}, byte_level, f"--valid-data-path {tmp_path}/junk"),
         ({}, byte_level, "none is given"),
+        ({"mock_data": True}, TokenizerConfig(vocab_size=64), "--vocab-size 64 is below the 256 byte values"),
         ({"data_path": (good,)}, TokenizerConfig(), "--tokenizer-model is missing"),
         ({"data_path": (good,)}, TokenizerConfig(tokenizer_model="absent.model"), "--tokenizer-model absent.model"),
     ]
