@@ -41,6 +41,7 @@ from megazpp.run.checkpoint_flags import (
     with_resumed_weight_delta,
 )
 from megazpp.run.checks import RunPlan, check_run_config
+from megazpp.run.feature import weight_opener
 from megazpp.run.ranks import Job, announced_cluster, run_on_ranks
 from megazpp.run.trainer import TrainingParts
 from megazpp.run.training import run_training
@@ -77,7 +78,8 @@ def prepare() -> Job | int:
 
     # The checkpoint to load, which may determine further flags.
     restarted = int(os.environ.get(RESTART_COUNT, "0")) > 0
-    source = choose_source(parsed.config.checkpoint, restarted=restarted)
+    given = parsed.config.checkpoint
+    source = choose_source(given, restarted=restarted, opener=weight_opener(FEATURES, given.lora_base))
     earlier = peek(source)
     parsed = with_checkpoint(parsed, source, earlier)
     config = parsed.config

@@ -421,7 +421,7 @@ def test_id_beyond_the_embedding_is_left_out_of_an_export(tmp_path, monkeypatch,
     ours = convert_folder(save(make_llama(), tmp_path / "theirs"), tmp_path / "ours")
     monkeypatch.setattr(convert, "write_tokenizer_files", lambda *_: dict(ids))
     flags = convert.ConvertConfig(input=str(ours), output=str(tmp_path / "back"))
-    convert.convert(flags, TokenizerConfig(), said.append)
+    convert.convert(flags, TokenizerConfig(), said.append, features=())
     values = json.loads((tmp_path / "back" / "config.json").read_text())
     assert {name: values[name] for name in ids} == kept
     assert len([line for line in said if "is left out of config.json" in line]) == sum(ids[x] != kept[x] for x in ids)
