@@ -42,6 +42,7 @@ from megazpp.run.checkpoint_flags import (
     with_resumed_weight_delta,
 )
 from megazpp.run.checks import RunPlan, check_run_config, check_uses
+from megazpp.run.feature import weight_opener
 from megazpp.run.ranks import Job, announced_cluster, hold_run_dir, own_checkpoints, run_on_ranks
 from megazpp.run.trainer import TrainingParts
 from megazpp.run.training import run_training
@@ -80,7 +81,7 @@ def prepare() -> Job | int:
     # The checkpoint to load, which may determine further flags.
     restarted = int(os.environ.get(RESTART_COUNT, "0")) > 0
     flags = own_checkpoints(parsed.config.checkpoint, parsed.config.tracking, restarted=restarted)
-    source = choose_source(flags, restarted=restarted)
+    source = choose_source(flags, restarted=restarted, opener=weight_opener(FEATURES, flags.lora_base))
     earlier = peek(source)
     parsed = with_checkpoint(parsed, source, earlier)
     config = parsed.config

@@ -15,9 +15,10 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "convert": (),
     "diloco": (),
     "inference": (),
+    "lora": ("convert", "packed_weights"),
     "packed_weights": (),
     "planner": ("diloco", "packed_weights"),
-    "post_training": ("convert", "inference", "packed_weights", "planner"),
+    "post_training": ("convert", "inference", "lora", "packed_weights", "planner"),
     "report": (),
     "weight_patches": ("convert",),
 }

@@ -30,7 +30,7 @@ checkpoint
 training
 run
 convert diloco packed_weights report
-inference weight_patches
+inference lora weight_patches
 planner
 post_training
 """  # folders by layer, the lowest first

@@ -23,12 +23,13 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a 
 from megazpp.base.program import program_of, say
 from megazpp.convert.convert import ConvertConfig, convert
 from megazpp.data.tokenizer import TokenizerConfig
+from megazpp.features import FEATURES
 
 
 @program_of(ConvertConfig, TokenizerConfig, description=(__doc__ or "").partition("\n")[0])
 def main(config: ConvertConfig, tokenizer: TokenizerConfig) -> None:
     """Convert the model and print a line that describes the result."""
-    print(convert(config, tokenizer, say))
+    print(convert(config, tokenizer, say, features=FEATURES))
 
 
 if __name__ == "__main__":

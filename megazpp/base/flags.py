@@ -38,7 +38,7 @@ class FlagSpec(NamedTuple):
         aliases: further names of the flag.
         nargs: number of values of a tuple field: a fixed count, "*" or "+".
         metavar: placeholder for the value in --help; None for a placeholder by type.
-        needs: flag without which this flag has no effect, such as `--lora-r`, optionally with the values that it must
+        needs: flag without which this flag has no effect, such as `--plan`, optionally with the values that it must
             have, such as `--optimizer sgd`. Setting this flag is an error if the needed flag is off.
         common: whether --help lists the flag; --help-all lists all flags.
     """

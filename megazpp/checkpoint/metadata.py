@@ -46,28 +46,6 @@ class TrainingProgress(NamedTuple):
     stop_reason: str | None = None
 
 
-class SavedAdapters(NamedTuple):
-    """The settings of the LoRA adapters in a checkpoint that has adapters instead of whole weights.
-
-    Attributes:
-        rank: LoRA's r.
-        alpha: LoRA's alpha.
-        dropout: dropout probability at the adapters' input.
-        targets: names of the layers that have adapters; None for the default layers.
-        base: folder of checkpoints with the base model, whose frozen weights the adapters were trained on.
-        base_iteration: iteration of the base checkpoint; None for the latest.
-        base_checksum: checksum of the base model's weights, see checkpoint/weights.py.
-    """
-
-    rank: int
-    alpha: float
-    dropout: float
-    targets: tuple[str, ...] | None
-    base: str
-    base_iteration: int | None
-    base_checksum: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
     """The metadata of a checkpoint, which is the content of run.json.
@@ -114,16 +92,6 @@ class CheckpointMetadata:
     def model(self) -> GPTConfig:
         """The config of the saved model. Fields that do not affect the model's function keep their defaults."""
         return GPTConfig(**shape_of(self.flags))
-
-    @property
-    def adapters(self) -> SavedAdapters | None:
-        """The settings of the LoRA adapters; None if the checkpoint has whole weights."""
-        if self.flags.get("lora_r") is None:
-            return None
-        names = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
-        rank, alpha, dropout, targets = (self.flags[name] for name in names)
-        base, iteration, checksum = (self.flags[name] for name in ("ref_load", "ref_ckpt_step", "ref_checksum"))
-        return SavedAdapters(rank, alpha, dropout, targets and tuple(targets), base, iteration, checksum)
 
     @property
     def is_reward_model(self) -> bool:

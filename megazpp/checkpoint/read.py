@@ -38,7 +38,7 @@ from megazpp.checkpoint.metadata import (
 from megazpp.checkpoint.parts import Weights
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import RunValues, TrainState
-from megazpp.checkpoint.weights import check_weights, find_bases, open_weights
+from megazpp.checkpoint.weights import WHOLE_WEIGHTS, WeightOpener, check_weights
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.loss_scale import LossScaler
 from megazpp.optim.schedule import Schedule
@@ -59,7 +59,7 @@ class LoadSource(NamedTuple):
         optimizer: True to load the optimizer states.
         rng: True to load the states of the random generators.
         fallback: True to load the newest undamaged checkpoint if the requested one is damaged (--load-fallback).
-        lora_base: folders that may contain the base model of a checkpoint with LoRA adapters (--lora-base).
+        opener: opener of the weights.
     """
 
     folder: CheckpointFolder
@@ -68,7 +68,7 @@ class LoadSource(NamedTuple):
     optimizer: bool = True
     rng: bool = True
     fallback: bool = False
-    lora_base: tuple[str, ...] = ()
+    opener: WeightOpener = WHOLE_WEIGHTS
 
     def candidates(self) -> list[int]:
         """Return the iterations to try, with the requested one first.
@@ -112,19 +112,22 @@ def saves_where_it_loads(config: CheckpointConfig) -> bool:
     return Path(config.save).expanduser().resolve() == Path(config.load).expanduser().resolve()
 
 
-def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | None:
+def choose_source(
+    config: CheckpointConfig, *, restarted: bool, opener: WeightOpener = WHOLE_WEIGHTS
+) -> LoadSource | None:
     """Choose by the flags which checkpoint a run starts from; None to start from scratch.
 
     Args:
         config: checkpoint flags.
         restarted: True if the launcher restarted this job after a fault. The job then resumes from its own checkpoints
             in --save, if there are any.
+        opener: opener of the weights.
     Raises:
         ValueError: --save has checkpoints of another run, --finetune has the same folder for --save and --load, or
             --load has no checkpoint and --exit-on-missing-checkpoint is set.
     """
     # check --save
-    choices: dict[str, Any] = {"fallback": config.load_fallback, "lora_base": config.lora_base}
+    choices: dict[str, Any] = {"fallback": config.load_fallback, "opener": opener}
     if config.save is not None:
         own = CheckpointFolder(config.save, "--save")
         own.check_not_inside()
@@ -168,7 +171,7 @@ def peek(source: LoadSource | None) -> CheckpointMetadata | None:
         The metadata; None if there is no source or it has no checkpoint.
     Raises:
         ValueError: the requested checkpoint does not exist (see `LoadSource.candidates`), run.json cannot be read, or
-            the base model of its LoRA adapters is missing.
+            its base is missing (see `WeightOpener`).
     """
     candidates = [] if source is None else source.candidates()
     if source is None or not candidates:
@@ -179,8 +182,7 @@ def peek(source: LoadSource | None) -> CheckpointMetadata | None:
         return read_record(source.folder.of(iteration))
 
     iteration, record = first_sound(source, candidates, read, lambda line: None)
-    if record.adapters is not None:
-        find_bases(source.folder.of(iteration), record.adapters, source.lora_base)
+    source.opener.find_bases(source.folder.of(iteration), record)
     return record
 
 
@@ -273,11 +275,11 @@ class CheckpointReader:
             ValueError: the checkpoint does not fit this run; the message names the flags.
         """
         # compare model and tokenizer
-        own = self._own
-        if source.continues and own.adapters is None and record.adapters is not None:
+        own, is_whole = self._own, source.opener.is_whole
+        if source.continues and is_whole(own) and not is_whole(record):
             raise ValueError(
-                f"{checkpoint} contains only LoRA adapters. Pass --finetune to merge them into their base and start a "
-                "new run"
+                f"{checkpoint} contains only adapters. Pass --finetune to merge them into their base and start a new "
+                "run"
             )
         check_same_model(record.flags, self._state.model.config, checkpoint)
         check_same_vocabulary(record, own.vocab_size, checkpoint)
@@ -316,7 +318,7 @@ class CheckpointReader:
         parts, weights = {"optimizer": source.optimizer, "rng": source.rng}, self._state.weights()
         reader = SafeReader(checkpoint)
         if not source.continues:
-            reader = open_weights(checkpoint, record, self._axis, source.lora_base)
+            reader = source.opener.open(checkpoint, record, self._axis)
         saved = raise_on_all_ranks(self._axis, reader.tensors)
         shapes, padded = {key: tuple(x.shape) for key, x in weights.items()}, self._state.padded(weights)
         check_weights(saved, shapes, padded, record, checkpoint, any_head=not source.continues)
@@ -358,7 +360,7 @@ def first_sound(
 
 
 def find_weights(
-    folder: CheckpointFolder, iteration: int | None, *, fallback: bool = False, lora_base: tuple[str, ...] = ()
+    folder: CheckpointFolder, iteration: int | None, *, fallback: bool = False, opener: WeightOpener = WHOLE_WEIGHTS
 ) -> tuple[LoadSource, CheckpointMetadata]:
     """Find a checkpoint to load only weights from, and read its metadata. Tensor files are not verified here.
 
@@ -366,13 +368,13 @@ def find_weights(
         folder: folder of checkpoints.
         iteration: iteration to load; None for the latest.
         fallback: True to use the newest undamaged checkpoint if the requested one is damaged.
-        lora_base: folders that may contain the base model of LoRA adapters.
+        opener: opener of the weights.
     Returns:
         (source, metadata), as `load_weights` takes them.
     Raises:
         ValueError: there is no checkpoint, or its metadata cannot be read.
     """
-    source = LoadSource(folder, iteration, False, optimizer=False, rng=False, fallback=fallback, lora_base=lora_base)
+    source = LoadSource(folder, iteration, False, optimizer=False, rng=False, fallback=fallback, opener=opener)
     record = peek(source)
     if record is None:
         raise ValueError(folder.without_checkpoint())

@@ -1,8 +1,4 @@
-"""Reading of a checkpoint's weights: check them, read parts, compute their checksum, and merge LoRA adapters.
-
-A checkpoint of a LoRA run has only adapters. Its run.json names the base checkpoint by the flags ref_load (folder),
-ref_ckpt_step (iteration) and ref_checksum (checksum of the weights). The base may have adapters itself. `open_weights`
-finds the base, and the reader that it returns merges the adapters into each part of the base's weights that it reads.
+"""Reading of a checkpoint's weights: open and check them, read parts, and compute their checksum.
 
 The checksum of weights does not depend on the layout that saved or reads them. It is a sum over all elements, modulo
 2^64. Each term is the element's bits, as a signed integer, times an odd number that depends on the tensor's name and on
@@ -11,153 +7,77 @@ the element's index in the whole tensor. Padding rows of the vocabulary are zero
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megazpp.base.files import DamagedError
 from megazpp.checkpoint.checksums import verify_files
-from megazpp.checkpoint.folder import RECORD, CheckpointFolder
+from megazpp.checkpoint.folder import RECORD
 from megazpp.checkpoint.metadata import (
     CheckpointMetadata,
-    SavedAdapters,
     check_same_model,
     check_same_vocabulary,
-    read_record,
     rows_problem,
 )
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import MODEL, SCALAR_HEAD, Saved
-from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
-from megazpp.tensor_parallel.lora import joined_factors, merged
 from megazpp.tensor_parallel.parameters import ParameterSpec, owned_parameters, seed_for
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}  # integer dtype by bytes per element
 _PIECE = 1 << 18  # largest number of elements per step of the checksum (but at least one row)
 
 
-def open_weights(
-    checkpoint: Path, record: CheckpointMetadata, files: MeshAxis, lora_base: Sequence[str] = ()
-) -> SafeReader:
-    """Open the weights of a checkpoint for reading. If it has LoRA adapters, they are merged into their base's weights.
+@dataclass(frozen=True)
+class WeightOpener:
+    """The opener of checkpoints that contain all weights of their model.
 
-    All ranks call this. They verify the base's files together, and compare the checksum of its weights with the one in
-    the adapters' metadata.
+    An optional feature can replace it by a subclass for checkpoints that only change the weights of another checkpoint,
+    their base (run/feature.py).
 
-    Args:
-        checkpoint: folder of one checkpoint.
-        record: metadata of the checkpoint.
-        files: axis over all ranks with a group for files, see `open_axis`.
-        lora_base: folders of checkpoints in which to look for the base first (--lora-base).
-    Raises:
-        ValueError: the base is missing, is damaged, or has other weights. Every rank raises it.
-    """
-    own, adapters = SafeReader(checkpoint), record.adapters
-    if adapters is None:
-        return own
-    # try each possible base until the checksum of its weights is right
-    others = []
-    for base in find_bases(checkpoint, adapters, lora_base):
-        raise_on_all_ranks(files, functools.partial(verify_files, base, rank=files.rank, num_ranks=files.size))
-        rest = [place for place in lora_base if Path(place).expanduser() != base.parent]
-        reader = open_weights(base, read_record(base), files, rest)
-
-        def share_of_checksum(reader: SafeReader = reader) -> int:
-            """Return the sum for every n-th weight, where n is the number of ranks."""
-            weights = ((key, reader.read_whole(key)) for key in _weights(reader)[files.rank :: files.size])
-            return sum(sum_of_bits(key.removeprefix(MODEL), whole, (0, 0), whole.shape) for key, whole in weights)
-
-        found = raise_on_all_ranks(files, share_of_checksum)
-        checksum = spell_checksum(sum(files.share_object(files.gather_objects(found))))
-        if checksum == adapters.base_checksum:
-            return AdaptedReader(own, reader, record.model, adapters.alpha / adapters.rank)
-        others.append(f"{base} has {checksum}")
-    raise ValueError(
-        f"{checkpoint}: the base of its adapters has weights with checksum {adapters.base_checksum}, but "
-        f"{', '.join(others)}; pass the folder of the right base with --lora-base"
-    )
-
-
-def find_bases(checkpoint: Path, adapters: SavedAdapters, lora_base: Sequence[str] = ()) -> list[Path]:
-    """Return the checkpoints that may be the base of a checkpoint's LoRA adapters. Their weights are not compared here.
-
-    Args:
-        checkpoint: folder of the checkpoint with adapters, for the message.
-        adapters: its adapters, which name the base.
-        lora_base: folders of checkpoints to search before the one that the adapters name (--lora-base).
-    Returns:
-        At most one checkpoint of each folder: the base's iteration, or the latest if the folder has no such checkpoint.
-    Raises:
-        ValueError: none of the folders has a checkpoint.
-    """
-    found, places = [], (*lora_base, adapters.base)
-    for place in places:
-        folder, step = CheckpointFolder(place, "--lora-base"), adapters.base_iteration
-        iteration = step if step in folder.iterations() else folder.latest()
-        if iteration is not None:
-            found.append(folder.of(iteration))
-    if not found:
-        raise ValueError(
-            f"{checkpoint} contains only LoRA adapters, and their base is not in {' or '.join(places)}; pass its "
-            "folder with --lora-base"
-        )
-    return found
-
-
-class AdaptedReader(SafeReader):
-    """A reader of a checkpoint with LoRA adapters that returns merged weights, as if the model had no adapters.
-
-    Adapters are merged into a part of a weight when this part is read, so no merged copy of the model is stored.
-
-    Args:
-        own: reader of the checkpoint with the adapters. Its scalar head, if any, is read from there.
-        base: reader of the base checkpoint, whose weights were frozen in the adapters' training.
-        config: config of the model.
-        scale: LoRA's alpha / r.
+    Attributes:
+        bases: folders of checkpoints in which to look for a base first (--lora-base).
+        flags: names of flags that are set in the metadata of a checkpoint with a base.
     """
 
-    def __init__(self, own: SafeReader, base: SafeReader, config: GPTConfig, scale: float) -> None:
-        super().__init__(own.path)
-        self.base, self._own, self._config, self._scale = base, own, config, scale
-        self._factors = functools.lru_cache(maxsize=1)(self._read_factors)
+    bases: tuple[str, ...] = ()
+    flags: ClassVar[tuple[str, ...]] = ()
 
-    @functools.cached_property
-    def _saved(self) -> dict[str, TensorStorageMetadata]:
-        """The shape, dtype and chunks of the merged model's weights, by key."""
-        weights = {key: entry for key, entry in self._own.tensors().items() if key.startswith(SCALAR_HEAD)}
-        return weights | {key: self.base.tensors()[key] for key in _weights(self.base)}
+    def is_whole(self, record: CheckpointMetadata) -> bool:
+        """Return True if a checkpoint contains all weights, so that it has no base."""
+        return all(record.flags.get(name) is None for name in self.flags)
 
-    def read_box(self, key: str, offsets: tuple[int, ...], box: torch.Tensor) -> None:
-        """Read a rectangular part of a merged weight into `box`, see `SafeReader.read_box`."""
-        if key.startswith(SCALAR_HEAD):
-            self._own.read_box(key, offsets, box)
-        elif (factors := self._factors(key)) is None:
-            self.base.read_box(key, offsets, box)
-        else:
-            # round merged values to the saved dtype first, so that they do not depend on the dtype of `box`
-            part = torch.empty(box.shape, dtype=self._saved[key].properties.dtype)
-            self.base.read_box(key, offsets, part)
-            rows, columns = (slice(start, start + size) for start, size in zip(offsets, box.shape, strict=True))
-            box.copy_(merged(part, factors[0][columns], factors[1][rows], self._scale))
+    def find_bases(self, checkpoint: Path, record: CheckpointMetadata) -> list[Path]:
+        """Return the checkpoints that may be the base of a checkpoint; [] if it is whole. Weights are not compared.
 
-    def _read_factors(self, key: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return A [in, r] and B [out, r] of a weight's adapter; None if the weight has no adapter."""
-        prefix, config = f"{key.removesuffix('weight')}adapter.", self._config
-        names = [name for name in self._own.tensors() if name.startswith(prefix)]
-        parts = {name.removeprefix(prefix): self._own.read_whole(name) for name in names}
-        return joined_factors(parts, config.query_groups, config.heads, config.head_size) if parts else None
+        Args:
+            checkpoint: folder of the checkpoint, for the message.
+            record: metadata of the checkpoint.
+        Raises:
+            ValueError: none of the folders has a checkpoint.
+        """
+        return []
+
+    def open(self, checkpoint: Path, record: CheckpointMetadata, files: MeshAxis) -> SafeReader:
+        """Open all weights of a checkpoint for reading, including those that come from its base. All ranks call this.
+
+        Args:
+            checkpoint: folder of one checkpoint.
+            record: metadata of the checkpoint.
+            files: axis over all ranks with a group for files, see `open_axis`.
+        Raises:
+            ValueError: the base is missing, is damaged, or has other weights. Every rank raises it.
+        """
+        return SafeReader(checkpoint)
 
 
-def _weights(reader: SafeReader) -> list[str]:
-    """Return the sorted keys of a checkpoint's weights, except a scalar head."""
-    return sorted(key for key in reader.tensors() if key.startswith(MODEL) and not key.startswith(SCALAR_HEAD))
+WHOLE_WEIGHTS = WeightOpener()
 
 
 def sum_of_bits(name: str, box: torch.Tensor, offsets: Sequence[int], whole: Sequence[int]) -> int:
@@ -275,7 +195,7 @@ class WeightReader:
         checkpoint: folder of the checkpoint.
         record: metadata of the checkpoint.
         place: axes of the frozen models.
-        lora_base: folders in which to look for the base of LoRA adapters first (--lora-base).
+        opener: opener of the weights.
         vocab_size: number of tokens of the tokenizer in use.
         trained: function that returns True for the names of parameters that are not in the checkpoint.
     Raises:
@@ -289,7 +209,7 @@ class WeightReader:
         record: CheckpointMetadata,
         place: FrozenPlace,
         *,
-        lora_base: Sequence[str] = (),
+        opener: WeightOpener,
         vocab_size: int,
         trained: Callable[[str], bool] = lambda name: False,
     ) -> None:
@@ -299,7 +219,7 @@ class WeightReader:
         check_same_vocabulary(record, vocab_size, checkpoint)
         place.say(f" loading weights from {checkpoint}")
         raise_on_all_ranks(files, lambda: verify_files(checkpoint, rank=files.rank, num_ranks=files.size))
-        self._reader, self._tp, self._sum = open_weights(checkpoint, record, files, lora_base), model.tp, 0
+        self._reader, self._tp, self._sum = opener.open(checkpoint, record, files), model.tp, 0
         # compare names and shapes
         parts = {
             name: (tuple(getattr(module, attribute).shape), spec)

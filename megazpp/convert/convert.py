@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,12 +24,12 @@ from megazpp.checkpoint.read import find_weights
 from megazpp.convert.huggingface import class_name, open_model, write_model
 from megazpp.convert.megatron import open_megatron
 from megazpp.convert.model import HEAD, Model
-from megazpp.convert.native import open_checkpoint, open_tokenizer, read_trained, write_weights
-from megazpp.convert.peft import with_adapter, write_adapter
+from megazpp.convert.native import NO_ADAPTERS, AdapterConverter, open_checkpoint, open_tokenizer, write_weights
 from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
 from megazpp.data.tokenizer import TokenizerConfig, load_tokenizer, names_tokenizer, special_tokens_note
 from megazpp.data.tokenizer_folder import CONFIG
 from megazpp.optim.schedule import ScheduleConfig, build_schedule
+from megazpp.run.feature import Feature, weight_opener
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +60,16 @@ class ConvertConfig:
         check_words(self)
 
 
-def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[str], None]) -> str:
+def convert(
+    config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[str], None], *, features: Sequence[Feature]
+) -> str:
     """Convert a model; return a line about the result.
 
     Args:
         config: flags of the conversion.
         tokenizer: flags of the model's tokenizer; empty flags use the tokenizer of --input.
         say: function that prints a line.
+        features: optional features; one of them may open checkpoints with adapters.
     Raises:
         ValueError: a file is missing or damaged, or the other format cannot hold the model. Nothing is written.
     """
@@ -80,9 +83,11 @@ def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[st
     kind = config.source or guess_format(source)
     wanted = config.target or ("huggingface" if kind == "megazpp" else "megazpp")
     adapter, trained = None if config.adapter is None else Path(config.adapter).expanduser(), False
+    opener = weight_opener(features, config.lora_base)
+    opener = opener if isinstance(opener, AdapterConverter) else NO_ADAPTERS
     if kind == "megazpp":
         folder = CheckpointFolder(source, "--input")
-        trained = find_weights(folder, config.ckpt_step, lora_base=config.lora_base)[1].adapters is not None
+        trained = not opener.is_whole(find_weights(folder, config.ckpt_step, opener=opener)[1])
     merges = kind == wanted == "megazpp" and (adapter is not None or trained)
     if config.keep_adapters and (merges or not trained):
         raise ValueError(
@@ -98,17 +103,19 @@ def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[st
     say(f"{source} is {_NAMES[kind]}")
     record: CheckpointMetadata | None = None
     if kind == "megazpp":
-        model, record = open_checkpoint(source, config.ckpt_step, config.lora_base, merge=not config.keep_adapters)
+        model, record = open_checkpoint(source, config.ckpt_step, opener, merge=not config.keep_adapters)
     else:
         model = open_megatron(source, config.ckpt_step) if kind == "megatron" else open_model(source)
     if adapter is not None:
-        model = with_adapter(model, adapter)
+        model = opener.merge(model, adapter)
     if record is None:
         return bring_in(model, target, tokenizer, say)
     if not merges:
-        return export(source, target, model, record, tokenizer, say, keep_adapters=config.keep_adapters)
+        kept = opener if config.keep_adapters else None
+        return export(source, target, model, record, tokenizer, say, adapters=kept)
     # ---- a checkpoint with merged adapters, and without training state
-    own, flags = open_tokenizer(source, record, tokenizer, say), record.flags | {"lora_r": None, IMPORTED_FROM: None}
+    own = open_tokenizer(source, record, tokenizer, say)
+    flags = record.flags | dict.fromkeys((*opener.flags, IMPORTED_FROM))
     record = dataclasses.replace(record, scaler={}, groups=[], guard={}, layout={}, tokenizer_folder=None)
     record = dataclasses.replace(record, flags=flags, vocab_size=model.rows, has_optimizer=False, has_rng=False)
     with whole_folder(target) as unfinished:
@@ -144,7 +151,7 @@ def export(
     given: TokenizerConfig,
     say: Callable[[str], None],
     *,
-    keep_adapters: bool = False,
+    adapters: AdapterConverter | None = None,
 ) -> str:
     """Write our checkpoint as a Hugging Face folder; return a line about it.
 
@@ -155,7 +162,8 @@ def export(
         record: metadata of the checkpoint.
         given: flags of the tokenizer.
         say: function that prints a line.
-        keep_adapters: True if `model` is the base of adapters, which are written to the folder adapter/.
+        adapters: converter of the checkpoint's adapters, which are written to the folder adapter/; `model` is their
+            base. None for a checkpoint without adapters, or with merged ones.
     """
     if HEAD in model.tensors and not record.is_reward_model:
         say("note: the policy's value head (scalar_head) is left out, because a language model has none")
@@ -173,12 +181,11 @@ def export(
             ids["pad_token_id"] = None  # with eos as padding, transformers would score the token before the end
             say("note: no token serves for padding only, so transformers scores one text at a time (pad_token_id)")
         write_model(folder, model, token_ids=ids)
-        if keep_adapters:
-            settings, tensors = read_trained(source, record, model.config)
+        if adapters is not None:
             (folder / "adapter").mkdir()
-            settings = settings._replace(base=str(target.resolve()))
-            write_adapter(folder / "adapter", model.config, settings, tensors)
-    what = "the base and adapters of iteration" if keep_adapters else "iteration"
+            checkpoint = CheckpointFolder(source, "--input").of(record.progress.iteration)
+            adapters.export(checkpoint, record, model.config, target, folder / "adapter")
+    what = "iteration" if adapters is None else "the base and adapters of iteration"
     return f"{target} holds {what} {record.progress.iteration} as {name}{_described(model)}"
 
 

@@ -17,29 +17,66 @@ from megazpp.checkpoint.metadata import CheckpointMetadata, shape_of
 from megazpp.checkpoint.read import find_weights
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import MODEL, under
-from megazpp.checkpoint.weights import AdaptedReader, open_weights
+from megazpp.checkpoint.weights import WeightOpener
 from megazpp.convert.model import Deferred, Model, checked_model, model_config
-from megazpp.convert.peft import AdapterSettings, default_targets
 from megazpp.data.dataset import DataConfig, build_tokenizer
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer, names_tokenizer
 from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
 
 
+class AdapterConverter(WeightOpener):
+    """An opener of checkpoints that also converts adapters from and to another program's format.
+
+    This class is for checkpoints of whole weights. An optional feature can provide a subclass for adapters, see
+    `megazpp.run.feature.Feature.weight_opener`.
+    """
+
+    def open_base(self, checkpoint: Path, record: CheckpointMetadata, files: MeshAxis) -> SafeReader:
+        """Open the weights that a checkpoint's adapters change, without the adapters."""
+        return self.open(checkpoint, record, files)
+
+    def merge(self, model: Model, folder: Path) -> Model:
+        """Return the model with an adapter of another program merged into its weights.
+
+        Args:
+            model: model to change.
+            folder: folder of the adapter.
+        Raises:
+            ValueError: a file is missing or damaged, the adapter does not fit the model, or no feature converts
+                adapters.
+        """
+        raise ValueError(f"--adapter {folder}: the optional feature that merges adapters is not installed")
+
+    def export(self, checkpoint: Path, record: CheckpointMetadata, config: GPTConfig, base: Path, folder: Path) -> None:
+        """Write a checkpoint's adapters, if it has any, in the format of another program.
+
+        Args:
+            checkpoint: folder of the checkpoint.
+            record: metadata of the checkpoint.
+            config: architecture of the model.
+            base: folder that will contain the converted base.
+            folder: existing folder for the files.
+        """
+
+
+NO_ADAPTERS = AdapterConverter()
+
+
 def open_checkpoint(
-    folder: Path, iteration: int | None, lora_base: tuple[str, ...] = (), *, merge: bool = True
+    folder: Path, iteration: int | None, opener: AdapterConverter = NO_ADAPTERS, *, merge: bool = True
 ) -> tuple[Model, CheckpointMetadata]:
     """Open a checkpoint; return its model without padding of the vocabulary, and its metadata.
 
     Args:
         folder: folder of checkpoints.
         iteration: iteration to open; None for the latest.
-        lora_base: folders that now hold the bases of adapters, if they have moved.
+        opener: opener of the weights.
         merge: True to merge adapters into their base, False to drop them.
     Raises:
         ValueError: there is no checkpoint, or it is damaged.
     """
-    source, record = find_weights(CheckpointFolder(folder, "--input"), iteration, lora_base=lora_base)
+    source, record = find_weights(CheckpointFolder(folder, "--input"), iteration, opener=opener)
     checkpoint, where, flags = source.checkpoint, str(source.checkpoint), record.flags
     verify_files(checkpoint)
     names = ("hidden_dropout", "attention_dropout", "init_method_std")
@@ -47,9 +84,7 @@ def open_checkpoint(
     if values.get("max_position_embeddings") is None:
         values["max_position_embeddings"] = flags.get("seq_length")  # rotary positions need no such flag here
     config = model_config(values, where)
-    reader = open_weights(checkpoint, record, MeshAxis("checkpoint"), lora_base)
-    if isinstance(reader, AdaptedReader) and not merge:
-        reader = reader.base
+    reader = (opener.open if merge else opener.open_base)(checkpoint, record, MeshAxis("checkpoint"))
     tensors = {
         name: Deferred(tuple(entry.size), entry.properties.dtype, functools.partial(reader.read_whole, MODEL + name))
         for name, entry in under(MODEL, reader.tensors()).items()
@@ -57,18 +92,6 @@ def open_checkpoint(
     model = checked_model(config, tensors, where)
     # Runs pad the vocabulary. A checkpoint without a layout comes from a conversion, which does not.
     return (model.first_rows(record.vocab_size) if record.layout else model), record
-
-
-def read_trained(
-    folder: Path, record: CheckpointMetadata, config: GPTConfig
-) -> tuple[AdapterSettings, dict[str, torch.Tensor]]:
-    """Read the unsharded adapters of a LoRA run's checkpoint, and its scalar head if it has one."""
-    reader, saved = SafeReader(CheckpointFolder(folder, "--input").of(record.progress.iteration)), record.adapters
-    assert saved is not None, "the checkpoint holds no adapters"
-    targets = saved.targets or default_targets(config)
-    settings = AdapterSettings(saved.rank, saved.alpha, saved.dropout, targets, checksum=saved.base_checksum)
-    tensors = {name: reader.read_whole(MODEL + name) for name in under(MODEL, reader.tensors())}
-    return settings, tensors
 
 
 def open_tokenizer(

@@ -394,7 +394,7 @@ class HFTokenizer(Tokenizer):
         first = whole.sequence_ids.index(0)
         before, after = whole.ids[:first], whole.ids[first + len(self._encode(text)) :]
         self.special_tokens = SpecialTokens(before, after, used=add_special_tokens)
-        # Some post-processors cut spaces off the places of tokens. Special tokens are known now, so it is not needed any more.
+        # Some post-processors cut spaces off the places of tokens. The special tokens are known now, so none is needed.
         backend.post_processor = None
         self._unknown = getattr(backend.model, "unk_token", None)
         self._has_bytes = "ByteLevel" in str(backend.decoder)  # each letter of a piece encodes one byte

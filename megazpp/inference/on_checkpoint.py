@@ -29,7 +29,7 @@ from megazpp.parallel.worker import Worker, seed_everything
 from megazpp.run.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.run.checkpoint_flags import with_checkpoint_flags
 from megazpp.run.checks import check_model_config
-from megazpp.run.feature import Feature
+from megazpp.run.feature import Feature, weight_opener
 from megazpp.run.ranks import Job, announced_cluster, run_on_ranks
 from megazpp.topology.cluster import Cluster
 from megazpp.training.context import Console
@@ -85,8 +85,8 @@ def run_on_checkpoint(
         argv: the command line.
         check: function that raises ValueError if the flags do not fit together.
         features: the optional features, whose flags the program also accepts.
-        common: names of config fields whose flags --help lists, apart from those of `extra`, of the weights' storage and
-            in COMMON.
+        common: names of config fields whose flags --help lists, in addition to COMMON and the flags of `extra` and of the
+            weights' storage.
         spread: whether to shard the model over more GPUs than tensor parallelism needs, unless --nproc says otherwise.
             False: each rank keeps its whole tensor-parallel part in the compute dtype. On a CPU, one process per
             tensor-parallel rank uses all cores in both cases.
@@ -113,7 +113,8 @@ def run_on_checkpoint(
         if given.load is None:
             raise ValueError("--load is missing: give the folder of checkpoints")
         folder = CheckpointFolder(given.load, "--load")
-        source, record = find_weights(folder, given.ckpt_step, fallback=given.load_fallback, lora_base=given.lora_base)
+        opener = weight_opener(features, given.lora_base)
+        source, record = find_weights(folder, given.ckpt_step, fallback=given.load_fallback, opener=opener)
         parsed = with_checkpoint_flags(parsed, record, folder)
         if parsed.show.print_config:
             print(parsed.report())
@@ -165,7 +166,7 @@ def _load(
         place = open_frozen_place(dims, device, say=say, whole=not weights.packs)
 
         def load(iteration: int) -> tuple[GPTModel, WeightHandle]:
-            found, record = find_weights(source.folder, iteration, lora_base=source.lora_base)
+            found, record = find_weights(source.folder, iteration, opener=source.opener)
             if None not in (tokenizer.identity, record.tokenizer) and tokenizer.identity != record.tokenizer:
                 say(f"WARNING: the tokenizer gives other ids than the tokenizer of {source.folder.path}")
             return load_used_model(weights, spec, place, found, record)

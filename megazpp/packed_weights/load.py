@@ -27,10 +27,9 @@ from megazpp.checkpoint.checksums import checkpoint_digest
 from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.weights import FrozenPlace, WeightReader
-from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.model.moe import Experts
-from megazpp.packed_weights.format import LoadRows, MessagePlan, at_rest, plan_rows
+from megazpp.packed_weights.format import LoadRows, MessagePlan, at_rest
 from megazpp.packed_weights.frozen import FrozenUnits, freeze
 from megazpp.packed_weights.store import FetchRing, WeightStore, write_store
 from megazpp.packed_weights.streamed import StreamedUnits, StreamPlan, plan_stream
@@ -85,33 +84,6 @@ class WeightsConfig:
         return at_rest(self.weight_bits, precision.param_dtype)
 
 
-def check_base_bits(config: GPTConfig, bits: int | None, dtype: torch.dtype, *, tp: int) -> None:
-    """Check that tensor parallelism does not split quantization blocks of LoRA's base weights.
-
-    Otherwise their rounding would depend on the tensor-parallel size.
-
-    Args:
-        config: shape of the model.
-        bits: value of --base-weight-bits.
-        dtype: dtype in which the model computes.
-        tp: tensor-parallel size.
-    Raises:
-        ValueError: the columns of a split matrix are not a multiple of the block size.
-    """
-    sizes = {
-        "--ffn-hidden-size": config.dense_ffn_size,
-        "--moe-shared-expert-intermediate-size": config.moe_shared_expert_intermediate_size,
-        "--num-attention-heads x --kv-channels": config.heads * config.head_size,
-    }
-    for name, columns in ((name, size) for name, size in sizes.items() if size is not None):
-        fmt = plan_rows(columns, *at_rest(bits, dtype)).fmt
-        if tp > 1 and fmt is not None and columns % (tp * fmt.block_size):
-            raise ValueError(
-                f"--base-weight-bits {bits}: {name} {columns} / --tensor-model-parallel-size {tp} is no multiple of "
-                f"{fmt.block_size}, the number of elements that share a scale"
-            )
-
-
 def load_used_model(
     config: WeightsConfig, spec: ModelSpec, place: FrozenPlace, source: LoadSource, record: CheckpointMetadata
 ) -> tuple[GPTModel, FrozenUnits | StreamedUnits]:
@@ -159,7 +131,7 @@ def load_frozen_model(
     """
     model, dtype = model_on_meta(spec, place.dims, place.device, whole_experts=True), spec.precision.param_dtype
     load = WeightReader(
-        model, source.checkpoint, record, place, lora_base=source.lora_base, vocab_size=spec.vocab_size, trained=trained
+        model, source.checkpoint, record, place, opener=source.opener, vocab_size=spec.vocab_size, trained=trained
     )
     parts = (model, model.sharding_units(), place.axis, load)
     units = freeze(*parts, device=place.device, dtype=dtype, bits=bits, trained=trained)
@@ -200,7 +172,7 @@ def load_streamed_model(
 
     # Pack the weights, or open the store. `held` are the messages of layers in memory.
     known = (model, source.checkpoint, record, place)
-    open_reader = functools.partial(WeightReader, *known, lora_base=source.lora_base, vocab_size=spec.vocab_size)
+    open_reader = functools.partial(WeightReader, *known, opener=source.opener, vocab_size=spec.vocab_size)
     on_disk, pin = config.weights_device == "disk", config.weights_device == "host" and device.type == "cuda"
     held: list[torch.Tensor] = []
     if on_disk:

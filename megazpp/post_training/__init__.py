@@ -1,1 +1,1 @@
-"""Post-training: SFT, reward models, DPO, GRPO, PPO and LoRA."""
+"""Post-training: SFT, reward models, DPO, GRPO and PPO."""

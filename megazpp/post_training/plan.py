@@ -25,6 +25,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazpp.base.program import MEGA, aligned
+from megazpp.lora.policy import add_adapters
 from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
 from megazpp.packed_weights.frozen import FrozenUnits, freeze
@@ -38,7 +39,6 @@ from megazpp.planner.simulator import Memory, SimulatedAxis
 from megazpp.planner.step import MASTER_BYTES, StepSimulator, TrafficTable, measure, sent_on
 from megazpp.post_training.batch import PairBatch, RolloutBatch
 from megazpp.post_training.config import PostTrainingConfig
-from megazpp.post_training.lora import add_adapters
 from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss
 from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.setup import PostConfigs

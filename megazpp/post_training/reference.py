@@ -24,9 +24,10 @@ from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import SCORE_PAD, SHAPE, CheckpointMetadata, shape_of
 from megazpp.checkpoint.read import LoadSource, find_weights
 from megazpp.checkpoint.state import Saved, StatePart
-from megazpp.checkpoint.weights import FrozenPlace
+from megazpp.checkpoint.weights import WHOLE_WEIGHTS, FrozenPlace, WeightOpener
 from megazpp.data.cache import cache_key, check_cache_dir, load_or_save_arrays
 from megazpp.data.loader import on_device
+from megazpp.lora.layers import adapters_off
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.packed_weights.load import WeightsConfig, load_used_model
@@ -34,7 +35,6 @@ from megazpp.parallel.dims import raise_on_all_ranks
 from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.data import PreferenceDataset, make_pair_batch
 from megazpp.post_training.objectives import Logps, scores
-from megazpp.tensor_parallel.lora import adapters_off
 from megazpp.tensor_parallel.parameters import local
 from megazpp.training.setup import ModelSpec, ShardedModel
 
@@ -121,19 +121,19 @@ def mix_(reference: Iterable[torch.Tensor], policy: Iterable[torch.Tensor], alph
 
 
 def find_frozen(
-    folder: CheckpointFolder, iteration: int | None, *, scalar_head: bool, lora_base: tuple[str, ...] = ()
+    folder: CheckpointFolder, iteration: int | None, opener: WeightOpener, *, scalar_head: bool
 ) -> tuple[LoadSource, CheckpointMetadata]:
     """Return the checkpoint of a frozen model and its metadata.
 
     Args:
         folder: folder of checkpoints.
         iteration: iteration to find; None for the latest.
+        opener: opener of the weights.
         scalar_head: True if the model has to be a reward model.
-        lora_base: folders that now hold the bases of adapters, if they have moved.
     Raises:
         ValueError: there is no checkpoint, or it has no scalar head.
     """
-    source, record = find_weights(folder, iteration, lora_base=lora_base)
+    source, record = find_weights(folder, iteration, opener=opener)
     if scalar_head and not record.is_reward_model:
         raise ValueError(f"{folder.name} is no reward model: it has no scalar head (--objective reward trains one)")
     return source, record
@@ -145,9 +145,9 @@ def load_frozen(
     weights: WeightsConfig,
     folder: CheckpointFolder,
     iteration: int | None,
+    opener: WeightOpener = WHOLE_WEIGHTS,
     *,
     temperature: float = 1.0,
-    lora_base: tuple[str, ...] = (),
 ) -> FrozenModel:
     """Load the model of a checkpoint, on all ranks together.
 
@@ -157,12 +157,12 @@ def load_frozen(
         weights: flags for the storage of the weights: in frozen units, or streamed from the host or a disk.
         folder: folder of checkpoints.
         iteration: iteration to load; None for the latest.
+        opener: opener of the weights.
         temperature: divisor of the logits for log-probabilities.
-        lora_base: folders that now hold the bases of adapters, if they have moved.
     Raises:
         ValueError: there is no checkpoint, it belongs to another model or tokenizer, or it has no scalar head.
     """
-    source, record = find_frozen(folder, iteration, scalar_head=spec.scalar_head, lora_base=lora_base)
+    source, record = find_frozen(folder, iteration, opener, scalar_head=spec.scalar_head)
     if spec.scalar_head:
         spec = replace(spec, config=reward_config(spec.config, record), vocab_size=record.vocab_size)
     model, _ = load_used_model(weights, spec, place, source, record)

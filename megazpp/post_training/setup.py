@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megazpp.base.command_line import COMMAND_LINE
-from megazpp.base.flags import DEFAULT, as_words, spelling
+from megazpp.base.flags import DEFAULT, spelling
 from megazpp.base.program import errors_as
 from megazpp.checkpoint.folder import CheckpointFolder, iteration_of
 from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, saves_where_it_loads
-from megazpp.checkpoint.weights import find_bases
 from megazpp.convert.native import open_tokenizer
-from megazpp.convert.peft import read_adapter
 from megazpp.data.cache import check_cache_dir
 from megazpp.data.dataset import build_tokenizer, cache_dir
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig
 from megazpp.inference.sample import SampleConfig
+from megazpp.lora.config import LoraConfig, with_adapters
+from megazpp.lora.weights import AdapterOpener
 from megazpp.model.backends import check_products
-from megazpp.packed_weights.load import WeightsConfig, check_base_bits
+from megazpp.packed_weights.load import WeightsConfig
 from megazpp.post_training.chat import load_chat_template
 from megazpp.post_training.config import DEFAULT_RATE, DEFAULTS, PostTrainingConfig
 from megazpp.post_training.formatting import DataFormatConfig, read_examples, read_prompts
-from megazpp.post_training.lora import LoraConfig
 from megazpp.post_training.reference import find_frozen, reward_config
 from megazpp.post_training.rewards import RewardConfig, check_reward_functions
 from megazpp.run.arguments import ParsedRun, RunConfig
@@ -80,7 +78,7 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
     if not saves_where_it_loads(given):  # a restarted job still prefers its own checkpoints
         given = dataclasses.replace(given, finetune=True)
     own = own_checkpoints(given, parsed.config.tracking, restarted=restarted)
-    source = choose_source(own, restarted=restarted)
+    source = choose_source(own, restarted=restarted, opener=AdapterOpener(given.lora_base))
     earlier = peek(source)
     if source is None or earlier is None:
         assert given.load is not None
@@ -107,7 +105,7 @@ def without_checkpoint(parsed: ParsedRun) -> ParsedRun:
                 "--max-length is missing: a dry run opens no checkpoint that would say how long samples are"
             )
         configs = configs._replace(form=dataclasses.replace(configs.form, max_length=length))
-    return _filled(parsed, configs._replace(lora=_with_adapters(configs.lora, parsed, None, "")), {})
+    return _filled(parsed, configs._replace(lora=with_adapters(configs.lora, parsed, None, "")), {})
 
 
 def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan) -> None:
@@ -122,10 +120,7 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
     if form.packing and post.objective != "sft":
         raise ValueError(f"--packing is for --objective sft, not {post.objective}")
     streams, lora = configs.weights.packs and not post.reward_load, configs.lora.lora_r is not None
-    if lora:
-        configs.lora.settings(config.model)
-        tp, dtype = config.parallel.tensor_model_parallel_size, config.precision.param_dtype
-        check_base_bits(config.model, configs.lora.base_weight_bits, dtype, tp=tp)
+    configs.lora.check(config)
     if config.values().get("save_weight_patches") is not None and (lora or post.objective == "reward"):
         asked = f"--lora-r {configs.lora.lora_r}" if lora else "--objective reward"
         raise ValueError(f"--save-weight-patches is for all weights of a policy, not with {asked}")
@@ -165,20 +160,14 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
 
 def _check_experts(config: RunConfig, configs: PostConfigs) -> None:
     """Raise ValueError for flags that post-training of a mixture of experts does not support."""
-    post, lora, experts = configs.training, configs.lora, f"--num-experts {config.model.num_experts}"
-    if (ep := config.parallel.expert_model_parallel_size) > 1:
-        parallel = f"--expert-model-parallel-size {ep}"
-        if post.draws:
-            raise ValueError(
-                f"{parallel} with --objective {post.objective}: data ranks end their completions at different times, "
-                "but experts on other ranks need all of them; use --expert-model-parallel-size 1"
-            )
-        if lora.lora_r is not None:
-            raise ValueError(
-                f"{parallel} with --lora-r {lora.lora_r}: every rank uses all experts of the frozen base; use "
-                "--expert-model-parallel-size 1"
-            )
+    post, ep = configs.training, config.parallel.expert_model_parallel_size
+    if ep > 1 and post.draws:
+        raise ValueError(
+            f"--expert-model-parallel-size {ep} with --objective {post.objective}: data ranks end their completions at "
+            "different times, but experts on other ranks need all of them; use --expert-model-parallel-size 1"
+        )
     if post.rollout_graphs:
+        experts = f"--num-experts {config.model.num_experts}"
         raise ValueError(f"--rollout-graphs with {experts}: a CUDA graph cannot hold products whose sizes vary")
 
 
@@ -194,8 +183,8 @@ def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
     config, (post, form, rewards, lora, _) = parsed.config, post_configs(parsed)
     asked = lora.lora_r is not None or post.needs_reference or not parsed.origins["ref_load"].startswith(DEFAULT)
     if asked:
-        folder, moved = reference_folder(post), config.checkpoint.lora_base
-        source, record = find_frozen(folder, post.ref_ckpt_step, scalar_head=False, lora_base=moved)
+        folder, opener = reference_folder(post), AdapterOpener(config.checkpoint.lora_base)
+        source, record = find_frozen(folder, post.ref_ckpt_step, opener, scalar_head=False)
         check_same_model(record.flags, config.model, source.checkpoint)
         if record.vocab_size != earlier.vocab_size:
             sizes = f"{record.vocab_size} tokens, but the policy's has {earlier.vocab_size}"
@@ -230,7 +219,7 @@ def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> No
         tokenizer: the policy's tokenizer.
     """
     folder, parallel = CheckpointFolder(load, "--reward-load"), config.parallel
-    _, record = find_frozen(folder, None, scalar_head=True, lora_base=config.checkpoint.lora_base)
+    _, record = find_frozen(folder, None, AdapterOpener(config.checkpoint.lora_base), scalar_head=True)
     name, drawn = f"--reward-load {load}", tokenizer.vocab_size
     own = open_tokenizer(folder.path, record, TokenizerConfig(), lambda line: None)
     if record.vocab_size < drawn or (own is None and record.vocab_size != drawn):
@@ -260,7 +249,7 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
     """Complete the flags with defaults of the objective, and with the names of reference and base."""
     config, (post, form, _, lora, _) = parsed.config, post_configs(parsed)
     assert post.objective is not None
-    lora = _with_adapters(lora, parsed, earlier.flags if source.continues else None, source.folder.name)
+    lora = with_adapters(lora, parsed, earlier.flags if source.continues else None, source.folder.name)
     if source.continues and not post.needs_reference:
         lora = dataclasses.replace(lora, lora_load=None)
     if post.objective != "sft" and lora.lora_dropout > 0.0:
@@ -290,9 +279,8 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
             raise ValueError(
                 f"{given}: {source.folder.name} was trained with the opposite, on which its reference depends"
             )
-        if earlier.adapters is not None:
-            base = find_bases(source.folder.path, earlier.adapters, source.lora_base)[0]
-            free |= {"ref_load": str(base.parent.resolve()), "ref_ckpt_step": iteration_of(base)}
+        if bases := source.opener.find_bases(source.folder.path, earlier):
+            free |= {"ref_load": str(bases[0].parent.resolve()), "ref_ckpt_step": iteration_of(bases[0])}
     if post.ref_load is not None:
         if post.sync_ref_model or not post.needs_reference:
             why = "begins as the policy with --sync-ref-model" if post.sync_ref_model else "is not used"
@@ -322,39 +310,6 @@ def _filled(parsed: ParsedRun, configs: PostConfigs, values: dict[str, Any]) -> 
     config = dataclasses.replace(config, **changed).with_section(filled(config.section(SampleConfig)))
     configs = configs._replace(training=filled(configs.training))
     return parsed._replace(config=config, extra=tuple(configs))
-
-
-def _with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, Any] | None, where: str) -> LoraConfig:
-    """Complete `lora` with the settings of existing adapters, from the resumed run or --lora-load.
-
-    Args:
-        lora: flags of the adapters.
-        parsed: all flags.
-        earlier: flags of the resumed run; None if none is resumed.
-        where: description of its checkpoint, for messages.
-    Raises:
-        ValueError: flags contradict the adapters, or --lora-load cannot be used.
-    """
-    if earlier is not None:
-        theirs = {f.name: earlier.get(f.name, f.default) for f in dataclasses.fields(LoraConfig)}
-        theirs["lora_target_modules"] = theirs["lora_target_modules"] and tuple(theirs["lora_target_modules"])
-    elif lora.lora_load is not None:
-        path = Path(lora.lora_load).expanduser().resolve()
-        (rank, alpha, dropout, targets, *_), where = read_adapter(path, parsed.config.model)[0], f"--lora-load {path}"
-        theirs = {"lora_r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "lora_target_modules": targets}
-        theirs["base_weight_bits"] = lora.base_weight_bits  # the base may be rounded differently than before
-        theirs["lora_load"] = str(path)
-    else:
-        return lora
-    for name in ("lora_r", "lora_alpha", "lora_target_modules", "base_weight_bits"):
-        asked, there = (sorted(x) if isinstance(x, tuple) else x for x in (getattr(lora, name), theirs[name]))
-        if name in parsed.origins and asked != there:
-            raise ValueError(
-                f"{spelling(lora, name)} is {as_words(getattr(lora, name))}, but {where} has {as_words(theirs[name])}"
-            )
-    if "lora_dropout" in parsed.origins:
-        theirs.pop("lora_dropout")
-    return dataclasses.replace(lora, **theirs)
 
 
 def reference_folder(post: PostTrainingConfig) -> CheckpointFolder:

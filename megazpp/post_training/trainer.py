@@ -17,12 +17,14 @@ from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights
 from megazpp.checkpoint.state import StatePart
 from megazpp.checkpoint.weights import FrozenPlace, open_frozen_place
-from megazpp.convert.peft import TENSORS
 from megazpp.data.dataset import Splits, build_tokenizer, cache_dir
 from megazpp.data.identity import describe_samples
 from megazpp.data.loader import BatchLoader
 from megazpp.data.text import content_hash
 from megazpp.inference.sample import SampleConfig
+from megazpp.lora.peft import TENSORS
+from megazpp.lora.policy import AdaptedPolicy, load_adapted, save_adapter
+from megazpp.lora.weights import AdapterOpener
 from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.chat import load_chat_template
 from megazpp.post_training.data import (
@@ -33,7 +35,6 @@ from megazpp.post_training.data import (
     make_supervised_batch,
 )
 from megazpp.post_training.formatting import read_examples, read_prompts
-from megazpp.post_training.lora import AdaptedPolicy, load_adapted, save_adapter
 from megazpp.post_training.objectives import Logps, ObjectiveEvaluator, PolicyLoss, PreferenceLoss
 from megazpp.post_training.reference import FrozenModel, SyncedModel, cached_logps, load_frozen
 from megazpp.post_training.rewards import check_arguments, load_reward_functions
@@ -61,6 +62,7 @@ class _PostTraining:
     def __init__(self, parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:
         self.parsed, self.config, self.plan, self.run = parsed, parsed.config, plan, run
         self.post, self.form, self.rewards, self.lora, self.weights = post_configs(parsed)
+        self._opener = AdapterOpener(self.config.checkpoint.lora_base)
         self._temperature = self.config.section(SampleConfig).sample_temperature if self.post.draws else 1.0
         self._adapted: AdaptedPolicy | None = None
         self._synced: SyncedModel | None = None
@@ -127,8 +129,7 @@ class _PostTraining:
     def _open_model(self) -> ShardedModel:
         if self.lora.lora_r is None:
             return build_model(self._spec(), self.run.dims, self.run.device)
-        moved = self.config.checkpoint.lora_base
-        source, record = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, lora_base=moved)
+        source, record = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, opener=self._opener)
         self._adapted = load_adapted(
             self._spec(),
             self.lora,
@@ -149,8 +150,6 @@ class _PostTraining:
     def _save_adapter(self, adapted: AdaptedPolicy) -> None:
         if self.config.checkpoint.save is not None:
             folder = Path(self.config.checkpoint.save).expanduser() / "adapter"
-            if self.run.dims.world.rank == 0:
-                folder.mkdir(exist_ok=True)
             save_adapter(adapted, folder, self.run.dims, with_head=self.post.objective == "reward")
             self.run.log(f"adapters in PEFT's format: {folder}")
 
@@ -261,8 +260,8 @@ class _PostTraining:
             weights,
             folder,
             iteration,
+            self._opener,
             temperature=self._temperature,
-            lora_base=self.config.checkpoint.lora_base,
         )
 
     @functools.cached_property
@@ -271,8 +270,8 @@ class _PostTraining:
 
     def _look_up_reference(self) -> None:
         """Set the reference's log-probabilities in each dataset of pairs, and free the reference."""
-        moved, precision, weights = self.config.checkpoint.lora_base, self.config.precision, self.weights
-        source, _ = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, lora_base=moved)
+        precision, weights = self.config.precision, self.weights
+        source, _ = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, opener=self._opener)
         bits = self.lora.base_weight_bits or (weights.at_rest(precision)[0] if weights.packs else "its own")
         digest = checkpoint_digest(source.checkpoint)
         if self.lora.lora_load is not None:

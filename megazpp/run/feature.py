@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megazpp.checkpoint.state import RunValues, StatePart
+from megazpp.checkpoint.weights import WeightOpener
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.run.arguments import FeatureConfig, ParsedRun, RunConfig
 from megazpp.run.checks import RunPlan
@@ -96,9 +97,12 @@ class Feature:
 
     Attributes:
         config: class of the feature's flags, which become a section of `RunConfig`; None if it has no flags.
+        weight_opener: class that opens the weights of checkpoints, for a feature that saves them in another form; None
+            if the feature does not.
     """
 
     config: type[FeatureConfig] | None = None
+    weight_opener: type[WeightOpener] | None = None
 
     def num_replica_groups(self, config: RunConfig, cluster: Cluster) -> int:
         """Return the number of groups of nodes that each train a separate copy of the model.
@@ -143,3 +147,9 @@ class Feature:
     def command(self, parsed: ParsedRun) -> int | None:
         """Run a command that replaces training, such as --plan; return its exit status, or None to train."""
         return None
+
+
+def weight_opener(features: Sequence[Feature], bases: tuple[str, ...]) -> WeightOpener:
+    """Return the first feature's opener of weights, with the folders of --lora-base; or one for whole weights."""
+    kinds = (feature.weight_opener for feature in features if feature.weight_opener is not None)
+    return next(kinds, WeightOpener)(bases)

@@ -4,7 +4,7 @@ Letters: T ranks of the tp axis; activations are [S, B, H] (sequence, batch, hid
 
 A column-parallel layer splits its outputs, a row-parallel layer its inputs. A column-parallel layer, elementwise
 operations and a row-parallel layer therefore need one collective at the start and one at the end. On each rank the
-product of a LoRA adapter (lora.py) is added to the layer's product.
+product of an `Adapter` is added to the layer's product.
 
 With sequence parallelism a column-parallel layer saves only its slice of the input and gathers the input again in
 backward. Both collectives of backward are hidden: the gather overlaps with the product for the input's gradient, and
@@ -24,7 +24,6 @@ from torch import nn
 
 from megazpp.parallel.axis import MeshAxis, axis_of_key, define_operator
 from megazpp.parallel.comm_queue import CommQueue, Work
-from megazpp.tensor_parallel.lora import Adapter
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import enter_region, leave_region
 
@@ -32,6 +31,24 @@ from megazpp.tensor_parallel.regions import enter_region, leave_region
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 Tensors = Sequence[torch.Tensor]
 Biases = Sequence[torch.Tensor | None]
+
+
+class Adapter(nn.Module):
+    """The base class of adapters. An adapter is a term that is added to the output of a linear layer.
+
+    Attributes:
+        enabled: False while the layer computes the same function as before training.
+        has_reference: True if the adapter was not zero before training. It then keeps its initial matrices and uses
+            them while it is not enabled.
+    """
+
+    enabled = True
+    has_reference = False
+
+    @property
+    def adds(self) -> bool:
+        """True if the adapter currently contributes to the output."""
+        return self.enabled or self.has_reference
 
 
 class _SplitLinear(nn.Module):

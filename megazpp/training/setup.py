@@ -132,7 +132,8 @@ def model_on_meta(
 def shard_built(model: GPTModel, spec: ModelSpec, dims: ParallelDims) -> ShardedModel:
     """Shard the parameters of a model on the meta device.
 
-    The model may have fewer parameters than when it was built. LoRA, for example, removes the frozen base weights.
+    The model may have fewer parameters than when it was built. Training of adapters, for example, removes the frozen
+    base weights.
 
     Args:
         model: the model on the meta device.

@@ -173,6 +173,8 @@ class Sharding:
         for gather in self._gathers:
             gather.drop()
 
+    weights_changed = invalidate_weights  # the method's former name, for code that uses it
+
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Prepare for an optimizer step; call it only for an optimizer that does not derive from torch's.
 

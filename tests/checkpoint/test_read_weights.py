@@ -11,12 +11,11 @@ from helpers.ranks import ranks
 from helpers.refusals import not_refused
 from helpers.training import Case, build_on_ranks
 
-from megazpp.checkpoint.checksums import SummingWriter, read_checksums, sum_file, write_checksums
+from megazpp.checkpoint.checksums import read_checksums, sum_file, write_checksums
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import shape_of
 from megazpp.checkpoint.read import find_weights, load_weights
-from megazpp.checkpoint.safe_reader import SafeReader
-from megazpp.checkpoint.weights import AdaptedReader, sum_of_bits, wrapped
+from megazpp.checkpoint.weights import sum_of_bits, wrapped
 from megazpp.model.config import GPTConfig
 
 CASE = Case(tp=2, sequence_parallel=True)
@@ -82,19 +81,6 @@ def test_record_that_does_not_match_the_tensors_is_rejected(load, tmp_path):
         write_checksums(checkpoint, {name: sum_file(checkpoint / name) for name in read_checksums(checkpoint)})
         rows.append((str(copy), f"the tensors are not of the model that run.json describes: model.{problem}"))
     assert ranks(1).run(not_refused, rows, load_as_described) == [[]]
-
-
-def test_merged_weights_are_rounded_to_their_stored_dtype(tmp_path):
-    linear, (a, b) = "model.layers.0.mlp.fc1.", (torch.randn(4, 2), torch.randn(6, 2))
-    base = {f"{linear}weight": torch.randn(6, 4).bfloat16()}
-    SummingWriter(tmp_path / "base").save(base, None)
-    SummingWriter(tmp_path / "own").save({f"{linear}adapter.a": a, f"{linear}adapter.b": b}, None)
-    reader = AdaptedReader(SafeReader(tmp_path / "own"), SafeReader(tmp_path / "base"), CASE.model, 3.0)
-    target = {f"{linear}weight": torch.zeros(6, 4)}
-    reader.fill(target, ())
-    merged = reader.read_whole(f"{linear}weight")
-    torch.testing.assert_close(merged, (base[f"{linear}weight"] + 3.0 * b @ a.t()).bfloat16())
-    assert torch.equal(target[f"{linear}weight"], merged.float())
 
 
 def test_tensor_checksum_is_the_sum_of_its_boxes_and_sees_positions():

@@ -77,7 +77,7 @@ def test_converted_checkpoint_has_the_weights_and_the_tokenizers_rows(tmp_path):
     for config, tokenizer, rows in ((GPT, null, VOCAB), (LLAMA, TokenizerConfig(), PADDED)):
         output = tmp_path / f"{rows} rows"
         source = write_megatron(tmp_path / f"{rows} theirs", weights_of(config), config, tp=2)
-        convert(ConvertConfig(input=str(source), output=str(output)), tokenizer, lambda line: None)
+        convert(ConvertConfig(input=str(source), output=str(output)), tokenizer, lambda line: None, features=())
         found, record = open_checkpoint(output, None)
         assert (record.vocab_size, record.flags["seq_length"], record.progress.iteration) == (rows, 16, 100)
         assert (found.config.openai_gelu, found.config.positions) == (config.openai_gelu, config.positions)

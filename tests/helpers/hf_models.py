@@ -15,6 +15,7 @@ import torch
 from megazpp.convert.convert import ConvertConfig, convert
 from megazpp.convert.model import Model
 from megazpp.data.tokenizer import TokenizerConfig
+from megazpp.features import FEATURES
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.run.checks import check_model
@@ -96,7 +97,8 @@ def save(model: transformers.PreTrainedModel, folder: Path, **options: Any) -> P
 
 def convert_folder(source: Path, output: Path, **flags: Any) -> Path:
     """Convert like tools/convert_checkpoint.py, without output."""
-    convert(ConvertConfig(input=str(source), output=str(output), **flags), TokenizerConfig(), lambda line: None)
+    config = ConvertConfig(input=str(source), output=str(output), **flags)
+    convert(config, TokenizerConfig(), lambda line: None, features=FEATURES)
     return output
 
 

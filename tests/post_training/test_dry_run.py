@@ -11,6 +11,7 @@ from helpers.training import CPU
 
 from megazpp.data.tokenizer import ByteTokenizer
 from megazpp.inference.sample import SampleConfig
+from megazpp.lora.config import LoraConfig
 from megazpp.packed_weights.load import WeightsConfig
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.dry_run import PeakBytes
@@ -18,7 +19,6 @@ from megazpp.planner.simulator import Memory
 from megazpp.planner.step import sent_on
 from megazpp.post_training.config import ROLLOUTS, PostTrainingConfig
 from megazpp.post_training.formatting import DataFormatConfig, Prompt
-from megazpp.post_training.lora import LoraConfig
 from megazpp.post_training.plan import dry_run_models, plan_models
 from megazpp.post_training.rewards import RewardConfig
 from megazpp.post_training.sampler import PolicySampler

@@ -15,17 +15,17 @@ from helpers.ranks import ranks
 from helpers.refusals import not_refused
 from helpers.tiers import slow
 from helpers.training import LLAMA_STYLE, MIXTURE_STYLE, Case
-from post_training.test_lora import STEPS, adapt, in_one_process, train
+from lora.test_policy import STEPS, adapt, in_one_process, train
 
 from megazpp.convert.huggingface import open_model
 from megazpp.data.loader import MicroBatch
+from megazpp.lora.config import LoraConfig
+from megazpp.lora.layers import adapters_off
 from megazpp.model.gpt import GPTModel
 from megazpp.post_training.batch import PairBatch
 from megazpp.post_training.config import PostTrainingConfig
-from megazpp.post_training.lora import LoraConfig
 from megazpp.post_training.objectives import PreferenceLoss
 from megazpp.post_training.reference import FrozenModel
-from megazpp.tensor_parallel.lora import adapters_off
 from megazpp.training.objective import LanguageModelLoss
 
 KINDS = ("mixtral", "qwen3_moe")

@@ -25,28 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel.layers import Adapter, ColumnParallelLinear, RowParallelLinear
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 
+Linear = ColumnParallelLinear | RowParallelLinear
 _AT_ONCE = 1 << 18  # elements that are merged at a time, few enough for the CPU's caches
-
-
-class Adapter(nn.Module):
-    """The base class of adapters: a term that is added to the output of a linear layer.
-
-    Attributes:
-        enabled: False inside `adapters_off`, where the adapter acts as before training.
-        has_reference: True if the adapter was not zero before training. It then keeps its initial matrices and uses
-            them while it is not enabled.
-    """
-
-    enabled = True
-    has_reference = False
-
-    @property
-    def adds(self) -> bool:
-        """True if the adapter currently contributes to the output."""
-        return self.enabled or self.has_reference
 
 
 @contextmanager
@@ -69,35 +52,24 @@ class LowRankAdapter(Adapter):
     """An adapter with two matrices: [S, B, in] -> [S, B, out], with the base layer's sizes on this rank.
 
     Args:
-        in_features: number of inputs of the base layer on this tp rank.
-        out_features: number of outputs of the base layer on this tp rank.
+        linear: base layer.
+        out_features: number of the base layer's outputs on this tp rank to which the adapter adds.
         rank: rank r of the adapter.
         scale: factor of the adapter's output, alpha / r.
-        tp: tensor-parallel axis.
-        row: True if the base layer is row-parallel, False if it is column-parallel.
         dropout: module that is applied to the adapter's input.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        rank: int,
-        scale: float,
-        tp: MeshAxis,
-        row: bool,
-        dropout: nn.Module,
-    ) -> None:
+    def __init__(self, linear: Linear, out_features: int, *, rank: int, scale: float, dropout: nn.Module) -> None:
         super().__init__()
-        self.scale, self.dropout, self.tp = scale, dropout, tp
+        self.scale, self.dropout, self.tp = scale, dropout, linear.tp
         self.reference: tuple[torch.Tensor, torch.Tensor] | None = None
+        in_features, several, row = linear.weight.shape[1], linear.tp.size > 1, isinstance(linear, RowParallelLinear)
         self.a = nn.Parameter(torch.empty(in_features, rank))
         self.b = nn.Parameter(torch.empty(out_features, rank))
-        whole_inputs = in_features * (tp.size if row else 1)
+        whole_inputs = in_features * (linear.tp.size if row else 1)
         # PEFT initializes A uniformly in +-1 / sqrt(inputs). This is a normal distribution of the same variance. B
         # starts at zero.
-        std, several = 1.0 / math.sqrt(3.0 * whole_inputs), tp.size > 1
+        std = 1.0 / math.sqrt(3.0 * whole_inputs)
         self.specs = {"a": ParameterSpec(std=std, split=0 if row else None, partial=several and not row)}
         self.specs["b"] = ParameterSpec(split=None if row else 0, partial=several and row)
 

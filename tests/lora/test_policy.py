@@ -17,6 +17,9 @@ from helpers.training import CLIP, CPU, GPT2_STYLE, LLAMA_STYLE, Case, dims_on_r
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights
 from megazpp.convert.native import open_checkpoint
+from megazpp.lora.config import LoraConfig
+from megazpp.lora.layers import LowRankAdapter, adapters_off
+from megazpp.lora.policy import AdaptedPolicy, add_adapters, load_adapted, save_adapter
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
@@ -24,8 +27,6 @@ from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
 from megazpp.packed_weights.format import plan_rows
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
-from megazpp.post_training.lora import AdaptedPolicy, LoraConfig, add_adapters, load_adapted, save_adapter
-from megazpp.tensor_parallel.lora import LowRankAdapter, adapters_off
 from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.training.step import TrainStep
 

@@ -18,7 +18,7 @@ from helpers.tiers import slow
 from megazpp.convert.huggingface import open_model
 from megazpp.convert.model import HEAD, held, model_shapes
 from megazpp.convert.native import open_checkpoint
-from megazpp.convert.peft import (
+from megazpp.lora.peft import (
     CONFIG,
     TENSORS,
     AdapterSettings,

@@ -2,96 +2,33 @@
 
 Only adapters and their gradients cross nodes. The base is gathered inside a node and has no fp32 master weights and no
 moments. It is also the reference: the same model with its adapters off. Names are PEFT's, and modules have
-transformers' names (convert/peft.py).
+transformers' names (peft.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megazpp.base.flags import check_positive, check_words, flag
 from megazpp.checkpoint.metadata import IMPORTED_FROM, CheckpointMetadata
 from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import MODEL, SCALAR_HEAD
 from megazpp.checkpoint.weights import FrozenPlace
-from megazpp.convert.peft import (
-    ALL_LINEAR,
-    AdapterSettings,
-    Branch,
-    default_targets,
-    find_branches,
-    read_adapter,
-    write_adapter,
-)
-from megazpp.model.config import GPTConfig
+from megazpp.lora.config import LoraConfig
+from megazpp.lora.layers import Linear, LowRankAdapter, QkvAdapter
+from megazpp.lora.peft import AdapterSettings, Branch, find_branches, read_adapter, write_adapter
 from megazpp.model.dropout import Dropout, SharedGenerator
 from megazpp.model.gpt import GPTModel, TransformerLayer
 from megazpp.packed_weights.frozen import FrozenUnits
 from megazpp.packed_weights.load import load_frozen_model
 from megazpp.parallel.dims import ParallelDims
-from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megazpp.tensor_parallel.lora import Adapter, LowRankAdapter, QkvAdapter
+from megazpp.tensor_parallel.layers import Adapter, RowParallelLinear
 from megazpp.training.setup import ModelSpec, ShardedModel, fill, shard_built
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraConfig:
-    """LoRA.
-
-    Train low-rank adapters instead of all weights.
-    """
-
-    lora_r: int | None = flag(None, "rank of the adapters; trains adapters only (default: all weights are trained)")
-    lora_alpha: float = flag(8.0, "numerator of an adapter's scale, alpha / rank", needs="--lora-r")
-    lora_dropout: float = flag(0.0, "dropout of an adapter's input, for --objective sft", needs="--lora-r")
-    lora_target_modules: tuple[str, ...] | None = flag(
-        None,
-        "layers with an adapter, by transformers' names (q_proj ... down_proj; c_attn, c_fc, c_proj of a GPT-2), or "
-        "all-linear (default: q_proj v_proj, or c_attn)",
-        nargs="+",
-        needs="--lora-r",
-    )
-    lora_load: str | None = flag(
-        None,
-        "folder of adapters to train further, from PEFT or from a LoRA run (adapter/), on the base of --load; the "
-        "reference is the base with these adapters",
-    )
-    base_weight_bits: Literal[16, 8, 4] | None = flag(
-        None,
-        "bits per element of the frozen base's matrices; 8 and 4 round the base and the reference, equally on every "
-        "layout (default: the compute dtype, without rounding)",
-        needs="--lora-r",
-    )
-
-    def __post_init__(self) -> None:
-        check_words(self)
-        check_positive(self, "lora_r", "lora_alpha")
-        if not 0.0 <= self.lora_dropout < 1.0:
-            raise ValueError(f"--lora-dropout {self.lora_dropout} is not in [0, 1)")
-
-    def settings(self, config: GPTConfig, *, base: str | None = None, checksum: str | None = None) -> AdapterSettings:
-        """Return the settings of adapter_config.json.
-
-        Args:
-            config: architecture of the model.
-            base: name or folder of the base.
-            checksum: checksum of the base's weights.
-        Raises:
-            ValueError: a target is no linear layer of the model; or no layer of attention, if the model has experts.
-        """
-        assert self.lora_r is not None
-        targets = self.lora_target_modules or default_targets(config)
-        if config.num_experts is not None:
-            _check_attention(config, targets)
-        find_branches(config, targets)
-        return AdapterSettings(self.lora_r, self.lora_alpha, self.lora_dropout, targets, base, checksum)
 
 
 class AdaptedPolicy(NamedTuple):
@@ -180,7 +117,7 @@ def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGener
     with torch.device("meta"):
         for name, branches in by_linear.items():
             linear = model.get_submodule(name)
-            assert isinstance(linear, (ColumnParallelLinear, RowParallelLinear)), name
+            assert isinstance(linear, Linear), name
             linear.adapter = _adapter(model, linear, branches, settings, agreeing)
     if agreeing is not None:  # recomputation and checkpoints need the generator's state
         model.shared_generator = agreeing
@@ -189,41 +126,26 @@ def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGener
             layer.shared = agreeing
 
 
-def _check_attention(config: GPTConfig, targets: Sequence[str]) -> None:
-    """Raise ValueError for a target outside of attention, because experts take no adapters."""
-    modules = [x.module for x in find_branches(config, (ALL_LINEAR,)) if ".attention." in x.linear]
-    for target in targets:
-        if not any(f".{module}".endswith(f".{target}") for module in modules):
-            names = sorted({module.rpartition(".")[2] for module in modules})
-            raise ValueError(
-                f"--lora-target-modules {target} with --num-experts {config.num_experts}: only attention takes "
-                f"adapters; name some of {', '.join(names)}"
-            )
-
-
 def _adapter(
-    model: GPTModel,
-    linear: ColumnParallelLinear | RowParallelLinear,
-    branches: list[Branch],
-    settings: AdapterSettings,
-    agreeing: SharedGenerator | None,
+    model: GPTModel, linear: Linear, branches: list[Branch], settings: AdapterSettings, agreeing: SharedGenerator | None
 ) -> LowRankAdapter | QkvAdapter:
-    row, config = isinstance(linear, RowParallelLinear), model.config
-    outputs, inputs = linear.weight.shape
+    """Return the adapter of a linear layer, with a part for each branch of the projection of queries, keys and values.
+
+    Args:
+        model: model that contains the layer.
+        linear: base layer.
+        branches: adapters of the layer.
+        settings: settings of the adapters.
+        agreeing: generator of the dropout masks of inputs that all tp ranks hold.
+    """
+    config, shared = model.config, None if isinstance(linear, RowParallelLinear) else agreeing
 
     def adapter(out_features: int) -> LowRankAdapter:
-        return LowRankAdapter(
-            inputs,
-            out_features,
-            rank=settings.rank,
-            scale=settings.scale,
-            tp=model.tp,
-            row=row,
-            dropout=Dropout(settings.dropout, None if row else agreeing),
-        )
+        dropout = Dropout(settings.dropout, shared)
+        return LowRankAdapter(linear, out_features, rank=settings.rank, scale=settings.scale, dropout=dropout)
 
     if not branches[0].part:
-        return adapter(outputs)
+        return adapter(linear.weight.shape[0])
     groups, queries = config.query_groups // model.tp.size, config.heads // config.query_groups
     heads = {"q": queries, "k": 1, "v": 1}
     parts = {branch.part: adapter(groups * heads[branch.part] * config.head_size) for branch in branches}
@@ -235,7 +157,7 @@ def save_adapter(policy: AdaptedPolicy, folder: Path, dims: ParallelDims, *, wit
 
     Args:
         policy: model with adapters.
-        folder: folder that exists on rank 0.
+        folder: folder for the files, which rank 0 creates in an existing folder.
         dims: parallel layout.
         with_head: True to write a reward model's scalar head as well.
     """
@@ -248,6 +170,7 @@ def save_adapter(policy: AdaptedPolicy, folder: Path, dims: ParallelDims, *, wit
                 value = parameter.detach()
                 whole[name] = (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
     if dims.world.rank == 0:
+        folder.mkdir(exist_ok=True)
         write_adapter(folder, model.config, policy.settings, whole)
 
 

@@ -49,6 +49,7 @@ from megazpp.model.config import GPTConfig
 CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 ALL_LINEAR = "all-linear"
 BASE = "base_checksum"
+SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")  # flags, as in `AdapterSettings`
 _PREFIX = "base_model.model."
 # Keys of adapter_config.json that PEFT applies to a model without weights, or that do not change merged weights. All
 # others must have PEFT's default.

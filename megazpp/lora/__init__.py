@@ -1,0 +1,1 @@
+"""LoRA: low-rank adapters on a frozen base, their checkpoints, and PEFT's files."""
