@@ -95,9 +95,9 @@ class AdapterOpener(AdapterConverter):
 
     def export(self, checkpoint: Path, record: CheckpointMetadata, config: GPTConfig, base: Path, folder: Path) -> None:
         """Write the unsharded adapters of a checkpoint, and its scalar head if it has one, in PEFT's format."""
-        reader, (*rest, targets) = SafeReader(checkpoint), (record.flags[name] for name in SETTINGS)
-        targets = tuple(targets or default_targets(config))
-        settings = AdapterSettings(*rest, targets, str(base.resolve()), record.flags["ref_checksum"])
+        rank, alpha, dropout, targets = (record.flags[name] for name in SETTINGS)
+        targets, reader = tuple(targets or default_targets(config)), SafeReader(checkpoint)
+        settings = AdapterSettings(rank, alpha, dropout, targets, str(base.resolve()), record.flags["ref_checksum"])
         tensors = {name: reader.read_whole(MODEL + name) for name in under(MODEL, reader.tensors())}
         write_adapter(folder, config, settings, tensors)
 
