@@ -14,7 +14,7 @@ Each of these columns holds a string, or a conversation, which is a list of mess
 string is followed by the tokenizer's end-of-document token. A conversation ends as its template says. Prompt and answer
 are tokenized as one text, and a token that reaches into the answer belongs to the answer.
 
-The file is longer than 300 lines because all kinds of lines share their columns and helpers.
+This is one file of more than 300 lines, because all kinds of lines share their columns and helpers.
 """
 
 from __future__ import annotations
