@@ -85,8 +85,8 @@ def run_on_checkpoint(
         argv: the command line.
         check: function that raises ValueError if the flags do not fit together.
         features: the optional features, whose flags the program also accepts.
-        common: names of config fields whose flags --help lists, in addition to COMMON, the flags of `extra` and those of
-            the weights' storage.
+        common: names of config fields whose flags --help lists, besides COMMON, the flags of `extra` and those of the
+            weights' storage.
         spread: whether to shard the model over more GPUs than tensor parallelism needs, unless --nproc says otherwise.
             False: each rank keeps its whole tensor-parallel part in the compute dtype. On a CPU, one process per
             tensor-parallel rank uses all cores in both cases.

@@ -1,5 +1,7 @@
 """Conversion of lines of data to tokens and loss masks.
 
+This is one file of more than 300 lines, because all kinds of lines share their columns and helpers.
+
     columns                         objectives         meaning
     messages                        sft                a conversation; loss on all of it, or on the assistant's words
     prompt, completion              sft                loss on the completion
@@ -13,8 +15,6 @@ With the objective reward, a column `margin` may hold the number by which the be
 Each of these columns holds a string, or a conversation, which is a list of messages with role and content. A complete
 string is followed by the tokenizer's end-of-document token. A conversation ends as its template says. Prompt and answer
 are tokenized as one text, and a token that reaches into the answer belongs to the answer.
-
-This is one file of more than 300 lines, because all kinds of lines share their columns and helpers.
 """
 
 from __future__ import annotations
