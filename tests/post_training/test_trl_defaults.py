@@ -167,6 +167,6 @@ def test_stored_defaults_match_the_installed_trl():
     trl = pytest.importorskip("trl")
     if trl.__version__ not in FILES:
         pytest.skip(f"TRL {trl.__version__} has not been compared: write_trl_goldens.py")
-    from write_trl_goldens import config_defaults
+    from helpers.write_trl_goldens import config_defaults
 
     assert config_defaults() == FILES[trl.__version__]["defaults"]

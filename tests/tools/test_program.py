@@ -108,7 +108,7 @@ def test_child_ends_at_once_if_its_launcher_is_already_gone(tmp_path):
     assert run_program("-c", program, folder=tmp_path) == (1, "")
 
 
-RUN_BY_OTHERS = {"gpu_check_workers", "benchmark_cluster_ranks", "write_trl_goldens"}
+RUN_BY_OTHERS = {"gpu_check_workers", "benchmark_cluster_ranks"}
 TOOLS = sorted(path.relative_to(ROOT) for path in ROOT.glob("tools/**/*.py") if "examples" not in path.parts)
 
 

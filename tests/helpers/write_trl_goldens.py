@@ -1,7 +1,7 @@
 """Record losses and gradients of TRL's trainers for small random logits, and the defaults of TRL's configs, for tests.
 
     pip install trl==1.16.0   # in a separate environment; torch for CPU is enough
-    PYTHONPATH=. python tools/benchmarks/write_trl_goldens.py
+    PYTHONPATH=. python tests/helpers/write_trl_goldens.py
 
 The trainers' own code runs, in fp64 unless it casts, on an uninitialized trainer whose model returns given logits. The
 results are JSON files in tests/post_training/, which test_losses.py and test_trl_defaults.py read. TRL 1.12 was the
@@ -34,7 +34,7 @@ B, P, C, V = 4, 2, 4, 6
 PAD, EOS = 0, 1
 TOKENIZER = SimpleNamespace(pad_token_id=PAD, eos_token_id=EOS)
 LENGTHS = (3, 4, 1, 4)  # lengths of completions: ended early, cut off, ended at once, ended with the last token
-FOLDER = Path(__file__).resolve().parents[2] / "tests/post_training"
+FOLDER = Path(__file__).resolve().parents[1] / "post_training"
 
 
 @program
