@@ -264,6 +264,8 @@ def _verdict(speeds: dict[str, float]) -> str:
     ratio = zeropp / speeds[rival]
     if ratio >= PAYS:
         return f"ZeRO++ pays: {ratio:.2f} times as fast as the fastest other scheme that fits, {rival}"
+    if ratio > 1 / PAYS:
+        return f"ZeRO++ makes no difference here: it is {ratio:.2f} times as fast as {rival}, the next scheme that fits"
     return f"ZeRO++ does not pay here: {rival} is {1 / ratio:.2f} times as fast as --zeropp"
 
 

@@ -8,7 +8,7 @@ from helpers.small_run import parse
 
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.feature import FEATURE, PlanConfig
-from megazpp.planner.report import plan_report
+from megazpp.planner.report import _verdict, plan_report
 from megazpp.planner.variants import INT8, LOSSLESS
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 
@@ -76,6 +76,13 @@ def test_muon_line_names_matrices_work_and_bytes():
     assert re.search(
         r"a rank sends 0\.00\d MB inside its node; in one of 4 steps a node sends 0\.00\d MB to other nodes", said
     )
+
+
+@pytest.mark.parametrize(
+    ("speed", "said"), [(1.1, "pays: 1.10"), (1.005, "no difference here: it is 1.00"), (0.9, "not pay")]
+)
+def test_verdict_compares_zeropp_with_the_fastest_other_scheme(speed, said):
+    assert said in _verdict({"--zeropp": speed, "ZeRO-3": 0.5, "HSDP": 1.0})
 
 
 @pytest.mark.slow

@@ -142,6 +142,8 @@ def test_layout_without_inter_node_traffic_falls_back_with_a_notice():
         found = plan(layout_of(**where), zeropp=True)
         assert (found.gather, found.reduce) == (None, None), where
         assert "no traffic crosses nodes, so ZeRO-3's collectives are used" in found.notices[0], where
+        interval = plan(layout_of(**where), zeropp=True, zero_weight_keyframe_interval=9)
+        assert "--zero-weight-keyframe-interval 9" in interval.notices[1], where
     alone = plan(layout_of(tp=4), zeropp=True)
     assert alone.gather is not None
     assert "full copy" in alone.notices[0]
