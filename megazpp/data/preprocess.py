@@ -141,8 +141,6 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callab
     assert loaded is not None
     if note := special_tokens_note(loaded):
         log(f"note: {note}")
-    if not config.append_eod and (end := document_end(loaded)):
-        log(f"note: documents do not end with the end-of-document token {end[0]}; --append-eod adds it")
     dtype, keys = optimal_dtype(loaded.vocab_size), config.json_keys
     progress = PreprocessProgress(total_disk_bytes=sum(path.stat().st_size for path in inputs))
     # ---- tokenize and write
@@ -170,6 +168,8 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callab
                 raise ValueError(f"--input {' '.join(config.input)} holds no {key}")
         for builder in builders:
             builder.finalize()
+    if not config.append_eod and (end := document_end(loaded)):
+        log(f"note: documents do not end with the end-of-document token {end[0]}; --append-eod adds it")
     return progress
 
 

@@ -10,6 +10,7 @@ FOREIGN = {
     "--bind": "mount",
     "--mount": "unshare",
     "--net": "unshare",
+    "--wd": "nsenter",
     "--gpus-per-task": "srun",
     "--continue-on-collection-errors": "pytest",
     "--dist": "pytest-xdist",
