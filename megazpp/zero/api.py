@@ -183,10 +183,7 @@ class trainer_callback:  # noqa: N801, because it is called like a function
     Trainer hold no state of ZeRO++: the first step of a resumed run sends whole weights.
 
     It is a class, because the Trainer calls a class in `callbacks` to make the callback. So `callbacks=` also accepts
-    `trainer_callback` without parentheses.
-
-    Args:
-        arguments: keyword arguments of `zeropp`.
+    `trainer_callback` without parentheses. Its keyword arguments are those of `zeropp`.
     """
 
     def __new__(cls, **arguments: Any) -> Any:

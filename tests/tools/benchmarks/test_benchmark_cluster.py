@@ -105,8 +105,8 @@ def test_all_variants_reach_similar_losses_on_emulated_nodes(measured):
     samples, _, table = measured
     flat = [s for s in samples if s.variant in FLAT and s.round == 0]
     losses = {s.variant: s.loss for s in flat}
-    # each variant has taken one step before; bf16 and 4-bit gradients change the second loss by less than a step
-    assert max(losses.values()) - min(losses.values()) < 1e-3, losses
+    # each variant has taken some steps before; bf16 and 4-bit gradients change the loss by less than a step does
+    assert max(losses.values()) - min(losses.values()) < 3e-3, losses
     cross = {s.variant: s.cross_bytes[0] for s in flat}
     assert cross["zeropp"] == cross["zeropp-overlap"] < cross["hsdp"] < cross["qgz"] < cross["zero3"]
     assert " zeropp |" in table
