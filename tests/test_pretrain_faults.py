@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers.pretrain import TOY
-from helpers.program import Program, run_forked
+from helpers.program import ROOT, Program, run_forked
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +71,8 @@ def test_killed_ranks_lose_only_the_steps_since_the_last_checkpoint(tmp_path, ki
 def test_restart_continues_in_the_run_folder_that_no_flag_names(tmp_path):
     """With --save-to-run-dir alone, the name of the run folder has the time of the start."""
     flags = [*FLAGS, *OURS, "--save-to-run-dir", "--save-interval", "2", "--max-restarts", "1", "--train-iters", "12"]
-    program = Program(*flags, "--data-cache-path", "cache", folder=tmp_path)
+    flags[0] = str(ROOT / flags[0])
+    program = Program(*flags, "--data-cache-path", "cache", folder=tmp_path, cwd=tmp_path)
     program.wait_for("successfully saved checkpoint at iteration       4")
     os.kill(workers(program)[0], signal.SIGKILL)
     output = program.finish()
