@@ -98,12 +98,12 @@ def run_on_checkpoint(
         # the flags: command line first, then the checkpoint's
         path = Path(inspect.getfile(work)).resolve()
         about = (sys.modules[work.__module__].__doc__ or "").partition("\n")[0]
-        named: dict[str, str] = {"program": path.name, "description": about}
         kinds = [extra, WeightsConfig]
         parsed = parse_run_config(
             argv,
             path.parents[1],
-            **named,
+            program=path.name,
+            description=about,
             features=features,
             extra=kinds,
             common=[*COMMON, *common],

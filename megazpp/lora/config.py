@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megazpp.base.flags import as_words, check_positive, check_words, flag, spelling
+from megazpp.base.flags import as_words, check_below_one, check_positive, check_words, flag, spelling
 from megazpp.lora.peft import ALL_LINEAR, SETTINGS, AdapterSettings, default_targets, find_branches, read_adapter
 from megazpp.model.config import GPTConfig
 from megazpp.packed_weights.format import at_rest, plan_rows
@@ -47,8 +47,7 @@ class LoraConfig:
     def __post_init__(self) -> None:
         check_words(self)
         check_positive(self, "lora_r", "lora_alpha")
-        if not 0.0 <= self.lora_dropout < 1.0:
-            raise ValueError(f"--lora-dropout {self.lora_dropout} is not in [0, 1)")
+        check_below_one(self, "lora_dropout")
 
     def settings(self, config: GPTConfig) -> AdapterSettings:
         """Return the settings of adapter_config.json for a model, without those of its base.

@@ -348,9 +348,7 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
     # ---- the two hops
     if asked and layout.cross == 1:
         notices.append(f"{asked[0]} has no effect: no traffic crosses nodes, so ZeRO-3's collectives are used")
-        if unused := _without_effect(config, plan):
-            notices.append(unused)
-        return plan._replace(notices=tuple(notices))
+        quantized_weights = quantized_gradients = keep = False
     if layout.local == 1 and keep:
         notices.append(
             "--zero-hpz-partition-size: each node has one data rank, so each rank keeps a full copy of the weights"
