@@ -63,11 +63,11 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("correct", "Tests that need a GPU", parts.correct, (85, 200), 30),
+    Part("correct", "Tests that need a GPU", parts.correct, (80, 200), 30),
     Part("programs", "Toy programs: saves, post-training, generation", parts.programs, (90, 150), 40),
-    Part("optimizers", "Optimizers and fp16, compared with the CPU", parts.optimizers, (35, 50), 15),
-    Part("streams", "Sharding configurations on four ranks of one GPU", parts.streams, (90, 400), 60),
-    Part("training", "Steps on one GPU, compared with a baseline", parts.training, (150, 650), 60),
+    Part("optimizers", "Optimizers and fp16, compared with the CPU", parts.optimizers, (40, 50), 15),
+    Part("streams", "Sharding configurations on four ranks of one GPU", parts.streams, (110, 500), 60),
+    Part("training", "Steps on one GPU, compared with a baseline", parts.training, (130, 550), 60),
     Part("kernels", "Quantization, compared with a copy", parts.kernels, (30, 100), 20),
     Part("checkpoint", "Saves, and generation from them", parts.checkpoint, (0, 250), 90),
 )

@@ -264,15 +264,20 @@ def train(side: str, words: list[str]) -> None:
 
 # ---- optimizers ----
 
-# Flags, and the largest relative difference of losses and gradient norms that rounding can cause.
+# Flags, and the largest relative difference of losses and gradient norms that rounding can cause. On a GPU the layers
+# are compiled unless the flags say otherwise.
 LLAMA = "--position-embedding-type rope --swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2"
+EXPERTS = f"{LLAMA} --disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 0.01"
 OPTIMIZERS = (
     ("--optimizer adam --no-bf16", 1e-3),
-    ("--optimizer sgd --no-bf16", 1e-3),
-    ("--optimizer muon --no-bf16", 1e-2),  # orthogonalization computes in bf16
+    ("--optimizer sgd --no-bf16 --no-compile", 1e-3),
+    ("--optimizer muon --no-bf16 --no-compile", 1e-2),  # orthogonalization computes in bf16
     ("--optimizer adam --bf16", 3e-2),
-    ("--optimizer adam --no-bf16 --fp16 --loss-scale 128", 3e-2),
-    (f"--optimizer adam --no-bf16 {LLAMA}", 1e-3),
+    ("--optimizer adam --no-bf16 --fp16 --loss-scale 128 --no-compile", 3e-2),
+    (f"--optimizer adam --no-bf16 --no-compile {LLAMA}", 1e-3),
+    (f"--optimizer adam --bf16 --no-compile {LLAMA} --window-size 15,0", 3e-2),
+    (f"--optimizer adam --no-bf16 --no-compile {EXPERTS}", 1e-3),
+    (f"--optimizer adam --bf16 {EXPERTS}", 3e-2),
 )
 
 

@@ -114,7 +114,7 @@ class GPTModel(nn.Module):
         self.shared_generator = shared
         self.embedding = Embedding(config, vocab_size, tp, self.sequence_parallel, shared)
         parts = (tp, self.cp, self.sequence_parallel, shared, document_kernel, product, self.compiled, varying_sizes)
-        mixture = functools.partial(MoE, cp=self.cp, ep=ep or MeshAxis("ep"), grouped=grouped)
+        mixture = functools.partial(MoE, cp=self.cp, ep=ep or MeshAxis("ep"), grouped=grouped, compiled=self.compiled)
         self.layers = nn.ModuleList(
             MixtureLayer(config, index, *parts, mlp=mixture)
             if config.has_experts(index)

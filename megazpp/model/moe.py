@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megazpp.model.backends import compile_layer, mark_varying
 from megazpp.model.config import GPTConfig
 from megazpp.model.mlp import MLP
 from megazpp.model.norms import Norm
@@ -68,6 +69,7 @@ class Experts(nn.Module):
         ep: expert-parallel axis.
         grouped: whether one grouped kernel multiplies the rows of all experts (`find_grouped_product` of backends.py).
             It needs no row counts on the host. Otherwise a loop multiplies expert by expert.
+        compiled: whether to compile the gating between the products.
         output_std: standard deviation of the initial values of `fc2`.
     """
 
@@ -75,12 +77,12 @@ class Experts(nn.Module):
     fc1: nn.Parameter
     fc2: nn.Parameter
 
-    def __init__(self, config: GPTConfig, *, ep: MeshAxis, grouped: bool, output_std: float) -> None:
+    def __init__(self, config: GPTConfig, *, ep: MeshAxis, grouped: bool, compiled: bool, output_std: float) -> None:
         super().__init__()
         assert config.num_experts is not None
         assert config.num_experts % ep.size == 0, f"{config.num_experts} experts over {ep.size} ranks"
         self.ep, self.num_experts, self.inner = ep, config.num_experts // ep.size, config.expert_ffn_size
-        self.grouped = grouped
+        self.grouped, self.gated = grouped, Pointwise(gated, compiled=compiled)
         self.specs = {}
         for name, std in {"gate": config.init_method_std, "fc1": config.init_method_std, "fc2": output_std}.items():
             self.register_parameter(name, nn.Parameter(torch.empty(self.num_experts * self.inner, config.hidden)))
@@ -110,9 +112,9 @@ class Experts(nn.Module):
         gate, fc1, fc2 = (local(p) for p in (self.gate, self.fc1, self.fc2))
         if self.grouped and has_values(received):
             gate, fc1, fc2 = (weight.view(self.num_experts, self.inner, -1) for weight in (gate, fc1, fc2))
-            rows = _grouped_products(rows, gate, fc1, fc2, received.sum(dim=0))
+            rows = _grouped_products(rows, gate, fc1, fc2, received.sum(dim=0), self.gated)
         else:
-            rows = _looped_products(rows, gate, fc1, fc2, routes.sizes().rows)
+            rows = _looped_products(rows, gate, fc1, fc2, routes.sizes().rows, self.gated)
         # ---- send the results back
         if self.ep.size > 1:
             rows = exchange_rows(take_rows(rows, by_source, by_expert), self.ep, sizes.receive, sizes.send)
@@ -134,6 +136,7 @@ class MoE(nn.Module):
         ep: expert-parallel axis.
         sequence_parallel: whether activations are split along the sequence over tp outside of this layer.
         grouped: whether one grouped kernel applies all experts; see `Experts`.
+        compiled: whether to compile the operations between the products.
         output_std: standard deviation of the initial values of output matrices.
         product: matrix product of the shared MLP; None for the default 16-bit product.
     """
@@ -147,6 +150,7 @@ class MoE(nn.Module):
         ep: MeshAxis,
         sequence_parallel: bool,
         grouped: bool,
+        compiled: bool,
         output_std: float,
         product: Product | None = None,
     ) -> None:
@@ -155,7 +159,8 @@ class MoE(nn.Module):
         self.planned_load = 1.0  # load of this rank's experts, relative to the mean, that --plan assumes
         self.length_factor = cp.size * (tp.size if sequence_parallel else 1)
         self.router = Router(config, tp=tp, cp=cp)
-        self.experts = Experts(config, ep=ep, grouped=grouped, output_std=output_std)
+        self.experts = Experts(config, ep=ep, grouped=grouped, compiled=compiled, output_std=output_std)
+        self.combined = Pointwise(combined, compiled=compiled)
         self.shared: MLP | None = None
         self.shared_gate: SharedGate | None = None
         if (inner := config.moe_shared_expert_intermediate_size) is not None:
@@ -203,7 +208,7 @@ class MoE(nn.Module):
             routing.choice, self.ep, self.experts.num_experts, kept or Kept(), planned_load=self.planned_load
         )
         rows = self.experts(mine.flatten(0, 1), routes).view(*routing.weight.shape, x.shape[-1])  # [N, K, H]
-        y = (routing.weight.to(x.dtype).unsqueeze(1) @ rows).view_as(mine)
+        y = self.combined(routing.weight, rows).view_as(mine)
 
         # ---- sum over tp, where each rank has zeros for the tokens of other ranks
         if splits:
@@ -292,7 +297,12 @@ def _planned_sizes(rows: int, ranks: int, num_experts: int, load: float) -> Size
 
 
 def _looped_products(
-    rows: torch.Tensor, gate: torch.Tensor, fc1: torch.Tensor, fc2: torch.Tensor, sizes: list[int]
+    rows: torch.Tensor,
+    gate: torch.Tensor,
+    fc1: torch.Tensor,
+    fc2: torch.Tensor,
+    sizes: list[int],
+    gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Apply each expert to its rows: (silu(x gate^T) * (x fc1^T)) fc2.
 
@@ -304,23 +314,69 @@ def _looped_products(
         fc1: [experts F, H].
         fc2: [experts F, H], the transposed output matrices.
         sizes: number of rows of each expert.
+        gated: the function `gated`, compiled or not.
     """
     inner = len(gate) // len(sizes)
     if not has_values(rows) and len(set(sizes)) == 1:  # batched products with the same operations, for --plan
         even = rows.view(len(sizes), -1, rows.shape[-1])
         gate, fc1, fc2 = (weight.view(len(sizes), inner, -1) for weight in (gate, fc1, fc2))
-        return ((F.silu(even @ gate.mT) * (even @ fc1.mT)) @ fc2).flatten(0, 1)
+        return (gated(even @ gate.mT, even @ fc1.mT) @ fc2).flatten(0, 1)
     parts = zip(rows.split(sizes), gate.split(inner), fc1.split(inner), fc2.split(inner), strict=True)
-    return torch.cat([torch.mm(F.silu(F.linear(part, g)) * F.linear(part, u), d) for part, g, u, d in parts])
+    return torch.cat([torch.mm(gated(F.linear(part, g), F.linear(part, u)), d) for part, g, u, d in parts])
 
 
 def _grouped_products(
-    rows: torch.Tensor, gate: torch.Tensor, fc1: torch.Tensor, fc2: torch.Tensor, counts: torch.Tensor
+    rows: torch.Tensor,
+    gate: torch.Tensor,
+    fc1: torch.Tensor,
+    fc2: torch.Tensor,
+    counts: torch.Tensor,
+    gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Compute the result of `_looped_products` with torch's grouped matmul; `counts` [experts] are on the device."""
     ends = counts.cumsum(dim=0).int()
-    inside = F.silu(F.grouped_mm(rows, gate.mT, offs=ends)) * F.grouped_mm(rows, fc1.mT, offs=ends)
+    inside = gated(F.grouped_mm(rows, gate.mT, offs=ends), F.grouped_mm(rows, fc1.mT, offs=ends))
     return F.grouped_mm(inside, fc2, offs=ends)
+
+
+class Pointwise:
+    """A function of tensors, compiled if requested, whose compiled graph accepts any number of rows.
+
+    The number of an expert's rows differs from step to step. Layers without experts are compiled as a whole instead.
+
+    Args:
+        function: the function. Its arguments are tensors whose first dimension counts rows.
+        compiled: whether to compile it.
+    """
+
+    def __init__(self, function: Callable[..., torch.Tensor], *, compiled: bool) -> None:
+        self._run, self._compiled = compile_layer(function) if compiled else function, compiled
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """Apply the function."""
+        for tensor in tensors if self._compiled else ():
+            mark_varying(tensor, 0)
+        return self._run(*tensors)
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up, of the same shape as both."""
+    return F.silu(gate) * up
+
+
+def combined(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Sum the outputs of each token's experts, multiplied by the router's factors.
+
+    Args:
+        weight: [N, K] factors.
+        rows: [N, K, H] outputs of the experts.
+
+    Returns:
+        [N, H], in the dtype of `rows`.
+    """
+    if torch.compiler.is_compiling():  # one kernel; products of such small matrices take longer
+        return (weight.unsqueeze(-1) * rows).sum(dim=1).to(rows.dtype)
+    return (weight.to(rows.dtype).unsqueeze(1) @ rows).squeeze(1)
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from helpers.tensor_parallel import SEQ, STYLES, assert_gradients_near, build_gp
 from helpers.training import GPT2_STYLE
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
+from megazpp.data.loader import on_device
 from megazpp.model import backends
 from megazpp.model.backends import (
     DocumentKernel,
@@ -136,12 +137,14 @@ def test_window_longer_than_the_sample_changes_no_bit():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, "15,0"])
 @pytest.mark.parametrize("style", WIDE)
-def test_document_kernel_equals_the_mask_on_a_gpu(style):
+def test_document_kernel_equals_the_mask_on_a_gpu(style, window):
     """The tolerance allows a few bf16 roundings of 2^-8 in different places."""
-    config = dataclasses.replace(WIDE[style], max_position_embeddings=128)
+    config = dataclasses.replace(WIDE[style], max_position_embeddings=128, window_size=window)
+    batch = on_device(packed(128), GPU)
     (losses, grads), (ours, our_grads) = (
-        step(build_gpt(config, document_kernel=each).to("cuda", torch.bfloat16), packed(128).to("cuda"))
+        step(build_gpt(config, document_kernel=each).to("cuda", torch.bfloat16), batch)
         for each in (None, variable_length)
     )
     torch.testing.assert_close(ours, losses, rtol=2e-2, atol=2e-2)

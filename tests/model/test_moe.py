@@ -6,12 +6,13 @@ import math
 import pytest
 import torch
 from helpers.refusals import not_refused
+from helpers.tensor_parallel import assert_gradients_near, build_gpt, sample
 from helpers.training import BIASED_STYLE, MIXTURE_STYLE
 
-from megazpp.model.backends import grouped_product_is_right, loop_reason
+from megazpp.model.backends import grouped_product_is_right, loop_reason, missing_compiler
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.model.moe import _grouped_products, _looped_products
+from megazpp.model.moe import Pointwise, _grouped_products, _looped_products, combined, gated
 from megazpp.model.router import Router, biased_routers, router_metrics, update_expert_bias_
 from megazpp.parallel.axis import MeshAxis
 from megazpp.run.checks import check_experts
@@ -30,11 +31,45 @@ def test_grouped_products_equal_looped_products_with_idle_experts():
     for product, counts in ((_looped_products, sizes), (_grouped_products, torch.tensor(sizes))):
         given = [tensor.clone().requires_grad_() for tensor in tensors]
         rows, *weights = given
-        found = product(rows, *(w.flatten(0, 1) if product is _looped_products else w for w in weights), counts)
+        weights = [w.flatten(0, 1) if product is _looped_products else w for w in weights]
+        found = product(rows, *weights, counts, gated)
         results.append([found, *torch.autograd.grad(found.square().sum(), given)])
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
     assert all(gradient[idle].count_nonzero() == 0 for gradient in results[1][2:] for idle in (0, 2))
     assert grouped_product_is_right(torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.skipif(missing_compiler("cpu") is not None, reason="no compiler")
+def test_compiled_operations_between_the_products_match_eager_ones():
+    """Compare results and gradients for several numbers of rows, 0 among them; sums in another order differ by 1e-6."""
+    compiled, eager = ({f: Pointwise(f, compiled=each) for f in (gated, combined)} for each in (True, False))
+    generator = torch.Generator().manual_seed(1)
+    for n in (5, 7, 1, 0):
+        for function, shapes in ((gated, [(n, 8)] * 2), (combined, [(n, 3), (n, 3, 8)])):
+            inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+            found, expected = (each[function](*inputs) for each in (compiled, eager))
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+            grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (found, expected)]
+            torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_experts_on_a_gpu_match_the_loop_and_do_not_wait():
+    """Compare bf16 gradients, with experts that get no tokens; torch raises an error if the host waits."""
+    config = dataclasses.replace(MIXTURE_STYLE, num_experts=64, moe_ffn_hidden_size=24, kv_channels=8)
+    tokens, labels = (tensor.to("cuda") for tensor in sample())
+    gradients = []
+    for grouped in (True, False):
+        gpt = build_gpt(config, grouped=grouped).to("cuda", torch.bfloat16)
+        gpt(tokens, labels).mean().backward()  # torch waits when it loads kernels
+        gpt.zero_grad()
+        torch.cuda.set_sync_debug_mode("error" if grouped else "default")
+        try:
+            gpt(tokens, labels).mean().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        gradients.append({name: parameter.grad for name, parameter in gpt.named_parameters()})
+    assert_gradients_near(*gradients, 5e-2)
 
 
 @pytest.mark.parametrize(
