@@ -1,7 +1,9 @@
 """Mixture of experts in one process: grouped products, numbers of loads, and refused flags."""
 
 import dataclasses
+import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from helpers.training import BIASED_STYLE, MIXTURE_STYLE
 from megazpp.model.backends import grouped_product_is_right, loop_reason, missing_compiler
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.model.moe import Pointwise, _grouped_products, _looped_products, combined, gated
+from megazpp.model.moe import Gating, _grouped_products, _looped_products, weighted_sum
 from megazpp.model.router import Router, biased_routers, router_metrics, update_expert_bias_
 from megazpp.parallel.axis import MeshAxis
 from megazpp.run.checks import check_experts
@@ -32,25 +34,29 @@ def test_grouped_products_equal_looped_products_with_idle_experts():
         given = [tensor.clone().requires_grad_() for tensor in tensors]
         rows, *weights = given
         weights = [w.flatten(0, 1) if product is _looped_products else w for w in weights]
-        found = product(rows, *weights, counts, gated)
+        found = product(rows, *weights, counts, Gating(compiled=False))
         results.append([found, *torch.autograd.grad(found.square().sum(), given)])
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
     assert all(gradient[idle].count_nonzero() == 0 for gradient in results[1][2:] for idle in (0, 2))
     assert grouped_product_is_right(torch.device("cpu"), torch.float32)
 
 
-@pytest.mark.skipif(missing_compiler("cpu") is not None, reason="no compiler")
-def test_compiled_operations_between_the_products_match_eager_ones():
+def test_weighted_sum_and_compiled_gating_equal_plain_operations():
     """Compare results and gradients for several numbers of rows, 0 among them; sums in another order differ by 1e-6."""
-    compiled, eager = ({f: Pointwise(f, compiled=each) for f in (gated, combined)} for each in (True, False))
+
+    def plain_sum(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return (weight.unsqueeze(-1) * rows).sum(dim=1)
+
+    pairs: list[tuple[Any, Any, tuple[int, ...], tuple[int, ...]]] = [(weighted_sum, plain_sum, (3,), (3, 8))]
+    if missing_compiler("cpu") is None:
+        pairs.append((Gating(compiled=True), Gating(compiled=False), (8,), (8,)))
     generator = torch.Generator().manual_seed(1)
-    for n in (5, 7, 1, 0):
-        for function, shapes in ((gated, [(n, 8)] * 2), (combined, [(n, 3), (n, 3, 8)])):
-            inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-            found, expected = (each[function](*inputs) for each in (compiled, eager))
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-            grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (found, expected)]
-            torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+    for (ours, plain, *shapes), n in itertools.product(pairs, (5, 7, 1, 0)):
+        inputs = [torch.randn((n, *shape), generator=generator).requires_grad_() for shape in shapes]
+        found, expected = (function(*inputs) for function in (ours, plain))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        gradients = [torch.autograd.grad(y.square().sum(), inputs) for y in (found, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu
