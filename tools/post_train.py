@@ -32,7 +32,7 @@ from megazpp.features import FEATURES
 from megazpp.model.backends import check_device
 from megazpp.parallel.launch import RESTART_COUNT, detect_rank_info, device_type
 from megazpp.planner.feature import PlanConfig
-from megazpp.planner.report import plan_report
+from megazpp.planner.report import print_report, report_parts
 from megazpp.planner.variants import changed
 from megazpp.post_training.plan import describe_phases, dry_run_models, plan_models
 from megazpp.post_training.setup import (
@@ -117,7 +117,7 @@ def show_plan(parsed: ParsedRun, vocab_size: int) -> None:
         print("sampling: the activations of the prompts are not included")
     if configs.lora.lora_r is None:
         print("\nonly the policy's training steps, with the loss of a language model:")
-        print(plan_report(config, cluster, device_type=device_type()))
+        print_report(report_parts(config, cluster, device_type=device_type()))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from megazpp.base.program import EXIT_ERROR
 from megazpp.parallel.launch import device_type
 from megazpp.planner.dry_run import dry_run
 from megazpp.planner.estimate import Estimator
-from megazpp.planner.report import plan_report
+from megazpp.planner.report import print_report, report_parts
 from megazpp.planner.variants import changed
 from megazpp.run.arguments import FeatureConfig, ParsedRun, RunConfig
 from megazpp.run.feature import Feature
@@ -72,8 +72,8 @@ class Planner(Feature):
             cluster, load = planned_cluster(parsed.config), flags.plan_expert_load
             if load is not None and parsed.config.model.num_experts is None:
                 raise ValueError(f"{spelling(flags, 'plan_expert_load')} {load:g} needs --num-experts")
-            report = plan_report(parsed.config, cluster, device_type=device_type(), expert_load=load)
-            print(parsed.notes() + report)
+            parts = report_parts(parsed.config, cluster, device_type=device_type(), expert_load=load)
+            print_report(parts, notes=parsed.notes())
             return 0
         if not flags.dry_run:
             return None

@@ -33,7 +33,26 @@ COLUMNS = ("MB between nodes", "GB", "s per step", "tokens/s", "TFLOP/s per GPU"
 
 
 def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str, expert_load: float | None = None) -> str:
-    """Return the report about a run. Nothing is started or allocated.
+    """Return the report about a run, with the arguments and errors of `report_parts`."""
+    return "\n\n".join(report_parts(config, cluster, device_type=device_type, expert_load=expert_load))
+
+
+def print_report(parts: Iterator[str], *, notes: str = "") -> None:
+    """Print each part of a report as soon as it is known, because the search at its end takes minutes for large models.
+
+    Args:
+        parts: the parts, from `report_parts`.
+        notes: lines to print before the first part, if that can be computed.
+    """
+    print(notes + next(parts), flush=True)
+    for part in parts:
+        print("\n" + part, flush=True)
+
+
+def report_parts(
+    config: RunConfig, cluster: Cluster, *, device_type: str, expert_load: float | None = None
+) -> Iterator[str]:
+    """Yield the parts of the report about a run. Nothing is started or allocated.
 
     Args:
         config: flags of the run.
@@ -48,16 +67,15 @@ def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str, expert
     config, estimator = for_planning(config, "--plan"), Estimator(cluster, device_type=device_type)
     own = estimator.estimate(config, exposed=True)
     loaded = Estimator(cluster, device_type=device_type, expert_load=expert_load or 1.0)
-    parts = (
-        describe_plan(own.plan, own.micro_batches),
-        _memory(estimator, own),
-        *([_memory_by_load(estimator, loaded, own)] if own.plan.layout.ep > 1 else []),
-        _this_run(own, estimator),
-        *([_contexts(estimator, own)] if own.plan.layout.cp > 1 else []),
-        _side_by_side(estimator, config),
-        _best(search(loaded, config)),
-    )
-    return "\n\n".join("\n".join(part) for part in parts)
+    yield "\n".join(describe_plan(own.plan, own.micro_batches))
+    yield "\n".join(_memory(estimator, own))
+    if own.plan.layout.ep > 1:
+        yield "\n".join(_memory_by_load(estimator, loaded, own))
+    yield "\n".join(_this_run(own, estimator))
+    if own.plan.layout.cp > 1:
+        yield "\n".join(_contexts(estimator, own))
+    yield "\n".join(_side_by_side(estimator, config))
+    yield "\n".join(_best(search(loaded, config)))
 
 
 def describe_plan(plan: RunPlan, micro_batches: int) -> Iterator[str]:
