@@ -32,11 +32,6 @@ SHOWN = 10  # number of the search's candidates that the report lists
 COLUMNS = ("MB between nodes", "GB", "s per step", "tokens/s", "TFLOP/s per GPU", "MFU", "to ZeRO-3", "Gbit/s*")
 
 
-def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str, expert_load: float | None = None) -> str:
-    """Return the report about a run, with the arguments and errors of `report_parts`."""
-    return "\n\n".join(report_parts(config, cluster, device_type=device_type, expert_load=expert_load))
-
-
 def print_report(parts: Iterator[str], *, notes: str = "") -> None:
     """Print each part of a report as soon as it is known, because the search at its end takes minutes for large models.
 

@@ -8,7 +8,7 @@ from helpers.small_run import parse
 
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.feature import FEATURE, PlanConfig
-from megazpp.planner.report import _verdict, plan_report
+from megazpp.planner.report import _verdict, report_parts
 from megazpp.planner.variants import INT8, LOSSLESS
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 
@@ -22,7 +22,8 @@ def test_memory_at_the_load_of_the_busiest_expert_is_printed_and_searched():
     cluster = Cluster(num_nodes=1, ranks_per_node=2, links=SLOW, device=SMALL)
     flags = "@configs/moe_tiny.args --bf16 --expert-model-parallel-size 2 --num-layers 1 --global-batch-size 4"
     even, loaded = (
-        plan_report(parse(flags).config, cluster, device_type="cpu", expert_load=load) for load in (None, 2.0)
+        "\n\n".join(report_parts(parse(flags).config, cluster, device_type="cpu", expert_load=load))
+        for load in (None, 2.0)
     )
     row = re.compile(r"^(\S+) times the mean +([\d.]+) ", re.MULTILINE)
     ((one, size),) = row.findall(even)
@@ -44,7 +45,8 @@ def test_load_below_the_mean_or_without_experts_is_refused():
 @functools.cache
 def report(flags: str = "", *, links: Links | None = SLOW, device: Device | None = SMALL) -> str:
     cluster = Cluster(num_nodes=2, ranks_per_node=2, links=links, device=device)
-    return plan_report(parse(f"@configs/gpt_tiny.args --bf16 {flags}").config, cluster, device_type="cpu")
+    config = parse(f"@configs/gpt_tiny.args --bf16 {flags}").config
+    return "\n\n".join(report_parts(config, cluster, device_type="cpu"))
 
 
 def lines(text: str, start: str) -> list[str]:
