@@ -139,9 +139,7 @@ def missing_file(path: Path) -> str:
 def _not_text(head: bytes) -> str | None:
     """Return the reason why a file that begins with `head` is not UTF-8 text; None if it may be."""
     encoding = next((name for mark, name in _ENCODINGS.items() if head.startswith(mark)), None)
-    if encoding is not None and (len(head) % 2 or len(head) < 6):  # code units have two or four bytes
-        encoding = None
-    if encoding is not None:
+    if encoding is not None and len(head) >= 6 and len(head) % 2 == 0:  # code units have two or four bytes
         return f"it is {encoding} (iconv -f {encoding} -t UTF-8 converts it)"
     place = next((place for place, byte in enumerate(head) if byte < 8), None)
     if place is None:

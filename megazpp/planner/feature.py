@@ -73,7 +73,8 @@ class Planner(Feature):
             if load is not None and parsed.config.model.num_experts is None:
                 raise ValueError(f"{spelling(flags, 'plan_expert_load')} {load:g} needs --num-experts")
             parts = report_parts(parsed.config, cluster, device_type=device_type(), expert_load=load)
-            print_report(parts, notes=parsed.notes())
+            print(parsed.notes(), end="")
+            print_report(parts)
             return 0
         if not flags.dry_run:
             return None

@@ -13,7 +13,6 @@ from megazpp.planner.variants import (
     INT8,
     LOSSLESS,
     RECOMPUTE,
-    Choice,
     for_planning,
     local_steps,
     longest_context,
@@ -32,22 +31,18 @@ SHOWN = 10  # number of the search's candidates that the report lists
 COLUMNS = ("MB between nodes", "GB", "s per step", "tokens/s", "TFLOP/s per GPU", "MFU", "to ZeRO-3", "Gbit/s*")
 
 
-def print_report(parts: Iterator[str], *, notes: str = "") -> None:
-    """Print each part of a report as soon as it is known, because the search at its end takes minutes for large models.
-
-    Args:
-        parts: the parts, from `report_parts`.
-        notes: lines to print before the first part, if that can be computed.
-    """
-    print(notes + next(parts), flush=True)
-    for part in parts:
-        print("\n" + part, flush=True)
+def print_report(parts: Iterator[str]) -> None:
+    """Print each part of `report_parts` as soon as it is known. The search takes minutes for large models."""
+    for index, part in enumerate(parts):
+        print("\n" * (index > 0) + part, flush=True)
 
 
 def report_parts(
     config: RunConfig, cluster: Cluster, *, device_type: str, expert_load: float | None = None
 ) -> Iterator[str]:
-    """Yield the parts of the report about a run. Nothing is started or allocated.
+    """Return the parts of the report about a run. Nothing is started or allocated.
+
+    The run is estimated at once, so errors of its flags are raised here. Each part is computed when it is taken.
 
     Args:
         config: flags of the run.
@@ -62,15 +57,16 @@ def report_parts(
     config, estimator = for_planning(config, "--plan"), Estimator(cluster, device_type=device_type)
     own = estimator.estimate(config, exposed=True)
     loaded = Estimator(cluster, device_type=device_type, expert_load=expert_load or 1.0)
-    yield "\n".join(describe_plan(own.plan, own.micro_batches))
-    yield "\n".join(_memory(estimator, own))
-    if own.plan.layout.ep > 1:
-        yield "\n".join(_memory_by_load(estimator, loaded, own))
-    yield "\n".join(_this_run(own, estimator))
-    if own.plan.layout.cp > 1:
-        yield "\n".join(_contexts(estimator, own))
-    yield "\n".join(_side_by_side(estimator, config))
-    yield "\n".join(_best(search(loaded, config)))
+    parts = (
+        describe_plan(own.plan, own.micro_batches),
+        _memory(estimator, own),
+        *([_memory_by_load(estimator, loaded, own)] if own.plan.layout.ep > 1 else []),
+        _this_run(own, estimator),
+        *([_contexts(estimator, own)] if own.plan.layout.cp > 1 else []),
+        _side_by_side(estimator, config),
+        _best(loaded, config),
+    )
+    return ("\n".join(part) for part in parts)
 
 
 def describe_plan(plan: RunPlan, micro_batches: int) -> Iterator[str]:
@@ -282,8 +278,9 @@ def _verdict(speeds: dict[str, float]) -> str:
     return f"ZeRO++ does not pay here: {rival} is {1 / ratio:.2f} times as fast as --zeropp"
 
 
-def _best(choices: list[Choice]) -> Iterator[str]:
-    """Yield the best candidates of the search; `choices` are all candidates, the best first."""
+def _best(estimator: Estimator, config: RunConfig) -> Iterator[str]:
+    """Search the candidates around a run, and yield the best ones."""
+    choices = search(estimator, config)
     best = choices[0]
     if not best.fits:
         yield "no candidate fits into memory; the smallest are:"
