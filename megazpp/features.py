@@ -1,6 +1,6 @@
 """List of the optional features, each with the features that it imports.
 
-To remove a feature, delete its line and its folder. Features that need it are then disabled. Features with a feature.py
+To remove a feature, delete its line and its folder. Features that need it, also indirectly, are then disabled. Features with a feature.py
 extend pretraining through the hooks of run/feature.py. The others only have separate programs.
 """
 
@@ -14,7 +14,7 @@ from megazpp.run.feature import Feature
 NEEDS: dict[str, tuple[str, ...]] = {
     "convert": (),
     "diloco": (),
-    "inference": (),
+    "inference": ("packed_weights",),
     "lora": ("convert", "packed_weights"),
     "packed_weights": (),
     "planner": ("diloco", "packed_weights"),
@@ -26,9 +26,12 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 def _load_features() -> tuple[Feature, ...]:
     """Return the `FEATURE` of each feature.py, in the order of the list, without features that lack one they need."""
-    names = [name for name, needed in NEEDS.items() if all(other in NEEDS for other in needed)]
-    modules = [f"megazpp.{name}.feature" for name in names]
+    modules = [f"megazpp.{name}.feature" for name in NEEDS if _is_complete(name)]
     return tuple(import_module(module).FEATURE for module in modules if find_spec(module) is not None)
+
+
+def _is_complete(name: str) -> bool:
+    return name in NEEDS and all(_is_complete(needed) for needed in NEEDS[name])
 
 
 FEATURES = _load_features()

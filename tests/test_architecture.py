@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tokenize
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,27 +105,74 @@ def test_every_folder_above_run_is_listed_as_an_optional_feature():
     assert sorted(above) == sorted(NEEDS)
 
 
+def test_listed_needs_of_each_feature_are_the_features_that_it_imports(library):
+    for feature, needed in NEEDS.items():
+        files = [file for file in library if file.folder == f"megazpp.{feature}"]
+        imported = {folder(target) for file in files for target, _ in file.imports} - {f"megazpp.{feature}"}
+        assert set(needed) == {other for other in NEEDS if f"megazpp.{other}" in imported}, feature
+
+
+# An editable install adds a finder that finds a deleted module in the original checkout.
+NO_EDITABLE_FINDER = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in finder.__module__]
+"""
+IMPORT_ALL = """
+import importlib, os, sys
+for name in ("pretrain_gpt", *sys.argv[1:]):
+    assert importlib.import_module(name).__file__.startswith(os.getcwd()), name
+"""
+
+
+def copy_without(features: Iterable[str], copy: Path) -> dict[str, str]:
+    """Copy the checkout to `copy`, without these features, their lines in features.py and the default flags of samples.
+
+    Returns:
+        environment variables with which an interpreter imports only from the copy.
+    """
+    for name in ("configs", "kernels", "megazpp"):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pretrain_gpt.py", copy)
+    for feature in features:
+        shutil.rmtree(copy / "megazpp" / feature)
+    deleted = tuple(f'    "{feature}": ' for feature in features)
+    for path, lines in (("megazpp/features.py", deleted), ("configs/gpt_tiny.args", "--sample-")):
+        kept = [text for text in (copy / path).read_text().splitlines() if not text.startswith(lines)]
+        (copy / path).write_text("\n".join(kept) + "\n")
+    (copy / "sitecustomize.py").write_text(NO_EDITABLE_FINDER)  # each interpreter imports it at its start
+    return {**os.environ, "PYTHONPATH": str(copy)}
+
+
+def run_in(copy: Path, environment: dict[str, str], *words: str) -> str:
+    command = [sys.executable, *words]
+    run = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", NEEDS)
-def test_training_saves_and_resumes_without_an_optional_feature(feature, tmp_path, tmp_path_factory):
-    """The feature's folder, its line in features.py and its flags in the default flag file are deleted first."""
-    for name in ("configs", "kernels", "megazpp"):
-        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pretrain_gpt.py", tmp_path)
-    shutil.rmtree(tmp_path / "megazpp" / feature)
-    for path, line in (("megazpp/features.py", f'    "{feature}": '), ("configs/gpt_tiny.args", "--sample-")):
-        kept = [text for text in (tmp_path / path).read_text().splitlines() if not text.startswith(line)]
-        (tmp_path / path).write_text("\n".join(kept) + "\n")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+def test_all_remaining_modules_import_without_an_optional_feature(feature, library, tmp_path):
+    """Features that need the deleted feature stay in the copy, but their modules are not imported."""
+    disabled = {feature}
+    while more := {name for name, needed in NEEDS.items() if disabled & set(needed)} - disabled:
+        disabled |= more
+    environment = copy_without([feature], tmp_path)
+    left = [file.name for file in library if file.folder not in {f"megazpp.{name}" for name in disabled}]
+    run_in(tmp_path, environment, "-c", IMPORT_ALL, *left)
+
+
+@pytest.mark.slow
+def test_training_saves_and_resumes_without_any_optional_feature(tmp_path):
+    environment = copy_without(NEEDS, tmp_path)
     for iterations in (2, 4):
         flags = (
             f"--zeropp --nproc 2 --train-iters 4 --exit-interval {iterations} --eval-iters 1 --save ckpt --load ckpt"
         )
-        command = [sys.executable, "pretrain_gpt.py", *flags.split(), "--run-dir", "run", "--data-cache-path", "cache"]
-        run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-        assert run.returncode == 0, run.stdout + run.stderr
-        assert f"successfully saved checkpoint at iteration {iterations:7d}" in run.stdout
-        assert ("successfully loaded checkpoint" in run.stdout) == (iterations == 4)
+        places = ("--run-dir", "run", "--data-cache-path", "cache")
+        shown = run_in(tmp_path, environment, "pretrain_gpt.py", *flags.split(), *places)
+        assert f"successfully saved checkpoint at iteration {iterations:7d}" in shown
+        assert ("successfully loaded checkpoint" in shown) == (iterations == 4)
 
 
 def test_own_modules_are_imported_at_the_top_of_a_file(library):
