@@ -124,7 +124,8 @@ class TrainStep:
             if taken:
                 divisor = clip_divisor(norm.value, self.clip_grad, divisor=scale)
                 set_rates_(self.optimizer, learning_rate=learning_rate, weight_decay=weight_decay)
-                update_(self.optimizer, divisor, found_inf, iteration=iteration)
+                with self.sharding.weight_update():  # the gathered weights are outdated afterwards
+                    update_(self.optimizer, divisor, found_inf, iteration=iteration)
                 kept = scale / divisor
                 if found_inf is not None:
                     kept = kept.where(found_inf == 0.0, 0.0)

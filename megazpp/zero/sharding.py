@@ -79,10 +79,6 @@ class Sharding:
         self._reduces = [reduce for _, reduce in comms if isinstance(reduce, TwoHopReduce)]
         self._watchable = [reduce for _, reduce in comms]
         self._residents = [gather for gather in self._gathers if gather.secondary.sends_differences]
-        if self._gathers:
-            _on_steps(self, Sharding.before_optimizer_step, Sharding.after_optimizer_step)
-        if any(reduce.restores_none for reduce in self._reduces):
-            _on_steps(self, Sharding.refuse_early_step, Sharding.keep_errors)
 
     def begin_step(self, iteration: int) -> None:
         """Set the number of the training step; call it before the first micro-batch.
@@ -173,7 +169,15 @@ class Sharding:
         for gather in self._gathers:
             gather.drop()
 
-    weights_changed = invalidate_weights  # the method's former name, for code that uses it
+    @contextmanager
+    def weight_update(self) -> Iterator[None]:
+        """Return a context for an optimizer step, which makes the gathered weights outdated; use it on all ranks.
+
+        Fused and foreach optimizer steps on DTensors move no version counter, so nothing else shows the change.
+        """
+        self.before_optimizer_step()
+        yield
+        self.after_optimizer_step()
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Prepare for an optimizer step; call it only for an optimizer that does not derive from torch's.
@@ -465,7 +469,11 @@ def install_comms(
                 module.set_custom_reduce_scatter(pair[1])
         if pair is not None:
             pair[1].attach()
-    return Sharding(model, units, zero, made, dims.counter)
+    sharding = Sharding(model, units, zero, made, dims.counter)
+    if means:
+        _on_steps(sharding, Sharding.before_optimizer_step, Sharding.after_optimizer_step)
+        _on_steps(sharding, Sharding.refuse_early_step, Sharding.keep_errors)
+    return sharding
 
 
 def make_comms(

@@ -229,7 +229,8 @@ def train_adapted(zero: ZeroConfig, freezes: bool) -> tuple[list[torch.Tensor], 
             seed = 100 * step + 10 * micro_batch + dims.data_rank
             x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
             model(x).square().sum().backward()
-        optimizer.step()
+        with sharding.weight_update():
+            optimizer.step()
         optimizer.zero_grad()
     return [weight.detach().full_tensor() for weight in trained], dims.counter.sent_bytes("cross")
 

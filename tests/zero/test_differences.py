@@ -156,8 +156,12 @@ def see_what_crosses_next(case: Case) -> None:
     step, dims = build_step(case)
     gathers, parameters = step.sharding._gathers, list(step.model.parameters())
 
+    def update(optimizer: torch.optim.Optimizer = step.optimizer) -> None:
+        with step.sharding.weight_update():
+            optimizer.step()
+
     def adam(**settings: Any) -> Any:
-        return torch.optim.AdamW(parameters, lr=1e-3, **settings).step
+        return lambda: update(torch.optim.AdamW(parameters, lr=1e-3, **settings))
 
     def write(first: int = len(parameters), past_counters: bool = False) -> None:
         for parameter in parameters[:first]:
@@ -171,10 +175,9 @@ def see_what_crosses_next(case: Case) -> None:
         ("a step, fused", adam(fused=True), difference),
         ("a step, foreach", adam(foreach=True), difference),
         ("a step, loop", adam(foreach=False), difference),
-        ("another's step", torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0).step, difference),
         ("a write", write, keyframe),
-        ("a write, then a step", lambda: (write(), step.optimizer.step()), keyframe),
-        ("a step, a write to a unit", lambda: (step.optimizer.step(), write(first=1)), difference | keyframe),
+        ("a write, then a step", lambda: (write(), update()), keyframe),
+        ("a step, a write to a unit", lambda: (update(), write(first=1)), difference | keyframe),
         ("invalidate_weights", step.sharding.invalidate_weights, keyframe),
         ("a load", lambda: step.model.load_state_dict(step.model.state_dict()), keyframe),
         ("a write past all counters", lambda: write(past_counters=True), nothing),
@@ -198,7 +201,8 @@ def with_a_bad_weight(case: Case) -> None:
         return sum(not used(gather, dims).isfinite().all() for gather in step.sharding._gathers)
 
     assert units_with_a_bad_row() == 0
-    step.optimizer.step()
+    with step.sharding.weight_update():
+        step.optimizer.step()
     good = shard[:1].clone()
     if dims.world.rank == 3:
         shard[0] = float("nan")
@@ -207,7 +211,8 @@ def with_a_bad_weight(case: Case) -> None:
     for _ in range(2):  # the first message may lack room for a block in which all bits change
         for parameter in step.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        torch.optim.SGD(step.model.parameters(), lr=0.0).step()
+        with step.sharding.weight_update():
+            torch.optim.SGD(step.model.parameters(), lr=0.0).step()
         bad = units_with_a_bad_row()
     assert bad == 0
     step.sharding.invalidate_weights()
@@ -271,8 +276,8 @@ def test_restored_resident_weights_are_gathered_without_change():
 
 def step_without_begin_step(case: Case) -> None:
     step, _ = build_step(case)
-    with pytest.raises(RuntimeError, match="--zero-weight-keyframe-interval 9"):
-        step.optimizer.step()
+    with pytest.raises(RuntimeError, match="--zero-weight-keyframe-interval 9"), step.sharding.weight_update():
+        pass
 
 
 def test_keyframe_interval_needs_the_iteration():

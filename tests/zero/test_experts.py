@@ -177,7 +177,8 @@ def train(config: GPTConfig, nodes: int, zero: dict[str, Any], parallel: dict[st
         losses.append(dims.sum_over_data_(total).item())
         norms.append(global_grad_norm(named, dims.tp, dims.shard).value.item())
         first = first or {name: full(p.grad) for name, p in named}
-        optimizer.step()
+        with sharding.weight_update():
+            optimizer.step()
         optimizer.zero_grad()
         if routers:
             update_expert_bias_(routers, dims.world.all_reduce_, factor=1.0)

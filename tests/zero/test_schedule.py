@@ -169,7 +169,8 @@ def train_while_skipping(flags: dict[str, Any], units: bool = True) -> list[floa
             loss = model(x)
             loss.backward()
             losses.append(loss.item())
-        optimizer.step()
+        with sharding.weight_update():
+            optimizer.step()
         optimizer.zero_grad()
         if step == 3:
             with torch.inference_mode():

@@ -1,6 +1,7 @@
 """Test `shard_model` on a model from elsewhere: frozen and unused parameters, freeing of weights, quantization."""
 
 from collections import Counter
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -88,7 +89,8 @@ def train(zero: ZeroConfig | None, micro_batches: int, nodes: int = 2) -> Weight
                 mine = part.chunk(dims.data_size)[dims.data_rank]
             take_branch = step % 2 == 0 if micro_batches == 1 else not last
             model(mine.bfloat16() if bf16 else mine, take_branch).backward()
-        optimizer.step()
+        with sharding.weight_update() if zero else nullcontext():
+            optimizer.step()
         optimizer.zero_grad(set_to_none=False)  # zeros, so that the momentum of an unused parameter decays
     return {name: p.detach().full_tensor() if zero else p.detach() for name, p in model.named_parameters()}
 

@@ -46,7 +46,8 @@ def corrupt(case: Case, rank: int, slot: int) -> tuple[str, str]:
     if dims.world.rank == rank:
         step.sharding._gathers[1].secondary.messages[slot, 7] ^= 16
     broken = _error(step, dims)
-    step.optimizer.step()  # replaces all secondary partitions
+    with step.sharding.weight_update():  # replaces all secondary partitions
+        step.optimizer.step()
     return broken, _error(step, dims)
 
 
