@@ -11,6 +11,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 import pytest
 import torch
+from helpers.cpu_seconds import LIMIT, FileSeconds
 from helpers.ranks import start_server
 from hypothesis import settings
 
@@ -25,7 +26,16 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if LIMIT in os.environ:
+        config.pluginmanager.register(FileSeconds(float(os.environ[LIMIT])))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "nightly" not in config.option.markexpr:  # such tests run only if -m names them
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if item not in nightly]
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:

@@ -12,11 +12,24 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def chosen(cases: Mapping[str, Any], *default: str) -> list[Any]:
-    """Return the named cases of a grid with their names as ids; those not in `default` run in the slow tier."""
-    assert {*default} <= {*cases}, f"{default} are not all among {[*cases]}"
-    marks = {name: [] if name in default else [pytest.mark.slow] for name in cases}
-    return [pytest.param(case, id=name, marks=marks[name]) for name, case in cases.items()]
+def nightly(*values: Any) -> Any:
+    """Return test parameters that only the nightly tier runs."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+def chosen(cases: Mapping[str, Any], *default: str, slow: Iterable[str] | None = None) -> list[Any]:
+    """Return the named cases of a grid with their names as ids.
+
+    Args:
+        cases: all cases by name.
+        default: names of the cases that the default tier runs.
+        slow: names of the cases that the slow tier runs. The nightly tier runs all others. None for all others in the
+            slow tier.
+    """
+    slow = {*cases} if slow is None else {*slow}
+    assert {*default} | slow <= {*cases}, f"{default} and {slow} are not all among {[*cases]}"
+    tiers = {name: [pytest.mark.slow if name in slow else pytest.mark.nightly] for name in {*cases} - {*default}}
+    return [pytest.param(case, id=name, marks=tiers.get(name, [])) for name, case in cases.items()]
 
 
 def pairwise(grid: Iterable[tuple[Any, ...]]) -> list[Any]:
