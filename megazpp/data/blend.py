@@ -258,7 +258,7 @@ class TokenRange:
 
 
 class MockSequences:
-    """Generated documents for --mock-data, which a model can learn: 100,000 documents of 1 to 4,095 ids.
+    """Generated documents for --mock-data, which a model can learn: 10,000 documents of 1 to 4,095 ids.
 
     A document counts 1, 2, 3, ... modulo the vocabulary, as in Megatron, and ends with eod if there is one.
 
@@ -269,7 +269,7 @@ class MockSequences:
 
     def __init__(self, *, vocab_size: int, eod: int | None) -> None:
         self._vocab_size, self._eod = vocab_size, eod
-        self.lengths: npt.NDArray[np.int32] = np.random.default_rng(0).integers(1, 4096, size=100_000, dtype=np.int32)
+        self.lengths: npt.NDArray[np.int32] = np.random.default_rng(0).integers(1, 4096, size=10_000, dtype=np.int32)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return `length` ids of document `index` from position `offset` on; None returns all remaining ids."""

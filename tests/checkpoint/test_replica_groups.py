@@ -48,7 +48,6 @@ CASES = {
     "wide from narrow": (TWO, WIDE, ALL, []),
     "narrow from wide": (WIDE, TWO, ALL, []),
 }
-DEFAULT = ("four from two", "none from two", "two from none", "fragments", "wide from narrow")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def moments(state: dict[str, str], group: int) -> dict[str, str]:
     return under(f"replica_group.{group}.optimizer.state." if group else "optimizer.state.", state)
 
 
-@pytest.mark.parametrize("case", chosen(CASES, *DEFAULT))
+@pytest.mark.parametrize("case", chosen(CASES, "none from two", "fragments"))
 def test_checkpoint_of_replica_groups_resumes_with_other_numbers(saved, case):
     before, after, same, notes = case
     folder, of_group = saved(before)

@@ -78,7 +78,7 @@ DRAWS = [(PROMPTS[:1], DRAWN, seed, 0) for seed in (1, 2, 1)]
     [
         ("gpt2", 2, 1, 3, False),
         ("llama", 2, 2, 0, True),
-        ("mixture", 2, 2, 3, False),
+        slow("mixture", 2, 2, 3, False),
         slow("gpt2", 4, 1, 1, False),
         slow("mixture", 4, 2, 3, True),
         slow("gpt2", 4, 2, 3, True),
@@ -137,7 +137,9 @@ def generate_sharded(case: Case) -> tuple[list[list[int]], list[int]]:
     return tokens, [after - before for before, after in itertools.pairwise(counts)]
 
 
-@pytest.mark.parametrize(("style", "tp", "zero"), [("gpt2", 2, ZEROPP), slow("llama", 1, ZEROPP), ("llama", 2, None)])
+@pytest.mark.parametrize(
+    ("style", "tp", "zero"), [("gpt2", 2, ZEROPP), slow("llama", 1, ZEROPP), slow("llama", 2, None)]
+)
 def test_generation_gathers_weights_once_and_frees_them_afterwards(style, tp, zero):
     results = ranks(4).run(generate_sharded, Case(model=STYLES[style], tp=tp, nodes=2, zero=zero))
     for tokens, (first, short, long, after) in results:

@@ -27,6 +27,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 each_implementation = pytest.mark.parametrize(
     "name", ["native", pytest.param("triton", marks=[pytest.mark.gpu] if ON_GPU else [])]
 )
+each_implementation_slowly = pytest.mark.parametrize(
+    "name", ["native", pytest.param("triton", marks=pytest.mark.gpu if ON_GPU else pytest.mark.slow)]
+)
 
 
 def module_of(name: str) -> ModuleType:
@@ -45,7 +48,7 @@ def pack_one(name: str, x: torch.Tensor, fmt: BlockFormat, **how: Any) -> None:
     pack_both(module_of(name), x, layout_of([(x.shape[-1], True)], fmt), DEVICES[name], **how)
 
 
-@each_implementation
+@each_implementation_slowly
 def test_packed_blocks_match_the_reference(name):
     formats = [(size, *kind) for size in BLOCK_SIZES for kind in KINDS]
     every = [((4, 2), n, dtype, *fmt) for n in LENGTHS for dtype in DTYPES for fmt in formats]
@@ -94,7 +97,7 @@ MANY = [
 FEW = [(33, False), (4170, True), (0, False), (5, True), (1050, False)]
 
 
-@each_implementation
+@each_implementation_slowly
 def test_many_quantized_and_exact_segments_match_the_reference(name):
     """Quantized, exact and empty segments come in any order and start at any offset."""
     layouts = (MANY, MANY[::-1], [(70, False)])
