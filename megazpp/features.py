@@ -1,7 +1,7 @@
 """List of the optional features, each with the features that it imports.
 
-To remove a feature, delete its line and its folder. Features that need it, also indirectly, are then disabled. Features with a feature.py
-extend pretraining through the hooks of run/feature.py. The others only have separate programs.
+To remove a feature, delete its line and its folder. Features that need it, also indirectly, are then disabled. Features
+with a feature.py extend pretraining through the hooks of run/feature.py. The others only have separate programs.
 """
 
 from __future__ import annotations
