@@ -206,9 +206,10 @@ def _implementation(tensor: Tensor) -> ModuleType | None:
 def _launch_of(
     implementation: ModuleType | None, tensors: Sequence[Tensor], *others: object
 ) -> tuple[object, ...] | None:
-    """Return a key of a Triton launch: everything that is checked and compiled for, except addresses.
+    """Return a key of a Triton launch: all properties of the arguments that are checked or select the compiled kernel.
 
-    Of an address it contains only the remainder modulo 16. Returns None for the other implementations.
+    The key contains the remainders of addresses modulo 16, not the addresses. Returns None for the other
+    implementations.
 
     Args:
         implementation: the module that computes.

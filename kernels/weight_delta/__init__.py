@@ -1,4 +1,4 @@
-"""Lossless differences of 16-bit weights: an encoding of the changes since the last step, bit for bit.
+"""Lossless deltas of 16-bit weights: an encoding of the changes since the last step, bit for bit.
 
 Between two optimizer steps most 16-bit weights are unchanged, and the others change by few units in the last place.
 Sender and receiver hold the same old weights. The message determines the new weights bit for bit.
@@ -133,5 +133,5 @@ def _implementation(tensor: Tensor) -> ModuleType | None:
     if tensor.device.type == "cpu":
         return reference if isinstance(native.library(), CLibraryError) else native
     if TRITON is None:
-        raise ValueError(f"weight differences of {tensor.device.type} tensors need Triton: pip install triton")
+        raise ValueError(f"weight deltas of {tensor.device.type} tensors need Triton: pip install triton")
     return TRITON

@@ -1,4 +1,4 @@
-/* Lossless differences of 16-bit weights in C: produces the same bytes as reference.py, which defines them.
+/* Lossless deltas of 16-bit weights in C: produces the same bytes as reference.py, which defines them.
 
 A block is loaded, encoded and stored while it is in the L1 cache. Compilers vectorize the loops over all elements of a
 block for the CPU that -march=native selects. Loops that shift each element by its own count use 32-bit numbers, because

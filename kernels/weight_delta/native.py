@@ -1,4 +1,4 @@
-"""Lossless differences of CPU tensors in C: compiles native.c at first use and calls it through ctypes.
+"""Lossless deltas of CPU tensors in C: compiles native.c at first use and calls it through ctypes.
 
 A call runs on one thread and releases Python's global interpreter lock. Concurrent calls share no state.
 """

@@ -1,4 +1,4 @@
-"""Lossless differences of 16-bit weights in plain torch: the definition; C and Triton produce the same bytes.
+"""Lossless deltas of 16-bit weights in plain torch: the definition; C and Triton produce the same bytes.
 
 Sender and receiver hold the same `old` weights. Every block of 256 elements is encoded as the shortest of three bodies:
 

@@ -1,4 +1,4 @@
-"""Lossless differences of CUDA tensors in Triton: each program encodes one block; reference.py defines the bytes.
+"""Lossless deltas of CUDA tensors in Triton: each program encodes one block; reference.py defines the bytes.
 
 The start of a body depends on the lengths of all bodies before it. So encoding takes three kernels: one measures the
 bodies, one program computes the prefix sum of their lengths, and one writes the bodies, by atomic or into zeroed words.

@@ -54,7 +54,9 @@ class WeightOpener:
         return all(record.flags.get(name) is None for name in self.flags)
 
     def find_bases(self, checkpoint: Path, record: CheckpointMetadata) -> list[Path]:
-        """Return the checkpoints that may be the base of a checkpoint; [] if it is whole. Weights are not compared.
+        """Return the checkpoints that may be the base of a checkpoint, without comparing weights.
+
+        The list is empty if the checkpoint contains all weights.
 
         Args:
             checkpoint: folder of the checkpoint, for the message.

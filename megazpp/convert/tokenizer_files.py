@@ -1,4 +1,4 @@
-"""A writer of the tokenizer files of a Hugging Face folder, with the descriptions that transformers needs."""
+"""Writes the tokenizer files of a Hugging Face folder, with the JSON files from which transformers takes the class."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
             global_batch_size: samples of the step over all ranks.
         Raises:
             ValueError: the global batch size is not divisible by the ranks' micro-batches.
-            Exception: an error of a thread, with a note that names the samples.
+            Exception: a thread that builds batches has failed; a note of the error names the samples.
         """
         step = consumed_samples, global_batch_size
         started = time.perf_counter()

@@ -356,14 +356,14 @@ class HFTokenizer(Tokenizer):
         eos_token: token that replaces the eos token of the files.
         add_special_tokens: True to put the files' special tokens around texts.
     Raises:
-        ValueError: transformers is not installed or cannot read the files, or the vocabulary has no such token.
+        ValueError: transformers is not installed or cannot read the files, or `eos_token` is not in the vocabulary.
     """
 
     def __init__(
         self, files: Mapping[str, bytes], *, eos_token: str | None = None, add_special_tokens: bool = True
     ) -> None:
         self.files = dict(files)
-        if not {DESCRIPTION, CONFIG} & files.keys():  # nothing describes the class of the tokenizer
+        if not {DESCRIPTION, CONFIG} & files.keys():  # no file names the tokenizer's class
             self.files |= as_json(DESCRIPTION, fast(None) if DEFINITION in files else MERGES_ALONE)
         self._theirs = open_folder(self.files)
         vocabulary: dict[str, int] = self._theirs.get_vocab()

@@ -50,7 +50,7 @@ class TokenizerConfig:
             "NullTokenizer",
         ]
         | None
-    ) = flag(None, "kind of tokenizer (default: what --tokenizer-model looks like; trained if there is none)")
+    ) = flag(None, "kind of tokenizer (default: detected from --tokenizer-model; without it, a tokenizer is trained)")
     tokenizer_model: str | None = flag(
         None, "Hugging Face folder or tokenizer.json, or SentencePiece model", common=True
     )

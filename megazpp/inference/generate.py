@@ -74,7 +74,7 @@ def generate(
 
     Args:
         model: the model.
-        sharding: handle on its weights.
+        sharding: handle to its weights.
         dims: mesh axes of the job.
         prompts: token ids of each prompt, at least one.
         config: sampling settings.

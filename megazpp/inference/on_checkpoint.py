@@ -46,7 +46,7 @@ class Loaded(NamedTuple):
     Attributes:
         config: the run config: the checkpoint's flags, overridden by the command line.
         extra: the program's own config.
-        built: the model and the handle on its weights.
+        built: the model and the handle to its weights.
         streamed: the same handle if weights are streamed; otherwise None.
         dims: mesh axes of the job.
         tokenizer: the checkpoint's tokenizer.

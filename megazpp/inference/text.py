@@ -142,7 +142,7 @@ def continue_texts(
 
     Args:
         model: the model.
-        sharding: handle on its weights.
+        sharding: handle to its weights.
         dims: mesh axes of the job.
         tokenizer: tokenizer of the model.
         starts: beginnings of the texts.

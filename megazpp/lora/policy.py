@@ -35,7 +35,7 @@ class AdaptedPolicy(NamedTuple):
     """A model with trained adapters on a frozen base.
 
     Attributes:
-        built: the model, and the handle on the adapters' shards.
+        built: the model, and the handle to the adapters' shards.
         base: the frozen base.
         settings: settings of the adapters, with the checksum of the base.
     """

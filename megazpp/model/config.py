@@ -154,7 +154,7 @@ class GPTConfig:
     make_vocab_size_divisible_by: int = flag(
         128, "pad the vocabulary to a multiple of this value times the tensor-parallel size"
     )
-    normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "kind of all norms")
+    normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "normalization of all norm layers")
     norm_epsilon: float = flag(
         1e-5, "constant that norms add to the variance or mean square", aliases=("--layernorm-epsilon",)
     )

@@ -197,7 +197,7 @@ def _own_rows(
 ) -> int | None:
     """Return how many rows of this rank's local shard are not padding; None for a parameter without padding rows.
 
-    Along each axis every rank has equally many rows of a padded parameter, so the shard's first row follows from ranks.
+    A padded parameter has equally many rows on all ranks of an axis, so the ranks give the first row of the shard.
     """
     if name not in rows:
         return None

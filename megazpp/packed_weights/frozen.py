@@ -69,7 +69,7 @@ def freeze(
         bits: bits per element of packed matrices. None: the compute dtype.
         trained: returns True for the name of a parameter that stays a parameter.
     Returns:
-        the handle on the units.
+        the handle to the units.
     Raises:
         ValueError: `load` returned another shape, or two units share a weight.
     """
@@ -209,7 +209,7 @@ class FrozenUnit:
     """Weights that are gathered together, and the hooks on the modules that use them.
 
     Args:
-        model: handle on all frozen units of the model.
+        model: handle to all frozen units of the model.
         plan: layout of the message.
         message: [M] uint8, this rank's part of the weights.
         dtype: dtype in which the model computes.
@@ -232,7 +232,7 @@ class FrozenUnit:
                 whole.untyped_storage().resize_(0)
         self.is_unpacked = False  # whether the weights have memory in addition to the message
         self.expects_backward = False  # whether a gradient may flow through the unit before its next forward
-        self.in_backward: set[object] = set()  # identities of forwards whose backward is running
+        self.in_backward: set[object] = set()  # values of `_forward` of the forwards whose backward runs
         self._received: Work[torch.Tensor] | None = None  # a gather that was started ahead of its use
         self._modules: frozenset[nn.Module] = frozenset()
         self._to_run: set[nn.Module] = set()  # modules that still have to run in the current forward

@@ -96,7 +96,7 @@ def load_used_model(
         source: the checkpoint.
         record: the checkpoint's metadata.
     Returns:
-        the model and the handle on its weights.
+        the model and the handle to its weights.
     Raises:
         ValueError: the checkpoint or the store is damaged or belongs to another model, or the disk is full.
     """
@@ -124,7 +124,7 @@ def load_frozen_model(
         bits: bits per element of packed matrices. None: the compute dtype.
         trained: returns True for names of parameters that stay on the meta device and are not read.
     Returns:
-        the model, the handle on its weights, and a checksum of the weights. The checksum does not depend on the layouts
+        the model, the handle to its weights, and a checksum of the weights. The checksum does not depend on the layouts
         that wrote or read the checkpoint.
     Raises:
         ValueError: the checkpoint is damaged, or belongs to another model or tokenizer.
@@ -154,7 +154,7 @@ def load_streamed_model(
         source: the checkpoint, see `find_weights`.
         record: the checkpoint's metadata.
     Returns:
-        the model and the handle on its weights.
+        the model and the handle to its weights.
     Raises:
         ValueError: checkpoint or store is damaged or belongs to another model, or the disk is full; on every rank.
     """

@@ -1,6 +1,6 @@
 """Communication queues, in which the collectives of a mesh axis run in order and overlap with compute.
 
-A queue runs its tasks one after the other. `submit` returns a `Work`, the handle on which a caller waits. A task may
+A queue runs its tasks one after the other. `submit` returns a `Work`, the handle by which a caller waits. A task may
 depend on works of other queues.
 
     CommQueue     runs each task immediately in the caller, without overlap
@@ -31,7 +31,7 @@ Moment = Any  # a CUDA event as returned by `CommQueue.record_event`, or None
 
 
 class Work(Generic[T]):
-    """A handle on a task in a communication queue, comparable to torch's `dist.Work`.
+    """A handle to a task in a communication queue, comparable to torch's `dist.Work`.
 
     The base class holds the result of a task that has already run. Subclasses wait for a thread or a stream.
     """
@@ -71,7 +71,7 @@ class CommQueue:
         return None
 
     def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:
-        """Queue `task`, which runs after this queue's earlier tasks, and return the handle on it.
+        """Queue `task`, which runs after this queue's earlier tasks, and return the handle to it.
 
         The task runs without autograd. It runs in inference mode if the caller does, because only then can it write
         to inference tensors of the caller.
@@ -158,7 +158,7 @@ class StreamQueue(CommQueue):
 
 
 class _ThreadWork(Work[T]):
-    """The handle on a task in a thread. Waiting blocks the calling thread."""
+    """The handle to a task in a thread. Waiting blocks the calling thread."""
 
     def __init__(self, future: Future[T], queue: str, timeline: Timeline) -> None:
         self._future, self._queue, self._timeline = future, queue, timeline
@@ -174,7 +174,7 @@ class _ThreadWork(Work[T]):
 
 
 class _StreamWork(Work[T]):
-    """The handle on a task on a stream. Waiting blocks only the caller's current stream."""
+    """The handle to a task on a stream. Waiting blocks only the caller's current stream."""
 
     def __init__(self, result: T, event: torch.cuda.Event) -> None:
         super().__init__(result)

@@ -77,8 +77,8 @@ class LaunchConfig:
     )
     distributed_timeout_seconds_after_init: float | None = flag(
         None,
-        "seconds without progress after the first step, once kernels are compiled and ranks connected, after which the "
-        "job counts as hung and is ended (default: half of --distributed-timeout-minutes)",
+        "limit for steps after the first one, when kernels are compiled and ranks are connected: seconds without "
+        "progress, after which the job counts as hung and is ended (default: half of --distributed-timeout-minutes)",
     )
     local_rank: int | None = flag(
         None, "ignored; accepted because old launchers pass it (the environment decides)", aliases=("--local_rank",)

@@ -262,7 +262,7 @@ def build_step_simulator(
         device_type: "cuda" or "cpu".
         rank: global rank to simulate.
         on_cpu: simulate a CPU process, whatever device the cluster file describes. A dry run compares with such a
-            simulation. It has no real weights, so lossless differences have their largest size.
+            simulation. It has no real weights, so lossless deltas have their largest size.
         others: further arguments of `StepSimulator`.
     """
     assert config.data.seq_length is not None

@@ -416,13 +416,13 @@ class SimulatedCodec(Codec):
         self._touch(messages.nbytes + (2 if accumulate else 1) * out.nbytes)
 
 
-# Size of lossless weight differences as a share of whole bf16 weights, by the learning rate of AdamW. Measured with a
+# Size of lossless weight deltas as a share of whole bf16 weights, by the learning rate of AdamW. Measured with a
 # small model after 200 steps, see docs/concepts/lossless_deltas.md. Weights of larger models change less.
 LOSSLESS_SHARES = {1e-6: 0.016, 1e-5: 0.060, 1e-4: 0.131, 3e-4: 0.184, 1e-3: 0.289, 3e-3: 0.413}
 
 
 def lossless_share(learning_rate: float | None) -> float:
-    """Return the expected size of lossless weight differences, as a share of whole 16-bit weights.
+    """Return the expected size of lossless weight deltas, as a share of whole 16-bit weights.
 
     It is interpolated in the logarithm of the learning rate from `LOSSLESS_SHARES`, and 1 without a learning rate.
     """
@@ -433,7 +433,7 @@ def lossless_share(learning_rate: float | None) -> float:
 
 
 class SimulatedLosslessCodec(LosslessCodec):
-    """Codec of lossless weight differences that computes nothing.
+    """Codec of lossless weight deltas that computes nothing.
 
     Args:
         size: number of elements of a shard.

@@ -90,7 +90,7 @@ class StepSimulator:
         prepare: function that changes the model before it is traced, for example freezes parameters.
         frozen_bits: bits of the packed matrices of frozen parameters; None for the dtype in which the model computes.
         diloco: plan of DiLoCo (local steps); None without it.
-        lossless_share: size of lossless weight differences as a share of the whole weights.
+        lossless_share: size of lossless weight deltas as a share of the whole weights.
         expert_load: load of this rank's experts, relative to the mean over experts, see `trace_model`.
 
     Attributes:

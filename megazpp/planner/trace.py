@@ -230,7 +230,7 @@ def _units(model: GPTModel, kinds: Sequence[int], *, trained: bool) -> tuple[tup
 
     Args:
         model: model of few layers.
-        kinds: for each layer, the layer of `model` whose parameters it has.
+        kinds: for each layer of the planned model, the index of the layer of `model` that has the same parameters.
         trained: whether to return the trained parameters.
     """
     rest = dict(model.named_parameters())

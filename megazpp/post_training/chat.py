@@ -167,8 +167,8 @@ class ChatTemplate:
         for number, role in enumerate((message["role"] for message in messages), start=1):
             if not (role in _ROLES or any(f"{quote}{role}{quote}" in source for quote in "'\"")):
                 raise ValueError(
-                    f"message {number} has the role {role!r}, which is none of {', '.join(_ROLES)}, and {self.name} has"
-                    " no such word"
+                    f"message {number} has the role {role!r}, which is none of {', '.join(_ROLES)}, and {self.name}"
+                    " does not contain it"
                 )
         if not messages or messages[0]["role"] not in ("system", "developer"):
             messages = [*self._system, *messages]

@@ -257,7 +257,7 @@ def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormat
         raise ValueError(f"there is neither {_SUPERVISED}, only {_columns(record)}")
     text = _value(record, "text")
     if not isinstance(text, str):
-        raise ValueError("'text' is a list, not a string: a conversation belongs into 'messages'")
+        raise ValueError("'text' is a list, not a string: a conversation belongs in 'messages'")
     return [_string(text, 0, config)]
 
 

@@ -32,14 +32,14 @@ class PolicySampler:
 
     Args:
         model: the policy.
-        sharding: handle on the policy's sharded weights.
+        sharding: handle to the policy's sharded weights.
         dims: parallel layout.
         tokenizer: tokenizer of the texts.
         config: sampling parameters; `sample_tokens` limits the tokens of a completion.
         functions: reward functions.
         seed: seed for the samples.
         at_once: completions of one batch on a data rank; None for all.
-        base: handle on the frozen base of the policy; None without one.
+        base: handle to the frozen base of the policy; None without one.
         replays: True to replay CUDA graphs of decoding steps where `may_capture` allows them.
     Attributes:
         graphs: object that runs the decoding steps.

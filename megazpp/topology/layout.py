@@ -216,7 +216,7 @@ class Layout:
         span, world = stride * size, self.cluster.world_size
         if part % span == 0:  # every ring lies inside one part
             return world
-        if span % part == 0:  # every ring passes through whole parts
+        if span % part == 0:  # every ring consists of whole parts
             return world // part * max(part - stride, 0)
         # In the general case the pattern repeats after the least common multiple.
         period = math.lcm(span, part)

@@ -166,7 +166,7 @@ class Evaluator:
 
     Args:
         model: the model, which may be in training.
-        sharding: handle on the model's weights.
+        sharding: handle to the model's weights.
         loader: loader of the held-out data.
         dims: mesh axes of the job.
         iterations: number of global batches.

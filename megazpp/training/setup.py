@@ -54,7 +54,7 @@ class ModelSpec:
 
 
 class ShardedModel(NamedTuple):
-    """A sharded model and the handle on its shards."""
+    """A sharded model and the handle to its shards."""
 
     model: GPTModel
     sharding: Sharding

@@ -45,7 +45,7 @@ class TrainStep:
 
     Args:
         model: the sharded model.
-        sharding: handle on its shards.
+        sharding: handle to its shards.
         optimizer: optimizer of the model's sharded parameters.
         scaler: loss scale; constant 1 unless fp16.
         dims: mesh axes of the job.

@@ -110,7 +110,7 @@ class StepRecorder:
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:
         """Surround iteration `iteration` and its data loading, and record its spans if a flag selects it."""
-        # select the readers of this step
+        # decide which of timeline, straggler report and timers need the spans of this step
         timeline, drawn = self._run.dims.timeline, self._config.timeline_step
         compares = self._config.log_straggler and iteration % self._interval == 0
         # Cross gathers of the previous step may still be in flight, so the timeline also needs that step's spans.

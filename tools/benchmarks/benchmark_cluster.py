@@ -319,7 +319,7 @@ def _markdown(header: list[str], rows: list[list[str]]) -> list[str]:
 
 @program
 def main(argv: list[str]) -> int:
-    """Measure the missing samples, write and print the tables, and return the exit status."""
+    """Measure the samples that samples.json lacks, write and print the tables, and return the exit status."""
     exit_on_signals()
     try:
         args = parse_flags(argv)

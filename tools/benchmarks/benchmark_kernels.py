@@ -31,7 +31,7 @@ from megazpp.kernels.weight_delta import decode, encode, message_bytes, numbers
 
 BUSY_CYCLES = 1_000_000  # GPU cycles, about half a millisecond: longer than the host takes to launch a kernel
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-LEARNING_RATES = (3e-4, 1e-6)  # most weights change, and few change
+LEARNING_RATES = (3e-4, 1e-6)  # at the first one most weights change, at the second one few
 DIFFERENT = 1 << 20  # number of different weights, which are repeated
 
 
