@@ -250,7 +250,7 @@ def write_checkpoint(
     """
     started, iteration = time.perf_counter(), record.progress.iteration
     partial = folder.partial(iteration)
-    writer = SummingWriter(partial, read)
+    writer = SummingWriter(partial, axis.timeline, read)
 
     def complete() -> str:
         """Write the metadata and checksums, rename the folder, move the tracker, and delete old checkpoints.
@@ -269,7 +269,8 @@ def write_checkpoint(
     # write the tensors on all ranks, then complete the checkpoint on rank 0
     try:
         raise_on_all_ranks(axis, lambda: folder.begin(iteration) if axis.rank == 0 else None)
-        raise_on_all_ranks(axis, lambda: writer.save(tensors, axis.group))
+        with axis.timeline.span(axis.name, "save"):
+            raise_on_all_ranks(axis, lambda: writer.save(tensors, axis.group))
         parts = axis.gather_objects(writer.sums)
         note = raise_on_all_ranks(axis, lambda: complete() if axis.rank == 0 else "")
     except ValueError as error:

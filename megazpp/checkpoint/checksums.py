@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.utils import serialization
 
 from megazpp.base.files import DamagedError, write_synced
+from megazpp.parallel.timeline import FILES, Timeline
 
 NAME = "checksums.txt"
 _CHUNK_BYTES = 1 << 22
@@ -139,6 +140,7 @@ class SummingWriter(FileSystemWriter):
 
     Args:
         path: folder to write into.
+        timeline: records each write to a file, so that the watchdog sees progress.
         read: optional function that returns a tensor by key. With it, `save` takes tensors on the meta device, and
             each tensor is created only when it is written. Each tensor then gets a separate file, because the library
             holds all tensors of a file in memory.
@@ -146,9 +148,9 @@ class SummingWriter(FileSystemWriter):
         sums: sizes and checksums of the files that this rank has written, by file name.
     """
 
-    def __init__(self, path: Path, read: Callable[[str], torch.Tensor] | None = None) -> None:
+    def __init__(self, path: Path, timeline: Timeline, read: Callable[[str], torch.Tensor] | None = None) -> None:
         super().__init__(path, sync_files=True, single_file_per_rank=read is None)
-        self.fs = _SummingFiles()
+        self.fs = _SummingFiles(timeline)
         self.sums = self.fs.sums
         self._planner = DefaultSavePlanner() if read is None else _ReadingPlanner(read)
 
@@ -186,13 +188,14 @@ class _ReadingPlanner(DefaultSavePlanner):
 class _SummingFiles(FileSystem):
     """A file system for `FileSystemWriter` that records the size and checksum of each written file in `sums`."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline) -> None:
         self.sums: dict[str, FileSum] = {}
+        self._timeline = timeline
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         assert mode == "wb", f"a writer opens {path} in mode {mode}"
-        with _SummingFile(path) as stream:
+        with _SummingFile(path, self._timeline) as stream:
             try:
                 yield stream
             except Exception as error:
@@ -213,15 +216,17 @@ class _SummingFile(io.BufferedWriter):
         failure: error of the failed write, if any.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], timeline: Timeline) -> None:
         super().__init__(io.FileIO(path, "wb"))
+        self._timeline = timeline
         self.size = self.crc = 0
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.crc = zlib.crc32(data, self.crc)
         try:
-            count = super().write(data)
+            with self._timeline.span(FILES, "write"):
+                count = super().write(data)
         except OSError as error:
             self.failure = error
             raise

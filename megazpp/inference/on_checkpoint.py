@@ -153,6 +153,7 @@ def _load(
     cluster = resolve_cluster(worker, config.cluster, cluster, on_one_machine=on_one_machine)
     layout, wire, notices = check_model_config(config, cluster, device_type=device.type)
     dims = ParallelDims(layout, device_type=device.type, nccl=config.nccl, timeout=worker.timeout)
+    worker.watchdog.watch(dims, None)
     seed_everything(seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
     tokenizer = parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, log=say)
     for notice in (*parsed.notices, *notices):

@@ -385,7 +385,9 @@ def open_axis(dims: ParallelDims) -> MeshAxis:
     """
     world = dims.world
     group = make_group([world.ranks], "checkpoint", backend="gloo") if world.size > 1 else None
-    return MeshAxis("checkpoint", ranks=world.ranks, rank=world.rank, group=group, wire="world")
+    return MeshAxis(
+        "checkpoint", ranks=world.ranks, rank=world.rank, group=group, wire="world", timeline=world.timeline
+    )
 
 
 def raise_on_all_ranks(axis: MeshAxis, work: Callable[[], T]) -> T:

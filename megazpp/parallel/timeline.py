@@ -1,8 +1,8 @@
 """The timeline of a rank: spans of work on tracks, and the share of communication that compute hides.
 
 A track is a row of a trace. Its name is "compute", the name of a mesh axis ("tp", "local", "cross", "shard", ...),
-"wait" (the computing thread waits for a pending task) or "step" (a whole optimizer step). Spans may nest and overlap,
-and may come from any thread.
+"wait" (the computing thread waits for a pending task), "files" (a write to a checkpoint's file) or "step" (a whole
+optimizer step). Spans may nest and overlap, and may come from any thread.
 
     Timeline        passes each span to its listeners; without a listener a span costs half a microsecond
     SpanRecording   a listener that records the spans that have ended
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-STEP, COMPUTE, WAIT = "step", "compute", "wait"
+STEP, COMPUTE, WAIT, FILES = "step", "compute", "wait", "files"
 Interval = tuple[float, float]
 
 

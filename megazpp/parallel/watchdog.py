@@ -1,16 +1,29 @@
-"""The watchdog: ends a job that hangs, and reports which ranks are missing from which collective.
+"""The watchdog: ends a job that hangs in any phase, and reports which ranks are missing from which collective.
 
-A thread in each rank watches the spans that the rank's other threads have open in the timeline. These are the
-collectives of the mesh axes, and the optimizer step around them. The step also covers work outside the axes, such as
-FSDP2's all-reduce between replicas or a wait for the GPU.
+`run_worker` starts two threads in each rank before the process group exists. They run until the process exits:
 
-    1. If no span of a rank has begun or ended for longer than the limit, its watchdog raises an alarm in the store.
-       All watchdogs poll the store every few seconds.
-    2. Each watchdog writes its rank's open spans and Python stacks to the store.
-    3. The watchdog that raised the alarm collects them and prints a report. Then all ranks exit.
+    judge     decides from this process alone; it never waits for the store
+    exchange  talks to the store every few seconds, and may block there
+
+The judge ends the job for one of four reasons:
+
+    1. A span of this rank's timeline has neither begun nor ended anything for longer than the limit. Spans are the
+       collectives of the mesh axes, the optimizer step around them, and the files of a checkpoint. The step also covers
+       work outside the axes, such as FSDP2's all-reduce between replicas or a wait for the GPU.
+    2. The next rank's heartbeat, a counter in the store, has not moved for longer than the limit. That rank was
+       stopped, or its machine is gone. No span is needed, so this reason covers a process from its start to its end.
+    3. Another rank has raised the alarm in the store.
+    4. The store has not answered for longer than the limit: the link to its machine is down, or the machine is.
+
+With 1 and 2 the rank raises the alarm. Each rank then writes its open spans and Python stacks to the store. The rank
+that raised the alarm collects them and prints a report, the first rank of each other host prints it too, and all ranks
+exit. Without a store each rank can only print its own state, so with 4 each host ends by its own clock.
 
 Ranks that do not answer within ANSWER_SECONDS are stopped, have ended, or have a thread that holds Python's
 interpreter lock.
+
+Only time in which this process runs counts. A job that was suspended as a whole, and continues later, has lost nothing.
+For the same reason the collectives of torch have no time-out of practical length (worker.py).
 
 On CUDA the host launches collectives ahead of the device and blocks only when it next waits for the device. The report
 then names the ranks that have launched fewer collectives than the others, because the others wait for these ranks.
@@ -19,6 +32,8 @@ then names the ranks that have launched fewer collectives than the others, becau
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 import threading
 import time
@@ -29,21 +44,22 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megazpp.base.program import EXIT_HANG, EXIT_SECONDARY
+from megazpp.base.program import EXIT_HANG, EXIT_SECONDARY, leave
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.launch import LaunchConfig
-from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Activity, Doing
-from megazpp.parallel.worker import FAILURES, Worker, leave
+from megazpp.parallel.launch import LaunchConfig, RankInfo
+from megazpp.parallel.timeline import COMPUTE, FILES, STEP, WAIT, Activity, Doing
 from megazpp.topology.layout import Layout
 
 ANSWER_SECONDS = 5.0
 POLL_SECONDS = 5.0
-ALARM, REPORTED, FOLDER, STATE = "alarm", "reported", "folder", "state/{}"  # keys in the store
+ALARM, REPORT, FOLDER, STATE, BEAT = "alarm", "report", "folder", "state/{}", "beat/{}"  # keys in the store
+FAILURES = "megazpp/failures/{}"  # store key of a counter, one per restart; the rank that raises it to 1 reports
 
 
 class RankState(NamedTuple):
     """The activity of one rank at the moment when it noticed the alarm."""
 
+    host: str
     doing: list[Doing]  # the innermost open span of each of its threads
     entered: Mapping[str, int]  # number of spans that each track has had
     stacks: str  # formatted stacks of its Python threads
@@ -51,86 +67,147 @@ class RankState(NamedTuple):
     @property
     def collectives(self) -> list[Doing]:
         """The open spans of this rank that are collectives."""
-        return [doing for doing in self.doing if doing.track not in (COMPUTE, WAIT, STEP)]
+        return [doing for doing in self.doing if doing.track not in (COMPUTE, FILES, WAIT, STEP)]
+
+    def describe(self) -> str:
+        """Return the open spans in words."""
+        return ", ".join(f"{d.track} {d.name} for {d.seconds:.0f} s" for d in self.doing) or "outside the step"
 
 
 class Watchdog:
-    """A context manager during which a thread watches this rank's timeline and ends the job if it hangs.
+    """Two threads that end this process if the job hangs.
 
     Args:
-        worker: this rank.
-        dims: axes whose timeline is watched.
+        store: store of the default process group.
+        place: this process's place in the job.
         config: limits, see `LaunchConfig.hang_seconds`.
-        folder: on rank 0 the run's folder, on other ranks None. The rank that raises the alarm writes the report there.
+        restarts: number of times that the launcher has restarted the job.
     """
 
-    def __init__(self, worker: Worker, dims: ParallelDims, config: LaunchConfig, folder: Path | None) -> None:
-        self._worker, self._dims, self._folder = worker, dims, folder
+    def __init__(self, store: Any, place: RankInfo, config: LaunchConfig, *, restarts: int) -> None:
+        self._place, self._restarts = place, restarts
         self._first, self._later = config.hang_seconds
-        store: Any = worker.store
         self._root = store.clone()  # another thread may be blocked in a call on the original connection
-        self._store = dist.PrefixStore(f"megazpp/hang/{worker.restarts}", self._root)
+        self._store = dist.PrefixStore(f"megazpp/hang/{restarts}", self._root)
         self._activity = Activity()
-        dims.timeline.attach(self._activity)
-        self._over = threading.Event()
+        self._layout: Layout | None = None  # known once `watch` is called
+        self._poll_seconds = min(POLL_SECONDS, self._later / 4)
+        self._since = time.monotonic()  # start of the time that counts: this process has run without a pause since
+        self._answered = self._beat_moved = self._since  # last answer of the store, last change of the next rank's beat
+        self._next = (place.rank + 1) % place.world_size
+        self._alarm = threading.Event()  # set by either thread; the exchange then answers it
 
-    def __enter__(self) -> Watchdog:
-        if self._folder is not None:
-            self._store.set(FOLDER, str(self._folder.resolve()))
-        threading.Thread(target=self._watch, name="megazpp-watchdog", daemon=True).start()
+    def start(self) -> Watchdog:
+        """Start the threads, which run until the process exits, and return self."""
+        for work in (self._judge, self._exchange):
+            threading.Thread(target=work, name=f"megazpp-watchdog-{work.__name__}", daemon=True).start()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._dims.timeline.detach(self._activity)
-
-    def _watch(self) -> None:
-        """Poll this rank's activity and the alarm until the context ends. Runs in the watchdog's thread."""
-        while not self._over.wait(min(POLL_SECONDS, self._later / 4)):
-            limit = self._later if self._activity.entered[STEP] > 1 else self._first
-            doing = self._activity.now()
-            stuck = bool(doing) and doing[0].seconds > limit
-            try:
-                if stuck or self._store.check([ALARM]):
-                    self._end_job(limit)
-            except dist.DistError as error:  # the process that hosts the store has ended
-                if stuck:
-                    print(f"rank {self._worker.rank} hangs, and the store cannot be reached: {error}", file=sys.stderr)
-                    leave(EXIT_HANG)
-
-    def _end_job(self, limit: float) -> None:
-        """Write this rank's state to the store, report if this rank is the first to raise the alarm, and exit.
+    def watch(self, dims: ParallelDims, folder: Path | None) -> None:
+        """Watch the collectives of `dims` from now on.
 
         Args:
-            limit: seconds without progress after which the job counts as hung, for the report.
+            dims: axes of the job.
+            folder: on rank 0 the run's folder, on other ranks None. The rank that raises the alarm writes the stacks of
+                all ranks there.
         """
-        store, rank = self._store, self._worker.rank
+        if folder is not None:
+            self._store.set(FOLDER, str(folder.resolve()))
+        self._layout = dims.layout
+        dims.timeline.attach(self._activity)
+
+    @property
+    def _limit(self) -> float:
+        """The seconds without progress that are allowed now."""
+        return self._later if self._activity.entered[STEP] > 1 else self._first
+
+    def _judge(self) -> None:
+        """Decide every few seconds whether the job hangs."""
+        last = time.monotonic()
+        while not self._alarm.wait(self._poll_seconds):
+            now = time.monotonic()
+            if now - last > self._poll_seconds + POLL_SECONDS:
+                self._since = now  # this process was suspended, or hardly ran
+            last, limit = now, self._limit
+            doing = self._activity.now()
+            if doing and min(doing[0].seconds, now - self._since) > limit:
+                break
+            if now - max(self._answered, self._since) > limit:
+                self._end_alone(f"the store of rank 0 has not answered for {limit:g} s")
+            if now - max(self._beat_moved, self._since) > limit:
+                break
+        self._alarm.set()
+        time.sleep(5 * ANSWER_SECONDS)  # the exchange ends this process sooner if the store answers
+        self._end_alone(f"the job has made no progress for {self._limit:g} s, and the store of rank 0 does not answer")
+
+    def _exchange(self) -> None:
+        """Send this rank's heartbeat, read the next rank's, and answer an alarm, until the process exits."""
+        beat = -1
+        while True:
+            try:
+                if self._alarm.wait(self._poll_seconds) or self._store.check([ALARM]):
+                    self._alarm.set()
+                    self._end_job()
+                self._store.add(BEAT.format(self._place.rank), 1)
+                before, beat = beat, self._store.add(BEAT.format(self._next), 0)
+                self._answered = time.monotonic()
+                if beat != before or self._next == self._place.rank:
+                    self._beat_moved = self._answered
+            except dist.DistError:  # the process that hosts the store has ended; the judge counts the time
+                time.sleep(self._poll_seconds)
+
+    def _end_job(self) -> None:
+        """Write this rank's state to the store, report if this rank is the first to raise the alarm, and exit."""
+        store, rank, limit = self._store, self._place.rank, self._limit
         raised_it = store.add(ALARM, 1) == 1
-        state = RankState(self._activity.now(), self._activity.entered, python_stacks())
+        state = RankState(socket.gethostname(), self._activity.now(), self._activity.entered, python_stacks())
         store.set(STATE.format(rank), json.dumps(state))
         if not raised_it:
-            _wait_for(store, [REPORTED], 2 * ANSWER_SECONDS)
+            _wait_for(store, [REPORT], 2 * ANSWER_SECONDS)
+            if store.check([REPORT]):
+                host, text = json.loads(store.get(REPORT))
+                if self._place.local_rank == 0 and host != socket.gethostname():
+                    print(f"\n{text}", file=sys.stderr, flush=True)
             leave(EXIT_SECONDARY)
         # Claim the failure, so that ranks whose collectives break from now on stay silent.
-        self._root.add(FAILURES.format(self._worker.restarts), 1)
-        keys = [STATE.format(r) for r in range(self._worker.world_size)]
+        self._root.add(FAILURES.format(self._restarts), 1)
+        keys = [STATE.format(r) for r in range(self._place.world_size)]
         _wait_for(store, keys, ANSWER_SECONDS)
         answers = {r: json.loads(store.get(key)) for r, key in enumerate(keys) if store.check([key])}
-        states = {r: RankState([Doing(*each) for each in doing], *rest) for r, (doing, *rest) in answers.items()}
-        report = describe_hang(states, self._dims.layout, limit)
+        states = {
+            r: RankState(host, [Doing(*each) for each in doing], *rest) for r, (host, doing, *rest) in answers.items()
+        }
+        report = describe_hang(states, self._layout, limit, world_size=self._place.world_size)
+        store.set(REPORT, json.dumps([socket.gethostname(), report]))
         text = report + "".join(f"\n==== rank {r}\n{states[r].stacks}" for r in sorted(states))
-        try:
+        where = f"the stacks of all ranks:\n{text}"
+        if store.check([FOLDER]):
             file = Path(store.get(FOLDER).decode()) / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-            file.write_text(text)
-            where = f"the stacks of all ranks are in {file}"
-        except (OSError, dist.DistError) as error:
-            where = f"(the stacks of all ranks could not be written to a file: {error})\n{text}"
+            try:
+                file.write_text(text)
+                where = f"the stacks of all ranks are in {file}"
+            except OSError as error:  # the folder is on another host
+                where = f"(the stacks of all ranks could not be written to a file: {error})\n{text}"
         print(f"\n{report}\n{where}", file=sys.stderr, flush=True)
-        store.set(REPORTED, "")
+        leave(EXIT_HANG)
+
+    def _end_alone(self, reason: str) -> None:
+        """Print the state of this rank if it is the first of its host, and exit."""
+        state = RankState(socket.gethostname(), self._activity.now(), self._activity.entered, python_stacks())
+        if self._place.local_rank == 0:
+            address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+            print(
+                f"\nwatchdog: {reason} ({address}): the link to that machine is down, or the machine is\n"
+                f"  rank {self._place.rank} on {state.host}: {state.describe()}\n{state.stacks}",
+                file=sys.stderr,
+                flush=True,
+            )
+        else:
+            time.sleep(1.0)  # launchers kill all ranks of a host when one exits, and the first one prints
         leave(EXIT_HANG)
 
 
-def describe_hang(states: Mapping[int, RankState], layout: Layout, limit: float) -> str:
+def describe_hang(states: Mapping[int, RankState], layout: Layout | None, limit: float, *, world_size: int) -> str:
     """Return the report about a hang.
 
     It lists the collectives in which ranks wait, the ranks that are missing from each, and the stacks of the missing
@@ -138,15 +215,19 @@ def describe_hang(states: Mapping[int, RankState], layout: Layout, limit: float)
 
     Args:
         states: states of the ranks that have answered, by rank.
-        layout: layout that gives the members of each collective.
+        layout: layout that gives the members of each collective; None before it is known.
         limit: seconds without progress.
+        world_size: number of ranks in the job.
     """
-    everyone = tuple(range(layout.cluster.world_size))
+    everyone = tuple(range(world_size))
     lines = [f"watchdog: the job has made no progress for {limit:g} s"]
     waiting: dict[tuple[str, tuple[int, ...], int, str], list[int]] = {}
     for rank, state in sorted(states.items()):
         for doing in state.collectives:
-            members = everyone if doing.track == "world" else layout.axis_ranks(doing.track, rank)
+            if layout is None or doing.track in ("world", "checkpoint"):
+                members = everyone
+            else:
+                members = layout.axis_ranks(doing.track, rank)
             waiting.setdefault((doing.track, members, doing.number, doing.name), []).append(rank)
     absent: set[int] = set()
     for (axis, members, number, name), arrived in waiting.items():
@@ -159,11 +240,11 @@ def describe_hang(states: Mapping[int, RankState], layout: Layout, limit: float)
     silent = set(everyone) - states.keys()
     if silent:
         lines.append(f"  {_ranks(silent)} did not answer: stopped, ended, or stuck outside Python")
-    culprits = [r for r in sorted(absent - silent) if not states[r].collectives] or [r for r in states if not waiting]
+    culprits = [r for r in sorted(absent - silent) if not states[r].collectives]
+    if not (culprits or waiting or silent):
+        culprits = list(states)
     for rank in culprits:
-        state = states[rank]
-        doing_now = ", ".join(f"{d.track} {d.name} for {d.seconds:.0f} s" for d in state.doing) or "outside the step"
-        lines.append(f"  rank {rank}: {doing_now}\n{state.stacks}")
+        lines.append(f"  rank {rank} on {states[rank].host}: {states[rank].describe()}\n{states[rank].stacks}")
     return "\n".join(lines)
 
 
@@ -174,7 +255,7 @@ def _behind(states: Mapping[int, RankState]) -> list[str]:
     collectives, and FSDP2's own collectives use no axis.
     """
     lines = []
-    for track in sorted({track for state in states.values() for track in state.entered} - {COMPUTE, WAIT}):
+    for track in sorted({track for state in states.values() for track in state.entered} - {COMPUTE, FILES, WAIT}):
         counts = {rank: state.entered.get(track, 0) for rank, state in states.items()}
         most = max(counts.values())
         if behind := [rank for rank, count in counts.items() if count < most]:

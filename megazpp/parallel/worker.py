@@ -21,6 +21,7 @@ import os
 import random
 import select
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -37,12 +38,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megazpp.base.launcher import find_launcher
-from megazpp.base.program import EXIT_ERROR, EXIT_READER_GONE, EXIT_SECONDARY, LAUNCHER_PID, JobError, end_with
+from megazpp.base.program import EXIT_ERROR, EXIT_READER_GONE, EXIT_SECONDARY, LAUNCHER_PID, JobError, end_with, leave
 from megazpp.parallel.launch import LOOPBACK, RESTART_COUNT, LaunchConfig, RankInfo, is_on_one_machine, open_store
+from megazpp.parallel.watchdog import FAILURES, Watchdog
 
 REPORT_SECONDS = 1.0  # time for the rank that failed first to claim the failure, before other ranks may
-WATCHDOG_SECONDS = 30.0  # collectives time out this much after the watchdog's limit, so that the watchdog reports first
-FAILURES = "megazpp/failures/{}"  # store key of a counter, one per restart; the rank that raises it to 1 reports
+# Limit of torch's collectives. The watchdog ends a job that hangs, in every phase. A time-out of torch would end a job
+# that was suspended for longer and then continues.
+COLLECTIVE_TIMEOUT = timedelta(days=30)
 TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8  # M_TRIM_THRESHOLD, M_MMAP_MAX and M_ARENA_MAX of <malloc.h>
 NEVER = 2**31 - 1  # trim threshold that is never reached
 
@@ -57,6 +60,7 @@ class Worker:
     local_rank: int  # index among the ranks of the node, as the launcher numbers them
     store: dist.Store  # store of the default process group
     timeout: timedelta  # timeout of the default process group's collectives
+    watchdog: Watchdog
     restarts: int = 0  # number of times that the launcher has restarted the job
 
 
@@ -89,35 +93,26 @@ def run_worker(place: RankInfo, config: LaunchConfig, main: Callable[[Worker], N
 
     # The process group.
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-    timeout = timedelta(minutes=config.distributed_timeout_minutes, seconds=WATCHDOG_SECONDS)
-    store, rank, world_size = open_store(place, timeout)
+    store, rank, world_size = open_store(place, timedelta(minutes=config.distributed_timeout_minutes))
+    restarts = int(os.environ.get(RESTART_COUNT, "0"))
+    watchdog = Watchdog(store, place, config, restarts=restarts).start()
     share_gloo_device(loopback=is_on_one_machine(place), lazy=backend != "gloo")
     if device.type == "cpu":
         keep_freed_memory()
     bound = device if device.type == "cuda" else None
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
-    restarts = int(os.environ.get(RESTART_COUNT, "0"))
-    worker = Worker(device, rank, world_size, place.local_rank, store, timeout, restarts)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT, device_id=bound
+    )
+    worker = Worker(device, rank, world_size, place.local_rank, store, COLLECTIVE_TIMEOUT, watchdog, restarts)
 
     # The work and the exit.
     try:
         main(worker)
         dist.barrier()
     except BaseException as error:
-        leave(_report_once(error, worker))
+        leave(_report_once(error, worker, alone=is_on_one_machine(place)))
     dist.destroy_process_group()
     leave(0)
-
-
-def leave(code: int) -> NoReturn:
-    """Flush the output and exit the process immediately with `os._exit`.
-
-    `sys.exit` would race with gloo's threads, and would take seconds on a busy machine.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the reader of a pipe may have ended
-            stream.flush()
-    os._exit(code)
 
 
 def seed_everything(seed: int, *, data_rank: int, tp_rank: int) -> None:
@@ -151,17 +146,27 @@ def threads_on(device: torch.device, num_threads: int, name: str) -> ThreadPoolE
     return ThreadPoolExecutor(num_threads, name, initializer=torch.cuda.set_device, initargs=(device,))
 
 
-def _report_once(error: BaseException, worker: Worker) -> int:
-    """Print the error if this is the first rank to fail, and return the exit code."""
+def _report_once(error: BaseException, worker: Worker, *, alone: bool) -> int:
+    """Print the error if this is the first rank to fail, and return the exit code.
+
+    The first rank of each other host prints which rank has failed, unless all ranks are on one machine (`alone`).
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if frames and Path(frames[-1].filename).is_relative_to(Path(dist.__file__).parent):
         time.sleep(REPORT_SECONDS)  # torch.distributed raised the error, most likely because another rank has ended
     try:
         first = worker.store.add(FAILURES.format(worker.restarts), 1) == 1
     except Exception:  # the process that hosts the store has ended, so another rank failed first
-        first = worker.rank == 0
+        first = worker.rank == 0 and alone
     if not first:
+        if worker.local_rank == 0 and not alone:
+            _say_who_failed(worker)
         return EXIT_SECONDARY
+    host, words = socket.gethostname(), str(error).strip().splitlines() or [type(error).__name__]
+    with contextlib.suppress(Exception):  # the process that hosts the store has ended
+        worker.store.set(
+            f"{FAILURES.format(worker.restarts)}/text", f"{host}\nrank {worker.rank} on {host}: {words[0]}"
+        )
     if isinstance(error, JobError):
         error.show()
         return error.exit_code
@@ -173,6 +178,19 @@ def _report_once(error: BaseException, worker: Worker) -> int:
     text = "".join(traceback.format_exception(error))
     print(f"\nrank {worker.rank} failed:\n{text}", file=sys.stderr, end="")  # starts a new line after a progress bar
     return EXIT_ERROR
+
+
+def _say_who_failed(worker: Worker) -> None:
+    """Print which rank has failed first, if it is on another host."""
+    here = socket.gethostname()
+    try:
+        worker.store.set_timeout(timedelta(seconds=2 * REPORT_SECONDS))
+        host, _, text = worker.store.get(f"{FAILURES.format(worker.restarts)}/text").decode().partition("\n")
+    except Exception:  # the process that hosts the store has ended, or the link to it is down
+        address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        host, text = "", f"the connection to rank 0's host ({address}) was lost"
+    if host != here:
+        print(f"\nrank {worker.rank} on {here} ends: {text}", file=sys.stderr)
 
 
 def _reader_is_gone() -> bool:

@@ -31,8 +31,6 @@ from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer, build_orthogonalizer
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import open_axis
-from megazpp.parallel.watchdog import Watchdog
-from megazpp.parallel.worker import Worker
 from megazpp.run.arguments import ParsedRun
 from megazpp.run.checks import RunPlan
 from megazpp.run.feature import TrainerParts
@@ -251,9 +249,7 @@ class Trainer:
             self.parts.weights_taken()
         return resumed
 
-    def train(
-        self, start: TrainingProgress, schedule: Schedule, stops: StopConditions, worker: Worker
-    ) -> TrainingProgress:
+    def train(self, start: TrainingProgress, schedule: Schedule, stops: StopConditions) -> TrainingProgress:
         """Run all training steps and return the progress at the end.
 
         Without training data or with --skip-train this runs no step and returns `start`.
@@ -262,7 +258,6 @@ class Trainer:
             start: progress from which the run starts or resumes.
             schedule: schedule of learning rate and weight decay.
             stops: conditions for an early stop.
-            worker: this process, whose collectives a watchdog observes.
         """
         # ---- evaluation before the first step
         if self.parts.evaluates_first and start.iteration == 0:
@@ -270,9 +265,7 @@ class Trainer:
         if self.parts.batches is None or self.config.stop.skip_train:
             return start
 
-        # ---- watchdog, kernels, actions after steps
-        folder = None if self.run.folder is None else self.run.folder.path
-        watchdog = Watchdog(worker, self.run.dims, self.config.launch, folder)
+        # ---- kernels, actions after steps
         if self.run.device.type == "cuda":  # the CPU kernels are already compiled
             self.built.sharding.compile_kernels(self.run.device)
         after: list[AfterStep] = [self.checkpoints]
@@ -282,7 +275,7 @@ class Trainer:
             after.append(Evaluations(self.recorder, self.config.evaluation.eval_interval, stops))
 
         # ---- training loop
-        with self.parts.batches as batches, watchdog, self.profiler:
+        with self.parts.batches as batches, self.profiler:
             progress = train(
                 self.step,
                 batches,

@@ -83,6 +83,7 @@ def run_training(
         if folder is not None:
             console.keep(folder.path / "log.txt")
         dims = ParallelDims(plan.layout, device_type=worker.device.type, nccl=config.nccl, timeout=worker.timeout)
+        worker.watchdog.watch(dims, None if folder is None else folder.path)
         seed_everything(config.launch.seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
         if config.cluster.measure_links:
             links, lines = measure_links(dims, worker.device)
@@ -124,7 +125,7 @@ def run_training(
         # ---- train and evaluate
         meter = trainer.recorder.meter
         run.log(mfu_convention(meter.flops_per_token, device_name(run.device), meter.peak_flops), short="")
-        progress = trainer.train(progress, schedule, stops, worker)
+        progress = trainer.train(progress, schedule, stops)
         trainer.finish(progress, evaluate=not stops.hurried)
 
         # ---- report

@@ -1,4 +1,4 @@
-"""Run a job that fails in a chosen way, to test launcher and watchdog: `python job.py KIND WORKERS [RESTARTS]`."""
+"""Run a job that fails in a chosen way, to test launcher and watchdog: `job.py KIND WORKERS [RESTARTS [MINUTES]]`."""
 
 import functools
 import os
@@ -14,7 +14,6 @@ from megazpp.base.program import JobError, UserError
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.parallel.launch import LaunchConfig, detect_rank_info, launch_workers
 from megazpp.parallel.timeline import STEP
-from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker, leave, run_worker
 from megazpp.topology.cluster import Cluster
 
@@ -32,32 +31,39 @@ def work(what: str, config: LaunchConfig, worker: Worker) -> None:
     if kind == "agreed":
         raise JobError("all ranks have found the same\nand say so once")
     if kind == "hang":
-        watched(config, worker)
+        watched(worker)
+    if kind == "pause":
+        for _ in range(12):
+            print(f"rank {worker.rank} at work", flush=True)
+            time.sleep(0.25)
+            dist.all_reduce(total)
     if rank == str(worker.rank):
         time.sleep(0.3)  # let the others reach their collective
         if kind == "raise":
             raise RuntimeError("injected")
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if kind == "sleep":
             time.sleep(FOREVER)
     if kind != "nothing":
         dist.all_reduce(total)
 
 
-def watched(config: LaunchConfig, worker: Worker) -> None:
+def watched(worker: Worker) -> None:
     """Take steps on two axes of four ranks. In step 3, rank 1 sleeps and rank 2 stops itself."""
     cluster = Cluster(num_nodes=1, ranks_per_node=worker.world_size)
     layout = plan_dims(ParallelConfig(tensor_model_parallel_size=2), cluster, zero_stage=3)
     dims = ParallelDims(layout, device_type="cpu")
-    with Watchdog(worker, dims, config, Path() if worker.rank == 0 else None):
-        for step in range(1, 6):
-            with dims.timeline.span(STEP, f"step {step}"):
-                dims.tp.all_reduce_(torch.ones(3))
-                if step == 3:
-                    hang(worker.rank)
-                dims.shard.all_reduce_(torch.ones(3))
-                dims.tp.all_reduce_(torch.ones(3))
+    worker.watchdog.watch(dims, Path() if worker.rank == 0 else None)
+    for step in range(1, 6):
+        with dims.timeline.span(STEP, f"step {step}"):
+            dims.tp.all_reduce_(torch.ones(3))
+            if step == 3:
+                hang(worker.rank)
+            dims.shard.all_reduce_(torch.ones(3))
+            dims.tp.all_reduce_(torch.ones(3))
 
 
 def hang(rank: int) -> None:
@@ -71,7 +77,8 @@ def hang(rank: int) -> None:
 def main() -> int:
     what, nproc = sys.argv[1], int(sys.argv[2])
     restarts = int(sys.argv[3]) if len(sys.argv) > 3 else 0
-    limits = {"distributed_timeout_minutes": 1, "distributed_timeout_seconds_after_init": 1.5}
+    minutes = float(sys.argv[4]) if len(sys.argv) > 4 else 1.0
+    limits = {"distributed_timeout_minutes": minutes, "distributed_timeout_seconds_after_init": 1.5}
     config = LaunchConfig(nproc=nproc or None, max_restarts=restarts, **limits)
     place = detect_rank_info(config)
     if place.started:

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megazpp.base.program import JobError
 from megazpp.inference import on_checkpoint
+from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker
 from megazpp.run.ranks import Job
 
@@ -37,7 +38,8 @@ def _run_on_rank(tool: str, flags: list[str], key: str) -> tuple[int, str]:
         for job in jobs:
             assert job.place.world_size == world_size
             try:
-                job.work(Worker(torch.device("cpu"), rank, world_size, rank, store, timeout))
+                watchdog = Watchdog(store, job.place, job.launch, restarts=0)  # not started
+                job.work(Worker(torch.device("cpu"), rank, world_size, rank, store, timeout, watchdog))
             except JobError as error:
                 error.show()
                 code = error.exit_code

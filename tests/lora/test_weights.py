@@ -6,13 +6,14 @@ from helpers.training import Case
 from megazpp.checkpoint.checksums import SummingWriter
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.lora.weights import AdaptedReader
+from megazpp.parallel.timeline import Timeline
 
 
 def test_merged_weights_are_rounded_to_their_stored_dtype(tmp_path):
     linear, (a, b) = "model.layers.0.mlp.fc1.", (torch.randn(4, 2), torch.randn(6, 2))
     base = {f"{linear}weight": torch.randn(6, 4).bfloat16()}
-    SummingWriter(tmp_path / "base").save(base, None)
-    SummingWriter(tmp_path / "own").save({f"{linear}adapter.a": a, f"{linear}adapter.b": b}, None)
+    SummingWriter(tmp_path / "base", Timeline()).save(base, None)
+    SummingWriter(tmp_path / "own", Timeline()).save({f"{linear}adapter.a": a, f"{linear}adapter.b": b}, None)
     reader = AdaptedReader(SafeReader(tmp_path / "own"), SafeReader(tmp_path / "base"), Case().model, 3.0)
     target = {f"{linear}weight": torch.zeros(6, 4)}
     reader.fill(target, ())

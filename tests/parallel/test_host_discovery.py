@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megazpp.parallel.host_discovery import describe_gpu, describe_host, query_gpu, resolve_cluster, share_survey
+from megazpp.parallel.launch import LaunchConfig, RankInfo
+from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import ClusterConfig
@@ -53,7 +55,9 @@ def test_invalid_host_raises_the_same_error_on_every_rank():
 
 
 def worker(rank: int, world_size: int, store: dist.Store) -> Worker:
-    return Worker(CPU, rank, world_size, rank, store, timeout=timedelta(minutes=1))
+    place = RankInfo(started=True, world_size=world_size, rank=rank, local_rank=rank)
+    watchdog = Watchdog(store, place, LaunchConfig(), restarts=0)  # not started
+    return Worker(CPU, rank, world_size, rank, store, timedelta(minutes=1), watchdog)
 
 
 def never() -> Cluster:

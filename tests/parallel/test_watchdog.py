@@ -1,8 +1,12 @@
 """Test the watchdog: a hanging rank is named with its stack and the waiting collective, and the job ends."""
 
+import os
+import signal
+import socket
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers.fork_python import forked_python
 from helpers.program import Program
@@ -29,13 +33,66 @@ def test_hanging_ranks_are_named_with_waiting_collectives_and_job_ends(tmp_path)
     assert "  all_reduce number 3 on axis shard: rank 3 waiting, rank 1 did not arrive\n" in output
     assert "  all_reduce number 3 on axis shard: rank 0 waiting, rank 2 did not arrive\n" in output
     assert "  rank 2 did not answer: stopped, ended, or stuck outside Python\n" in output
-    assert "  rank 1: step step 3 for " in output
+    assert f"  rank 1 on {socket.gethostname()}: step step 3 for " in output
     assert output.count("in hang\n") == 1
     assert output.splitlines()[-1] == "the job hung, see the watchdog's report above; the job is over"
     (file,) = tmp_path.glob("hang-*.txt")
     stacks = file.read_text()
     assert [f"==== rank {rank}\n" in stacks for rank in range(4)] == [True, True, False, True]
     assert "in hang\n" in stacks.split("==== rank 1\n")[1].split("==== rank 3\n")[0]
+
+
+def start(kind: str, folder: Path, *, minutes: float) -> Program:
+    """Start a job of two ranks whose limit before the second step is this many minutes."""
+    return Program(JOB, kind, "2", "0", str(minutes), folder=folder, cwd=folder)
+
+
+def workers(program: Program) -> list[int]:
+    """Return the processes of the two ranks, which are children of the launcher."""
+    pids = [child.pid for child in psutil.Process(program.process.pid).children() if "RANK" in child.environ()]
+    assert len(pids) == 2
+    return pids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_that_stops_outside_of_all_spans_is_named_and_the_job_ends(tmp_path, rank):
+    """The other rank waits in a collective that no timeline shows, as in torch's own checkpoint code."""
+    program = start(f"stop-on-{rank}", tmp_path, minutes=0.05)
+    program.wait_for("sum 2")
+    began = time.monotonic()
+    output = program.finish()
+    assert time.monotonic() - began < SECONDS
+    assert "watchdog: the job has made no progress for 3 s\n" in output
+    assert f"  rank {rank} did not answer: stopped, ended, or stuck outside Python\n" in output
+    assert output.splitlines()[-1] == "the job hung, see the watchdog's report above; the job is over"
+
+
+@pytest.mark.slow
+def test_job_that_was_suspended_as_a_whole_continues(tmp_path):
+    program = start("pause", tmp_path, minutes=0.05)
+    program.wait_for("rank 0 at work")
+    pids = workers(program)
+    for signum, seconds in ((signal.SIGSTOP, 15.0), (signal.SIGCONT, 0.0)):  # five times the limit
+        for pid in pids:
+            os.kill(pid, signum)
+        time.sleep(seconds)
+    output = program.finish()
+    assert program.process.returncode == 0, output
+    assert "watchdog" not in output
+
+
+@pytest.mark.slow
+def test_ranks_end_by_themselves_if_the_store_does_not_answer(tmp_path):
+    """The launcher hosts the store. While it is stopped, no rank can read an alarm."""
+    program = start("sleep-on-1", tmp_path, minutes=0.05)
+    program.wait_for("sum 2")
+    pids = workers(program)
+    program.process.send_signal(signal.SIGSTOP)
+    program.wait_until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in pids))
+    program.process.send_signal(signal.SIGCONT)
+    output = program.finish()
+    assert "watchdog: the store of rank 0 has not answered for 3 s (127.0.0.1:" in output
 
 
 # ---- the report ----------------------------------------------------------------------------------------------------
@@ -46,10 +103,10 @@ def report(*ranks: tuple[tuple[str, str, int], dict[str, int]]) -> str:
     # local groups 0 1 and 2 3, cross groups 0 2 and 1 3
     layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=2), tp=1, replicas=1)
     states = {
-        rank: RankState([Doing(*doing, 9.0)], entered, "thread MainThread:\n  a stack\n")
+        rank: RankState("a", [Doing(*doing, 9.0)], entered, "thread MainThread:\n  a stack\n")
         for rank, (doing, entered) in enumerate(ranks)
     }
-    return describe_hang(states, layout, 60.0)
+    return describe_hang(states, layout, 60.0, world_size=4)
 
 
 def test_only_ranks_that_wait_for_no_other_are_named_as_the_cause():
@@ -62,7 +119,9 @@ def test_only_ranks_that_wait_for_no_other_are_named_as_the_cause():
     assert "all_gather number 5 on axis local: rank 0 waiting, rank 1 did not arrive\n" in text
     assert "all_gather number 5 on axis local: rank 2 waiting, rank 3 did not arrive\n" in text
     assert "all_to_all number 8 on axis cross: rank 1 waiting, rank 3 did not arrive\n" in text
-    assert [line for line in text.splitlines() if line.startswith("  rank ")] == ["  rank 3: compute forward for 9 s"]
+    assert [line for line in text.splitlines() if line.startswith("  rank ")] == [
+        "  rank 3 on a: compute forward for 9 s"
+    ]
 
 
 def test_collective_entered_by_all_ranks_is_blamed_on_the_network():
