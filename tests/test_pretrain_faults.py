@@ -137,3 +137,26 @@ def test_stop_signal_in_any_phase_saves_and_exits_with_0(tmp_path):
         assert runs.saved == iterations[-1]
         last = iterations[-1]
     assert all(len(values) == 1 for values in runs.losses().values())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("phase", ["start", "loading checkpoint", " iteration ", "saving checkpoint", "validation"])
+def test_rank_that_stops_in_any_phase_ends_the_job_and_is_named(tmp_path, phase, rank):
+    """The rank gets SIGSTOP, as if its machine or file system had stopped."""
+    runs, flags = Runs(tmp_path), [*OURS, "--split", "90,5,5", "--save-interval", "2", "--eval-interval", "3"]
+    flags += ["--train-iters", "100000", "--eval-iters", "20"]
+    code, output = run_forked(*runs.command, *flags, "--exit-interval", "1", folder=tmp_path)
+    assert code == 0, output
+    program = Program(*runs.command, *flags, "--distributed-timeout-minutes", "0.2", folder=tmp_path)
+    program.wait_until(lambda: len(workers(program)) == 2)
+    if phase != "start":
+        program.wait_for(phase)
+    stopped = next(pid for pid in workers(program) if psutil.Process(pid).environ()["RANK"] == str(rank))
+    os.kill(stopped, signal.SIGSTOP)
+    began = time.monotonic()
+    output = program.finish()
+    assert time.monotonic() - began < 60.0
+    assert "watchdog: the job has made no progress for " in output
+    assert f"rank {rank} did not a" in output  # did not arrive, or did not answer
+    assert runs.saved >= 1
