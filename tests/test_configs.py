@@ -94,6 +94,7 @@ def test_config_has_the_published_size_and_tp_ranks_hold_their_share():
 MEMORY = re.compile(r"^# Memory: ([\d.]+) GB per GPU .*\n# python pretrain_gpt.py (.*)$", re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_memory_in_a_configs_comment_equals_its_plan():
     for name in EXPECTED:
         ((gigabytes, flags),) = MEMORY.findall((ROOT / f"configs/{name}.args").read_text())

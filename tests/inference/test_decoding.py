@@ -12,6 +12,7 @@ import torch
 from helpers.ranks import ranks
 from helpers.recorded_graph import record_steps
 from helpers.tensor_parallel import build_gpt
+from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE
 
 from megazpp.inference import decoding
@@ -177,7 +178,7 @@ def draw_on_ranks(config: SampleConfig, ends: Sequence[int], look_every: int) ->
     return draw(build_gpt(STYLES["llama"]), config, ends=ends, look_every=look_every)
 
 
-@pytest.mark.parametrize("config", ["top k and p", "penalty"])
+@pytest.mark.parametrize("config", ["penalty", slow("top k and p")])
 def test_tp_ranks_that_look_every_eight_tokens_sample_the_same(config):
     sample = SampleConfig(sample_tokens=LIMIT, **CONFIGS[config])
     ends = end_of_some(build_gpt(STYLES["llama"]), sample)

@@ -146,10 +146,11 @@ CASES = {
     "shards that end inside heads": Case(model=FIVE_HEADS, nodes=2, optimizer=MUON),
     "nodes of one rank": Case(model=FIVE_HEADS, nodes=4, optimizer=MUON),
 }
-DEFAULT = ("tp, copies", "tp, every setting", "2 nodes, llama, tp", "shards that end inside heads")
 
 
-@pytest.mark.parametrize("case", chosen(CASES, *DEFAULT))
+@pytest.mark.parametrize(
+    "case", chosen(CASES, "tp, every setting", "2 nodes, llama, tp", "shards that end inside heads")
+)
 def test_muon_equals_torch_on_whole_matrices_or_rows_of_nodes(case):
     first, last = ranks(4).run(train, case)[0]
     expected = by_torch(first, case, max(1, case.nodes // case.replicas))
@@ -220,6 +221,7 @@ def crossed(case: Case, optimizer: OptimizerConfig) -> list[int]:
     return [after - before for before, after in itertools.pairwise(found)]
 
 
+@pytest.mark.slow
 def test_muon_crosses_nodes_only_at_intervals_by_a_byte_per_element():
     model = dataclasses.replace(GPT2_STYLE, hidden_size=64, ffn_hidden_size=256)
     case = Case(model=model, nodes=2, zero=ZeroConfig(zeropp=True), seq_length=4)
@@ -250,6 +252,11 @@ def skip(case: Case) -> None:
 
 
 def test_skipped_step_leaves_weights_and_momentum_unchanged():
+    ranks(2).run(skip, Case(nodes=2, optimizer=MUON))
+
+
+@pytest.mark.slow
+def test_skipped_step_leaves_tensor_parallel_weights_and_momentum_unchanged():
     ranks(4).run(skip, Case(nodes=2, tp=2, optimizer=MUON))
 
 
@@ -261,7 +268,8 @@ TRAININGS = {
 }
 
 
-@pytest.mark.parametrize("case", chosen(TRAININGS, "stage 2, tp, sequence"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TRAININGS.values(), ids=TRAININGS)
 def test_muon_training_matches_one_rank(case):
     case = dataclasses.replace(case, optimizer=MUON, steps=STEPS)
     (expected,) = ranks(1).run(train_on_ranks, Case(model=case.model, optimizer=MUON, steps=STEPS))

@@ -147,7 +147,7 @@ def load_frozen(case: Case, load: str, step: int | None = None) -> tuple[str, in
 @pytest.mark.parametrize(
     "layout",
     [
-        {"tp": 2, "sequence_parallel": True},
+        slow({"tp": 2, "sequence_parallel": True}),
         {"nodes": 2, "precision": BF16},
         slow({"nodes": 2, "tp": 2, "float8": "hybrid"}),
         slow({"nodes": 2, "replicas": 2}),
@@ -239,7 +239,7 @@ def bytes_of_live_messages() -> int:
 
 @pytest.mark.parametrize(
     ("world", "layout", "bits"),
-    [(2, {"tp": 2}, 8), (4, {"nodes": 2}, None), slow(2, {}, 16), slow(4, {"nodes": 2, "tp": 2}, 4)],
+    [(2, {"tp": 2}, 8), slow(4, {"nodes": 2}, None), slow(2, {}, 16), slow(4, {"nodes": 2, "tp": 2}, 4)],
 )
 def test_disk_and_memory_give_equal_tokens_and_losses_on_all_layouts(load, tmp_path, world, layout, bits):
     case = dataclasses.replace(ALONE, **layout)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import ranks
+from helpers.tiers import slow
 from helpers.torch_versions import needs_any_order
 from helpers.training import Case, train_on_ranks
 
@@ -51,8 +52,8 @@ def test_every_group_numbers_its_ranks_as_its_axis_does():
 
 @needs_any_order
 @pytest.mark.parametrize(("order", "case"), [
-    (SHUFFLED, Case(steps=2, nodes=2, tp=2)),
-    (SHUFFLED, Case(steps=2, nodes=2, replicas=2)),
+    slow(SHUFFLED, Case(steps=2, nodes=2, tp=2)),
+    slow(SHUFFLED, Case(steps=2, nodes=2, replicas=2)),
     (CYCLIC, Case(steps=2, nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True))),
 ])  # fmt: skip
 def test_training_with_any_rank_order_matches_block_order(order, case):

@@ -11,7 +11,6 @@ import transformers
 from helpers.chat_templates import ASK, CALLS, CHATML, CHATS, LATE, MARKED, TALK, TELL, THINKS, TOOL, WITH_TOOLS, Chat
 from helpers.hf_tokenizers import added, llama2, llama3, qwen2, unigram
 from helpers.refusals import not_refused
-from trl.chat_template_utils import is_chat_template_stop_token_trained
 
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from megazpp.data.tokenizer_folder import find_tokenizer
@@ -141,6 +140,8 @@ def test_parquet_nulls_are_missing_keys_but_json_nulls_are_kept(tmp_path):
 
 @pytest.mark.parametrize("write", TOKENIZERS)
 def test_assistant_only_loss_warns_like_trl_if_no_turn_end_is_trained(tmp_path, write):
+    from trl.chat_template_utils import is_chat_template_stop_token_trained  # takes two seconds
+
     templates = {"marked": MARKED, "late": LATE, "thinks": THINKS, "bare": MARKED.replace("<|im_end|>", "")}
     for name, source in templates.items():
         folder, lines = folder_of(tmp_path / name, write, source), list[str]()

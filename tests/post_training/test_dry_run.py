@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from helpers.ranks import ranks
 from helpers.small_run import parse
-from helpers.tiers import chosen, slow
+from helpers.tiers import chosen
 from helpers.training import CPU
 
 from megazpp.data.tokenizer import ByteTokenizer
@@ -73,7 +73,7 @@ PLANNED: dict[str, tuple[PostConfigs, str, float]] = {
 }
 
 
-@pytest.mark.parametrize("case", chosen(PLANNED, "sft, adapters, 8 bits", "grpo, tp"))
+@pytest.mark.parametrize("case", chosen(PLANNED, "sft, adapters, 8 bits"))
 def test_planned_memory_of_all_models_matches_live_tensors(case):
     asked, flags, recorded = case
     dry = dry_run_models(parse(f"{SMALL} {flags}").config, asked, TWO_BY_TWO, rank=0)
@@ -122,7 +122,8 @@ def drawn(config: RunConfig, post: PostConfigs, cluster: Cluster) -> tuple[int, 
     return live.peak, kinds.total() - kinds[Memory.MOMENTS]
 
 
-@pytest.mark.parametrize("flags", ["", slow(UNTIED)])
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", UNTIED])
 def test_generation_takes_the_planned_memory_except_activations(flags):
     """One layer is 14 % of it, and keys and values are 10 %, so the tolerance would show if one were missing."""
     config = parse(f"{SMALL} --global-batch-size 32 --vocab-size 257 {flags}").config

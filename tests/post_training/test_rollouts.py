@@ -117,8 +117,8 @@ def test_generation_without_any_reward_stops_the_run():
     [
         (2, {"tp": 2, "micro_batch_size": 8}, ["grpo"]),
         (2, {"micro_batch_size": 2}, ["grpo, two steps twice"]),  # both ranks share each group of 4
-        (2, {"cp": 2, "micro_batch_size": 8}, ["ppo"]),
-        (2, {"micro_batch_size": 2}, ["grpo of experts"]),
+        slow(2, {"cp": 2, "micro_batch_size": 8}, ["ppo"]),
+        slow(2, {"micro_batch_size": 2}, ["grpo of experts"]),
         slow(4, {"cp": 2, "micro_batch_size": 2}, [*CASES]),
         slow(4, {"tp": 2, "nodes": 2, "micro_batch_size": 2}, [*CASES]),
     ],

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers.ranks import ranks
 from helpers.tensor_parallel import assert_near, counted, draw, part, tp_axis
+from helpers.tiers import slow
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.planner.trace import BACKWARD, FORWARD, TraceRecorder
@@ -68,7 +69,7 @@ def compare_all() -> None:
         compare(vocab_size, padded, chunk_bytes, temperature, fuse=False)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, slow(4)])
 def test_chunked_loss_entropy_gradients_and_bytes_match_torch(size):
     ranks(size).run(compare_all)
 
@@ -160,7 +161,7 @@ def compare_special_logits() -> None:
             assert not grad[..., part(torch.arange(full.shape[-1]) >= vocab_size, 0, tp)].any(), row
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, slow(4)])
 def test_rounded_extreme_or_non_finite_logits_affect_only_their_tokens(size):
     ranks(size).run(compare_special_logits)
 
@@ -236,6 +237,7 @@ def test_unchunked_loss_needs_three_products_and_memory_for_16_bit_logits():
         assert logits < forward.kept + backward.peak - 2 * rows * channels < 1.2 * logits, vocab_size
 
 
+@pytest.mark.slow
 def test_chunks_end_at_multiples_of_128_columns():
     """One chunk at a time is in memory, and all but the last are recomputed in the backward."""
     for num_tokens in (66, 96):

@@ -56,7 +56,9 @@ def seen_by_the_host(case: Case, waits: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "case", [{"nodes": 2, "zero": ZEROPP, "micro_batches": 2}, slow({"stage": 0}), {"tp": 2}], ids=["zeropp", "0", "tp"]
+    "case",
+    [{"nodes": 2, "zero": ZEROPP, "micro_batches": 2}, slow({"stage": 0}), slow({"tp": 2})],
+    ids=["zeropp", "0", "tp"],
 )
 def test_host_reads_only_the_previous_step_between_backward_and_update(case):
     for seen in ranks(2).run(seen_by_the_host, Case(**case), False):

@@ -55,7 +55,7 @@ LARGE = Case(
 )
 
 
-@pytest.mark.parametrize(("case", "meetings"), [(PLAIN, [3, 6, 8]), (LATE, [5, 8]), slow(LARGE, [3, 6, 8])])
+@pytest.mark.parametrize(("case", "meetings"), [(LATE, [5, 8]), slow(PLAIN, [3, 6, 8]), slow(LARGE, [3, 6, 8])])
 def test_replica_groups_communicate_only_where_a_merge_is_due(case, meetings, tmp_path):
     results = ranks(4).run(train, case, tmp_path)
     for rows, error in results:

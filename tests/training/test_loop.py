@@ -1,6 +1,6 @@
 """The training loop: the order of its calls, and the conditions that end it, equal on all ranks."""
 
-import gc
+import functools
 import os
 import signal
 from types import SimpleNamespace
@@ -82,19 +82,23 @@ def test_resumed_run_of_steps_with_another_batch_size_takes_all_steps():
     assert (run.progress.iteration, run.progress.consumed_samples) == (5, 104)
 
 
-def test_garbage_is_collected_after_the_first_step_and_at_intervals(monkeypatch):
-    collected: list[int] = []
-    iteration = 6
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("frozen", [0, 7])
+def test_garbage_is_collected_after_the_first_step_and_at_intervals(monkeypatch, frozen, enabled):
+    """Collection is disabled inside later steps. Objects that the caller has frozen stay frozen."""
+    calls: list[Any] = []
+    names = ("collect", "freeze", "unfreeze", "disable", "enable")
+    recorder = {name: functools.partial(calls.append, name) for name in names}
+    state = {"isenabled": lambda: enabled, "get_freeze_count": lambda: frozen}
     monkeypatch.setattr(loop, "GARBAGE_INTERVAL", 4)
-    monkeypatch.setattr(loop.gc, "collect", lambda: collected.append(iteration))
+    monkeypatch.setattr(loop, "gc", SimpleNamespace(**recorder, **state))
     with loop.collect_garbage_between_steps() as collect_garbage:
         for iteration in range(6, 14):
-            assert gc.isenabled() == (iteration == 6)  # after the first step, collection is disabled inside steps
-            assert (gc.get_freeze_count() > 0) == (iteration > 6)
+            calls.append(iteration)
             collect_garbage(iteration)
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
-    assert collected == [6, 8, 12]
+    first = ["collect", *["freeze"] * (not frozen), "disable"]
+    last = [*["unfreeze"] * (not frozen), *["enable"] * enabled]
+    assert calls == [6, *first, 7, 8, "collect", 9, 10, 11, 12, "collect", 13, *last]
 
 
 ALONE: Any = SimpleNamespace(world=MeshAxis("world"), mesh=SimpleNamespace(device_type="cpu"))
