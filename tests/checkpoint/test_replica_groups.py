@@ -70,7 +70,7 @@ def moments(state: dict[str, str], group: int) -> dict[str, str]:
     return under(f"replica_group.{group}.optimizer.state." if group else "optimizer.state.", state)
 
 
-@pytest.mark.parametrize("case", chosen(CASES, "none from two", "fragments"))
+@pytest.mark.parametrize("case", chosen(CASES, "none from two"))
 def test_checkpoint_of_replica_groups_resumes_with_other_numbers(saved, case):
     before, after, same, notes = case
     folder, of_group = saved(before)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.checkpoints import run
 from helpers.ranks import ranks
-from helpers.tiers import chosen, slow
+from helpers.tiers import chosen
 from helpers.training import BIASED_STYLE, GPT2_STYLE, LLAMA_STYLE, Case
 
 from megazpp.diloco.config import DilocoConfig
@@ -102,7 +102,8 @@ def test_checkpoint_without_kept_weights_resumes_with_full_weights(tmp_path):
     assert kept == [True, False]
 
 
-@pytest.mark.parametrize(("first", "then"), [("adam", "muon"), slow("muon", "adam")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [("adam", "muon"), ("muon", "adam")])
 def test_other_optimizer_resumes_with_new_moments_of_matrices_and_a_note(tmp_path, first, then):
     one, other = (Case(model=LLAMA_STYLE, tp=2, optimizer=OptimizerConfig(optimizer=kind)) for kind in (first, then))
     flags = {"save": str(tmp_path), "load": str(tmp_path)}

@@ -77,7 +77,7 @@ DRAWS = [(PROMPTS[:1], DRAWN, seed, 0) for seed in (1, 2, 1)]
     ("style", "world_size", "tp", "stage", "sequence_parallel"),
     [
         ("gpt2", 2, 1, 3, False),
-        ("llama", 2, 2, 0, True),
+        slow("llama", 2, 2, 0, True),
         slow("mixture", 2, 2, 3, False),
         slow("gpt2", 4, 1, 1, False),
         slow("mixture", 4, 2, 3, True),

@@ -60,7 +60,7 @@ def test_packed_blocks_match_the_reference(name):
         pack_one(name, x, fmt, swapped=n % 2 == 0, offset=n % 7)
 
 
-@each_implementation
+@each_implementation_slowly
 def test_packing_with_error_feedback_matches_the_reference(name):
     every = [(n, dtype, kind, beta) for n in LENGTHS for dtype in DTYPES for kind in KINDS for beta in (0.0, 0.8)]
     few = [(300, BF16, KINDS[0], 0.8), (130, FP32, KINDS[1], 0.0), (300, FP16, KINDS[2], 0.8)]

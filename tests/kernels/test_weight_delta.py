@@ -101,7 +101,9 @@ def test_unaligned_weights_of_any_size_are_packed(c_library, size):
         assert torch.equal(bits(received), bits(new)), (dtype, scale)
 
 
-@pytest.mark.parametrize("name", ["native", pytest.param("triton", marks=[pytest.mark.gpu] * (DEVICE == "cuda"))])
+@pytest.mark.parametrize(
+    "name", ["native", pytest.param("triton", marks=pytest.mark.gpu if DEVICE == "cuda" else pytest.mark.slow)]
+)
 def test_implementation_writes_and_reads_the_references_bytes(name):
     module = native if name == "native" else TRITON
     if module is None or (module is native and isinstance(native.library(), CLibraryError)):

@@ -181,8 +181,9 @@ def check_reference(case: Case, load: str, folder: str) -> None:
     assert torch.equal(reference(other), trained)  # the reference still has the loaded adapters
 
 
+@pytest.mark.slow  # each rank imports PEFT
 @pytest.mark.parametrize(
-    ("world", "layout", "kind"), [slow(2, {"tp": 2}, "llama"), (2, {"nodes": 2}, "gpt2"), slow(4, {"tp": 2}, "gpt2")]
+    ("world", "layout", "kind"), [(2, {"tp": 2}, "llama"), (2, {"nodes": 2}, "gpt2"), (4, {"tp": 2}, "gpt2")]
 )
 def test_disabled_adapters_give_the_base_and_saved_adapters_reload(loads, tmp_path, world, layout, kind):
     ranks(world).run(check_reference, Case(model=MODELS[kind], **layout), loads[kind], str(tmp_path))
@@ -219,6 +220,7 @@ def load_another(case: Case, load: str, folder: str, other: str) -> None:
     adapt(case, dataclasses.replace(ALL, lora_load=folder), other)
 
 
+@pytest.mark.slow
 def test_adapters_of_another_base_are_rejected(loads, tmp_path):
     case, other = Case(model=LLAMA_STYLE), str(tmp_path / "other")
     ranks(2).run(run, dataclasses.replace(case, seed=8), 1, save=other)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.tensor_parallel import CPU, build_gpt, draw, sample, step
+from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, Case, build_on_ranks
 
 from megazpp.model.config import GPTConfig
@@ -130,7 +131,7 @@ def compare_seeds(model: GPTConfig, sequence_parallel: bool) -> dict[str, torch.
 
 
 @pytest.mark.parametrize(
-    ("size", "sequence_parallel", "model"), [(1, False, HIDDEN_ONLY), (2, True, BOTH), (4, False, BOTH)]
+    ("size", "sequence_parallel", "model"), [(1, False, HIDDEN_ONLY), (2, True, BOTH), slow(4, False, BOTH)]
 )
 def test_dropout_depends_on_the_seed_and_is_off_in_evaluation(size, sequence_parallel, model):
     """Losses, and gradients of replicated parameters, are equal on all tp ranks.
