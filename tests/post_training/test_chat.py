@@ -138,6 +138,7 @@ def test_parquet_nulls_are_missing_keys_but_json_nulls_are_kept(tmp_path):
     assert found.row(0)[0].tolist() == expected["input_ids"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", TOKENIZERS)
 def test_assistant_only_loss_warns_like_trl_if_no_turn_end_is_trained(tmp_path, write):
     from trl.chat_template_utils import is_chat_template_stop_token_trained  # takes two seconds

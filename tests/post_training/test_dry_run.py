@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from helpers.ranks import ranks
 from helpers.small_run import parse
-from helpers.tiers import chosen
 from helpers.training import CPU
 
 from megazpp.data.tokenizer import ByteTokenizer
@@ -73,7 +72,8 @@ PLANNED: dict[str, tuple[PostConfigs, str, float]] = {
 }
 
 
-@pytest.mark.parametrize("case", chosen(PLANNED, "sft, adapters, 8 bits"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PLANNED.values(), ids=PLANNED)
 def test_planned_memory_of_all_models_matches_live_tensors(case):
     asked, flags, recorded = case
     dry = dry_run_models(parse(f"{SMALL} {flags}").config, asked, TWO_BY_TWO, rank=0)
