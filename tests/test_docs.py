@@ -25,6 +25,7 @@ from helpers.fork_python import forked_python
 from helpers.megatron_files import VOCAB, make_weights, write_megatron
 from helpers.program import ROOT, run_program
 from helpers.ranks import ranks
+from helpers.tiers import chosen
 
 from megazpp.base.command_line import read_megatron_flags
 from megazpp.features import FEATURES
@@ -186,8 +187,12 @@ def test_tutorial_trains_and_exports_a_model_that_transformers_continues(checkou
     assert ours in run(checkout, "python load.py")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if page != TUTORIAL and (blocks(page, "sh") or wanted(page))])
+RUN = [page for page in PAGES if page != TUTORIAL and (blocks(page, "sh") or wanted(page))]
+LONG = ["docs/planner.md", *(f"docs/{page}.md" for page in ("concepts/context_parallelism", "concepts/zeropp"))]
+LONG += ["docs/reference/configs.md"]
+
+
+@pytest.mark.parametrize("page", chosen({page: page for page in RUN}, slow={*RUN} - {*LONG}))
 def test_commands_of_a_page_run(page, scratch):
     run_page(scratch, page)
 
@@ -286,7 +291,7 @@ def test_cloud_files_start_a_run_whose_flags_parse():
         assert config.checkpoint.save == config.checkpoint.load == "/data/my-gpt"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_site_has_every_page_and_no_dead_link(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ".mkdocs/mkdocs.yml", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)

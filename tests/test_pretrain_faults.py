@@ -15,6 +15,7 @@ import psutil
 import pytest
 from helpers.pretrain import TOY
 from helpers.program import ROOT, Program, run_forked
+from helpers.tiers import nightly
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +49,7 @@ class Runs:
 
 
 @pytest.mark.parametrize(
-    ("kills", "diloco"), [(2, ""), (1, "--diloco-steps 4 --diloco-fragment-sync-delay 2")]
+    ("kills", "diloco"), [(2, ""), nightly(1, "--diloco-steps 4 --diloco-fragment-sync-delay 2")]
 )  # the test was run once with 30 kills
 def test_killed_ranks_lose_only_the_steps_since_the_last_checkpoint(tmp_path, kills, diloco):
     """Ranks are killed at the start, while loading, in steps and in saves; all losses equal a run's without faults."""

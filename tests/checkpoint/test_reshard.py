@@ -53,7 +53,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", chosen(CASES, "tp 2"))
+SLOW = ("one rank, zero 1", "muon", "zeropp", "experts", "expert bias", "kept", "nothing kept on one node")
+
+
+@pytest.mark.parametrize("case", chosen(CASES, "tp 2", slow=SLOW))
 def test_layouts_read_each_bit_of_each_other_and_say_what_begins_anew(tmp_path, case):
     """Take two steps with the first layout, resume for two with the second, and resume for one with the first."""
     world, first, other, part, count, notes = case

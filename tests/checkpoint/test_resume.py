@@ -56,7 +56,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", chosen({name: name for name in CASES}, "differences, bf16"))
+SLOW = (
+    *("zero 3, cp 2", "zero 0, fp16", "zeropp, k 2, bf16", "zeropp, reset, fp16", "zeropp, tp 2, float8"),
+    *("differences, fp16, tp 2, async", "differences, muon, cp 2", "zeropp, muon, tp 2, fp16"),
+    *("zeropp, expert bias, ep 2, bf16", "replica groups, muon", "replica groups, fragments, between two"),
+    "replica groups, messages in flight, async",
+)
+
+
+@pytest.mark.parametrize("name", chosen({name: name for name in CASES}, "differences, bf16", slow=SLOW))
 def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path, name):
     case, save = CASES[name], {"save": str(tmp_path), "save_interval": 2, "async_save": "async" in name}
     if case.float8 is not None:
