@@ -203,7 +203,7 @@ def test_the_quickstart_shows_the_lines_of_two_nodes_with_zeropp():
     config = parse_run_config(flags, ROOT, features=FEATURES).config
     plan = check_run_config(config, Cluster(num_nodes=2, ranks_per_node=8), device_type="cpu")
     shown = [f"{plan.layout.describe()}; ZeRO stage {config.zero.stage}", plan.wire.describe()]
-    assert blocks("docs/quickstart.md", "text")[0].splitlines() == shown
+    assert blocks("docs/quickstart.md", "text")[0].split() == " ".join(shown).split()
 
 
 def test_links_lead_to_existing_files_and_headings():
