@@ -22,9 +22,10 @@ from megazpp.base.program import program
 from megazpp.data.dataset import Splits, build_datasets, check_inputs
 from megazpp.features import FEATURES
 from megazpp.inference.on_checkpoint import Loaded, run_on_checkpoint
+from megazpp.inference.scoring import Score, check_input, count_labels, score_whole
 from megazpp.run.arguments import RunConfig
 from megazpp.training.batches import plan_batches
-from megazpp.training.objective import Evaluator, Score, check_input, count_labels, score_whole
+from megazpp.training.objective import Evaluator
 from megazpp.training.setup import open_loader
 
 COMMON = ("data_path", "text_path", "split", "eval_iters", "micro_batch_size", "seq_length")  # listed by --help

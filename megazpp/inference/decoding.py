@@ -18,9 +18,22 @@ import torch
 from torch import nn
 
 from megazpp.inference.sample import SampleConfig, occurring, pick_rows
-from megazpp.model.gpt import GPTModel
+from megazpp.model.gpt import GPTModel, Head
 from megazpp.model.kv_cache import KVCache
 from megazpp.parallel.axis import MeshAxis
+
+
+def logits_at(places: torch.Tensor) -> Head:
+    """Return a head that computes the logits of one token per row, [B, 1, V/T].
+
+    Args:
+        places: [B] index of the token in each row.
+    """
+
+    def head(model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor | None) -> torch.Tensor:
+        return model.logits(x[places, torch.arange(len(places), device=x.device)].unsqueeze(0))
+
+    return head
 
 
 class Drawing:
@@ -78,7 +91,7 @@ class Drawing:
     def read_prompts_(self) -> None:
         """Run the forward of the prompts, and sample the first token of each row."""
         last = torch.tensor(self._counts, device=self._rows.device) - 1
-        part = self._model(self._prompts, cache=self._cache, logits_at=last)[:, 0]
+        part = self._model(self._prompts, cache=self._cache, head=logits_at(last))[:, 0]
         self._cache.add(self._counts)
         self._draw_(part)
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.inference.decoding import Drawing, StepGraphs
+from megazpp.inference.decoding import Drawing, StepGraphs, logits_at
 from megazpp.inference.sample import SampleConfig, pick
 from megazpp.model.gpt import GPTModel
 from megazpp.model.kv_cache import KVCache
@@ -214,10 +214,10 @@ def _next_logits(
     device, longest = model.embedding.word.weight.device, max(map(len, new))
     # Padding follows a row's tokens, so causal attention never sees it.
     tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in new], device=device)
-    last = None
+    head = None
     if longest > 1:
-        last = torch.tensor([len(row) - 1 for row in new], device=device)
-    part = model(tokens, cache=cache, logits_at=last)[:, 0]
+        head = logits_at(torch.tensor([len(row) - 1 for row in new], device=device))
+    part = model(tokens, cache=cache, head=head)[:, 0]
     if cache is not None:  # an ended row does not advance: its last token is processed again in each forward
         cache.add([len(row) if goes else 0 for row, goes in zip(new, active, strict=True)])
     return model.tp.all_gather(part.t()).t()[:, : model.vocab_size]

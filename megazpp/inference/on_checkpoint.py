@@ -16,11 +16,11 @@ from megazpp.base.program import user_errors
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.checkpoint.read import LoadSource, find_weights, first_sound, load_weights
-from megazpp.checkpoint.weights import open_frozen_place
 from megazpp.data.dataset import build_tokenizer
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.gpt import GPTModel
 from megazpp.packed_weights.load import WeightsConfig, bf16_note, load_used_model
+from megazpp.packed_weights.reader import open_frozen_place
 from megazpp.packed_weights.streamed import StreamedUnits
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.host_discovery import resolve_cluster

@@ -26,7 +26,6 @@ import torch
 from torch import nn
 
 from megazpp.base.files import write_whole
-from megazpp.checkpoint.weights import spell_checksum, sum_of_bits
 from megazpp.convert.huggingface import find_architecture, model_pieces, read_json, to_files
 from megazpp.convert.llama import split_gate_up
 from megazpp.convert.model import (
@@ -45,6 +44,7 @@ from megazpp.convert.model import (
 from megazpp.convert.safetensors_file import read_metadata, write_tensors
 from megazpp.data.tokenizer_folder import import_package
 from megazpp.model.config import GPTConfig
+from megazpp.packed_weights.reader import spell_checksum, sum_of_bits
 
 CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 ALL_LINEAR = "all-linear"

@@ -18,7 +18,6 @@ from megazpp.checkpoint.metadata import IMPORTED_FROM, CheckpointMetadata
 from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import MODEL, SCALAR_HEAD
-from megazpp.checkpoint.weights import FrozenPlace
 from megazpp.lora.config import LoraConfig
 from megazpp.lora.layers import Linear, LowRankAdapter, QkvAdapter
 from megazpp.lora.peft import AdapterSettings, Branch, find_branches, read_adapter, write_adapter
@@ -26,6 +25,7 @@ from megazpp.model.dropout import Dropout, SharedGenerator
 from megazpp.model.gpt import GPTModel, TransformerLayer
 from megazpp.packed_weights.frozen import FrozenUnits
 from megazpp.packed_weights.load import load_frozen_model
+from megazpp.packed_weights.reader import FrozenPlace
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.layers import Adapter, RowParallelLinear
 from megazpp.training.setup import ModelSpec, ShardedModel, fill, shard_built

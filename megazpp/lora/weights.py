@@ -18,12 +18,12 @@ from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import CheckpointMetadata, read_record
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import MODEL, SCALAR_HEAD, under
-from megazpp.checkpoint.weights import spell_checksum, sum_of_bits
 from megazpp.convert.model import Model
 from megazpp.convert.native import AdapterConverter
 from megazpp.lora.layers import joined_factors, merged
 from megazpp.lora.peft import SETTINGS, AdapterSettings, default_targets, with_adapter, write_adapter
 from megazpp.model.config import GPTConfig
+from megazpp.packed_weights.reader import spell_checksum, sum_of_bits
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import raise_on_all_ranks
 

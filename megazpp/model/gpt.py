@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,22 +37,10 @@ from megazpp.tensor_parallel.parameters import ParameterSpec, local, local_param
 from megazpp.tensor_parallel.regions import collect_sequence, enter_region, reduce_from_region_
 
 Masks = tuple[torch.Tensor | None, torch.Tensor | None]  # dropout masks after attention and after the MLP
-
-
-class TokenOutputs(NamedTuple):
-    """Outputs per token of a forward with entropies or values, [B, S] fp32 each. Outputs not requested are None.
-
-    Attributes:
-        losses: cross entropy of each label.
-        entropy: entropy of the predicted distribution of each label, without a gradient.
-        values: outputs of the scalar head.
-        router_loss: [B] sum of all layers' balance and z-losses of each sequence, times their coefficients.
-    """
-
-    losses: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    router_loss: torch.Tensor | None = None
+# Function that computes the output of a forward from the model, the hidden states [S/C, B, H] after the final norm, and
+# the losses of routers [B] fp32: the sums over layers for each sequence, times their coefficients. The losses are None
+# in evaluation, and without experts.
+Head = Callable[["GPTModel", torch.Tensor, torch.Tensor | None], Any]
 
 
 class GPTModel(nn.Module):
@@ -134,35 +122,26 @@ class GPTModel(nn.Module):
         *,
         position_ids: torch.Tensor | None = None,
         document_starts: torch.Tensor | None = None,
-        cache: KVCache | None = None,
-        logits_at: torch.Tensor | None = None,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
-        with_values: bool = False,
-        with_router_loss: bool = False,
         counted: torch.Tensor | None = None,
-    ) -> torch.Tensor | TokenOutputs:
-        """Compute the losses of a batch with labels, or the logits of a batch without.
+        cache: KVCache | None = None,
+        head: Head | None = None,
+    ) -> Any:
+        """Compute the losses of a batch with labels, the logits of a batch without, or the result of `head`.
 
         Args:
             tokens: [B, S] int64 token ids.
-            labels: [B, S] int64, the token that follows each token; None for logits.
+            labels: [B, S] int64, the token that follows each token; None for logits or for a head.
             position_ids: [B, S] int64 positions; None counts from 0 in every row.
             document_starts: [documents + 1] offsets of the documents in the B x S flattened tokens, int32 for a
                 document kernel. Tokens then attend only within their own document.
+            counted: [B, S] bool, True for tokens that the losses of routers include; None for all tokens.
             cache: key-value cache with the earlier tokens of each row, to which this forward adds its tokens; for
                 generation. Not supported with sequence parallelism, `position_ids` or `document_starts`.
-            logits_at: [B] index in each row of the only token whose logits are returned; None for all tokens.
-            temperature: divisor of the logits before losses and entropies are computed.
-            with_entropy: also return entropies; needs labels.
-            with_values: also return the outputs of the scalar head, which the model must have.
-            with_router_loss: also return the losses of routers; in training, where `config.has_router_loss` is true.
-            counted: [B, S] bool, True for tokens that the losses of routers include; None for all tokens.
+            head: computes the result; None for losses or logits. It may call `token_losses`, `logits` and `values`.
 
         Returns:
             Losses [B, S] fp32 with labels. Without labels, logits [B, S, V/T] of this tp rank's part of the padded
-            vocabulary ([B, 1, V/T] with `logits_at`). With entropies, values or router losses, a
-            TokenOutputs, without logits.
+            vocabulary. With a head, its result.
         """
         # ---- positions, and this rank's part of the sequence
         (batch, seq), device = tokens.shape, tokens.device
@@ -171,14 +150,13 @@ class GPTModel(nn.Module):
         elif position_ids is None:
             position_ids = torch.arange(seq, device=device).expand(batch, seq)
         if self.context_parallel:
-            assert cache is logits_at is None, "context parallelism supports neither a cache nor logits_at"
-            tokens, position_ids = (x.chunk(self.cp.size, dim=1)[self.cp.rank] for x in (tokens, position_ids))
-            labels = None if labels is None else labels.chunk(self.cp.size, dim=1)[self.cp.rank]
+            assert cache is None, "context parallelism does not support a cache"
+            tokens, position_ids = self._part(tokens), self._part(position_ids)
         # ---- inputs of attention for each kind of layer
         inputs = self._attention_inputs(position_ids, document_starts, cache, seq)
         if counted is not None:
-            mine = counted.chunk(self.cp.size, dim=1)[self.cp.rank] if self.context_parallel else counted
-            inputs = dataclasses.replace(inputs, counted=(mine.t().float(), counted.sum(dim=1).clamp(min=1).float()))
+            numbers = counted.sum(dim=1).clamp(min=1).float()
+            inputs = dataclasses.replace(inputs, counted=(self._part(counted).t().float(), numbers))
         by_kind = self._inputs_by_kind(inputs, position_ids, cache, seq)
         x = self.embedding(tokens, position_ids)
         if cache is not None:
@@ -195,32 +173,49 @@ class GPTModel(nn.Module):
                 x = x[0]
         x = self.final_norm(x)
         x = enter_region(x, self.tp, sequence_parallel=self.sequence_parallel)
-        if logits_at is not None:
-            x = x[logits_at, torch.arange(batch, device=device)].unsqueeze(0)
-        # ---- values, logits or losses
-        router_loss = self._summed(router_losses) if with_router_loss else None
-        values = None
-        if with_values:
-            assert self.scalar_head is not None, "values need a scalar head"
-            values = self._by_rows(self.scalar_head(x))
-            if labels is None:
-                return TokenOutputs(values=values, router_loss=router_loss)
-        if labels is None:
-            return self._by_rows(self._multiplied(x, F.linear))
-        head = functools.partial(
+        # ---- result
+        if head is not None:
+            return head(self, x, self._summed(router_losses) if router_losses else None)
+        return self.logits(x) if labels is None else self.token_losses(x, labels)[0]
+
+    def token_losses(
+        self, x: torch.Tensor, labels: torch.Tensor, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the cross entropy of each label from hidden states, and the entropy of its predicted distribution.
+
+        Args:
+            x: [S/C, B, H] hidden states that a forward passes to its head.
+            labels: [B, S] int64, the token that follows each token.
+            temperature: divisor of the logits.
+            with_entropy: whether to compute entropies.
+
+        Returns:
+            [B, S] fp32 each. The entropies have no gradient; they are None without `with_entropy`.
+        """
+        compute = functools.partial(
             linear_cross_entropy,
-            labels=labels.t(),
+            labels=self._part(labels).t(),
             tp=self.tp,
             vocab_size=self.vocab_size,
             temperature=temperature,
             with_entropy=with_entropy,
             fuse=self.compiled,
         )
-        losses, entropy = self._multiplied(x, head)
-        if not (with_entropy or with_values or with_router_loss):
-            return self._by_rows(losses)
-        entropy = None if entropy is None else self._whole(entropy).t()
-        return TokenOutputs(self._by_rows(losses), entropy, values, router_loss)
+        losses, entropy = self._multiplied(x, compute)
+        return self._by_rows(losses), None if entropy is None else self._whole(entropy).t()
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this tp rank's part of the logits, [B, S, V/T], from hidden states [S/C, B, H] of a forward."""
+        return self._by_rows(self._multiplied(x, F.linear))
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of the scalar head, [B, S] fp32, from hidden states [S/C, B, H] of a forward."""
+        assert self.scalar_head is not None, "values need a scalar head"
+        return self._by_rows(self.scalar_head(x))
+
+    def _part(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this cp rank's slice of a sequence: [B, S] -> [B, S/C]."""
+        return x.chunk(self.cp.size, dim=1)[self.cp.rank] if self.context_parallel else x
 
     def _summed(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Sum router losses [B] over layers, and over the tp and cp ranks, because each rank has computed a part."""

@@ -26,11 +26,11 @@ from megazpp.base.program import GIGA
 from megazpp.checkpoint.checksums import checkpoint_digest
 from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.checkpoint.read import LoadSource
-from megazpp.checkpoint.weights import FrozenPlace, WeightReader
 from megazpp.model.gpt import GPTModel
 from megazpp.model.moe import Experts
 from megazpp.packed_weights.format import LoadRows, MessagePlan, at_rest
 from megazpp.packed_weights.frozen import FrozenUnits, freeze
+from megazpp.packed_weights.reader import FrozenPlace, WeightReader
 from megazpp.packed_weights.store import FetchRing, WeightStore, write_store
 from megazpp.packed_weights.streamed import StreamedUnits, StreamPlan, plan_stream
 from megazpp.parallel.comm_queue import ThreadQueue, Work

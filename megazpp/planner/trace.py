@@ -179,11 +179,14 @@ def trace_model(
     with recorder, attention, FusedNorm(recorder):
         trained = any(parameter.requires_grad for parameter in model.parameters())
         with torch.set_grad_enabled(trained):
-            asked = {"with_entropy": with_entropy, "with_router_loss": config.has_router_loss}
-            found = model(tokens, tokens, document_starts=starts, **asked)
-            loss = ((found.losses if any(asked.values()) else found) * mask).sum()
-            if config.has_router_loss:
-                loss = loss + found.router_loss.sum()
+
+            def head(model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor | None) -> Any:
+                return model.token_losses(x, tokens, with_entropy=with_entropy), router_loss
+
+            (losses, _), router_loss = model(tokens, document_starts=starts, head=head)
+            loss = (losses * mask).sum()
+            if router_loss is not None:
+                loss = loss + router_loss.sum()
         recorder.enter((BACKWARD, shape.layers + 1))
         if trained:
             loss.backward()

@@ -14,11 +14,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.model.gpt import GPTModel, TokenOutputs
+from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.post_training.batch import PairBatch, RolloutBatch
 from megazpp.post_training.config import PostTrainingConfig
@@ -32,9 +32,49 @@ from megazpp.post_training.losses import (
     reward_losses,
     token_weights,
 )
-from megazpp.training.objective import Evaluator, Objective, router_flags, router_gradient
+from megazpp.training.objective import Evaluator, Objective, add_router_gradient, counted_tokens
 
 Logps = Callable[[Any], torch.Tensor]  # function from a batch to the reference's [B, S] fp32 log-probabilities
+
+
+class TokenOutputs(NamedTuple):
+    """Outputs of `TokenHead`, [B, S] fp32 each except for `router_loss`. Outputs not requested are None.
+
+    Attributes:
+        losses: cross entropy of each label.
+        entropy: entropy of the predicted distribution of each label, without a gradient.
+        values: outputs of the scalar head.
+        router_loss: [B] losses of routers, see `Head` in model/gpt.py.
+    """
+
+    losses: torch.Tensor | None
+    entropy: torch.Tensor | None
+    values: torch.Tensor | None
+    router_loss: torch.Tensor | None
+
+
+class TokenHead(NamedTuple):
+    """A head of the model's forward that returns `TokenOutputs`.
+
+    Attributes:
+        labels: [B, S] int64, the token that follows each token; None for values alone.
+        temperature: divisor of the logits.
+        with_entropy: whether to return entropies.
+        with_values: whether to return the outputs of the scalar head, which the model must have.
+    """
+
+    labels: torch.Tensor | None
+    temperature: float = 1.0
+    with_entropy: bool = False
+    with_values: bool = False
+
+    def __call__(self, model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor | None) -> TokenOutputs:
+        values = model.values(x) if self.with_values else None
+        if self.labels is None:
+            return TokenOutputs(None, None, values, router_loss)
+        options: dict[str, Any] = {"temperature": self.temperature, "with_entropy": self.with_entropy}
+        losses, entropy = model.token_losses(x, self.labels, **options)
+        return TokenOutputs(losses, entropy, values, router_loss)
 
 
 class StepSums:
@@ -92,15 +132,18 @@ class PreferenceLoss:
     def loss(self, model: GPTModel, batch: PairBatch) -> torch.Tensor:
         compute = self._reward if self._config.objective == "reward" else self._dpo
         losses, outputs = compute(model, batch)
-        return losses.sum() / self._pairs + router_gradient(outputs, 2 * self._pairs)
+        return add_router_gradient(losses.sum() / self._pairs, outputs.router_loss, 2 * self._pairs)
 
     def metrics(self) -> Mapping[str, float]:
         return self._sums.means()
 
-    def _reward(self, model: GPTModel, batch: PairBatch) -> tuple[torch.Tensor, Any]:
+    def _forward(self, model: GPTModel, batch: PairBatch, head: TokenHead) -> TokenOutputs:
+        counted = counted_tokens(model, batch.loss_mask)
+        return model(batch.tokens, position_ids=batch.position_ids, counted=counted, head=head)
+
+    def _reward(self, model: GPTModel, batch: PairBatch) -> tuple[torch.Tensor, TokenOutputs]:
         """Return the losses of the pairs, and the outputs of the forward."""
-        asked = router_flags(model, batch.loss_mask)
-        outputs: TokenOutputs = model(batch.tokens, position_ids=batch.position_ids, with_values=True, **asked)
+        outputs = self._forward(model, batch, TokenHead(None, with_values=True))
         assert outputs.values is not None
         chosen, rejected = scores_of(outputs.values, batch.loss_mask).chunk(2)
         self._sums.add("accuracy", (chosen > rejected).float())
@@ -109,16 +152,15 @@ class PreferenceLoss:
         center = self._config.center_rewards_coefficient
         return reward_losses(chosen, rejected, margins=batch.margins, center=center), outputs
 
-    def _dpo(self, model: GPTModel, batch: PairBatch) -> tuple[torch.Tensor, Any]:
+    def _dpo(self, model: GPTModel, batch: PairBatch) -> tuple[torch.Tensor, TokenOutputs]:
         """Return the losses of the pairs, and the outputs of the forward."""
         reference = batch.ref_logps
         if reference is None:
             assert self._reference is not None, "dpo needs a reference"
             reference = (self._reference(batch) * batch.loss_mask).sum(dim=1)
-        asked = router_flags(model, batch.loss_mask)
-        outputs = model(batch.tokens, batch.labels, position_ids=batch.position_ids, **asked)
-        losses = outputs.losses if "with_router_loss" in asked else outputs
-        logps, lengths = -(losses * batch.loss_mask).sum(dim=1), batch.loss_mask.sum(dim=1)
+        outputs = self._forward(model, batch, TokenHead(batch.labels))
+        assert outputs.losses is not None
+        logps, lengths = -(outputs.losses * batch.loss_mask).sum(dim=1), batch.loss_mask.sum(dim=1)
         found = dpo_losses(
             *logps.chunk(2),
             *reference.chunk(2),
@@ -173,18 +215,16 @@ class PolicyLoss:
     def loss(self, model: GPTModel, batch: RolloutBatch) -> torch.Tensor:
         config, mask = self._config, batch.loss_mask
         assert batch.advantages is not None
+        ppo = config.objective == "ppo"
         outputs: TokenOutputs = model(
             batch.tokens,
-            batch.labels,
             position_ids=batch.position_ids,
-            temperature=self._temperature,
-            with_entropy=True,
-            with_values=config.objective == "ppo",
-            **router_flags(model, mask),
+            counted=counted_tokens(model, mask),
+            head=TokenHead(batch.labels, self._temperature, with_entropy=True, with_values=ppo),
         )
         assert outputs.losses is not None
         assert outputs.entropy is not None
-        logps, ppo = -outputs.losses, config.objective == "ppo"
+        logps = -outputs.losses
         ratio = importance_ratio(logps, batch.old_logps, mask, level=config.importance_sampling_level)
         if config.loss == "cispo":
             highest = config.epsilon_high or config.epsilon
@@ -208,7 +248,7 @@ class PolicyLoss:
             self._sums.add("sampling_logp_difference/mean", difference, mask)
             self._sums.largest("sampling_logp_difference/max", difference.max())
         if ppo:
-            return self._ppo(policy.losses, outputs, batch) + router_gradient(outputs, self._completions)
+            return add_router_gradient(self._ppo(policy.losses, outputs, batch), outputs.router_loss, self._completions)
         losses = policy.losses
         if batch.ref_logps is not None:
             kl = kl_to_reference(logps, batch.ref_logps, mask, ratio if config.use_bias_correction_kl else None)
@@ -221,7 +261,7 @@ class PolicyLoss:
             num_tokens=self._tokens,
             max_completion_length=config.max_completion_length,
         )
-        return (losses * weights).sum() + router_gradient(outputs, self._completions)
+        return add_router_gradient((losses * weights).sum(), outputs.router_loss, self._completions)
 
     def metrics(self) -> Mapping[str, float]:
         return {**self._rollout_metrics(), **self._sums.means()}
@@ -278,7 +318,8 @@ def scores(model: GPTModel, batch: PairBatch | RolloutBatch, *, pad: int | None 
         batch: rows to score.
         pad: padding token: the score is at the last other token, as in transformers. None scores the last token.
     """
-    outputs: TokenOutputs = model(batch.tokens, position_ids=batch.position_ids, with_values=True)
+    head = TokenHead(None, with_values=True)
+    outputs: TokenOutputs = model(batch.tokens, position_ids=batch.position_ids, head=head)
     assert outputs.values is not None
     if pad is None:
         return scores_of(outputs.values, batch.loss_mask)

@@ -24,17 +24,18 @@ from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import SCORE_PAD, SHAPE, CheckpointMetadata, shape_of
 from megazpp.checkpoint.read import LoadSource, find_weights
 from megazpp.checkpoint.state import Saved, StatePart
-from megazpp.checkpoint.weights import WHOLE_WEIGHTS, FrozenPlace, WeightOpener
+from megazpp.checkpoint.weights import WHOLE_WEIGHTS, WeightOpener
 from megazpp.data.cache import cache_key, check_cache_dir, load_or_save_arrays
 from megazpp.data.loader import on_device
 from megazpp.lora.layers import adapters_off
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.packed_weights.load import WeightsConfig, load_used_model
+from megazpp.packed_weights.reader import FrozenPlace
 from megazpp.parallel.dims import raise_on_all_ranks
 from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.data import PreferenceDataset, make_pair_batch
-from megazpp.post_training.objectives import Logps, scores
+from megazpp.post_training.objectives import Logps, TokenHead, scores
 from megazpp.tensor_parallel.parameters import local
 from megazpp.training.setup import ModelSpec, ShardedModel
 
@@ -61,9 +62,8 @@ class FrozenModel:
     def logps(self, batch: Any) -> torch.Tensor:
         """Return the [B, S] fp32 log-probabilities of a batch's labels."""
         with adapters_off(self._model):
-            return -self._model(
-                batch.tokens, batch.labels, position_ids=batch.position_ids, temperature=self._temperature
-            )
+            head = TokenHead(batch.labels, temperature=self._temperature)
+            return -self._model(batch.tokens, position_ids=batch.position_ids, head=head).losses
 
     @torch.no_grad()
     def scores(self, batch: Any) -> torch.Tensor:

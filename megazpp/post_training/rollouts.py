@@ -33,7 +33,7 @@ from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.data import PromptDataset
 from megazpp.post_training.formatting import Prompt
 from megazpp.post_training.losses import gae, group_advantages, ppo_rewards, value_mask, whiten
-from megazpp.post_training.objectives import Logps
+from megazpp.post_training.objectives import Logps, TokenHead
 from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.rewards import reward_metrics, total_rewards
 from megazpp.post_training.sampler import PolicySampler
@@ -263,10 +263,10 @@ class RolloutLoader(StatePart):
     def _logps_and_values(self, batch: RolloutBatch) -> torch.Tensor:
         """Return [B, S, 2] log-probabilities and values by the training's forward; values are 0 without a head."""
         ppo, temperature = self.config.objective == "ppo", self.sampler.config.sample_temperature
-        positions = {"position_ids": batch.position_ids, "temperature": temperature}
-        found = self.sampler.model(batch.tokens, batch.labels, **positions, with_values=ppo)
-        losses, values = (found.losses, found.values) if ppo else (found, torch.zeros_like(found))
-        return torch.stack((-losses, values), dim=-1)
+        head = TokenHead(batch.labels, temperature=temperature, with_values=ppo)
+        found = self.sampler.model(batch.tokens, position_ids=batch.position_ids, head=head)
+        values = found.values if ppo else torch.zeros_like(found.losses)
+        return torch.stack((-found.losses, values), dim=-1)
 
     def _batches(self, batch: RolloutBatch) -> list[RolloutBatch]:
         """Return the micro-batches of some rows, on the device."""

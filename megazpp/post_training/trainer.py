@@ -16,7 +16,6 @@ from megazpp.checkpoint.checksums import checkpoint_digest
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights
 from megazpp.checkpoint.state import StatePart
-from megazpp.checkpoint.weights import FrozenPlace, open_frozen_place
 from megazpp.data.dataset import Splits, build_tokenizer, cache_dir
 from megazpp.data.identity import describe_samples
 from megazpp.data.loader import BatchLoader
@@ -25,6 +24,7 @@ from megazpp.inference.sample import SampleConfig
 from megazpp.lora.peft import TENSORS
 from megazpp.lora.policy import AdaptedPolicy, load_adapted, save_adapter
 from megazpp.lora.weights import AdapterOpener
+from megazpp.packed_weights.reader import FrozenPlace, open_frozen_place
 from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.chat import load_chat_template
 from megazpp.post_training.data import (

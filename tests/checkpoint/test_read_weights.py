@@ -15,7 +15,6 @@ from megazpp.checkpoint.checksums import read_checksums, sum_file, write_checksu
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import shape_of
 from megazpp.checkpoint.read import find_weights, load_weights
-from megazpp.checkpoint.weights import sum_of_bits, wrapped
 from megazpp.model.config import GPTConfig
 
 CASE = Case(tp=2, sequence_parallel=True)
@@ -81,13 +80,3 @@ def test_record_that_does_not_match_the_tensors_is_rejected(load, tmp_path):
         write_checksums(checkpoint, {name: sum_file(checkpoint / name) for name in read_checksums(checkpoint)})
         rows.append((str(copy), f"the tensors are not of the model that run.json describes: model.{problem}"))
     assert ranks(1).run(not_refused, rows, load_as_described) == [[]]
-
-
-def test_tensor_checksum_is_the_sum_of_its_boxes_and_sees_positions():
-    whole = torch.randn(3, 4)
-    total = sum_of_bits("x", whole, (0, 0), whole.shape)
-    boxes = [(0, 0, whole[:1]), (1, 0, whole[1:, :3]), (1, 3, whole[1:, 3:])]
-    assert wrapped(sum(sum_of_bits("x", box, place, whole.shape) for *place, box in boxes)) == total
-    swapped = whole.clone()
-    swapped[0, 1], swapped[1, 0] = whole[1, 0], whole[0, 1]
-    assert sum_of_bits("x", swapped, (0, 0), whole.shape) != total != sum_of_bits("y", whole, (0, 0), whole.shape)

@@ -379,7 +379,7 @@ def test_reward_models_scores_are_kept_in_both_directions(tmp_path, kind):
     folder, texts = save(there, tmp_path / "there"), TOKENS.where(TOKENS != 3, 4)
     with torch.no_grad():
         expected = there(texts).logits.squeeze(1)
-        found = our_model(open_model(folder))(texts, with_values=True).values[:, -1]
+        found = our_model(open_model(folder))(texts, head=lambda model, x, router_loss: model.values(x))[:, -1]
     torch.testing.assert_close(found, expected, **SUMS)
     convert_folder(convert_folder(folder, tmp_path / "here"), tmp_path / "back")
     back = auto.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()

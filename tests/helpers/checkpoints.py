@@ -18,10 +18,10 @@ from megazpp.checkpoint.metadata import CheckpointMetadata, TrainingProgress
 from megazpp.checkpoint.parts import training_parts
 from megazpp.checkpoint.read import choose_source
 from megazpp.checkpoint.state import RunValues, TrainState
-from megazpp.checkpoint.weights import FrozenPlace, open_frozen_place
 from megazpp.data.loader import MicroBatch
 from megazpp.diloco.state import replica_group_parts
 from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
+from megazpp.packed_weights.reader import FrozenPlace, open_frozen_place
 from megazpp.parallel.dims import ParallelDims, open_axis
 from megazpp.training.anomalies import LossHistory
 

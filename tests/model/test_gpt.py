@@ -117,7 +117,7 @@ def test_scalar_head_computes_in_fp32():
     gpt, seen = build_gpt(GPT2_STYLE, scalar_head=True).bfloat16(), list[torch.Tensor]()
     gpt.final_norm.register_forward_hook(lambda module, args, output: seen.append(output))
     with torch.no_grad():
-        values = gpt(sample()[0], with_values=True).values
+        values = gpt(sample()[0], head=lambda model, x, router_loss: model.values(x))
     assert values.dtype == torch.float32
     expected = seen[0].double() @ gpt.scalar_head.weight[0].double()
     torch.testing.assert_close(values.double(), expected.t(), rtol=0, atol=1e-6)

@@ -7,6 +7,7 @@ import torch
 from helpers.tensor_parallel import build_gpt, sample
 from helpers.training import GPT2_STYLE, LLAMA_STYLE
 
+from megazpp.inference.decoding import logits_at
 from megazpp.model.kv_cache import KVCache
 
 ROUNDING = 1e-5  # tolerance in fp32, because a masked kernel replaces the causal one
@@ -45,7 +46,7 @@ def test_cached_logits_do_not_depend_on_chunks_or_padding(style):
     cache = KVCache(2, 3, 16)
     last = torch.tensor([n - 1 for n in lengths])
     padded = torch.where(torch.arange(7) <= last.unsqueeze(1), tokens[:, :7], 100)
-    found = [model(padded, cache=cache, logits_at=last)]
+    found = [model(padded, cache=cache, head=logits_at(last))]
     cache.add(lengths)
     for step in range(4):
         new = tokens[torch.arange(3), last + 1 + step].unsqueeze(1)

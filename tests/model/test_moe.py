@@ -167,6 +167,10 @@ def test_router_metrics_do_not_sum_the_totals_of_biased_routers_again():
     assert router_metrics(model, lambda sums: pytest.fail("nothing to sum")) == {}
 
 
+def router_losses(model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor) -> torch.Tensor:
+    return router_loss
+
+
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_router_losses_leave_out_uncounted_tokens(recompute):
     """Losses and gradients of padded rows equal those of each row alone without padding; sums differ by 1e-5."""
@@ -178,10 +182,10 @@ def test_router_losses_leave_out_uncounted_tokens(recompute):
         initialize_parameters_(model, seed=3, draw_device=torch.device("cpu"))
         if padded:
             counted = torch.arange(9) < torch.tensor(lengths).unsqueeze(1)
-            found = model(tokens, tokens, with_router_loss=True, counted=counted).router_loss
+            found = model(tokens, counted=counted, head=router_losses)
         else:
             rows = [row[None, :length] for row, length in zip(tokens, lengths, strict=True)]
-            found = torch.cat([model(row, row, with_router_loss=True).router_loss for row in rows])
+            found = torch.cat([model(row, head=router_losses) for row in rows])
         found.square().sum().backward()
         results.append([found.detach(), *(layer.mlp.router.weight.grad for layer in model.layers)])
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)

@@ -14,7 +14,14 @@ from post_training.policies import BATCH, MIXTURE, SEQ, PostCase, build, near, t
 
 from megazpp.post_training.batch import PairBatch, RolloutBatch, shortened
 from megazpp.post_training.config import PostTrainingConfig
-from megazpp.post_training.objectives import ObjectiveEvaluator, PolicyLoss, PreferenceLoss, StepSums, scores_of
+from megazpp.post_training.objectives import (
+    ObjectiveEvaluator,
+    PolicyLoss,
+    PreferenceLoss,
+    StepSums,
+    TokenHead,
+    scores_of,
+)
 from megazpp.post_training.reference import FrozenModel
 
 LLAMA = dataclasses.replace(LLAMA_STYLE, init_method_std=0.3, max_position_embeddings=32)
@@ -153,9 +160,9 @@ def compare_with_logits(case: PostCase) -> torch.Tensor:
     (model, _), _ = build(case)
     batch = synthetic_batch(case, 0, [0, 1, 2])
     with torch.no_grad():
-        own = model.eval()(batch.tokens, batch.labels, temperature=0.7, with_entropy=True, with_values=True)
+        own = model.eval()(batch.tokens, head=TokenHead(batch.labels, 0.7, with_entropy=True, with_values=True))
         logits = model.tp.all_gather(model(batch.tokens).flatten(0, 1).t().contiguous()).t()[:, :257]
-        values = model(batch.tokens, with_values=True).values
+        values = model(batch.tokens, head=TokenHead(None, with_values=True)).values
     choice = torch.distributions.Categorical(logits=logits.unflatten(0, batch.tokens.shape) / 0.7)
     expected = (-choice.log_prob(batch.labels), choice.entropy(), values)
     torch.testing.assert_close((own.losses, own.entropy, own.values), expected, atol=1e-5, rtol=0)

@@ -22,7 +22,7 @@ from megazpp.post_training.batch import RolloutBatch
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.data import PromptDataset
 from megazpp.post_training.formatting import Prompt
-from megazpp.post_training.objectives import PolicyLoss
+from megazpp.post_training.objectives import PolicyLoss, TokenHead
 from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.rewards import RewardFunction
 from megazpp.post_training.rollouts import RolloutLoader
@@ -138,8 +138,8 @@ def compare_first_forward(case: PostCase) -> None:
     loader = open_loader(case)
     model = loader.sampler.model.train()
     for batch in loader.step(0, BATCH):
-        options = {"position_ids": batch.position_ids, "temperature": 0.7, "with_entropy": True}
-        losses = model(batch.tokens, batch.labels, **options).losses
+        head = TokenHead(batch.labels, temperature=0.7, with_entropy=True)
+        losses = model(batch.tokens, position_ids=batch.position_ids, head=head).losses
         losses.sum().backward()  # with an autograd graph, as in training
         assert torch.equal(batch.old_logps * batch.loss_mask, -losses * batch.loss_mask)
         assert ((batch.sampling_logps + losses) * batch.loss_mask).abs().max() < 1e-4

@@ -1,134 +1,26 @@
-"""The language model's loss against direct sums, and scores of a text or dataset against a plain loop."""
+"""The language model's loss against direct sums."""
 
-import json
-import math
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-from helpers.ranks import ranks
-from helpers.training import CPU, Case, build_on_ranks
 
-from megazpp.data.dataset import DataConfig
-from megazpp.data.gpt_dataset import PADDING
-from megazpp.data.text import write_indexed_dataset
-from megazpp.data.tokenizer import ByteTokenizer
-from megazpp.training.objective import LanguageModelLoss, Score, check_input, count_labels, score_whole
-from megazpp.training.setup import ShardedModel
+from megazpp.training.objective import LanguageModelLoss
 
 
 def test_micro_batch_shares_add_up_to_the_mean_over_counted_tokens():
-    one_rank: Any = SimpleNamespace(sum_over_data_=lambda x: x)
-    model = mock.Mock(return_value=torch.tensor([[2.0, 3.0, 5.0]]), config=SimpleNamespace(has_router_loss=False))
+    one_rank: Any = SimpleNamespace(data_size=1, replica_group=SimpleNamespace(size=1), sum_over_data_=lambda x: x)
+    model = mock.Mock(return_value=(torch.tensor([[2.0, 3.0, 5.0]]), None))
     for masks, loss in (
         (([1.0, 1.0, 0.0], [0.0, 0.0, 1.0]), (2.0 + 3.0 + 5.0) / 3),
         (([0.0, 0.0, 0.0], [0.0, 1.0, 0.0]), 3.0),
         (([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]), 0.0),  # the masks exclude all tokens of the global batch
     ):
-        objective, batches = LanguageModelLoss(one_rank), [mock.Mock(loss_mask=torch.tensor([mask])) for mask in masks]
+        objective, batches = (
+            LanguageModelLoss(one_rank),
+            [mock.Mock(tokens=[0], loss_mask=torch.tensor([mask])) for mask in masks],
+        )
         objective.begin_step(batches)
         assert sum(objective.loss(model, batch).item() for batch in batches) == pytest.approx(loss), masks
-
-
-BYTES = ByteTokenizer()
-DOCUMENTS = ["Call me Ishmael.", "Some years ago — never mind", "how long", "precisely, having little or no money"]
-IDS = [token for text in DOCUMENTS for token in (*BYTES.encode(text), BYTES.eod)]
-NUM_BYTES = sum(len(text.encode()) for text in DOCUMENTS)
-SUMS = 1e-5  # relative tolerance for fp32 sums in another order
-
-
-@pytest.fixture
-def paths(tmp_path) -> list[str]:
-    """Write the same documents as a text and as a .bin/.idx pair, and return both paths."""
-    text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS))
-    write_indexed_dataset(iter(DOCUMENTS), BYTES, tmp_path / "pair")
-    return [str(text), str(tmp_path / "pair")]
-
-
-def score_on_ranks(case: Case, path: str, cache: str, micro_batch_size: int) -> tuple[Score, float]:
-    """Return the score, and the mean loss over windows that run one after the other through the same model."""
-    model, sharding, dims = build_on_ranks(case)
-    data = DataConfig(seq_length=16, data_cache_path=cache, num_workers=0)
-    built = ShardedModel(model, sharding)
-    options = {"micro_batch_size": micro_batch_size, "device": CPU, "say": lambda line: None}
-    score = score_whole(built, dims, BYTES, path, data, **options)
-    assert model.training
-    model.eval()
-    line, total = torch.tensor([BYTES.eod, *IDS]), 0.0
-    with torch.no_grad():
-        for start in range(0, len(IDS), 16):
-            window = line[start : start + 17]
-            padded = torch.cat((window, window.new_zeros(17 - len(window)))).unsqueeze(0)
-            total += model(padded[:, :-1], padded[:, 1:])[0, : len(window) - 1].sum(dtype=torch.float64).item()
-    return score, total / len(IDS)
-
-
-@pytest.mark.parametrize(("world_size", "tp", "micro_batch_size"), [(1, 1, 3), (4, 2, 1)])
-def test_every_token_of_a_text_or_dataset_is_scored_once(paths, tmp_path, world_size, tp, micro_batch_size):
-    case = Case(vocab_size=257, tp=tp, sequence_parallel=tp > 1)
-    for path in paths:
-        for score, loss in ranks(world_size).run(score_on_ranks, case, path, str(tmp_path), micro_batch_size):
-            assert score.loss == pytest.approx(loss, rel=SUMS)
-            assert score[1:] == (len(IDS), NUM_BYTES)
-            assert score.bits_per_byte == pytest.approx(loss * len(IDS) / NUM_BYTES / math.log(2), rel=SUMS)
-
-
-def count_on_ranks(data: DataConfig, *samples: list[int]) -> tuple[int, int, int]:
-    *_, dims = build_on_ranks(Case())
-    return count_labels([np.array(sample) for sample in samples], len(samples), BYTES, data, dims)
-
-
-def test_sample_bytes_count_only_labels_with_a_loss():
-    """If a sample cuts a character, only the bytes that are labels count, not the three bytes of U+FFFD."""
-    document_end, padded = [*BYTES.encode("xy"), BYTES.eod, ord("z")], [*BYTES.encode("ab"), PADDING, PADDING]
-    for masks, sample, expected in (
-        (False, BYTES.encode("a—"), (3, 3, 0)),
-        (False, BYTES.encode("—a"), (3, 3, 0)),  # labels: two bytes of the dash, and "a"
-        (False, BYTES.encode("ab—")[:-2], (2, 2, 0)),  # labels: "b" and one byte of the dash
-        (False, document_end, (3, 2, 0)),  # the text bytes are "y" and "z"
-        (True, document_end, (2, 1, 1)),  # "z" follows the end of a document, which masks its loss
-        (True, padded, (1, 1, 0)),
-    ):
-        assert ranks(1).run(count_on_ranks, DataConfig(eod_mask_loss=masks), sample) == [expected], sample
-    many = [BYTES.encode("a—"), document_end, padded]
-    for world_size in (1, 4):
-        assert set(ranks(world_size).run(count_on_ranks, DataConfig(eod_mask_loss=True), *many)) == {(6, 5, 1)}
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_masked_labels_count_in_neither_tokens_nor_bytes(paths, tmp_path, world_size):
-    """--eod-mask-loss excludes the first byte of each document, for a text and for a dataset."""
-    for path in paths:
-        for score in ranks(world_size).run(score_with_masks, path, str(tmp_path)):
-            assert score[1:] == (len(IDS) - len(DOCUMENTS), NUM_BYTES - len(DOCUMENTS))
-            expected = score.loss / math.log(2) * score.tokens / score.text_bytes
-            assert score.bits_per_byte == pytest.approx(expected)
-
-
-def score_with_masks(path: str, cache: str) -> Score:
-    model, sharding, dims = build_on_ranks(Case(vocab_size=257))
-    data = DataConfig(seq_length=16, data_cache_path=cache, num_workers=0, eod_mask_loss=True)
-    options = {"micro_batch_size": 2, "device": CPU, "say": lambda line: None}
-    return score_whole(ShardedModel(model, sharding), dims, BYTES, path, data, **options)
-
-
-def test_score_lines_match_megatron_with_one_added_line():
-    rule, line, more, last = Score(2.0, 300, 1000).lines("iteration 7")
-    assert line == " validation loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
-    assert more == " bits per byte: 0.865617 | 300 tokens, 1,000 bytes of text"
-    assert rule == last == "-" * (len(line) + 1)
-    assert math.isnan(Score(2.0, 3, 0).bits_per_byte)
-
-
-def test_input_that_is_neither_text_nor_dataset_raises_an_error(paths, tmp_path):
-    for path in paths:
-        check_input(path)
-    with pytest.raises(ValueError, match="nowhere is neither a text nor the prefix"):
-        check_input("nowhere")
-    (tmp_path / "half.bin").write_bytes(b"12")
-    with pytest.raises(ValueError, match=r"half\.idx does not exist"):
-        check_input(str(tmp_path / "half"))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megazpp.model.config import GPTConfig
-from megazpp.model.gpt import GPTModel, MixtureLayer
+from megazpp.model.gpt import GPTModel, Head, MixtureLayer
 from megazpp.model.router import Router, biased_routers, update_expert_bias_
 from megazpp.optim.clip import global_grad_norm
 from megazpp.optim.optimizer import ShardedAdamW
@@ -102,6 +102,10 @@ def every_expert(
     return out, config.moe_aux_loss_coeff * balance + config.moe_z_loss_coeff * z
 
 
+def both_losses(labels: torch.Tensor) -> Head:
+    return lambda model, x, router_loss: (model.token_losses(x, labels)[0], router_loss)
+
+
 @functools.cache
 def reference(config: GPTConfig) -> tuple[list[float], list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Train in one process. Return losses and norms of all steps, the first step's gradients, and the final weights."""
@@ -113,8 +117,8 @@ def reference(config: GPTConfig) -> tuple[list[float], list[float], dict[str, to
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
     losses, norms, first = [], [], None
     for _ in range(STEPS):
-        found = model(*batch(), with_router_loss=True)
-        loss = found.losses.mean() + found.router_loss.mean()
+        losses_of_tokens, router_loss = model(batch()[0], head=both_losses(batch()[1]))
+        loss = losses_of_tokens.mean() + router_loss.mean()
         loss.backward()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         first = first or gradients
@@ -168,8 +172,8 @@ def train(config: GPTConfig, nodes: int, zero: dict[str, Any], parallel: dict[st
         total = torch.zeros((), dtype=torch.float64)
         for index, part in enumerate(parts):
             sharding.begin_micro_batch(last=index == len(parts) - 1)
-            found = model(*part, with_router_loss=True)
-            loss = found.losses.sum() / (BATCH * SEQ) + found.router_loss.sum() / BATCH
+            losses_of_tokens, router_loss = model(part[0], head=both_losses(part[1]))
+            loss = losses_of_tokens.sum() / (BATCH * SEQ) + router_loss.sum() / BATCH
             loss.backward()
             total += loss.detach().double()
         named = list(model.named_parameters())

@@ -1,0 +1,195 @@
+"""A reader of frozen models' weights in parts, and the checksum of weights.
+
+The checksum of weights does not depend on the layout that saved or reads them. It is a sum over all elements, modulo
+2^64. Each term is the element's bits, as a signed integer, times an odd number that depends on the tensor's name and on
+the element's index in the whole tensor. Padding rows of the vocabulary are zeros and add nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megazpp.checkpoint.checksums import verify_files
+from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model, check_same_vocabulary
+from megazpp.checkpoint.state import MODEL
+from megazpp.checkpoint.weights import WeightOpener, check_weights
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
+from megazpp.tensor_parallel.parameters import ParameterSpec, owned_parameters, seed_for
+
+_INTEGERS = {2: torch.int16, 4: torch.int32}  # integer dtype by bytes per element
+_PIECE = 1 << 18  # largest number of elements per step of the checksum (but at least one row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenPlace:
+    """The devices and axes that all frozen models of a job use, such as reference and reward models.
+
+    The models share one object, because each axis needs a process group.
+
+    Attributes:
+        dims: mesh axes of the job.
+        device: device of the models.
+        axis: axis over the ranks among which the weights of a frozen model are sharded.
+        files: axis over all ranks with a group for files, see `open_axis`.
+        say: function that prints a line on rank 0.
+    """
+
+    dims: ParallelDims
+    device: torch.device
+    axis: MeshAxis
+    files: MeshAxis
+    say: Callable[[str], None] = lambda line: None
+
+
+def open_frozen_place(
+    dims: ParallelDims, device: torch.device, *, say: Callable[[str], None], whole: bool = False
+) -> FrozenPlace:
+    """Create the axes for frozen models. Every rank calls this once.
+
+    Args:
+        dims: mesh axes of the job.
+        device: device of the models.
+        say: function that prints a line on rank 0.
+        whole: True if every rank stores all weights of its tensor-parallel part. Otherwise they are sharded over the
+            data-parallel ranks of a node.
+    """
+    axis = MeshAxis("whole", timeline=dims.timeline) if whole else dims.twin("local", "frozen")
+    return FrozenPlace(dims=dims, device=device, axis=axis, files=open_axis(dims), say=say)
+
+
+class WeightReader:
+    """A reader of this tensor-parallel rank's part of a checkpoint's weights, a few rows at a time.
+
+    Every rank creates one, because the constructor verifies the files on all ranks together.
+
+    Args:
+        model: model on the meta device, whose parameters are plain tensors with this tensor-parallel rank's shapes, and
+            which has all experts.
+        checkpoint: folder of the checkpoint.
+        record: metadata of the checkpoint.
+        place: axes of the frozen models.
+        opener: opener of the weights.
+        vocab_size: number of tokens of the tokenizer in use.
+        trained: function that returns True for the names of parameters that are not in the checkpoint.
+    Raises:
+        ValueError: the checkpoint is damaged, or its model or tokenizer differs. Every rank raises it.
+    """
+
+    def __init__(
+        self,
+        model: GPTModel,
+        checkpoint: Path,
+        record: CheckpointMetadata,
+        place: FrozenPlace,
+        *,
+        opener: WeightOpener,
+        vocab_size: int,
+        trained: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        # compare the metadata, and verify the files
+        files = place.files
+        check_same_model(record.flags, model.config, checkpoint)
+        check_same_vocabulary(record, vocab_size, checkpoint)
+        place.say(f" loading weights from {checkpoint}")
+        raise_on_all_ranks(files, lambda: verify_files(checkpoint, rank=files.rank, num_ranks=files.size))
+        self._reader, self._tp, self._sum = opener.open(checkpoint, record, files), model.tp, 0
+        # compare names and shapes
+        parts = {
+            name: (tuple(getattr(module, attribute).shape), spec)
+            for name, module, attribute, spec in owned_parameters(model)
+            if not trained(name)
+        }
+        shapes = {
+            MODEL + name: tuple(size * (self._tp.size if dim == _split(spec) else 1) for dim, size in enumerate(part))
+            for name, (part, spec) in parts.items()
+        }
+        shapes |= {MODEL + name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
+        padded = {MODEL + name for name, (_, spec) in parts.items() if spec.rows is not None}
+        self._parts, saved = parts, raise_on_all_ranks(files, self._reader.tensors)
+        check_weights(saved, shapes, padded, record, checkpoint, any_head=True)
+
+    def __call__(self, name: str, rows: slice) -> torch.Tensor:
+        """Read rows of this tensor-parallel rank's part of a parameter, and add them to the checksum.
+
+        Args:
+            name: name of the parameter.
+            rows: range of rows (dim 0) in this rank's part.
+        Returns:
+            The rows on the CPU, in the dtype in which they were saved. Padding rows are zeros.
+        """
+        (part, spec), saved = self._parts[name], self._reader.tensors()[MODEL + name]
+        offsets, split = [0] * len(part), _split(spec)
+        if split is not None:
+            offsets[split] = self._tp.rank * part[split]
+        offsets[0] += rows.start
+        shape = (rows.stop - rows.start, *part[1:])
+        found = torch.zeros(shape, dtype=saved.properties.dtype)
+        there = max(min(saved.size[0] - offsets[0], shape[0]), 0)
+        if found[:there].numel():
+            self._reader.read_box(MODEL + name, tuple(offsets), found[:there])
+            if split is not None or self._tp.rank == 0:
+                self._sum += sum_of_bits(name, found[:there], offsets, saved.size)
+        return found
+
+    def fill_buffers(self, model: GPTModel, device: torch.device) -> None:
+        """Load the model's buffers from the checkpoint, on `device`. They are not part of the checksum."""
+        for prefix, module in model.named_modules():
+            for attribute, _ in module.named_buffers(recurse=False):
+                setattr(module, attribute, self._reader.read_whole(f"{MODEL}{prefix}.{attribute}").to(device))
+
+    def checksum(self, *axes: MeshAxis) -> str:
+        """Return the checksum of the weights: 16 hexadecimal digits that do not depend on the layout.
+
+        Call it on all ranks of `axes` and tp, after they have read every row of every parameter once.
+
+        Args:
+            *axes: axes over which the reading of rows was divided, other than tp.
+        """
+        total = torch.tensor([wrapped(self._sum)], dtype=torch.int64)
+        for axis in (*axes, self._tp):
+            on = torch.device("cuda" if axis.timeline.device_type == "cuda" and axis.size > 1 else "cpu")
+            total = axis.all_reduce_(total.to(on)).cpu()
+        return spell_checksum(int(total))
+
+
+def sum_of_bits(name: str, box: torch.Tensor, offsets: Sequence[int], whole: Sequence[int]) -> int:
+    """Return the contribution of a part of a tensor to the checksum of the weights, as a number in the range of int64.
+
+    The contributions of all parts of all tensors add up to the checksum, see `spell_checksum`.
+
+    Args:
+        name: name of the parameter.
+        box: part of the tensor, [rows] or [rows, columns] in fp32, bf16 or fp16, on the CPU.
+        offsets: index of the part's first element in the whole tensor, one number per dimension.
+        whole: shape of the whole tensor.
+    """
+    columns, first = (whole[1], offsets[1]) if box.dim() > 1 else (1, 0)
+    rows = box if box.dim() > 1 else box.unsqueeze(1)
+    place = torch.arange(first, first + rows.shape[1]) + seed_for(name, seed=0)
+    total, begin = 0, offsets[0]
+    for part in rows.split(max(_PIECE // rows.shape[1], 1)):
+        bits = part.contiguous().view(_INTEGERS[box.element_size()]).long()
+        row = torch.arange(begin, begin + len(bits)).unsqueeze(1)
+        total, begin = total + int((bits * (2 * (row * columns + place) + 1)).sum()), begin + len(bits)
+    return wrapped(total)
+
+
+def spell_checksum(total: int) -> str:
+    """Return a sum of `sum_of_bits` results as a checksum of 16 hexadecimal digits."""
+    return f"{total % (1 << 64):016x}"
+
+
+def wrapped(total: int) -> int:
+    """Return the number in the range of int64 that equals `total` modulo 2^64."""
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _split(spec: ParameterSpec) -> int | None:
+    """Return the dimension of a parameter that tp splits; None for experts, which are whole on each rank."""
+    return None if spec.expert else spec.split

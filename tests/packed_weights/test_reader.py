@@ -1,0 +1,15 @@
+"""Test the checksum of weights."""
+
+import torch
+
+from megazpp.packed_weights.reader import sum_of_bits, wrapped
+
+
+def test_tensor_checksum_is_the_sum_of_its_boxes_and_sees_positions():
+    whole = torch.randn(3, 4)
+    total = sum_of_bits("x", whole, (0, 0), whole.shape)
+    boxes = [(0, 0, whole[:1]), (1, 0, whole[1:, :3]), (1, 3, whole[1:, 3:])]
+    assert wrapped(sum(sum_of_bits("x", box, place, whole.shape) for *place, box in boxes)) == total
+    swapped = whole.clone()
+    swapped[0, 1], swapped[1, 0] = whole[1, 0], whole[0, 1]
+    assert sum_of_bits("x", swapped, (0, 0), whole.shape) != total != sum_of_bits("y", whole, (0, 0), whole.shape)
