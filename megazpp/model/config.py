@@ -397,11 +397,6 @@ class GPTConfig:
         return tuple(layer for layer in range(self.layers) if self.has_experts(layer))
 
     @property
-    def has_router_loss(self) -> bool:
-        """True if the router adds to the loss."""
-        return self.num_experts is not None and self.moe_aux_loss_coeff + self.moe_z_loss_coeff > 0.0
-
-    @property
     def head_size(self) -> int:
         """Channels of each attention head: --kv-channels or its default."""
         return self.kv_channels if self.kv_channels is not None else self.hidden // self.heads
