@@ -193,6 +193,7 @@ def in_8_bits(whole: torch.Tensor, dim: int, tp: int, shards: int) -> torch.Tens
     return torch.cat(found, dim)
 
 
+@pytest.mark.slow
 def test_full_steps_use_whole_matrices_gathered_in_8_bits():
     for tp in (1, 2):
         case = Case(model=LLAMA_STYLE, nodes=2, tp=tp, optimizer=dataclasses.replace(MUON, muon_full_interval=1))

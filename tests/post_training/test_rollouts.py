@@ -116,7 +116,7 @@ def test_generation_without_any_reward_stops_the_run():
     ("world", "layout", "names"),
     [
         (2, {"tp": 2, "micro_batch_size": 8}, ["grpo"]),
-        (2, {"micro_batch_size": 2}, ["grpo, two steps twice"]),  # both ranks share each group of 4
+        slow(2, {"micro_batch_size": 2}, ["grpo, two steps twice"]),  # both ranks share each group of 4
         slow(2, {"cp": 2, "micro_batch_size": 8}, ["ppo"]),
         slow(2, {"micro_batch_size": 2}, ["grpo of experts"]),
         slow(4, {"cp": 2, "micro_batch_size": 2}, [*CASES]),
@@ -149,8 +149,8 @@ def compare_first_forward(case: PostCase) -> None:
     ("world", "layout"),
     [
         (2, {"tp": 2}),
-        (2, {"nodes": 2, "zero": ZEROPP}),
-        (2, {"nodes": 2, "zero": ZEROPP, "model": MIXTURE}),
+        slow(2, {"nodes": 2, "zero": ZEROPP}),
+        slow(2, {"nodes": 2, "zero": ZEROPP, "model": MIXTURE}),
         slow(1, {}),
         slow(4, {"tp": 2, "nodes": 2, "zero": ZEROPP, "sequence_parallel": True}),
     ],

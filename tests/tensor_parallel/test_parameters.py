@@ -51,8 +51,8 @@ def weights_on_ranks(case: Case) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("size", "style", "tp", "stage", "replicas", "blocks"), [
     (4, "gpt2", 2, 2, 1, 64),
-    (4, "llama", 4, 3, 1, 32),
-    (4, "gpt2", 1, 3, 2, 1),
+    slow(4, "llama", 4, 3, 1, 32),
+    slow(4, "gpt2", 1, 3, 2, 1),
     (2, "llama", 1, 0, 1, 8),
     slow(4, "llama", 2, 3, 1, 1),
     slow(4, "gpt2", 1, 1, 1, 8),
@@ -80,7 +80,12 @@ def experts_on_ranks(case: Case) -> tuple[dict[str, torch.Tensor], list[tuple[st
 
 @pytest.mark.parametrize(
     ("size", "layout", "num_drawn"),
-    [(4, {"nodes": 2, "ep": 2}, 1), slow(4, {"tp": 2, "ep": 4, "stage": 2}, 1), (3, {}, 2), slow(2, {"stage": 0}, 4)],
+    [
+        (4, {"nodes": 2, "ep": 2}, 1),
+        slow(4, {"tp": 2, "ep": 4, "stage": 2}, 1),
+        slow(3, {}, 2),
+        slow(2, {"stage": 0}, 4),
+    ],
 )
 def test_ranks_draw_only_experts_of_which_they_hold_rows(size, layout, num_drawn):
     """The matrices of 4 experts have 20 rows each, so 3 ranks hold parts of two experts. Weights match one process."""

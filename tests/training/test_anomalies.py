@@ -251,7 +251,7 @@ FAULTS: dict[str, tuple[dict[str, Any], int, bool, str]] = {  # case, faulty ran
 }
 
 
-@pytest.mark.parametrize("fault", chosen(FAULTS, "late", "at once"))
+@pytest.mark.parametrize("fault", chosen(FAULTS, "at once"))
 def test_nan_gradient_report_names_the_parameter_and_the_rank_if_known(fault, tmp_path):
     flags, rank, late, origin = fault
     case = Case(micro_batches=2, **flags)

@@ -84,7 +84,7 @@ def assert_equal_to_plain(world_size: int, case: Case) -> None:
     assert expected["loss"][-1] < 0.97 * expected["loss"][0]  # the model learns, so that equal losses are significant
 
 
-@pytest.mark.parametrize("case", chosen(GRID, EVERY_SPREAD[2], EVERY_SPREAD[5], slow=EVERY_SPREAD))
+@pytest.mark.parametrize("case", chosen(GRID, EVERY_SPREAD[2], slow=EVERY_SPREAD))
 def test_losses_and_norms_equal_one_process(case):
     """With documents, the number of counted tokens differs between ranks and micro-batches, but the mean does not."""
     assert_equal_to_plain(4, case)
@@ -261,7 +261,8 @@ def train_with_evaluations(case: Case) -> dict[str, Any]:
     return {"loss": losses, "evaluated": evaluated}
 
 
-@pytest.mark.parametrize("case", [slow(Case(stage=0, micro_batches=2)), Case(tp=2, micro_batches=2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [Case(stage=0, micro_batches=2), Case(tp=2, micro_batches=2)])
 def test_evaluation_during_training_changes_nothing(case):
     expected = plain(case.model, documents=False)["loss"]
     for result in ranks(4).run(train_with_evaluations, case):

@@ -81,7 +81,8 @@ def test_nan_in_one_replica_group_ends_the_job_at_the_next_merge(case, meeting, 
     assert (tmp_path / "not-finite-2.json").exists()
 
 
-@pytest.mark.parametrize(("case", "meeting"), [(PLAIN, 3), slow(LATE, 5)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "meeting"), [(PLAIN, 3), (LATE, 5)])
 def test_signal_on_one_rank_stops_all_ranks_at_the_next_merge(case, meeting, tmp_path):
     for rows, _ in ranks(4).run(train, case, tmp_path, signalled=1):
         assert [row["stopped"] for row in rows[:meeting]] == [None] * (meeting - 1) + ["SIGTERM"]

@@ -8,6 +8,7 @@ import torch
 from helpers.metrics import meter, step
 from helpers.pretended_run import Run
 from helpers.ranks import ranks
+from helpers.tiers import slow
 from helpers.training import LLAMA_STYLE, Case, build_step
 
 from megazpp.checkpoint.metadata import TrainingProgress
@@ -150,7 +151,7 @@ def zero3_steps(case: Case) -> tuple[int, Any]:
     return shards, zero3_traffic(train_step.sharding.shard_elements, dims, case.precision, 2 * case.micro_batches)
 
 
-@pytest.mark.parametrize(("tp", "bf16"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("tp", "bf16"), [(1, False), slow(2, True)])
 def test_zero3_formula_matches_the_counted_bytes_of_a_zero3_run(tp, bf16):
     """The tolerance is rounding only: a ring's (W - 1) / W is rounded down once per collective."""
     case = Case(nodes=2, tp=tp, micro_batches=2, model=LLAMA_STYLE, precision=PrecisionConfig(bf16=bf16))
