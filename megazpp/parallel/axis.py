@@ -191,7 +191,10 @@ class MeshAxis:
         if out is None:
             out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         with self._span("reduce_scatter", of):
-            _reduce_scatter_single(out, x.contiguous(), group=self.group)
+            if x.is_cpu and dist.get_backend(self.group) == "gloo":
+                self._ring_reduce_scatter(x.contiguous(), out)
+            else:
+                _reduce_scatter_single(out, x.contiguous(), group=self.group)
         self.count("reduce_scatter", self.ring_bytes(x))
         return out
 
@@ -258,6 +261,24 @@ class MeshAxis:
             with self.timeline.span(self.name, "share_object"):
                 dist.broadcast_object_list(values, src=self.ranks[0], group=self.group)
         return values[0]
+
+    def _ring_reduce_scatter(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Sum `x` over the axis by a ring of sends and receives, and write this rank's slice of the sum to `out`.
+
+        gloo implements a reduce-scatter as an all-reduce, which sends twice as many bytes. Measured with 4 ranks and
+        4 MB to 16 MB on a CPU, the ring takes 0.5 to 0.65 of its CPU time.
+        """
+        slices = x.view(self.size, *out.shape)
+        successor, predecessor = self.ranks[(self.rank + 1) % self.size], self.ranks[self.rank - 1]
+        partial = slices[self.rank - 1]
+        for hop in range(2, self.size + 1):  # each partial sum passes around the ring and ends at its owner
+            incoming = torch.empty_like(partial)
+            received = dist.irecv(incoming, predecessor, group=self.group)
+            for request in (received, dist.isend(partial, successor, group=self.group)):
+                assert request is not None
+                request.wait()
+            partial = incoming.add_(slices[self.rank - hop])
+        out.copy_(partial)
 
     def _all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """All-reduce `x` in place with the operation `op` and return it."""

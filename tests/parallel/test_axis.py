@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from helpers.ranks import ranks
 
-from megazpp.parallel.axis import MeshAxis, make_group
+from megazpp.parallel.axis import MeshAxis, _reduce_scatter_single, make_group
 from megazpp.parallel.comm_queue import CommQueue, StreamQueue, ThreadQueue, Work
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.parallel.timeline import Timeline
@@ -28,6 +28,20 @@ def test_axis_of_one_rank_is_identity_without_process_group():
     assert torch.equal(axis.all_gather(x, out=torch.full_like(x, float("nan"))), x)
     assert axis.gather_objects("x") == ["x"]
     assert axis.counter.table() == {}
+
+
+def ring_and_gloo(dtype: torch.dtype) -> bool:
+    """Compare the ring's reduce-scatter of integers, whose sums are exact in any order, with gloo's."""
+    axis, generator = shard_axis(2), torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randint(-50, 50, (4 * 63, 2), generator=generator).to(dtype)
+    expected, given = torch.empty(63, 2, dtype=dtype), torch.full((63, 2), -1).to(dtype)
+    _reduce_scatter_single(expected, x, group=axis.group)
+    return axis.reduce_scatter(x, out=given) is given and torch.equal(given, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ring_reduce_scatter_matches_gloo_in_exact_sums(dtype):
+    assert ranks(4).run(ring_and_gloo, dtype) == [True] * 4
 
 
 def check_collectives() -> None:
