@@ -62,10 +62,10 @@ INSTEAD = [
     (r"^python pretrain_gpt.py @book.args.*", rf"\g<0> {SMALL_RUN}"),
     (r"^python pretrain_gpt.py .*--load again/.*", r"\g<0> --nproc 1"),
     (
-        r"^python pretrain_gpt.py( @configs/gpt_tiny.args (?!.*--(print|dry-run))| (?=--train-iters)|$)",
+        r"^python pretrain_gpt.py( @configs/gpt_tiny.args (?!.*--print)| (?=--train-iters)|$)",
         f"torchrun {TINY} ",
     ),
-    (r"^python pretrain_gpt.py (?!@book.args)(?!.*--(plan|print-config|dry-run))", f"torchrun {EIGHT} "),
+    (r"^python pretrain_gpt.py (?!@book.args)(?!.*--(plan|print-config))", f"torchrun {EIGHT} "),
     (r"^python tools/train_tokenizer.py.*", r"\g<0> --vocab-size 600"),
     (r"^python tools/preprocess_data.py.*", r"\g<0> --workers 1"),
     (r"^python tools/(evaluate|generate).py.*", r"\g<0> --nproc 1 --tensor-model-parallel-size 1"),

@@ -34,14 +34,13 @@ from megazpp.parallel.launch import RESTART_COUNT, detect_rank_info, device_type
 from megazpp.planner.feature import PlanConfig
 from megazpp.planner.report import print_report, report_parts
 from megazpp.planner.variants import changed
-from megazpp.post_training.plan import describe_phases, dry_run_models, plan_models
+from megazpp.post_training.plan import describe_phases, plan_models
 from megazpp.post_training.setup import (
     EXTRA,
     check_files,
     check_post_training,
     find_start,
     post_configs,
-    without_checkpoint,
 )
 from megazpp.post_training.trainer import post_training
 from megazpp.run.arguments import ParsedRun, parse_run_config
@@ -62,7 +61,7 @@ def prepare(argv: list[str]) -> Job | int:
     """Parse and check the flags as far as possible before workers start.
 
     Returns:
-        The work for each rank, or the exit code if --dry-run, --print-config or --plan replaces training.
+        The work for each rank, or the exit code if --print-config or --plan replaces training.
     Raises:
         ValueError: flags are wrong. The message names each flag and its value.
     """
@@ -70,13 +69,6 @@ def prepare(argv: list[str]) -> Job | int:
     first_line = (__doc__ or "").partition("\n")[0]
     name = {"program": "post_train.py", "description": first_line}
     parsed = parse_run_config(argv, ROOT, **name, features=FEATURES, extra=EXTRA, default_file=None)
-    show = parsed.config.section(PlanConfig)
-    if show.dry_run:  # needs no checkpoint, as in pretraining
-        parsed = without_checkpoint(parsed)
-        cluster, rank = planned_cluster(parsed.config), show.dry_run_rank
-        dry = dry_run_models(parsed.config, post_configs(parsed), cluster, rank=rank)
-        print(parsed.notes() + dry.describe())
-        return 0
 
     # The checkpoint to start from.
     parsed, source, earlier = find_start(parsed, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
@@ -90,7 +82,7 @@ def prepare(argv: list[str]) -> Job | int:
     start = start_of(source, earlier)
     plan = check_run_config(config, announced_cluster(config, place), device_type=device_type(), start=start)
     check_post_training(config, post_configs(parsed), plan.batches)
-    if show.plan:
+    if config.section(PlanConfig).plan:
         show_plan(parsed, earlier.vocab_size)
         return 0
     check_device(config.model, device_type())

@@ -425,7 +425,7 @@ class ReplicaGroups:
             yield segment.name, owned_part
 
     @functools.cached_property
-    def _mesh(self) -> DeviceMesh:  # not created in __init__, because a dry run with fake tensors cannot make a mesh
+    def _mesh(self) -> DeviceMesh:  # not created in __init__, because fake process groups cannot make a mesh
         """The mesh [tp, shard, replica_group], created at first use.
 
         Rows of a parameter are split in the order of its axes, so that each rank owns consecutive rows.

@@ -277,7 +277,7 @@ def plan_routes(
 
 
 def has_values(x: torch.Tensor) -> bool:
-    """Return whether a tensor has values; in `--plan` and `--dry-run`, tensors have only shapes."""
+    """Return whether a tensor has values; in `--plan` tensors have only shapes."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 

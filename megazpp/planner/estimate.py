@@ -261,8 +261,8 @@ def build_step_simulator(
         costs: cost model; None to count bytes without times.
         device_type: "cuda" or "cpu".
         rank: global rank to simulate.
-        on_cpu: simulate a CPU process, whatever device the cluster file describes. A dry run compares with such a
-            simulation. It has no real weights, so lossless deltas have their largest size.
+        on_cpu: simulate a CPU process, whatever device the cluster file describes. Lossless deltas then have
+            their largest size. Tests compare such a simulation with tensors on CPUs.
         others: further arguments of `StepSimulator`.
     """
     assert config.data.seq_length is not None

@@ -1,13 +1,11 @@
-"""Optional feature of pretraining: the flags --plan and --dry-run, and the estimate for --zero-weight-delta auto."""
+"""Optional feature of pretraining: the flag --plan, and the estimate for --zero-weight-delta auto."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazpp.base.flags import check_not_negative, flag, spelling
-from megazpp.base.program import EXIT_ERROR
+from megazpp.base.flags import flag, spelling
 from megazpp.parallel.launch import device_type
-from megazpp.planner.dry_run import dry_run
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.report import print_report, report_parts
 from megazpp.planner.variants import changed
@@ -37,23 +35,16 @@ class PlanConfig(FeatureConfig):
         needs="--plan",
         metavar="X",
     )
-    dry_run: bool = flag(
-        False,
-        "run one optimizer step of one rank with fake tensors and process groups, compare its communication with the "
-        "plan, and exit",
-    )
-    dry_run_rank: int = flag(0, "global rank that --dry-run simulates")
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a negative rank or a load of the busiest expert below the mean."""
-        check_not_negative(self, "dry_run_rank")
+        """Raise ValueError for a load of the busiest expert below the mean."""
         if self.plan_expert_load is not None and not self.plan_expert_load >= 1.0:
             given = f"{spelling(self, 'plan_expert_load')} {self.plan_expert_load:g}"
             raise ValueError(f"{given}: the busiest expert has at least the mean load, which is 1")
 
 
 class Planner(Feature):
-    """Feature that prints estimates or a dry run instead of training."""
+    """Feature that prints estimates instead of training."""
 
     config = PlanConfig
 
@@ -66,21 +57,17 @@ class Planner(Feature):
         return Estimator(cluster, device_type=device_type).choose_weight_delta(config, gigabytes=gigabytes)
 
     def command(self, parsed: ParsedRun) -> int | None:
-        """Run --plan or --dry-run and return the exit status; return None, to train, without these flags."""
+        """Print the estimates and return 0 with --plan; return None, to train, without it."""
         flags = parsed.config.section(PlanConfig)
-        if flags.plan:
-            cluster, load = planned_cluster(parsed.config), flags.plan_expert_load
-            if load is not None and parsed.config.model.num_experts is None:
-                raise ValueError(f"{spelling(flags, 'plan_expert_load')} {load:g} needs --num-experts")
-            parts = report_parts(parsed.config, cluster, device_type=device_type(), expert_load=load)
-            print(parsed.notes(), end="")
-            print_report(parts)
-            return 0
-        if not flags.dry_run:
+        if not flags.plan:
             return None
-        dry = dry_run(parsed.config, planned_cluster(parsed.config), rank=flags.dry_run_rank)
-        print(parsed.notes() + dry.describe())
-        return 0 if dry.agrees else EXIT_ERROR
+        cluster, load = planned_cluster(parsed.config), flags.plan_expert_load
+        if load is not None and parsed.config.model.num_experts is None:
+            raise ValueError(f"{spelling(flags, 'plan_expert_load')} {load:g} needs --num-experts")
+        parts = report_parts(parsed.config, cluster, device_type=device_type(), expert_load=load)
+        print(parsed.notes(), end="")
+        print_report(parts)
+        return 0
 
 
 FEATURE = Planner()

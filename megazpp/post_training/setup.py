@@ -71,7 +71,8 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
     Raises:
         ValueError: --objective or --load is missing, there is no checkpoint, or flags contradict it.
     """
-    _check_objective(parsed)
+    if post_configs(parsed).training.objective is None:
+        raise ValueError("--objective is missing: sft, reward, dpo, grpo or ppo")
     given = parsed.config.checkpoint
     if given.load is None:
         raise ValueError("--load is missing: the folder of checkpoints that post-training begins with")
@@ -89,23 +90,6 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
     if source.continues:
         parsed = with_resumed_weight_delta(parsed, earlier, source.folder)
     return _completed(parsed, source, earlier), source, earlier
-
-
-def without_checkpoint(parsed: ParsedRun) -> ParsedRun:
-    """Complete the flags for a dry run, which opens no checkpoint.
-
-    Raises:
-        ValueError: --objective or the length of samples is missing.
-    """
-    _check_objective(parsed)
-    configs, length = post_configs(parsed), parsed.config.data.seq_length
-    if "max_length" not in parsed.origins:
-        if length is None:
-            raise ValueError(
-                "--max-length is missing: a dry run opens no checkpoint that would say how long samples are"
-            )
-        configs = configs._replace(form=dataclasses.replace(configs.form, max_length=length))
-    return _filled(parsed, configs._replace(lora=with_adapters(configs.lora, parsed, None, "")), {})
 
 
 def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan) -> None:
@@ -240,11 +224,6 @@ def train_paths(config: RunConfig) -> tuple[str, ...]:
     return config.data.train_data_path or config.data.data_path
 
 
-def _check_objective(parsed: ParsedRun) -> None:
-    if post_configs(parsed).training.objective is None:
-        raise ValueError("--objective is missing: sft, reward, dpo, grpo or ppo")
-
-
 def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadata) -> ParsedRun:
     """Complete the flags with defaults of the objective, and with the names of reference and base."""
     config, (post, form, _, lora, _) = parsed.config, post_configs(parsed)
@@ -290,17 +269,11 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
         free.pop("ref_ckpt_step")
     values: dict[str, Any] = {name: value for name, value in free.items() if name not in parsed.origins}
     origins = parsed.origins | dict.fromkeys(values, f"{DEFAULT} of {post.objective}")
-    return _filled(parsed, post_configs(parsed)._replace(form=form, lora=lora), values)._replace(origins=origins)
-
-
-def _filled(parsed: ParsedRun, configs: PostConfigs, values: dict[str, Any]) -> ParsedRun:
-    """Return `parsed` with these configs and values of fields, without dropout, and with samples of --max-length."""
-    config = parsed.config
     for name in ("hidden_dropout", "attention_dropout"):
         value = getattr(config.model, name)
         if value != 0.0 and parsed.origins.get(name) == COMMAND_LINE:
             raise ValueError(f"{spelling(config.model, name)} {value}: post-training does not use dropout")
-    values = values | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": configs.form.max_length}
+    values |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": form.max_length}
 
     def filled(part: Any) -> Any:
         names = {field.name for field in dataclasses.fields(part)}
@@ -308,8 +281,8 @@ def _filled(parsed: ParsedRun, configs: PostConfigs, values: dict[str, Any]) -> 
 
     changed = {name: filled(getattr(config, name)) for name in ("schedule", "optimizer", "model", "data")}
     config = dataclasses.replace(config, **changed).with_section(filled(config.section(SampleConfig)))
-    configs = configs._replace(training=filled(configs.training))
-    return parsed._replace(config=config, extra=tuple(configs))
+    configs = post_configs(parsed)._replace(training=filled(post), form=form, lora=lora)
+    return parsed._replace(config=config, extra=tuple(configs), origins=origins)
 
 
 def reference_folder(post: PostTrainingConfig) -> CheckpointFolder:

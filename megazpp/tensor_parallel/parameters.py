@@ -15,7 +15,6 @@ the values from one rank to all ranks that hold the same part.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -219,17 +218,6 @@ def _draw_experts_(
 def existing_rows(model: nn.Module) -> dict[str, int]:
     """Return, by name, the rows without padding of each parameter whose rows are the padded vocabulary."""
     return {name: spec.rows for name, _, _, spec in owned_parameters(model) if spec.rows is not None}
-
-
-def count_elements(model: nn.Module, *, tp_size: int, ep_size: int) -> int:
-    """Return the number of elements of the whole model, over all tp and ep ranks, without padding of the vocabulary."""
-    total = 0
-    for _, module, attribute, spec in owned_parameters(model):
-        shape = list(getattr(module, attribute).shape)
-        if spec.split is not None and not isinstance(getattr(module, attribute), DTensor):
-            shape[spec.split] *= ep_size if spec.expert else tp_size
-        total += math.prod(shape if spec.rows is None else (min(spec.rows, shape[0]), *shape[1:]))
-    return total
 
 
 def partial_parameters(model: nn.Module) -> frozenset[str]:

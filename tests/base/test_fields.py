@@ -49,7 +49,7 @@ ZERO_MEANS_SOMETHING = re.findall(  # flags for which 0 is valid, mostly to swit
 --clip-grad --lr-warmup-fraction
 --lr-warmup-iters --lr-warmup-samples --lr-warmup-init --start-weight-decay --end-weight-decay --max-restarts --seed
 --ckpt-step --eval-iters --profile-step-start --profile-ranks --sample-tokens --sample-temperature --sample-top-k
---sample-min-p --dry-run-rank
+--sample-min-p
 """,
 )
 NOT_USED = dict(  # flags that no test uses, and the reason

@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from helpers.dry_run import PeakBytes
 from helpers.ranks import ranks
 from helpers.tiers import chosen
 from helpers.training import (
@@ -23,7 +24,6 @@ from helpers.training import (
 from megazpp.diloco.config import DilocoConfig
 from megazpp.optim.optimizer import OptimizerConfig
 from megazpp.parallel.dims import ParallelConfig, plan_dims
-from megazpp.planner.dry_run import PeakBytes
 from megazpp.planner.simulator import Memory
 from megazpp.planner.step import StepSimulator, TrafficTable, measure, traffic_between
 from megazpp.topology.cluster import Cluster

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.dry_run import fake_ranks
 from helpers.stream_races import simulated_streams
 from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, Case, build_step
@@ -18,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from megazpp.kernels import block_quant, weight_delta
 from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
-from megazpp.planner.dry_run import fake_ranks
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 RANKS_PER_NODE = 8

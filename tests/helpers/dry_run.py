@@ -1,4 +1,4 @@
-"""Dry run (--dry-run): run one optimizer step of one rank without a cluster, and compare it with the plan.
+"""Dry run: run one optimizer step of one rank without a cluster, for comparisons with the planner.
 
 The mesh, the model, FSDP2 with this project's collectives, and the step run as in training. Of many micro-batches only
 the first, a middle one and the last are run. With local steps, a synchronization of all fragments follows. Two things
@@ -7,10 +7,9 @@ are replaced:
 - Process groups use torch's back end "fake", which sends nothing.
 - Tensors have shapes but no memory (FakeTensorMode). `.item()` returns 1.
 
-The process simulates a CPU, whatever device is planned. The bytes sent are the same on every device. RMSNorm and
-attention with dropout keep the same tensors as CUDA's kernels. Data loading, checkpoints and the verification of
-gathered weights do not run. With --reset-attention-mask every sample is one document, and attention uses a mask, as on
-a CPU.
+The plan assumes a CPU as well. The bytes sent are the same on every device. RMSNorm and attention with dropout keep the
+same tensors as CUDA's kernels. Data loading, checkpoints and the verification of gathered weights do not run. With
+--reset-attention-mask every sample is one document, and attention uses a mask, as on a CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megazpp.base.program import MEGA, aligned
 from megazpp.data.loader import make_micro_batch
 from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.outer import ReplicaGroups
@@ -40,10 +38,8 @@ from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer, build_orthogonalizer
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.estimate import Estimator, build_step_simulator
-from megazpp.planner.report import describe_plan
 from megazpp.planner.simulator import Memory
 from megazpp.planner.step import (
-    NOTHING,
     SIMULATED_MICRO_BATCHES,
     TrafficTable,
     measure,
@@ -52,11 +48,10 @@ from megazpp.planner.step import (
     traffic_between,
 )
 from megazpp.planner.trace import SIMULATED_FLOAT8, FusedNorm
-from megazpp.planner.variants import changed, for_planning
+from megazpp.planner.variants import changed
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan, check_run_config
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import WIRE_NAMES
 from megazpp.training.objective import Objective
 from megazpp.training.setup import ModelSpec, ShardedModel, shard_on_meta
 from megazpp.training.step import TrainStep
@@ -89,71 +84,27 @@ class DryRun(NamedTuple):
     """Result of a dry run: planned and counted communication and memory of one optimizer step of one rank.
 
     Attributes:
-        plan: layout, wire formats and batch sizes of the run.
-        rank: global rank.
-        micro_batches: number of micro-batches of the step.
         planned: planned calls and bytes of the step, and of a DiLoCo synchronization ({} without local steps).
         counted: counted calls and bytes of both.
         memory: planned bytes by kind at the memory peak.
         live_bytes: counted bytes of all tensors at the memory peak.
     """
 
-    plan: RunPlan
-    rank: int
-    micro_batches: int
     planned: tuple[TrafficTable, TrafficTable]
     counted: tuple[TrafficTable, TrafficTable]
     memory: Counter[Memory]
     live_bytes: int
-
-    @property
-    def agrees(self) -> bool:
-        """True if planned and counted communication are equal."""
-        return self.planned == self.counted
-
-    def describe(self) -> str:
-        """Return the report: plan, tables of planned and counted communication, and memory."""
-        rest, memory = self.micro_batches - SIMULATED_MICRO_BATCHES, self.memory.total()
-        note = f" ({SIMULATED_MICRO_BATCHES} micro-batches are run; the middle one counts {rest + 1} times)"
-        titles = [f"rank {self.rank} of {self.plan.layout.cluster.world_size}, one optimizer step{note * (rest > 0)}:"]
-        if (diloco := self.plan.of(DilocoPlan)) is not None:
-            titles.append(f"and one synchronization of all fragments, every {diloco.steps} steps:")
-        lines = [*describe_plan(self.plan, self.micro_batches), ""]
-        for title, planned, counted in zip(titles, self.planned, self.counted, strict=False):
-            lines += [title, *_compared(planned, counted)]
-        lines.append(
-            f"tensors at the memory peak: {self.live_bytes / MEGA:.3f} MB, planned "
-            f"{memory / MEGA:.3f} MB ({100 * (memory / self.live_bytes - 1):+.1f} %)"
-        )
-        return "\n".join(lines)
-
-
-def _compared(planned: TrafficTable, counted: TrafficTable) -> Iterator[str]:
-    """Yield planned and counted communication side by side, and a line that says whether they are equal."""
-    header = ("wire", "axis", "collective", "calls planned", "counted", "bytes planned", "counted", "")
-    rows: list[tuple[str, ...]] = [header]
-    for key in sorted(planned | counted):
-        ours, theirs = planned.get(key, NOTHING), counted.get(key, NOTHING)
-        calls, sizes = (tuple(map(str, pair)) for pair in zip(ours, theirs, strict=True))
-        wire, *what = key
-        rows.append((WIRE_NAMES[wire], *what, *calls, *sizes, "" if ours == theirs else "DIFFERS"))
-    yield from aligned(rows)
-    sent = sum(traffic.sent_bytes for traffic in counted.values())
-    yield f"{sent / MEGA:.3f} MB: " + ("as planned" if planned == counted else "NOT AS PLANNED")
 
 
 def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
     """Plan one optimizer step of a rank, and run it with fake tensors.
 
     Args:
-        config: flags of the run.
+        config: flags of the run, with --vocab-size.
         cluster: cluster of the run.
         rank: global rank to run.
-
-    Raises:
-        ValueError: the flags conflict, do not fit the cluster, or lack --vocab-size, or the rank does not exist.
     """
-    config, plan = plan_dry_run(config, cluster, rank)
+    plan = plan_on_cpus(config, cluster)
     simulator = build_step_simulator(config, plan, device_type=CPU.type, rank=rank, on_cpu=True)
     count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
     planned = measure(simulator, count).traffic, simulator.synchronize().traffic
@@ -165,27 +116,13 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
             return language_model_task(config, plan, built)
 
     counted, live_bytes = count_step(config, plan, rank, language_model)
-    return DryRun(plan, rank, count, planned, counted, simulator.ledger.peak, live_bytes)
+    return DryRun(planned, counted, simulator.ledger.peak, live_bytes)
 
 
-def plan_dry_run(config: RunConfig, cluster: Cluster, rank: int) -> tuple[RunConfig, RunPlan]:
-    """Check the flags of a dry run; return the run, with mock data if it has none, and its plan on CPUs.
-
-    Args:
-        config: flags of the run.
-        cluster: cluster of the run.
-        rank: global rank to run.
-
-    Raises:
-        ValueError: the flags conflict, do not fit the cluster, or lack --vocab-size, or the rank does not exist.
-    """
-    config = for_planning(config, "--dry-run")
-    if not 0 <= rank < cluster.world_size:
-        raise ValueError(
-            f"--dry-run-rank {rank} is not a rank of the cluster, which has ranks 0 to {cluster.world_size - 1}"
-        )
+def plan_on_cpus(config: RunConfig, cluster: Cluster) -> RunPlan:
+    """Return the plan of a run on CPUs, with the planner's choice for --zero-weight-delta auto."""
     choice = Estimator(cluster, device_type=CPU.type).choose_weight_delta(config)
-    return config, check_run_config(config, cluster, device_type=CPU.type, weight_delta=choice)
+    return check_run_config(config, cluster, device_type=CPU.type, weight_delta=choice)
 
 
 @contextmanager

@@ -1,0 +1,152 @@
+"""Dry run of a post-training: a step of all its models on fake tensors, for comparisons with the planner.
+
+The step is the program's own: the policy or its adapters on a frozen base, the objective, and the forwards of reference
+and reward model. No completions are sampled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from helpers.dry_run import CPU, DryTask, count_step, language_model_task, plan_on_cpus
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megazpp.lora.policy import add_adapters
+from megazpp.model.dropout import SharedGenerator
+from megazpp.model.gpt import GPTModel
+from megazpp.packed_weights.frozen import FrozenUnits, freeze
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.dims import ParallelDims
+from megazpp.planner.step import TrafficTable
+from megazpp.post_training.batch import PairBatch, RolloutBatch
+from megazpp.post_training.config import PostTrainingConfig
+from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss
+from megazpp.post_training.plan import Phases, plan_models, rows_of
+from megazpp.post_training.reference import FrozenModel
+from megazpp.post_training.setup import PostConfigs
+from megazpp.run.arguments import RunConfig
+from megazpp.topology.cluster import Cluster
+from megazpp.training.setup import ModelSpec, model_on_meta, shard_built, shard_on_meta
+from megazpp.zero.config import ZeroConfig
+
+
+class PostDryRun(NamedTuple):
+    """The bytes that one rank sends and holds in a step.
+
+    Attributes:
+        sent: calls and bytes by (wire, axis, collective).
+        live_bytes: peak bytes of tensors.
+        planned: estimates of the phases; a dry run does not include the phase drawing.
+        base_bytes: bytes of the frozen base.
+        trained: number of trained parameters of a tp rank.
+    """
+
+    sent: TrafficTable
+    live_bytes: int
+    planned: Phases
+    base_bytes: int
+    trained: int
+
+    @property
+    def planned_bytes(self) -> int:
+        """The estimated peak bytes of the phases that a dry run includes."""
+        return max(kinds.total() for name, kinds in self.planned.items() if name != "drawing")
+
+
+def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *, rank: int) -> PostDryRun:
+    """Estimate an optimizer step of `rank`, and run it with fake tensors.
+
+    Args:
+        config: flags of the run, with --vocab-size.
+        configs: flags of the post-training, without streamed models.
+        cluster: cluster of the run.
+        rank: global rank to run.
+    """
+    plan = plan_on_cpus(config, cluster)
+    post, lora, base_bytes, trained = configs.training, configs.lora, 0, 0
+
+    def make_task(spec: ModelSpec, dims: ParallelDims, fake: FakeTensorMode) -> DryTask:
+        nonlocal base_bytes, trained
+        frozen = functools.partial(_frozen, dims, dims.twin("local", "frozen"), fake)
+        reference, reward = None, None
+        if post.needs_reference and lora.lora_r is None and not post.precompute_ref_log_probs:
+            if post.sync_ref_model:
+                exact = dataclasses.replace(spec, zero=ZeroConfig(), wire=None)
+                model = shard_on_meta(exact, dims, CPU).model
+                with fake:
+                    model.to_empty(device=CPU)
+            else:
+                model, _ = frozen(spec)
+            reference = FrozenModel(model).logps
+        if post.reward_load is not None:
+            reward = FrozenModel(frozen(dataclasses.replace(spec, scalar_head=True))[0])
+        spec = dataclasses.replace(spec, scalar_head=post.objective in ("reward", "ppo"))
+        if lora.lora_r is None:
+            policy = model_on_meta(spec, dims, CPU)
+        else:
+            policy, base = frozen(spec, trained="scalar_head.", bits=lora.base_weight_bits)
+            base_bytes = base.kept_bytes
+            add_adapters(
+                policy, lora.settings(spec.config), SharedGenerator(CPU, seed=spec.seed, data_rank=dims.dropout_rank)
+            )
+            if post.needs_reference and not post.precompute_ref_log_probs:
+                reference = FrozenModel(policy, is_policy=True).logps
+        trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+        built = shard_built(policy, spec, dims)
+        with fake:
+            built.model.to_empty(device=CPU)
+            if post.objective == "sft":
+                return language_model_task(config, plan, built)
+            batch = _fake_batch(post, rows_of(post, plan.batches.micro_batch_size), config.data.seq_length or 0)
+            if isinstance(batch, PairBatch):
+                return DryTask(built, batch, PreferenceLoss(post, dims, reference))
+
+            def ask() -> None:
+                if reward is not None:
+                    reward.scores(batch)
+                if reference is not None:
+                    reference(batch)
+
+            return DryTask(built, batch, PolicyLoss(post, dims, temperature=1.0), ask)
+
+    planned = plan_models(config, configs, plan, rank=rank, on_cpu=True)
+    (sent, _), live_bytes = count_step(config, plan, rank, make_task)
+    return PostDryRun(sent, live_bytes, planned, base_bytes, trained)
+
+
+def _fake_batch(post: PostTrainingConfig, rows: int, seq_length: int) -> PairBatch | RolloutBatch:
+    """Return a batch of pairs or completions for the objective."""
+    tokens, numbers = torch.zeros(rows, seq_length, dtype=torch.int64), torch.ones(rows, seq_length)
+    inputs = (tokens, tokens, numbers, tokens, None)
+    if not post.draws:
+        return PairBatch(*inputs, numbers[:, 0] if post.precompute_ref_log_probs else None)
+    reference = numbers if post.needs_reference else None
+    if post.objective == "grpo":
+        return RolloutBatch(*inputs, numbers[:, 0], numbers, reference, numbers)
+    return RolloutBatch(*inputs, numbers, numbers, reference, numbers, numbers, numbers, numbers)
+
+
+def _frozen(
+    dims: ParallelDims,
+    axis: MeshAxis,
+    fake: FakeTensorMode,
+    spec: ModelSpec,
+    *,
+    trained: str | tuple[()] = (),
+    bits: int | None = None,
+) -> tuple[GPTModel, FrozenUnits]:
+    """Build a model of frozen units, except parameters whose names begin with `trained`."""
+    model = model_on_meta(spec, dims, CPU, whole_experts=True)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+
+    def load(name: str, rows: slice) -> torch.Tensor:
+        return torch.zeros(rows.stop - rows.start, *shapes[name][1:])
+
+    place: dict[str, Any] = {"device": CPU, "dtype": spec.precision.param_dtype, "bits": bits}
+    with fake:
+        return model, freeze(
+            model, model.sharding_units(), axis, load, **place, trained=lambda name: name.startswith(trained)
+        )
