@@ -14,6 +14,7 @@ from megazpp.run.feature import Feature
 NEEDS: dict[str, tuple[str, ...]] = {
     "convert": (),
     "diloco": (),
+    "drop_in": (),
     "inference": ("packed_weights",),
     "lora": ("convert", "packed_weights"),
     "packed_weights": (),

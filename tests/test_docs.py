@@ -271,7 +271,7 @@ def run_python(code: str) -> bool:
 @pytest.mark.slow
 def test_python_code_of_pages_runs_on_four_ranks():
     for code in [code for page in sorted({*PAGES} - {TUTORIAL, *CONTRIBUTORS}) for code in blocks(page, "python")]:
-        if "trainer_callback()" in code:  # for other people's trainers; tests/zero/test_api.py has one
+        if "trainer_callback()" in code:  # for other people's trainers; tests/drop_in/test_api.py has one
             continue
         assert "zeropp(model)" in code
         code = code.replace("zeropp(model)", "zeropp(model, ranks_per_node=2)")

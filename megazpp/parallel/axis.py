@@ -104,8 +104,6 @@ class MeshAxis:
         timeline: recorder of a span for each collective; None creates a new one.
         queue: communication queue in which the axis's collectives overlap with compute. None creates one on first use,
             a separate thread (CPU) or stream (CUDA).
-        shares_queue: True if all axes over this process group must use the same queue. This is required when several
-            models share process groups, because a group may have at most one queue.
     """
 
     def __init__(
@@ -119,29 +117,24 @@ class MeshAxis:
         wire: str = "local",
         timeline: Timeline | None = None,
         queue: CommQueue | None = None,
-        shares_queue: bool = False,
     ) -> None:
         assert (group is None) == (len(ranks) == 1), f"axis {name}: ranks {ranks}, group {group}"
         self.name, self.ranks, self.rank, self.group, self.wire = name, ranks, rank, group, wire
         self.size = len(ranks)
         self.counter = counter or TrafficCounter()
-        self.timeline, self._queue, self._shares_queue = timeline or Timeline(), queue, shares_queue
+        self.timeline, self._queue = timeline or Timeline(), queue
         self.key = f"{name} {next(_numbers)}"
         _axes[self.key] = self
 
     @property
     def queue(self) -> CommQueue:
         """The axis's communication queue. While tasks are pending, no other code may use the axis's process group."""
-        if self._queue is None and self._shares_queue and self.group is not None:
-            self._queue = _queues.get(self.group)
         if self._queue is None:
             if self.timeline.device_type == "cuda":
                 # Intra-node collectives get the high priority: inter-node hops have a whole optimizer step to finish.
                 self._queue = StreamQueue(priority=0 if self.wire == "cross" else -1)
             else:
                 self._queue = ThreadQueue(self.name, self.timeline)
-            if self._shares_queue and self.group is not None:
-                _queues[self.group] = self._queue
         return self._queue
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
@@ -305,9 +298,6 @@ _numbers = itertools.count()
 # Axes by key. An operator can only take tensors and plain values, so compiled code passes its axis as a string, as
 # torch does with process groups. Only the operators below read this dict. Its references are weak.
 _axes: weakref.WeakValueDictionary[str, MeshAxis] = weakref.WeakValueDictionary()
-# Queues of process groups that several models share, because a group may have at most one queue. A queue lives as long
-# as its group.
-_queues: weakref.WeakKeyDictionary[dist.ProcessGroup, CommQueue] = weakref.WeakKeyDictionary()
 
 
 def axis_of_key(key: str) -> MeshAxis:
@@ -408,23 +398,6 @@ def make_group(
     settings: dict[str, Any] = {"backend": backend, "timeout": timeout, "pg_options": options, "group_desc": name}
     settings |= {} if ascending else {"sort_ranks": False}
     return [dist.new_group(list(ranks), **settings) for ranks in partition][partition.index(mine)]
-
-
-def find_group(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup | None:
-    """Return an existing process group of exactly these ranks, in this order, with the description `name`, or None."""
-    groups = dist.distributed_c10d._world.pg_map
-    # Groups that this rank is not in are the integer -100.
-    mine = (group for group in groups if isinstance(group, dist.ProcessGroup))
-    named = (group for group in mine if group.group_desc == name)
-    return next((group for group in named if tuple(dist.get_process_group_ranks(group)) == ranks), None)
-
-
-def first_group_timeout(device_type: str) -> timedelta | None:
-    """Return the default process group's timeout for collectives of tensors on this device type, None if unknown."""
-    world = dist.group.WORLD
-    assert world is not None
-    options = getattr(world._get_backend(torch.device(device_type)), "options", None)
-    return getattr(options, "_timeout", None)
 
 
 def can_order_groups() -> bool:

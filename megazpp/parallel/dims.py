@@ -1,4 +1,6 @@
-"""Parallel degrees, the device mesh that they define, and this rank's mesh axes. Only this file creates process groups.
+"""Parallel degrees, the device mesh that they define, and this rank's mesh axes.
+
+Only this file creates process groups, and drop_in/dims.py for models of other programs.
 
 | axis          | ranks along it                                | data communicated                         |
 |---------------|-----------------------------------------------|-------------------------------------------|
@@ -43,8 +45,6 @@ from megazpp.parallel.axis import (
     MeshAxis,
     TrafficCounter,
     can_order_groups,
-    find_group,
-    first_group_timeout,
     make_group,
 )
 from megazpp.parallel.comm_queue import CommQueue
@@ -159,12 +159,10 @@ class ParallelDims:
         layout: sizes of the axes and placement of the ranks.
         device_type: "cuda" or "cpu".
         nccl: options of the NCCL process groups; None uses the defaults.
-        timeout: timeout of every collective. None uses torch's default (10 minutes on NCCL, 30 on gloo), or with `mesh`
-            the default group's timeout.
+        timeout: timeout of every collective. None uses torch's default (10 minutes on NCCL, 30 on gloo).
         threads: True runs the hops of CPU tensors in threads, where they overlap with compute. False runs each hop in
             the thread that submits it.
-        mesh: existing mesh of the caller, [shard] or [shard, tp], under any dimension names. Its groups are used and
-            left unchanged, and groups that an earlier model created for equal ranks are reused. None creates a mesh.
+        mesh: existing mesh [shard] or [shard, tp], under any dimension names; None creates a mesh.
         dense: axes of the other parameters if these are the axes of experts (`experts`). Their counter and timeline are
             used, and each of their axes that has the same ranks.
     Attributes:
@@ -176,6 +174,8 @@ class ParallelDims:
         timeline: recorder of the collectives of all axes.
         world: axis of all ranks, for logging and barriers. Its bytes count under the wire "world".
     """
+
+    _axis_class = MeshAxis
 
     def __init__(
         self,
@@ -191,8 +191,7 @@ class ParallelDims:
         if device_type == "cuda":
             check_connections()
             order_launches(layout)
-        self.layout, self._nccl, self._threads, self._is_guest = layout, nccl or NcclConfig(), threads, mesh is not None
-        self._timeout = first_group_timeout(device_type) if self._is_guest and timeout is None else timeout
+        self.layout, self._nccl, self._threads, self._timeout = layout, nccl or NcclConfig(), threads, timeout
         self._dense = dense
         if dense is None:
             self.counter, self.timeline = TrafficCounter(), Timeline(device_type)
@@ -236,19 +235,6 @@ class ParallelDims:
         group = self._make_group(axis, name, own=True) if self.layout.axis_size(axis) > 1 else None
         return self._axis(axis, name, group)
 
-    def host_axes(self, *axes: str) -> list[MeshAxis]:
-        """Return a gloo axis over the ranks of each given axis, for small messages between hosts. All ranks call this.
-
-        Their bytes count under the wire "world".
-        """
-        rank, found = dist.get_rank(), []
-        for axis in axes:
-            name, ranks = f"hosts of {axis}", self.layout.axis_ranks(axis, rank)
-            group = self._make_group(axis, name, backend="gloo") if len(ranks) > 1 else None
-            settings: dict[str, Any] = {"counter": self.counter, "wire": "world", "shares_queue": self._is_guest}
-            found.append(MeshAxis(name, ranks=ranks, rank=ranks.index(rank), group=group, **settings))
-        return found
-
     @functools.cached_property
     def local(self) -> MeshAxis:
         """The intra-node part of the shard axis. Its group is created on first use, which all ranks must make."""
@@ -281,9 +267,9 @@ class ParallelDims:
             return getattr(self._dense, axis)
         rank = dist.get_rank()
         ranks = self.layout.axis_ranks(axis, rank)
-        if group is not None and self._timeout is not None and not self._is_guest:
+        if group is not None and self._timeout is not None:
             _set_pg_timeout(self._timeout, group)  # a new group does not inherit the default group's timeout
-        return MeshAxis(
+        return self._axis_class(
             name,
             ranks=ranks,
             rank=ranks.index(rank),
@@ -292,7 +278,6 @@ class ParallelDims:
             wire="local" if name == "ep" else self.layout.wire(axis, rank),
             timeline=self.timeline,
             queue=None if self._threads else CommQueue(),
-            shares_queue=self._is_guest,
         )
 
     def _group(self, axis: str) -> dist.ProcessGroup | None:
@@ -305,35 +290,27 @@ class ParallelDims:
             return None
         of_mesh = axis if axis in MESH_AXES else "shard" if axis == "local" and self.layout.cross == 1 else None
         if of_mesh is None:
-            # With a caller's mesh the caller may use the default group while hops are pending, so never take that one.
-            return self._make_group(axis, axis, own=self._is_guest)
+            return self._make_group(axis, axis)
         return self.mesh.get_group(self._mesh_axes.index(of_mesh))
 
-    def _make_group(self, axis: str, name: str, *, own: bool = False, backend: str | None = None) -> dist.ProcessGroup:
+    def _make_group(self, axis: str, name: str, *, own: bool = False) -> dist.ProcessGroup:
         """Create the groups of `axis` and return this rank's group.
 
         Args:
             axis: axis of the layout.
             name: description of the groups.
             own: True never returns the default process group, even if the group has the same ranks.
-            backend: back end of the groups; None uses the default group's.
         """
         if self._is_shared(axis):
             return getattr(self._dense, axis).group
-        options = axis_options(axis, self.layout, self._nccl) if backend is None else None
+        options = axis_options(axis, self.layout, self._nccl)
         if axis == "shard" and not own and self.layout.shard == self.layout.cluster.world_size:
             # Without options make_group returns the default group, which saves a communicator. A high priority would
             # only affect the group's own stream, which no training step uses.
             options = None
-        if own and options is None:
-            backend = backend or dist.get_backend()  # an explicit back end prevents reuse of the default group
-        if not self._is_guest:
-            return make_group(list(self.layout.axis_groups(axis)), name, options, backend=backend)
-        name, ranks = f"megazpp {name}", self.layout.axis_ranks(axis, dist.get_rank())
-        if options is not None and self._timeout is not None:
-            options._timeout = self._timeout
-        further: dict[str, Any] = {"backend": backend, "timeout": self._timeout}
-        return find_group(ranks, name) or make_group(list(self.layout.axis_groups(axis)), name, options, **further)
+        # An explicit back end prevents reuse of the default group.
+        backend = dist.get_backend() if own and options is None else None
+        return make_group(list(self.layout.axis_groups(axis)), name, options, backend=backend)
 
     @property
     def data_mesh(self) -> DeviceMesh:

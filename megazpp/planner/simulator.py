@@ -316,7 +316,6 @@ class SimulatedUnit(Unit):
     is_frozen = False
     gather: TwoHopGather | CountedGather | None = None
     reduce: SummingReduce | None = None
-    in_last_backward, gradient_divide_factor = True, 1.0
     frozen = FrozenBytes(0, 0, 0)
     gather_buffer = reduce_buffer = cross_buffer = secondary_bytes = partial_bytes = feedback_bytes = 0
 
@@ -338,7 +337,6 @@ class SimulatedUnit(Unit):
         """Create the unit's gather and reduction, and compute the bytes that they hold."""
         if not self.size:
             return
-        self._dtype = context.precision.param_dtype
         self.gather, self.reduce = make_comms(self, context)
         nodes, peers, wire = context.cross.size, context.local.size, context.plan
         if isinstance(self.gather, TwoHopGather) and wire.gather is not None:
@@ -366,18 +364,12 @@ class SimulatedUnit(Unit):
     def check_shard_reader(self, expected: torch.Tensor) -> None: ...
 
     @property
-    def gather_dtypes(self) -> tuple[torch.dtype, ...]:
-        return (self._dtype,)
-
-    @property
     def trained(self) -> tuple[int, ...]:
         return tuple(range(len(self.parameters)))
 
-    def gradient(self, index: int) -> None: ...
-
-    def add_to_gradients(self, reduced: torch.Tensor, indices: Sequence[int], gradients: Sequence[Any]) -> None: ...
-
-    def refuse_gradient_hooks(self) -> None: ...
+    def add_to_gradients(
+        self, reduced: torch.Tensor, indices: Sequence[int], gradients: Sequence[Any] | None = None
+    ) -> None: ...
 
 
 def own_shapes(parameters: Parameters, num_ranks: int, rank: int) -> Iterator[tuple[int, ...]]:

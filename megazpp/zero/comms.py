@@ -6,6 +6,7 @@ Only this file imports the interface, which is in a private module of torch 2.11
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,14 +18,13 @@ from megazpp.kernels.formats import BlockFormat, MessageLayout
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue, Work
 from megazpp.zero.config import CommPlan, Dtypes, PrecisionConfig, ZeroConfig
-from megazpp.zero.gradients import RankAgreement
 from megazpp.zero.schedule import GatherSchedule, ReduceSchedule
 from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec, LosslessCodec, Segment, plan_message
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin, _get_gradient_divide_factors
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 except ImportError as error:  # pragma: no cover
     raise ImportError(
         f"torch {torch.__version__} has moved FSDP2's comm interface; MegaZ++ supports torch 2.11 to 2.13"
@@ -43,17 +43,12 @@ class CommContext:
         plan: which collectives are replaced, and their message formats.
         zero: switches and intervals.
         precision: compute and reduction dtypes, for the elements that are not quantized.
-        restores_none: whether gradients end as in FSDP2: a parameter without a gradient on any rank gets None instead
-            of zeros, and partial sums are dropped when the program clears the gradients.
-        hosts: with `restores_none`, gloo axes inside the node, across nodes and over tensor-parallel ranks,
-            for votes between hosts.
         codec: makes the codec that packs and unpacks the messages of a unit.
         lossless_codec: makes the codec for lossless differences of a unit's weights.
     Attributes:
         overlap_gather, overlap_reduce: whether gathers and reductions overlap with the compute.
         cross_queue, local_queue, shard_queue: communication queues of the axes.
         gather_schedule, reduce_schedule: decide which hop runs when.
-        agreement: with `restores_none`, shares facts about a backward between ranks; None otherwise.
     """
 
     def __init__(
@@ -65,12 +60,10 @@ class CommContext:
         plan: CommPlan,
         zero: ZeroConfig,
         precision: PrecisionConfig | Dtypes,
-        restores_none: bool = False,
-        hosts: Sequence[MeshAxis] = (),
         codec: Callable[[MessageLayout, torch.dtype], Codec] = Codec,
         lossless_codec: Callable[[int], LosslessCodec] = LosslessCodec,
     ) -> None:
-        self.plan, self.zero, self.precision, self.restores_none = plan, zero, precision, restores_none
+        self.plan, self.zero, self.precision = plan, zero, precision
         self._codec, self.lossless_codec = codec, lossless_codec
         two_hops, blocks_host = bool(plan.gather or plan.reduce), shard.queue.blocks_host
         overlaps = two_hops or blocks_host  # on CUDA FSDP2 already overlaps the collectives that are not replaced
@@ -78,10 +71,6 @@ class CommContext:
         self._use_axes(cross, local, shard)
         self.gather_schedule = GatherSchedule(overlap=self.overlap_gather, queue=self.cross_queue)
         self.reduce_schedule = ReduceSchedule(overlap=self.overlap_reduce, blocks_host=blocks_host)
-        self.agreement: RankAgreement | None = None
-        if restores_none and plan.reduce is not None:
-            queues = self.local_queue, self.cross_queue
-            self.agreement = RankAgreement(self.reduce_schedule, hosts, (local, cross), queues)
 
     def over(self, cross: MeshAxis, local: MeshAxis, shard: MeshAxis) -> CommContext:
         """Return a copy for units that are sharded along other axes, such as experts.
@@ -130,14 +119,12 @@ class CountedGather(DefaultAllocMixin, AllGather):
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
         self.axis, self._queue, self._of = context.shard, context.shard_queue, unit.name
-        self._overlap, self.num_uses = context.overlap_gather, 0
+        self._overlap = context.overlap_gather
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Pending | None:
         """Gather the parameters; FSDP2 calls this as its all-gather."""
-        assert group is self.axis.group, f"FSDP2 gathers over another group than {self.axis.name}"
-        self.num_uses += 1
         done = self._queue.submit(lambda: self._gather(input_tensor, output_tensor))
         if self._overlap and self._queue.blocks_host:
             return Pending(done)
@@ -150,53 +137,11 @@ class CountedGather(DefaultAllocMixin, AllGather):
         self.axis.all_gather(shard, out=out, of=self._of)
 
 
-class LateSum:
-    """A sum over ranks that is added to `.grad` at the end of the backward.
-
-    FSDP2's reduce-scatter returns zeros in its place.
-
-    Args:
-        indices: indices of the parameters whose gradients it holds.
-        result: [n] the flat shard of the sum, valid when its work is done.
-        divisor: the number by which FSDP2 divides sums.
-    Attributes:
-        gradients: the parameters' `.grad` as FSDP2 has set it. If `.grad` is another object later, the program has
-            discarded the gradient.
-        versions: the version counters of these gradients at that time.
-    """
-
-    def __init__(self, indices: Sequence[int], result: torch.Tensor, divisor: float) -> None:
-        self.indices, self.result, self.divisor = tuple(indices), result, divisor
-        self.gradients: list[Any] = [None] * len(self.indices)
-        self.versions = [-1] * len(self.indices)
-
-    def hold(self, unit: Unit) -> None:
-        """Store the unit's gradients right after FSDP2 has set them."""
-        self.gradients = [unit.gradient(index) for index in self.indices]
-        self.versions = [-1 if gradient is None else gradient._version for gradient in self.gradients]
-
-    def add(self, unit: Unit, *, aborted: bool) -> None:
-        """Add the sum to the gradients that the program has not discarded.
-
-        Args:
-            unit: the unit of the gradients.
-            aborted: whether an exception ended the backward. The program may then have cleared a gradient in place, so
-                a gradient with a changed version counter is skipped too.
-        """
-        result = self.result if self.divisor == 1.0 else self.result.div_(self.divisor)
-        wanted = list(self.gradients)
-        for i, (index, gradient) in enumerate(zip(self.indices, self.gradients, strict=True)):
-            changed = aborted and gradient is not None and gradient._version != self.versions[i]
-            if changed or unit.gradient(index) is not gradient:
-                wanted[i] = None
-        unit.add_to_gradients(result, self.indices, wanted)
-
-
 class SummingReduce(DefaultAllocMixin, ReduceScatter):
     """The base class of reduce-scatters: [W n] gradients of a unit -> this rank's [n] of their sum over ranks.
 
     FSDP2 passes only the gradients that a backward has computed, and does not say which parameters they belong to. So
-    `post_backward` replaces FSDP2's function of the same name and reads the unit's state before and after it.
+    `post_backward` replaces FSDP2's function of the same name and reads the unit's state before it.
 
     Attributes:
         reduced: indices of the parameters whose gradients FSDP2 passes.
@@ -206,9 +151,7 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
     def __init__(self, unit: Unit, context: CommContext) -> None:
         self.unit, self._schedule = unit, context.reduce_schedule
         self.reduced = tuple(range(len(unit.parameters)))
-        self._late: LateSum | None = None  # set by `__call__` for `end`, which runs when FSDP2 has set `.grad`
         self._fsdp2_post_backward: Callable[..., None] = lambda *_: None
-        self._late_sums = 0  # number of late sums that have not been added yet
         self._watched = False
         self.total: torch.Tensor | None = None
 
@@ -217,37 +160,18 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         self._fsdp2_post_backward = self.unit.replace_post_backward(self.post_backward)
 
     def post_backward(self, *given: Any) -> None:
-        """Reduce the unit's gradients through FSDP2, with bookkeeping before and after.
-
-        It replaces FSDP2's `post_backward`.
-        """
-        if not self.unit.reduces_gradients:
-            self._fsdp2_post_backward(*given)
-            return
-        self._schedule.finish_aborted()
-        self.unit.force_sums()
-        self.begin()
+        """Reduce the unit's gradients through FSDP2, which then calls this object; it replaces FSDP2's function."""
+        if self.unit.reduces_gradients:
+            self.begin()
         self._fsdp2_post_backward(*given)
-        self.end()
 
     def begin(self) -> None:
         """Record which parameters have gradients that FSDP2 is about to reduce."""
-        self.reduced = tuple(sorted(self.unit.with_gradient()))
-
-    def end(self) -> None:
-        """Record the gradients that FSDP2 has just set, if a late sum must be added to them."""
-        if self._late is not None:
-            self._late.hold(self.unit)
-            self._late = None
+        self.reduced = self.unit.with_gradient()
 
     def watch(self) -> None:
         """Start to sum this rank's own gradients, before the sum over ranks spreads a NaN or Inf to all of them."""
         self._watched, self.total = True, None
-
-    @property
-    def result_indices(self) -> tuple[int, ...]:
-        """Indices of the parameters whose gradients are in the next result."""
-        return self.reduced
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
         """Start the reduction of `gradients` [W n].
@@ -257,9 +181,6 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
             gradients are then part of a later call's result.
         """
         raise NotImplementedError
-
-    def finished(self) -> None:
-        """Run after a sum has been added to the gradients; subclasses override it."""
 
     def __call__(
         self,
@@ -271,8 +192,7 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
     ) -> None:
         """Reduce the gradients that FSDP2 passes; FSDP2 calls this as its reduce-scatter.
 
-        If the sum is late, because of overlap or because the output's layout differs, the output is zeroed here and the
-        sum is added at the end of the backward.
+        With overlap FSDP2 gets zeros, and the sum is added to the gradients at the end of the backward.
         """
         assert op == dist.ReduceOp.SUM, f"communication only sums, FSDP2 asked for {op}"
         # ---- sum this rank's own gradients
@@ -280,39 +200,19 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
             total = input_tensor.sum()  # in its own dtype, one pass; a maximum takes 16 times as long on the CPU
             self.total = total if self.total is None else self.total + total
         # ---- start the reduction, into a separate buffer if FSDP2 gets its sum later
-        indices = self.result_indices
-        late = self._schedule.overlap or indices != self.reduced
-        if late:
-            self.unit.refuse_gradient_hooks()
-            size = output_tensor.numel() if indices == self.reduced else self.unit.segments_of(indices)[-1].stop
-        result = output_tensor.new_empty(size) if late else output_tensor
-        divisor = division_after_sum(self.unit, group, result) if late else 1.0
+        late = self._schedule.overlap
+        result = torch.empty_like(output_tensor) if late else output_tensor
         work = self.start(input_tensor, result)
         if work is not None and not late:
             work.wait()
             return
-        # ---- give FSDP2 zeros, and add the sum at the end of the backward
         output_tensor.zero_()
-        if work is None:
-            self.unit.refuse_gradient_hooks()
-        else:
-            self._finish_later(work, LateSum(indices, result, divisor))
+        if work is not None:
+            self._finish_later(work, result)
 
-    def _finish_later(self, work: Work[torch.Tensor], late: LateSum) -> None:
-        """Add `late` to the gradients at the end of the backward, when `work` is done.
-
-        FSDP2's own division has run on the zeros by then, so `late` divides the sum itself.
-        """
-        self._late = late
-        self._late_sums += 1
-
-        def finish(*, aborted: bool) -> None:
-            """Add the sum; the schedule calls this at the end of the backward."""
-            self._late_sums -= 1
-            late.add(self.unit, aborted=aborted)
-            self.finished()
-
-        self._schedule.finish_later(work, finish)
+    def _finish_later(self, work: Work[torch.Tensor], result: torch.Tensor) -> None:
+        """Add `result` to the gradients at the end of the backward, when `work` is done."""
+        self._schedule.finish_later(work, functools.partial(self.unit.add_to_gradients, result, self.reduced))
 
 
 class CountedReduce(SummingReduce):
@@ -327,18 +227,3 @@ class CountedReduce(SummingReduce):
         work = self._queue.submit(lambda: self.axis.reduce_scatter(gradients, out=result, of=self.unit.name))
         self._schedule.sent(work)
         return work
-
-
-def division_after_sum(unit: Unit, group: dist.ProcessGroup, reduced: torch.Tensor) -> float:
-    """Return the number by which FSDP2 divides a sum over the ranks of `group`.
-
-    Args:
-        unit: the unit, whose `set_gradient_divide_factor` applies.
-        group: process group of the reduce-scatter.
-        reduced: tensor with the dtype and device of the sum.
-    """
-    factor, device = unit.gradient_divide_factor, reduced.device.type
-    if factor == 1.0:
-        return factor
-    _, after, *_ = _get_gradient_divide_factors(group, None, reduced.dtype, device, factor, True)
-    return 1.0 if after is None else after

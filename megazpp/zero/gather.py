@@ -15,13 +15,13 @@ All ranks derive the next message between nodes from state that is equal on all 
     a difference  only an optimizer step has changed them, and nodes keep resident weights (secondary.py)
     a keyframe    whole weights, at the first use and after every other possible write to the shards
 
-With `megazpp.zeropp` this state may differ between ranks, so ranks vote on it first (writes.py).
+With `megazpp.zeropp` this state may differ between ranks, so ranks vote on it first (drop_in/writes.py).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 
 import torch
@@ -31,7 +31,7 @@ from megazpp.parallel.comm_queue import Moment, Work
 from megazpp.zero.comms import AllGather, CommContext, DefaultAllocMixin, Pending
 from megazpp.zero.secondary import Resident, Secondary
 from megazpp.zero.units import Fingerprint, Unit
-from megazpp.zero.wire import QUANTIZABLE, LosslessCodec, MixedCodec
+from megazpp.zero.wire import Codec, LosslessCodec
 
 
 class InterNodeMessage(IntEnum):
@@ -54,13 +54,12 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
     Attributes:
         secondary: sends the cross-node hop and holds its result.
         crossing_key: name of the unit's `InterNodeMessage` in checkpoints.
-        num_uses: number of uses so far, the same on every rank.
     """
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
         plan = context.plan.gather
         assert plan is not None
-        self.unit, self._keep = unit, plan.keep
+        self.unit, self._plan, self._keep = unit, plan, plan.keep
         self.crossing_key = f"{unit.key}.crossing"
         self._cross, self._local = context.cross, context.local
         self._cross_queue, self._local_queue = context.cross_queue, context.local_queue
@@ -76,51 +75,38 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         self._used = False  # whether the unit was used since its last cross-node hop started
         self._compared = False  # whether `Unit.shard_reader` was checked against FSDP2's input
         self._uncounted = 0  # bytes of a cross-node hop that ran while the traffic counter was paused
-        self.num_uses = 0
         self._schedule.add(self)
 
     def _plan_messages(self) -> None:
-        """Plan the messages for the dtypes in which FSDP2 gathers the unit now."""
-        context, plan = self._context, self._context.plan.gather
-        assert plan is not None
-        dtypes = self._dtypes = self.unit.gather_dtypes
-        self._codec = (
-            context.codec(self.unit.segments, plan.fmt, dtypes[0])
-            if len(set(dtypes)) == 1 and dtypes[0] in QUANTIZABLE
-            else MixedCodec(self.unit.segments, dtypes, plan.fmt, context.codec)
-        )
+        """Plan the unit's messages, and the secondary partition that holds them."""
+        context, self._codec = self._context, self._new_codec()
         self.secondary = Secondary(self._codec, self._cross, of=self.unit.name)
-        if plan.differences:
-            if self._codec.dtype.itemsize != 2:
-                raise ValueError(
-                    f"zero_weight_delta lossless needs 16-bit weights, but those in {self.unit.name} are gathered in "
-                    f"{', '.join(sorted(map(str, set(dtypes))))}"
-                )
+        if self._plan.differences:
             differences = context.lossless_codec(self._codec.layout.size)
             self.secondary = Resident(self._codec, self._cross, of=self.unit.name, differences=differences)
+
+    def _new_codec(self) -> Codec:
+        """Make the codec that packs the unit's flat shard."""
+        return self._context.codec(self.unit.segments, self._plan.fmt, self._context.precision.param_dtype)
 
     def drop(self) -> None:
         """Make the next use send whole weights, because they have changed."""
         self._made_from = self._received = self._after_step = None
 
-    def before_step(self, held: Collection[int] | None = None) -> None:
+    def before_step(self) -> None:
         """Prepare for an optimizer step.
 
         If the weights were written to since they were sent, the next use sends whole weights instead of a difference.
-
-        Args:
-            held: `id`s of the tensors that the optimizer holds; None means all tensors.
         """
         self._schedule.start_stale()  # send the last step's differences of units that were not used since
         if not self.unit.is_sharded or self._made_from != self.unit.fingerprint():
             self.drop()
 
-    def after_step(self, *, keyframe: bool, held: Collection[int] | None = None) -> None:
+    def after_step(self, *, keyframe: bool) -> None:
         """Record an optimizer step; call it on all ranks.
 
         Args:
             keyframe: whether the next use must send whole weights, not a difference.
-            held: `id`s of the tensors that the optimizer holds; None means all tensors.
         """
         if keyframe or not self.secondary.sends_differences or self._made_from is None:
             self.drop()
@@ -140,17 +126,9 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Pending | None:
         """Gather the unit's parameters; FSDP2 calls this as its all-gather."""
-        # ---- check the input against the planned messages
-        if self._dtypes != self.unit.gather_dtypes:  # the program has cast the parameters
-            self.unit.check_dtypes()
-            self._plan_messages()
-            self.drop()
-        if self._codec.dtype == torch.uint8:
-            output_tensor, input_tensor = output_tensor.view(torch.uint8), input_tensor.view(torch.uint8)
+        # ---- the cross-node hop, if the weights have changed
         size = self._codec.layout.size
         assert input_tensor.numel() == size, f"a shard of {input_tensor.numel()} elements, planned {size}"
-
-        # ---- the cross-node hop, if the weights have changed
         crossed = False
         for crossing in self._crossings():
             messages = self.secondary.messages
@@ -169,7 +147,6 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
             self._cross.count("all_gather", self._uncounted)
             self._uncounted = 0
         self._used = True
-        self.num_uses += 1
 
         # ---- the intra-node hop, unless it was prefetched, and unpacking
         received, self._received = self._received, None
@@ -223,7 +200,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
             True if a cross-node hop was started.
         """
         wanted = self.secondary.sends_differences or (self._schedule.overlap and self._used)
-        messages = self.secondary.messages if wanted and self._dtypes == self.unit.gather_dtypes else None
+        messages = self.secondary.messages if wanted else None
         shard = None if messages is None else self.unit.shard_reader(self._codec.dtype)
         if messages is None or shard is None:
             return False

@@ -51,15 +51,6 @@ UNITS_IN_FLIGHT = 2  # units whose gradients may wait for their intra-node hop a
 CROSS_HOPS_PER_USE = 2  # other units' cross-node hops that one use starts on CUDA
 
 
-class Finish(Protocol):
-    """A function to call when a reduction is complete.
-
-    `aborted` is True if an exception ended the backward of the reduction, and the call comes from a later backward.
-    """
-
-    def __call__(self, *, aborted: bool) -> None: ...
-
-
 class Startable(Protocol):
     """The methods of a unit's gather that `GatherSchedule` calls; see `TwoHopGather`."""
 
@@ -139,8 +130,7 @@ class ReduceSchedule:
     def __init__(self, *, overlap: bool, blocks_host: bool) -> None:
         self.overlap, self._blocks_host = overlap, blocks_host
         self._sending: deque[Work[Any]] = deque()
-        self._finishing: list[tuple[Work[Any] | None, Finish]] = []
-        self._checks: list[Callable[[], None]] = []
+        self._finishing: list[tuple[Work[Any], Callable[[], None]]] = []
         self._backward = -1
 
     def sent(self, work: Work[Any]) -> None:
@@ -149,18 +139,9 @@ class ReduceSchedule:
         while len(self._sending) > (UNITS_IN_FLIGHT if self.overlap and self._blocks_host else 0):
             self._sending.popleft().wait()
 
-    def finish_later(self, work: Work[Any] | None, finish: Finish) -> None:
+    def finish_later(self, work: Work[Any], finish: Callable[[], None]) -> None:
         """Call `finish` at the end of the backward, after waiting for `work`."""
         self._finishing.append((work, finish))
-        self._call_at_end()
-
-    def check_later(self, check: Callable[[], None]) -> None:
-        """Call `check` at the end of the backward, after everything is finished. It may raise an exception."""
-        self._checks.append(check)
-        self._call_at_end()
-
-    def _call_at_end(self) -> None:
-        """Make autograd call `end_backward` at the end of the running backward."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
@@ -169,28 +150,11 @@ class ReduceSchedule:
     def end_backward(self) -> None:
         """Finish the reductions in flight. Autograd calls this at the end of a backward; `--plan` calls it directly."""
         self._backward = -1
-        self._finish(aborted=False)
-        self._sending.clear()  # all are done; a work would keep its result in memory, the partial sums of a unit
-        checks, self._checks = self._checks, []
-        for check in checks:
-            check()
-
-    def finish_aborted(self) -> None:
-        """Finish the reductions of an earlier backward that an exception ended.
-
-        Autograd does not call `end_backward` after an exception.
-        """
-        if self._backward != torch._C._current_graph_task_id():
-            self._checks.clear()
-            self._finish(aborted=True)
-
-    def _finish(self, *, aborted: bool) -> None:
-        """Wait for all registered reductions and finish them."""
         finishing, self._finishing = self._finishing, []
         for work, finish in finishing:
-            if work is not None:
-                work.wait()
-            finish(aborted=aborted)
+            work.wait()
+            finish()
+        self._sending.clear()  # all are done; a work would keep its result in memory, the partial sums of a unit
 
 
 def in_backward() -> bool:

@@ -21,7 +21,7 @@ parameters of 16 bits. Source of 4-bit differences: SDP4Bit (arXiv 2410.15526), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -68,20 +68,6 @@ class Secondary:
         """
         self.codec.pack(shard, messages[self.cross.rank])
         self._exchange(messages)
-
-    def take_in_part(self, messages: torch.Tensor, shard: torch.Tensor, part: Sequence[tuple[int, int]]) -> None:
-        """Run the cross-node hop for some bytes of the messages only.
-
-        Args:
-            messages: [N, M] uint8.
-            shard: [S] this rank's current flat shard.
-            part: byte ranges (start, stop) of a message that are sent and replaced.
-        """
-        own = self.codec.empty(1, device=shard.device)
-        self.codec.pack(shard, own[0])
-        sent = torch.cat([own[:, start:stop] for start, stop in part], dim=1)
-        received = self.cross.all_gather(sent, of=self._of).split([stop - start for start, stop in part], dim=1)
-        torch._foreach_copy_([messages[:, start:stop] for start, stop in part], list(received))
 
     def crossing_bytes(self, *, keyframe: bool) -> int:
         """Return the bytes that a rank sends to each other node in the cross-node hop."""

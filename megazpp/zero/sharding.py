@@ -1,7 +1,5 @@
 """Shard a model's parameters, gradients and optimizer state over the data ranks with FSDP2.
 
-One file of more than 300 lines, because every call that configures FSDP2 is in this file.
-
 | stage | parameters                        | gradients                             | moments |
 |-------|-----------------------------------|---------------------------------------|---------|
 | 0     | whole on every rank               | all-reduced once per optimizer step   | whole   |
@@ -18,27 +16,24 @@ Collectives only sum gradients: the caller divides the loss by the global number
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megazpp.kernels.block_quant import rescale_
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.dims import ParallelDims
-from megazpp.zero.comms import CommContext, CountedGather, CountedReduce
-from megazpp.zero.config import CommPlan, Dtypes, PrecisionConfig, ZeroConfig, plan_comm
+from megazpp.zero.comms import CommContext, CountedGather, CountedReduce, SummingReduce
+from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig, plan_comm
 from megazpp.zero.gather import InterNodeMessage, TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.secondary import Resident
 from megazpp.zero.units import Unit, find_units
 from megazpp.zero.wire import LosslessCodec
-from megazpp.zero.writes import WatchedGather, WriteWatch
 
 
 class WeightHandle(Protocol):
@@ -128,8 +123,6 @@ class Sharding:
         `end_step` calls it for a training step.
         """
         rescale_([errors for reduce in self._reduces if (errors := reduce.kept_errors) is not None], factor)
-        for reduce in self._reduces:
-            reduce.settle_errors()
 
     def compile_kernels(self, device: torch.device) -> None:
         """Compile the quantization kernels for `device` now instead of in the first step; nothing is communicated."""
@@ -162,9 +155,8 @@ class Sharding:
     def invalidate_weights(self) -> None:
         """Make the next use of each unit gather whole weights again.
 
-        Call it after a write that moves no version counter, such as one through `parameter.data` or `torch._foreach_*`.
-        In a model of `megazpp.zeropp` such writes are detected, except on CUDA inside a step; there a call on one rank
-        is enough.
+        Call it on all ranks after a write that moves no version counter, such as one through `parameter.data` or
+        `torch._foreach_*`.
         """
         for gather in self._gathers:
             gather.drop()
@@ -174,66 +166,25 @@ class Sharding:
         """Return a context for an optimizer step, which makes the gathered weights outdated; use it on all ranks.
 
         Fused and foreach optimizer steps on DTensors move no version counter, so nothing else shows the change.
-        """
-        self.before_optimizer_step()
-        yield
-        self.after_optimizer_step()
 
-    def before_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Prepare for an optimizer step; call it only for an optimizer that does not derive from torch's.
-
-        A hook calls it for torch's optimizers.
-
-        Args:
-            optimizer: the optimizer that is about to step; None means one that holds all parameters.
-        """
-        held = None if optimizer is None else _ids_of(optimizer)
-        for gather in self._residents:
-            gather.before_step(held)
-
-    def refuse_early_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError if `optimizer` is about to use gradients that have not crossed nodes yet.
-
-        With `set_is_last_backward(False)` they wait for the last backward of the step.
-        """
-        waiting = [reduce for reduce in self._reduces if reduce.waiting]
-        held = _ids_of(optimizer) if waiting else set()
-        for reduce in waiting:
-            if (name := reduce.waits_for(held)) is not None:
-                raise RuntimeError(
-                    f"the optimizer steps, but the gradients of {name} have not crossed nodes yet: call "
-                    "model.set_is_last_backward(True) before the last backward of each step"
-                )
-
-    def keep_errors(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that a step of `optimizer` has used the last backward's gradients.
-
-        The error feedback of those gradients is then kept, also when the program clears them.
-        """
-        unsettled = [reduce for reduce in self._reduces if reduce.kept_errors is not None]
-        held = _ids_of(optimizer) if unsettled else set()
-        for reduce in unsettled:
-            if any(reduce.unit.shard_id(index) in held for index in range(len(reduce.unit.parameters))):
-                reduce.settle_errors()
-
-    def after_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Record that an optimizer has stepped: the next use of its weights sends the update to the other nodes.
-
-        Call it only for an optimizer that does not derive from torch's; a hook calls it for those.
-
-        Args:
-            optimizer: the optimizer that has stepped; None means one that holds all parameters.
         Raises:
             RuntimeError: --zero-weight-keyframe-interval is set, but `begin_step` was never called.
         """
-        interval, keyframe = self._zero.zero_weight_keyframe_interval, False
-        if interval is not None:
-            if self._iteration is None:
-                raise RuntimeError(f"--zero-weight-keyframe-interval {interval} needs Sharding.begin_step(iteration)")
-            keyframe = self._iteration % interval == 0
-        held = None if optimizer is None else _ids_of(optimizer)
+        keyframe = self._sends_keyframe()
+        for gather in self._residents:
+            gather.before_step()
+        yield
         for gather in self._gathers:
-            gather.after_step(keyframe=keyframe, held=held)
+            gather.after_step(keyframe=keyframe)
+
+    def _sends_keyframe(self) -> bool:
+        """Return True if whole weights are sent after this step, as --zero-weight-keyframe-interval says."""
+        interval = self._zero.zero_weight_keyframe_interval
+        if interval is None:
+            return False
+        if self._iteration is None:
+            raise RuntimeError(f"--zero-weight-keyframe-interval {interval} needs Sharding.begin_step(iteration)")
+        return self._iteration % interval == 0
 
     def secondary_state(self) -> dict[str, torch.Tensor]:
         """Return the secondary partition, the weights that all nodes keep, as part of a checkpoint.
@@ -304,11 +255,6 @@ class Sharding:
         codecs = [gather.secondary.differences for gather in self._residents if isinstance(gather.secondary, Resident)]
         found = sum(codec.take_left_out() for codec in codecs if isinstance(codec, LosslessCodec))
         return {"weights_left_out": float(found)}
-
-    @property
-    def keeps_state(self) -> bool:
-        """True if there is ZeRO++ state to save, from `secondary_state` or `rank_state`."""
-        return bool(self._residents) or any(reduce.feeds_back for reduce in self._reduces)
 
     def rank_state(self) -> dict[str, torch.Tensor]:
         """Return the buffers that belong to this rank alone, by name.
@@ -396,38 +342,21 @@ def shard_model(
     for unit in [*units, [model]]:
         target = unit[0] if len(unit) == 1 else list(unit)
         fully_shard(target, mesh=dims.data_mesh, reshard_after_forward=stage == 3, mp_policy=policy)
-    found = find_units(model, data_dims=dims.data_mesh.ndim)
-    return install_comms(model, found, dims, wire, zero, precision, experts=experts)
+    return _install_comms(model, dims, wire, zero, precision, experts=experts)
 
 
-def install_comms(
+def _install_comms(
     model: nn.Module,
-    units: Sequence[Unit],
     dims: ParallelDims,
     wire: CommPlan,
     zero: ZeroConfig,
-    precision: PrecisionConfig | Dtypes,
+    precision: PrecisionConfig,
     *,
-    means: bool = False,
-    watch: bool = False,
-    experts: Sequence[nn.Module] = (),
+    experts: Sequence[nn.Module],
 ) -> Sharding:
-    """Replace FSDP2's collectives in a model that `fully_shard` has wrapped over `dims.data_mesh`.
+    """Replace FSDP2's collectives in a model that `fully_shard` has wrapped; the arguments are those of `shard_model`.
 
-    Args:
-        model: the wrapped model.
-        units: its sharding units, from `find_units`.
-        dims: the mesh axes of the model.
-        wire: the plan of the collectives.
-        zero: switches and intervals.
-        precision: compute and reduction dtypes.
-        means: whether gradients behave as in FSDP2: they are divided (`set_gradient_divide_factor`), a parameter that
-            has no gradient on any rank gets None, and gradients that wait are dropped when the program clears them.
-            Otherwise gradients are sums, and a parameter without a gradient gets zeros.
-        watch: whether ranks vote before each forward on which weights were written to (writes.py). `means` needs it.
-        experts: modules that are sharded along `dims.experts`.
-    Returns:
-        The handle on the sharded model.
+    Gradients are sums, and a trained parameter without a gradient gets zeros.
     """
     replicate = dims.replicate
 
@@ -435,91 +364,43 @@ def install_comms(
         """Count the bytes of FSDP2's own all-reduce over replicas."""
         replicate.count("all_reduce", 2 * replicate.ring_bytes(reduced))
 
-    def axes_of(dims: ParallelDims) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
-        """Return the axes of the hops; without hops only shard: `cross` and `local` would create process groups."""
-        two_hops = wire.gather or wire.reduce
-        return (dims.cross, dims.local, dims.shard) if two_hops else (dims.shard, dims.shard, dims.shard)
-
-    # ---- one all-gather and one reduce-scatter per unit
-    hosts: list[MeshAxis] = []
-    if watch and (wire.gather or wire.reduce):
-        hosts = dims.host_axes("local", "cross", *(["tp"] if dims.layout.tp > 1 else []))
-    context = CommContext(*axes_of(dims), plan=wire, zero=zero, precision=precision, restores_none=means, hosts=hosts)
-    of_experts = context.over(*axes_of(dims.experts)) if experts else context
-    comms = [
-        make_comms(unit, of_experts if unit.modules[0] in experts else context, watch=watch)
-        if unit.num_shards > 1  # with one rank FSDP2 calls no collectives
-        else None
-        for unit in units
-    ]
-    made = [pair for pair in comms if pair is not None]
-    if watched := [gather for gather, _ in made if isinstance(gather, WatchedGather)]:
-        WriteWatch(watched, model, *hosts[:2])
-
-    # ---- hand them to FSDP2, and set how it scales gradients
-    for unit, pair in zip(units, comms, strict=True):
+    units = find_units(model, unit_class=Unit, data_dims=dims.data_mesh.ndim)
+    context = CommContext(*_axes_of_hops(dims, wire), plan=wire, zero=zero, precision=precision)
+    of_experts = context.over(*_axes_of_hops(dims.experts, wire)) if experts else context
+    comms = []
+    for unit in units:
+        # ---- how FSDP2 scales gradients
         for module in unit.modules:
-            if unit.num_shards * replicate.size > 1 and not means:  # with one rank FSDP2 does not divide
+            if unit.num_shards * replicate.size > 1:  # with one rank FSDP2 does not divide
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if replicate.size > 1:
                 module.set_all_reduce_hook(count_all_reduce)
-            if pair is not None:
-                module.set_custom_all_gather(pair[0])
-                module.set_custom_reduce_scatter(pair[1])
-        if pair is not None:
-            pair[1].attach()
-    sharding = Sharding(model, units, zero, made, dims.counter)
-    if means:
-        _on_steps(sharding, Sharding.before_optimizer_step, Sharding.after_optimizer_step)
-        _on_steps(sharding, Sharding.refuse_early_step, Sharding.keep_errors)
-    return sharding
+        # ---- one all-gather and one reduce-scatter per unit
+        if unit.num_shards > 1:  # with one rank FSDP2 calls no collectives
+            comms.append(make_comms(unit, of_experts if unit.modules[0] in experts else context))
+            use_comms(unit, *comms[-1])
+    return Sharding(model, units, zero, comms, dims.counter)
 
 
-def make_comms(
-    unit: Unit, context: CommContext, *, watch: bool = False
-) -> tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]:
-    """Make the all-gather and the reduce-scatter of one unit as the plan in `context` says.
+def _axes_of_hops(dims: ParallelDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
+    """Return the axes cross, local and shard; without hops only shard, because the others would create groups."""
+    two_hops = wire.gather or wire.reduce
+    return (dims.cross, dims.local, dims.shard) if two_hops else (dims.shard, dims.shard, dims.shard)
 
-    Args:
-        unit: the sharding unit.
-        context: axes, schedules and formats that all units share.
-        watch: whether the all-gather detects writes to weights (`WatchedGather`).
-    """
+
+def make_comms(unit: Unit, context: CommContext) -> tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]:
+    """Make the all-gather and the reduce-scatter of one unit as the plan in `context` says."""
     plan = context.plan
-    two_hops = WatchedGather if watch and plan.gather is not None and plan.gather.keep else TwoHopGather
-    gather = CountedGather(unit, context) if plan.gather is None else two_hops(unit, context)
-    if plan.reduce is None:
-        return gather, CountedReduce(unit, context)
-    return gather, TwoHopReduce(unit, context, lambda: gather.num_uses)
+    return (
+        CountedGather(unit, context) if plan.gather is None else TwoHopGather(unit, context),
+        CountedReduce(unit, context) if plan.reduce is None else TwoHopReduce(unit, context),
+    )
 
 
-def _on_steps(sharding: Sharding, before: _StepHook, after: _StepHook) -> None:
-    """Call two methods of `Sharding` before and after every step of any torch optimizer.
-
-    The hooks are global because fused and foreach optimizer steps on DTensors move no version counter. They stay
-    registered after the model is deleted and do nothing then: removing them could happen while torch iterates over its
-    hooks.
-    """
-    reference = weakref.ref(sharding)
-
-    def hook(method: _StepHook) -> Callable[..., None]:
-        """Return an optimizer hook that calls `method` while the handle exists."""
-
-        def call(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            """Call the method with the optimizer that steps."""
-            if (alive := reference()) is not None:
-                method(alive, optimizer)
-
-        return call
-
-    register_optimizer_step_pre_hook(hook(before))
-    register_optimizer_step_post_hook(hook(after))
-
-
-_StepHook = Callable[[Sharding, torch.optim.Optimizer], None]
-
-
-def _ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Return the `id`s of the tensors in an optimizer's parameter groups."""
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+def use_comms(unit: Unit, gather: TwoHopGather | CountedGather, reduce: SummingReduce) -> None:
+    """Replace FSDP2's collectives of one unit."""
+    for module in unit.modules:
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduce)
+    reduce.attach()

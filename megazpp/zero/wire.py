@@ -21,11 +21,9 @@ and peers.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -34,8 +32,6 @@ from megazpp.kernels.block_quant import Feedback, pack, range_table, unpack, unp
 from megazpp.kernels.formats import BlockFormat, ByteRange, MessageLayout, align, place_quantized
 from megazpp.kernels.weight_delta import decode, encode, message_bytes, numbers
 from megazpp.parallel.host_copy import HostCopy
-
-QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,19 +163,6 @@ class Codec:
         """
         pack(shards, self._table, messages=messages, errors=errors, beta=beta, base=base)
 
-    def byte_ranges(self, segments: Sequence[Segment]) -> list[tuple[int, int]]:
-        """Return the byte ranges (start, stop) of a message that hold these segments of the unit."""
-        found, itemsize = [], self.dtype.itemsize
-        for segment in segments:
-            for part in self.layout.ranges:
-                if segment.size and part.start <= segment.start and segment.stop <= part.stop:
-                    if part.scales is None:
-                        start = part.payload[0] + (segment.start - part.start) * itemsize
-                        found.append((start, start + segment.size * itemsize))
-                    else:  # each quantized segment has its own range
-                        found += [(start, start + length) for start, length in (part.payload, part.scales)]
-        return found
-
     def new_errors(self, *peers: int, device: torch.device) -> Feedback | None:
         """Allocate zero quantization errors for messages [*peers, M], as int8 blocks of one byte per quantized element.
 
@@ -214,95 +197,6 @@ class Codec:
             accumulate: whether the sum is added to the values in `out`.
         """
         unpack_sum(messages, self._table, out=out, accumulate=accumulate)
-
-
-class MixedCodec(Codec):
-    """The codec of a unit whose parameters have several dtypes; FSDP2 gathers such a unit as bytes, so S counts bytes.
-
-        | message of the fp32 parameters | message of the bf16 parameters | ... | unchanged bytes of all others |
-
-    The fp32, bf16 and fp16 parameters are quantized as in separate units.
-
-    Args:
-        segments: segments of the unit's parameters, in elements.
-        dtypes: dtype of each parameter.
-        fmt: quantization format; None quantizes nothing.
-        codec: makes the codec for segments of one dtype, see `CommContext.codec`.
-    """
-
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        dtypes: Sequence[torch.dtype],
-        fmt: BlockFormat | None,
-        codec: Callable[[Sequence[Segment], BlockFormat | None, torch.dtype], Codec],
-    ) -> None:
-        # ---- group the parameters by dtype; `spans` are their bytes in the flat shard
-        self.dtype = torch.uint8
-        spans: dict[torch.dtype, list[tuple[int, int]]] = {}
-        chosen: dict[torch.dtype, list[Segment]] = {}
-        start = end = 0
-        for segment, dtype in zip(segments, dtypes, strict=True):
-            key = dtype if dtype in QUANTIZABLE else torch.uint8
-            stop = start + segment.size * dtype.itemsize
-            spans.setdefault(key, []).append((start, stop))
-            before = chosen.setdefault(key, [])
-            place = before[-1].stop if before else 0
-            before.append(Segment(name=segment.name, start=place, size=segment.size, exact=segment.exact))
-            start = stop
-
-        # ---- one part of the message per dtype: bytes in the shard, codec, bytes in the message
-        self._parts: list[tuple[list[tuple[int, int]], Codec | None, slice]] = []
-        self._segments = list(chosen.values())  # the segments of each part
-        for key, places in spans.items():
-            own = None if key == torch.uint8 else codec(chosen[key], fmt, key)
-            size = align(sum(b - a for a, b in places)) if own is None else own.message_bytes
-            self._parts.append((places, own, slice(end, end + size)))
-            end += size
-        self.layout = MessageLayout(size=start, message_bytes=end, ranges=(), fmt=fmt)
-
-    def byte_ranges(self, segments: Sequence[Segment]) -> list[tuple[int, int]]:
-        """Return the byte ranges (start, stop) of a message that hold these segments of the unit."""
-        names, found = {segment.name for segment in segments}, list[tuple[int, int]]()
-        for (places, codec, part), own in zip(self._parts, self._segments, strict=True):
-            chosen = [segment for segment in own if segment.name in names]
-            if codec is not None:
-                ranges = codec.byte_ranges(chosen)
-            else:
-                lengths = [stop - start for start, stop in places]
-                starts = itertools.accumulate(lengths, initial=0)
-                named = zip(own, starts, lengths, strict=False)
-                ranges = [(start, start + length) for segment, start, length in named if segment.name in names]
-            found += [(part.start + start, part.start + stop) for start, stop in ranges]
-        return found
-
-    def pack(self, shards: torch.Tensor, messages: torch.Tensor, **how: Any) -> None:
-        """Pack flat shards [A, B, S] of bytes into messages [A, B, M].
-
-        Args:
-            shards: [A, B, S] uint8.
-            messages: [A, B, M] uint8, written.
-            how: keyword arguments of `Codec.pack`, which are ignored here.
-        """
-        for places, codec, part in self._parts:
-            own = torch.cat([shards[..., a:b] for a, b in places], dim=-1)
-            if codec is None:
-                messages[..., part][..., : own.shape[-1]] = own
-            elif own.shape[-1]:
-                codec.pack(own.view(codec.dtype), messages[..., part])
-
-    def unpack(self, messages: torch.Tensor, shards: torch.Tensor) -> None:
-        """Unpack messages [A, B, M] into flat shards [A, B, S] of bytes."""
-        for places, codec, part in self._parts:
-            own = messages[..., part]
-            if codec is not None:
-                elements = torch.empty(*own.shape[:-1], codec.layout.size, dtype=codec.dtype, device=own.device)
-                codec.unpack(own, elements)
-                own = elements.view(torch.uint8)
-            start = 0
-            for a, b in places:
-                shards[..., a:b] = own[..., start : start + b - a]
-                start += b - a
 
 
 # Capacity of a lossless message beyond its predicted size: a fraction, and bytes, because small units vary more.

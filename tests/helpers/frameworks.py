@@ -21,7 +21,7 @@ import random
 import string
 import tempfile
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,12 +50,14 @@ class Training:
 
     Attributes:
         model: the model that FSDP2 has wrapped; set when training begins.
+        handle: the handle of `megazpp.zeropp` in a loop that calls its `accumulate`.
         losses: losses of all micro-batches and evaluations, in order.
     """
 
     def __init__(self, scenario: "Scenario", evaluate: Callable[[], float]) -> None:
         self.scenario, self._evaluate, self.losses, self.num_micro_batches = scenario, evaluate, [], 0
         self.model: Any = None
+        self.handle: Any = None
 
     def begin(self, model: nn.Module) -> None:
         if self.model is None:
@@ -205,6 +207,8 @@ class DiscardedBatch(Scenario):
     def between_micro_batches(self, training: Training, step: int) -> None:
         if step == 1:
             training.model.zero_grad()
+            if training.handle is not None:
+                training.handle.discard()
 
     def before_optimizer(self, training: Training, step: int) -> None:
         if step == 2:
@@ -326,7 +330,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def own_loop(scenario: Scenario, connect: Connect) -> Training:
-    """Train in a loop on `fully_shard` that announces the last backward of each step.
+    """Train in a loop on `fully_shard` in which gradients wait for the last backward of each step.
 
     A large `eps` keeps Adam from amplifying the rounding of sums in another order if a gradient is near zero.
     """
@@ -345,15 +349,15 @@ def own_loop(scenario: Scenario, connect: Connect) -> Training:
     for _ in range(scenario.calls):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-3)
         training.begin(model)
-        connect(model)
+        training.handle = connect(model)
         for step in range(STEPS):
             scenario.before_step(training, step)
             for number in range(scenario.accumulate):
                 last = number == scenario.accumulate - 1
-                model.set_is_last_backward(last)
                 training.micro_batch()
-                loss = loss_of(training.num_micro_batches)
-                loss.backward()
+                with nullcontext() if last or training.handle is None else training.handle.accumulate():
+                    loss = loss_of(training.num_micro_batches)
+                    loss.backward()
                 training.losses.append(loss.item())
                 (scenario.before_optimizer if last else scenario.between_micro_batches)(training, step)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -585,12 +589,13 @@ def train(framework: str, scenario: str, connect: Connect) -> Training:
 def compare(framework: str, scenario: str, *, ranks_per_node: int, exact: bool) -> tuple[list[float], int]:
     """Compare a training with ZeRO++ to plain FSDP2, and return its losses and the bytes sent across nodes."""
     handles: list[Any] = []
+
+    def connect(model: nn.Module) -> Any:
+        handles.append(megazpp.zeropp(model, ranks_per_node=ranks_per_node, config=EXACT))
+        return handles[-1]
+
     plain = train(framework, scenario, plainly)
-    ours = train(
-        framework,
-        scenario,
-        lambda model: handles.append(megazpp.zeropp(model, ranks_per_node=ranks_per_node, config=EXACT)),
-    )
+    ours = train(framework, scenario, connect)
     # with two ranks a sum has only one order; more ranks, or sums until the last backward, add in another order
     tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), **tolerance)

@@ -15,8 +15,9 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 
-from megazpp import zero
-from megazpp.zero import ZeroConfig, api
+from megazpp import drop_in
+from megazpp.drop_in import api, callback
+from megazpp.zero import ZeroConfig
 
 _first = PartialState.__init__
 
@@ -60,7 +61,7 @@ def main(mode: str, path: str) -> None:
     if mode != "default":
         config = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))
         exact = functools.partial(api.zeropp, config=config)
-        api.zeropp = zero.zeropp = exact if mode == "exact" else _without
+        api.zeropp = callback.zeropp = drop_in.zeropp = exact if mode == "exact" else _without
     sys.argv = [path]
     runpy.run_path(path, run_name="__main__")
 

@@ -98,7 +98,7 @@ def train(case: Case) -> list[float]:
 
 
 CASES: dict[str, tuple[int, dict[str, Any], tuple[int, ...]]] = {  # ranks, case, indices of the steps to evaluate after
-    "bf16": (4, {"micro_batches": 2}, ()),
+    "bf16, evaluations": (4, {"micro_batches": 2}, (1, 3)),
     "fp16, tp 2, one rank per node": (4, {"tp": 2, "precision": PrecisionConfig(fp16=True)}, ()),
     "3 nodes, evaluations": (3, {"nodes": 3, "global_batch": 12}, (1, 3)),
     "tp 2, llama": (8, {"tp": 2, "model": LLAMA_STYLE, "sequence_parallel": True}, ()),
@@ -107,7 +107,7 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple[int, ...]]] = {  # ranks, case
 }
 
 
-@pytest.mark.parametrize("setting", chosen(CASES, "bf16", "fp16, tp 2, one rank per node", "3 nodes, evaluations"))
+@pytest.mark.parametrize("setting", chosen(CASES, "bf16, evaluations"))
 def test_lossless_deltas_match_owners_weights_and_16_bit_losses(setting):
     world, given, evaluate_after = setting
     case = lossless(**given)
@@ -144,7 +144,7 @@ def with_little_room(case: Case) -> tuple[bool, list[int]]:
 
 
 def test_blocks_without_room_are_delayed_equally_on_all_ranks():
-    answers = ranks(4).run(with_little_room, lossless())
+    answers = ranks(2).run(with_little_room, lossless())
     assert not all(complete for complete, _ in answers)
     assert all(sums == answers[0][1] for _, sums in answers)
 
@@ -189,7 +189,7 @@ def see_what_crosses_next(case: Case) -> None:
 
 
 def test_step_sends_a_delta_and_other_writes_send_full_weights():
-    ranks(4).run(see_what_crosses_next, lossless(model=LLAMA_STYLE))
+    ranks(2).run(see_what_crosses_next, lossless(model=LLAMA_STYLE))
 
 
 def with_a_bad_weight(case: Case) -> None:
@@ -204,7 +204,7 @@ def with_a_bad_weight(case: Case) -> None:
     with step.sharding.weight_update():
         step.optimizer.step()
     good = shard[:1].clone()
-    if dims.world.rank == 3:
+    if dims.world.rank == dims.world.size - 1:
         shard[0] = float("nan")
     assert units_with_a_bad_row() == 1
     shard[:1] = good
@@ -220,7 +220,7 @@ def with_a_bad_weight(case: Case) -> None:
 
 
 def test_non_finite_weights_are_sent_and_later_replaced():
-    ranks(4).run(with_a_bad_weight, lossless())
+    ranks(2).run(with_a_bad_weight, lossless())
 
 
 # ---- corruption and checkpoints -------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def restore(case: Case) -> None:
 
 
 def test_restored_resident_weights_are_gathered_without_change():
-    ranks(4).run(restore, lossless())
+    ranks(2).run(restore, lossless())
 
 
 def step_without_begin_step(case: Case) -> None:

@@ -104,7 +104,7 @@ def test_averaging_after_every_sgd_step_matches_data_parallel_sgd():
         optimizer.step()
         optimizer.zero_grad()
     expected = {name: p.detach() for name, p in model.named_parameters()}
-    for seen in ranks(4).run(seen_on_replica_groups, case, SGD, 0.0):
+    for seen in ranks(2).run(seen_on_replica_groups, case, SGD, 0.0):
         for weights in (seen.common, seen.outer, seen.inner):
             torch.testing.assert_close(weights[-1], expected, rtol=1e-6, atol=1e-6)
 
@@ -155,7 +155,7 @@ SIMULATED = {
 }
 
 
-@pytest.mark.parametrize("given", chosen(SIMULATED, "fragments, delay, tp 2", "momentum, documents"))
+@pytest.mark.parametrize("given", chosen(SIMULATED, "fragments, delay, tp 2"))
 def test_local_steps_match_the_simulator(given):
     world, case = given
     case = dataclasses.replace(case, steps=7, learning_rate=3e-3)
@@ -173,7 +173,7 @@ def test_local_steps_match_the_simulator(given):
 @pytest.mark.parametrize(
     ("world", "case"),
     [
-        (4, Case(nodes=2, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9, diloco_outer_lr=0.7))),
+        (2, Case(nodes=2, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9, diloco_outer_lr=0.7))),
         slow(8, Case(nodes=4, tp=2, precision=BF16, diloco=DilocoConfig(diloco_steps=2, diloco_replica_groups=2))),
     ],
 )
@@ -213,7 +213,7 @@ def count_what_is_sent(case: Case, bits: int) -> None:
 
 
 def test_synchronization_sends_two_messages_per_unit_and_token_counts():
-    for bits, nodes in ((16, 4), (8, 3), (4, 3)):
+    for bits, nodes in ((16, 2), (8, 4), (4, 2)):
         config = DilocoConfig(diloco_steps=1, diloco_weight_bits=bits, diloco_gradient_bits=bits)
         case = Case(model=WIDE, nodes=nodes, global_batch=12, steps=2, diloco=config)
         ranks(nodes).run(count_what_is_sent, case, bits)

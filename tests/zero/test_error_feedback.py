@@ -36,7 +36,7 @@ def watched_steps(case: Case, clip: float) -> dict[str, Any]:
     return {"norms": [record.grad_norm for record in taken], "noted": noted}
 
 
-@pytest.mark.parametrize(("zero", "micro_batches"), [(FEEDBACK, 1), slow(AVERAGED, 2), (EVERY, 2)])
+@pytest.mark.parametrize(("zero", "micro_batches"), [(FEEDBACK, 1), slow(AVERAGED, 2), slow(EVERY, 2)])
 def test_stored_errors_are_clipped_with_gradients_once_per_step(zero, micro_batches):
     """Errors and gradients get the same factor. No factor is applied between micro-batches."""
     case = Case(nodes=2, zero=zero, micro_batches=micro_batches, steps=3)

@@ -224,13 +224,13 @@ GRID = {
 }
 
 
-@pytest.mark.parametrize("case", chosen(GRID, "2 nodes, ep 2, tp 1, two hops", "2 nodes, ep 1, tp 2, sequence, ZeRO-3"))
+@pytest.mark.parametrize("case", chosen(GRID, "2 nodes, ep 2, tp 1, two hops"))
 def test_layouts_with_experts_train_as_one_process(case):
     """Check losses, norms, gradients of the first step, and weights after three AdamW steps."""
     ranks(4).run(compare, {}, *case)
 
 
-@pytest.mark.parametrize("changes", chosen(ROUTERS, "expert bias", "shared"))
+@pytest.mark.parametrize("changes", chosen(ROUTERS, "expert bias"))
 def test_routers_train_as_one_process(changes):
     ranks(4).run(compare, changes, 2, TWO_HOPS, {"expert_model_parallel_size": 2})
 
@@ -258,7 +258,7 @@ MORE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", chosen(MORE, "context parallel", "recomputation, tp, expert bias"))
+@pytest.mark.parametrize("case", chosen(MORE, "recomputation, tp, expert bias"))
 def test_experts_train_as_one_process_with_other_features(case):
     changes, zero, parallel = case
     ranks(4).run(compare, changes, 2, zero, {"expert_model_parallel_size": 2} | parallel)

@@ -104,7 +104,7 @@ def train_in_all_stages() -> list[Weights]:
     return [train(ZeroConfig(zero_stage=stage), 3, nodes=1) for stage in range(4)]
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("world_size", [2, slow(1), slow(4)])
 def test_with_fsdp2_s_own_collectives_training_is_that_of_one_process(world_size):
     for of_stages in ranks(world_size).run(train_in_all_stages):
         assert_trained_alike(of_stages, train(None, 3))
@@ -115,7 +115,7 @@ def test_with_exact_hops_training_is_that_of_one_process(micro_batches):
     assert_trained_alike(ranks(4).run(train, EXACT, micro_batches), train(None, micro_batches))
 
 
-@pytest.mark.parametrize("zero", [QUANTIZED, LOSSLESS], ids=["quantized", "lossless"])
+@pytest.mark.parametrize("zero", [QUANTIZED, slow(LOSSLESS)], ids=["quantized", "lossless"])
 def test_quantized_gradients_leave_frozen_parameters_alone_and_move_the_others_alike(zero):
     """The distance to the exactly trained weights is at most 15 % of the distance that training moved them."""
     start, expected = dict(Partly().named_parameters()), train(None, 3)

@@ -45,7 +45,7 @@ EXACT_CASES: dict[str, dict[str, Any]] = {  # 1, 2, 3 and 5 nodes; 1, 2, 3 and 4
 }
 
 
-@pytest.mark.parametrize("case", chosen(EXACT_CASES, "2 x 2, tp 2", "1 x 4", "sequence parallel"))
+@pytest.mark.parametrize("case", chosen(EXACT_CASES, "2 x 2, tp 2"))
 def test_two_hops_without_quantization_match_plain_fsdp2(case):
     """Sums run in another order, at a learning rate at which AdamW does not amplify their rounding.
 
@@ -59,7 +59,9 @@ def test_two_hops_without_quantization_match_plain_fsdp2(case):
     assert two_hops["skipped"] == plain["skipped"] == 0
 
 
-@pytest.mark.parametrize(("nodes", "per_node", "tp", "classic"), [(2, 2, 2, True), slow(3, 2, 1, False)])
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "tp", "classic"), [(2, 1, 1, True), slow(2, 2, 2, True), slow(3, 2, 1, False)]
+)
 def test_quantized_training_follows_exact_training(nodes, per_node, tp, classic):
     """8-bit weights and 8/4-bit gradients change a tiny model's loss by less than 1 % in 4 steps."""
     case = {"nodes": nodes, "tp": tp, "micro_batches": 2, "learning_rate": 1e-3, "steps": 4}
@@ -205,7 +207,7 @@ def compiled(case: Case) -> tuple[bool, set[Any]]:
     return results[0] == results[1], calls - foreseen
 
 
-@pytest.mark.parametrize("delta", ["none", "lossless"])
+@pytest.mark.parametrize("delta", [slow("none"), "lossless"])
 def test_kernels_are_compiled_ahead_without_sending_or_changing_results(delta):
     zero, bf16 = ZeroConfig(zeropp=True, zero_weight_delta=delta), PrecisionConfig(bf16=delta == "lossless")
     case = Case(nodes=2, micro_batches=2, zero=zero, precision=bf16)

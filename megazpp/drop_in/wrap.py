@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megazpp.zero.wire import QUANTIZABLE
+from megazpp.drop_in.units import QUANTIZABLE
 
 
 def mesh_to_wrap(model: nn.Module, fsdp: Mapping[str, Any]) -> DeviceMesh:

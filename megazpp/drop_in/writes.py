@@ -1,13 +1,15 @@
-"""Detection of writes to weights.
+"""Detection of writes to weights, and the votes of all ranks before a forward.
 
-Before each forward all ranks vote on which units must send their weights across nodes. One file of more than 300 lines,
-so that a vote can be read in one place from its reasons to its result.
+Before each forward all ranks vote on which units must send their weights across nodes. They also compare whether they
+accumulate gradients (accumulate.py). One file of more than 300 lines, so that a vote can be read in one place from its
+reasons to its result.
 
 A rank sees only its own shards. If it decided alone, ranks could call different collectives and deadlock. So each
-forward of an outermost FSDP2 module begins with a vote, one byte per unit:
+forward of an outermost FSDP2 module begins with a vote, one byte per unit and one about the gradients:
 
     own vote     the message that this rank needs to send: none, a difference or the trained part, or whole weights
-    exchange     bitwise or over the ranks of a node, then over nodes, in a thread and over separate gloo groups
+    exchange     bitwise or over the ranks of a node, then over nodes (and over tensor-parallel ranks), in a thread
+                 and over separate gloo groups
     result       for each unit, all ranks send every message that any rank has voted for
 
 A rank that votes for whole weights knows the result for that unit and sends at once, so a training step does not wait
@@ -15,7 +17,7 @@ for votes. A forward in which this rank has nothing to send waits for the result
 because gloo announces a message before it sends it.
 
 A rank votes for a unit for one of four reasons: an optimizer that holds its parameters has stepped, a version counter
-has moved, `Sharding.invalidate_weights` was called, or the checksum of its shard has changed since the shard was sent.
+has moved, `Handle.invalidate_weights` was called, or the checksum of its shard has changed since the shard was sent.
 The checksum detects writes that move no counter (`parameter.data`, `to_local()`, `torch._foreach_*`). It is computed
 at most once per forward, and only if the other reasons do not apply. A backward uses the weights of its forward.
 
@@ -34,36 +36,21 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from megazpp.drop_in.accumulate import Accumulation, Ballot
+from megazpp.drop_in.checksum import checksum
+from megazpp.drop_in.codec import byte_ranges
+from megazpp.drop_in.gather import ProgramGather
+from megazpp.drop_in.units import ProgramUnit
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.comm_queue import Work
-from megazpp.zero.checksum import checksum
 from megazpp.zero.comms import CommContext
-from megazpp.zero.gather import InterNodeMessage, TwoHopGather
-from megazpp.zero.gradients import combine_votes
+from megazpp.zero.gather import InterNodeMessage
 from megazpp.zero.schedule import in_backward
-from megazpp.zero.units import Unit
 
 # A vote is an `InterNodeMessage`, possibly with this bit, which says that the last forward used outdated weights.
 LATE = 4
 
 
-class Ballot:
-    """The votes of one forward on which units must send their weights between nodes.
-
-    Args:
-        own: this rank's votes, one per unit.
-        work: returns the bitwise or of all ranks' votes.
-    """
-
-    def __init__(self, own: Sequence[int], work: Work[list[int]]) -> None:
-        self.own, self._work = own, work
-
-    def result(self) -> list[int]:
-        """Return the bitwise or of all ranks' votes; waits until every rank has voted."""
-        return self._work.join()
-
-
-class WatchedGather(TwoHopGather):
+class WatchedGather(ProgramGather):
     """A two-hop all-gather that sends weights between nodes when the ranks have voted for it.
 
     If only some parameters of a unit are trained, an optimizer step sends only those between nodes.
@@ -75,7 +62,7 @@ class WatchedGather(TwoHopGather):
 
     watch: WriteWatch
 
-    def __init__(self, unit: Unit, context: CommContext) -> None:
+    def __init__(self, unit: ProgramUnit, context: CommContext) -> None:
         super().__init__(unit, context)
         self.ballot: Ballot | None = None
         self._trained: tuple[bool, ...] = ()  # `Unit.is_trained` when the shard was last sent
@@ -194,9 +181,18 @@ class WatchedGather(TwoHopGather):
         is_part = crossing == InterNodeMessage.DIFFERENCE and not self.secondary.sends_differences
         self._keep_sums(of_frozen=not is_part)  # before the shard is read, so a write in between is detected later
         if is_part:
-            self.secondary.take_in_part(messages, shard(), self._trained_bytes())
+            self._take_in_part(messages, shard())
         else:
             super()._take_in(crossing, messages, shard)
+
+    def _take_in_part(self, messages: torch.Tensor, shard: torch.Tensor) -> None:
+        """Send and replace the bytes of the trained parameters in `messages` [N, M]; `shard` is this rank's [S]."""
+        part, cross = self._trained_bytes(), self._cross
+        own = self._codec.empty(1, device=shard.device)
+        self._codec.pack(shard, own[0])
+        sent = torch.cat([own[:, start:stop] for start, stop in part], dim=1)
+        received = cross.all_gather(sent, of=self.unit.name).split([stop - start for start, stop in part], dim=1)
+        torch._foreach_copy_([messages[:, start:stop] for start, stop in part], list(received))
 
     def _crossing_bytes(self, crossing: InterNodeMessage) -> int:
         """Return the bytes that this rank sends to each other node for a message of the kind `crossing`."""
@@ -207,7 +203,7 @@ class WatchedGather(TwoHopGather):
     def _trained_bytes(self) -> list[tuple[int, int]]:
         """Return the byte ranges of a message that hold the trained parameters."""
         trained = [segment for segment, each in zip(self.unit.segments, self._trained, strict=True) if each]
-        return self._codec.byte_ranges(trained)
+        return byte_ranges(self._codec, trained)
 
     def _kind_of(self, trained: bool) -> InterNodeMessage:
         """Return the kind of message to send after a write to the trained, or else to the frozen, parameters."""
@@ -238,17 +234,20 @@ class WatchedGather(TwoHopGather):
 
 
 class WriteWatch:
-    """The votes on all units of one model: before each forward, ranks agree which weights are sent between nodes.
+    """The votes of one model: before each forward, ranks agree which weights are sent between nodes.
 
     Args:
-        gathers: the units' gathers, in the same order on all ranks.
+        gathers: the gathers of the units that keep weights, in the same order on all ranks.
         model: the outermost FSDP2 module. It may own no parameters directly, and then it has no unit.
-        local: axis inside a node over a process group that nothing else uses.
-        cross: axis across nodes over a process group that nothing else uses.
+        hosts: gloo axes that together connect all ranks of the model, over process groups that nothing else uses:
+            inside a node, across nodes, and over tensor-parallel ranks if there are several.
+        accumulation: the sums of gradients that wait.
     """
 
-    def __init__(self, gathers: Sequence[WatchedGather], model: nn.Module, local: MeshAxis, cross: MeshAxis) -> None:
-        self._gathers, self._axes, self._queue = list(gathers), (local, cross), cross.queue
+    def __init__(
+        self, gathers: Sequence[WatchedGather], model: nn.Module, hosts: Sequence[MeshAxis], accumulation: Accumulation
+    ) -> None:
+        self._gathers, self._hosts, self._queue, self._accumulation = list(gathers), hosts, hosts[1].queue, accumulation
         self._index = {gather: index for index, gather in enumerate(gathers)}
         self._root: nn.Module | None = None  # outermost module whose forward is running
         self._decided: Sequence[WatchedGather] = ()  # units that the ranks voted on in this forward
@@ -310,31 +309,33 @@ class WriteWatch:
             self._inside[module] = inside = set(module.modules())
             self._below[module] = [g for g in self._gathers if not inside.isdisjoint(g.unit.modules)]
         below = self._below[module]
-        if any(gather.unit.is_sharded for gather in below):
-            self._decided = below
-            self._decide(below)
+        self._decided = below if any(gather.unit.is_sharded for gather in below) else ()
+        if self._decided or torch.is_grad_enabled():
+            self._decide(self._decided)
 
     @torch.compiler.disable
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """End the forward of an outermost module.
 
         Raises:
-            RuntimeError: the previous forward missed a write on some rank; raised on all ranks.
+            RuntimeError: the previous forward missed a write on some rank, or not all ranks accumulate gradients;
+                raised on all ranks.
         """
         if self._root is not module:
             return
         (ballot, self._ballot), self._root, self._decided = (self._ballot, None), None, ()
         if ballot is None:
             return
-        late = [g.unit.name for g, votes in zip(self._gathers, ballot.result(), strict=True) if votes & LATE]
+        late = [g.unit.name for g, votes in zip(self._gathers, ballot.result(), strict=False) if votes & LATE]
         if late:
             raise RuntimeError(
                 f"{', '.join(late)}: the weights were written to between two forwards of a step, and the second "
-                "forward used the old weights; call sharding.invalidate_weights() after such a write"
+                "forward used the old weights; call handle.invalidate_weights() after such a write"
             )
+        self._accumulation.settle()
 
     def _decide(self, gathers: Sequence[WatchedGather]) -> None:
-        """Vote on whether these units must send their weights between nodes, and start the exchange of votes."""
+        """Vote on which of these units must send their weights between nodes, and start the exchange of votes."""
         # ---- this rank's votes, and comparisons of checksums
         votes, found = [0] * len(self._gathers), []
         with torch.no_grad():
@@ -358,7 +359,9 @@ class WriteWatch:
             votes[index] |= LATE
 
         # ---- exchange the votes
+        votes.append(self._accumulation.vote())
         self._ballot = ballot = Ballot(votes, self._queue.submit(functools.partial(self._exchange, votes)))
+        self._accumulation.ballots.append(ballot)
         self._unread = None if unread is None else (ballot, *unread)
         for gather in gathers:
             gather.ballot = ballot
@@ -374,4 +377,8 @@ class WriteWatch:
 
     def _exchange(self, votes: Sequence[int]) -> list[int]:
         """Return the bitwise or of all ranks' votes; runs in a communication thread."""
-        return combine_votes(self._axes, votes)
+        found = torch.tensor(votes, dtype=torch.uint8, device="cpu")
+        for axis in self._hosts:
+            received = axis.all_to_all(found.repeat(axis.size, 1), of="votes")
+            found = functools.reduce(torch.bitwise_or, received.unbind())
+        return found.tolist()

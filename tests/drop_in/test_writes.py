@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.ranks import ranks
+from helpers.tiers import slow
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import megazpp
-from megazpp.zero.checksum import checksum, mixed_sum
-from megazpp.zero.writes import WriteWatch
+from megazpp.drop_in.checksum import checksum, mixed_sum
+from megazpp.drop_in.writes import WriteWatch
 
-RANKS, WIDTH = 4, 12
+WIDTH = 12
 # keep FSDP2's own reduction, because the two hops add gradients in another order
 EXACT: dict[str, Any] = {"zero_weight_bits": 16, "zero_quantized_gradients": False}
 TWO_HOPS: dict[str, Any] = {"zero_weight_bits": 16, "zero_gradient_bits": (16, 16)}
@@ -46,7 +47,7 @@ def build(
                 module.set_force_sum_reduction_for_comms(True)  # gloo does not support mean reductions
     else:
         zero = megazpp.ZeroConfig(zeropp=True, zero_error_feedback=False, **config)
-        handle = megazpp.zeropp(model, ranks_per_node=2, config=zero)
+        handle = megazpp.zeropp(model, ranks_per_node=dist.get_world_size() // 2, config=zero)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.05) if adam else torch.optim.SGD(trained, lr=0.5)
     return model, optimizer, handle
@@ -116,9 +117,9 @@ def flipped(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def one_sign(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Flip a single sign bit on one rank."""
+    """Flip a single sign bit on the last rank."""
     local = model[1][2].weight.detach().to_local().view(-1)
-    if dist.get_rank() == 3:
+    if dist.get_rank() == dist.get_world_size() - 1:
         local[-1:].neg_()
 
 
@@ -184,18 +185,37 @@ def same_as_fsdp2(name: str, folder: str, options: dict[str, Any], configs: tupl
         assert write_and_train(config, name, f"{folder}/{index}", options) == expected
 
 
+@pytest.mark.parametrize("world_size", [2, slow(4)])
+@pytest.mark.parametrize("name", ["foreach_copy", "data_assigned", "one_sign", "on_one_rank", "read_in_place"])
+def test_write_reaches_the_next_forward(name, world_size, tmp_path):
+    ranks(world_size).run(same_as_fsdp2, name, str(tmp_path), {}, (EXACT,))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITES)
-def test_write_reaches_the_next_forward(name, tmp_path):
-    ranks(RANKS).run(same_as_fsdp2, name, str(tmp_path), {}, (EXACT,))
+def test_every_kind_of_write_reaches_the_next_forward(name, tmp_path):
+    ranks(4).run(same_as_fsdp2, name, str(tmp_path), {}, (EXACT,))
 
 
-@pytest.mark.parametrize("name", ["merged", "on_one_rank", "read_in_place"])
+PARTS: dict[str, dict[str, Any]] = {
+    "a block": {"frozen": ("2.",)},
+    "parts of blocks": {"frozen": ("0.0.", "1.", "weight"), "adam": True},
+    "bf16": {"bf16": True},
+}
+
+
 @pytest.mark.parametrize(
-    "options", [{"frozen": ("2.",)}, {"frozen": ("0.0.", "1.", "weight"), "adam": True}, {"bf16": True}], ids=str
+    ("name", "part", "world_size"),
+    [
+        ("merged", "a block", 2),
+        ("on_one_rank", "parts of blocks", 2),
+        ("read_in_place", "bf16", 2),
+        *(slow(name, part, 4) for name in ("merged", "on_one_rank", "read_in_place") for part in PARTS),
+    ],
 )
-def test_write_reaches_the_next_forward_of_a_partly_frozen_model(name, options, tmp_path):
-    configs = (EXACT, LOSSLESS) if "bf16" in options else (EXACT,)
-    ranks(RANKS).run(same_as_fsdp2, name, str(tmp_path), options, configs)
+def test_write_reaches_the_next_forward_of_a_partly_frozen_model(name, part, world_size, tmp_path):
+    configs = (EXACT, LOSSLESS) if part == "bf16" else (EXACT,)
+    ranks(world_size).run(same_as_fsdp2, name, str(tmp_path), PARTS[part], configs)
 
 
 def average_weights(config: dict[str, Any] | None) -> list[float]:
@@ -228,7 +248,7 @@ def averages_as_fsdp2() -> None:
 
 
 def test_swapped_weight_average_is_evaluated_and_swapped_back():
-    ranks(RANKS).run(averages_as_fsdp2)
+    ranks(2).run(averages_as_fsdp2)
 
 
 def votes_of(kind: str) -> list[int]:
@@ -250,8 +270,8 @@ def votes_of(kind: str) -> list[int]:
 
 
 def test_forward_has_one_vote_even_if_the_root_has_no_parameters():
-    assert ranks(RANKS).run(votes_of, "of the model") == [[1, 1, 1]] * RANKS
-    assert ranks(RANKS).run(votes_of, "of a block") == [[1]] * RANKS
+    assert ranks(2).run(votes_of, "of the model") == [[1, 1, 1]] * 2
+    assert ranks(2).run(votes_of, "of a block") == [[1]] * 2
 
 
 # ---- actions on one rank --------------------------------------------------------------------------------------------
@@ -290,17 +310,22 @@ def act_alone(config: dict[str, Any] | None, name: str, acting: int) -> list[flo
     losses = []
     for sample in range(3):
         losses += [step(model, optimizer, sample), evaluate(model)]
-        if dist.get_rank() == acting:
+        if dist.get_rank() == acting % dist.get_world_size():
             with torch.no_grad() if name != "probe" else torch.enable_grad():
                 ALONE[name](model, optimizer, handle)
         losses.append(evaluate(model))
     return losses
 
 
-@pytest.mark.parametrize("name", ALONE)
-@pytest.mark.parametrize("acting", [0, 3])
-def test_action_on_one_rank_reaches_all_ranks(name, acting):
-    ranks(RANKS).run(alone_as_fsdp2, name, acting)
+@pytest.mark.parametrize(
+    ("name", "acting", "world_size"),
+    [
+        *((name, number % 2, 2) for number, name in enumerate(ALONE)),
+        *(slow(name, acting, 4) for name in ALONE for acting in (0, 3)),
+    ],
+)
+def test_action_on_one_rank_reaches_all_ranks(name, acting, world_size):
+    ranks(world_size).run(alone_as_fsdp2, name, acting)
 
 
 def alone_as_fsdp2(name: str, acting: int) -> None:
@@ -310,11 +335,11 @@ def alone_as_fsdp2(name: str, acting: int) -> None:
 
 
 def find_late() -> None:
-    """Pretend that rank 2 detects a write one forward late, as on CUDA, and check that all ranks raise."""
+    """Pretend that the last rank detects a write one forward late, as on CUDA, and check that all ranks raise."""
     model, optimizer, _ = build(EXACT)
     losses = [step(model, optimizer, sample) for sample in (1, 2)]
     with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 2:
+        if dist.get_rank() == dist.get_world_size() - 1:
             patch.setattr(WriteWatch, "_read_late", lambda watch: [1])
         with pytest.raises(RuntimeError, match=r"1: the weights were written to between two forwards"):
             loss_of(model, 3)
@@ -325,7 +350,7 @@ def find_late() -> None:
 
 
 def test_late_detection_on_one_rank_raises_on_all_ranks():
-    ranks(RANKS).run(find_late)
+    ranks(2).run(find_late)
 
 
 def interrupt(module: nn.Module, model: nn.Module) -> None:
@@ -361,7 +386,7 @@ def interrupted_as_fsdp2() -> None:
 
 
 def test_votes_go_on_after_an_interrupted_forward():
-    ranks(RANKS).run(interrupted_as_fsdp2)
+    ranks(2).run(interrupted_as_fsdp2)
 
 
 # ---- checksums ------------------------------------------------------------------------------------------------------

@@ -20,16 +20,21 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megazpp.parallel.dims import ParallelDims
+from megazpp.drop_in.dims import GuestDims
+from megazpp.drop_in.gather import ProgramGather, ProgramRingGather
+from megazpp.drop_in.handle import Comms, Handle, KeptState
+from megazpp.drop_in.reduce import ProgramContext, ProgramRingReduce, RestoringReduce
+from megazpp.drop_in.units import QUANTIZABLE, ProgramUnit
+from megazpp.drop_in.wrap import dtype_when_wrapped, mesh_to_wrap, wrap_model
+from megazpp.drop_in.writes import WatchedGather, WriteWatch
+from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.host_discovery import describe_host, share_survey
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
-from megazpp.zero.config import Dtypes, ZeroConfig, plan_comm
+from megazpp.zero.config import CommPlan, Dtypes, ZeroConfig, plan_comm
 from megazpp.zero.schedule import in_backward
-from megazpp.zero.sharding import Sharding, install_comms
-from megazpp.zero.units import Unit, find_units
-from megazpp.zero.wire import QUANTIZABLE
-from megazpp.zero.wrap import dtype_when_wrapped, mesh_to_wrap, wrap_model
+from megazpp.zero.sharding import use_comms
+from megazpp.zero.units import find_units
 
 # Environment variable with the number of ranks per node. On one machine it emulates several nodes.
 RANKS_PER_NODE = "MEGAZPP_RANKS_PER_NODE"
@@ -39,7 +44,7 @@ HANDLE, STATE = "_megazpp", "_megazpp_state"
 
 def zeropp(
     model: nn.Module, *, ranks_per_node: int | None = None, config: ZeroConfig | None = None, **fsdp: Any
-) -> Sharding:
+) -> Handle:
     """Replace the all-gathers and reduce-scatters of an FSDP2 model with ZeRO++'s quantized two-hop collectives.
 
     Call it on all ranks before training. A second call for the same model with equal arguments returns the same handle
@@ -47,8 +52,8 @@ def zeropp(
 
     The training loop stays unchanged. Create the optimizer after the call, because wrapping replaces the parameters.
     Gradients are means over ranks as in FSDP2, and `set_gradient_divide_factor` still applies. Gradients cross nodes
-    when FSDP2 reduces them in the last backward of a step, as set by `set_requires_gradient_sync` and
-    `set_is_last_backward`. A write to weights before a forward is detected, and the written weights are sent again
+    when FSDP2 reduces them: in each backward, except after `set_requires_gradient_sync(False)` and inside
+    `Handle.accumulate`. A write to weights before a forward is detected, and the written weights are sent again
     (writes.py).
 
     Args:
@@ -57,7 +62,7 @@ def zeropp(
         ranks_per_node: number of consecutive ranks that share a node. None reads the environment variable
             MEGAZPP_RANKS_PER_NODE; if that is not set either, the ranks find out which of them share a host.
         config: message formats and switches. The default is `ZeroConfig(zeropp=True, zero_error_feedback=False)`. With
-            error feedback, the program must call `Sharding.end_step` after each optimizer step. Weights cross nodes as
+            error feedback, the program must call `Handle.end_step` after each optimizer step. Weights cross nodes as
             int8 blocks also with `zero_weight_delta="auto"`, because the speed of the links is unknown here. With
             16-bit mixed precision, "lossless" sends exact weights and adds an entry to `state_dict`.
         fsdp: keyword arguments of `fully_shard` for a model that is not wrapped yet, such as `mp_policy`.
@@ -82,7 +87,7 @@ def zeropp(
     asked: dict[str, Any] = {"ranks_per_node": ranks_per_node, **settings, **fsdp}
     if isinstance(installed := model.__dict__.get(HANDLE), _Installed):
         installed.check(asked)
-        return installed.sharding
+        return installed.handle
 
     # ---- check the model, wrap it if it is not wrapped
     _check_model(model)
@@ -112,7 +117,7 @@ def zeropp(
             f"the mesh has the ranks in the order {mesh.mesh.flatten().tolist()}, but ZeRO++ needs the order "
             f"{list(layout.mesh_ranks())}: number ranks node by node, and build the mesh from all of them"
         )
-    units = find_units(model)
+    units = find_units(model, unit_class=ProgramUnit)
     _check_units(units)
     # The dtypes of the first unit with floating-point weights count; other units may differ.
     dtypes = [dtype for unit in units for dtype in unit.gather_dtypes if dtype in QUANTIZABLE]
@@ -126,27 +131,68 @@ def zeropp(
             unit.refuse_gradient_hooks()
 
     # ---- install the collectives
-    dims = ParallelDims(layout, device_type=mesh.device_type, mesh=mesh)
-    sharding = install_comms(model, units, dims, wire, config, precision, means=True, watch=True)
+    handle = _install_comms(model, units, GuestDims(layout, mesh), wire, config, precision)
     _refuse_later_comms(units)
-    setattr(model, HANDLE, _Installed(sharding, layout.cluster.ranks_per_node, asked))
-    if sharding.keeps_state:
+    setattr(model, HANDLE, _Installed(handle, layout.cluster.ranks_per_node, asked))
+    if handle.keeps_state:
         # `KeptState` must not go into a container: that would call it in its forward, or count it as one of its items
         containers = nn.Sequential | nn.ModuleList | nn.ModuleDict
         owner: Any = next(m for m in model.modules() if not isinstance(m, containers))
-        owner.add_module(STATE, KeptState(sharding))
+        owner.add_module(STATE, KeptState(handle))
         if hasattr(owner, "_keys_to_ignore_on_save"):  # transformers' save_pretrained can write only tensors
             owner._keys_to_ignore_on_save = {*(owner._keys_to_ignore_on_save or ()), f"{STATE}._extra_state"}
     if dist.get_rank() == 0:
         for line in (layout.describe(), wire.describe(), *wire.notices):
             print(f"megazpp: {line}", flush=True)
-    return sharding
+    return handle
+
+
+def _install_comms(
+    model: nn.Module,
+    units: Sequence[ProgramUnit],
+    dims: GuestDims,
+    wire: CommPlan,
+    zero: ZeroConfig,
+    precision: Dtypes,
+) -> Handle:
+    """Replace FSDP2's collectives in a model that `fully_shard` has wrapped over the mesh of `dims`."""
+    # ---- mesh axes, whose groups all ranks create in the same order
+    hosts, shard = list[MeshAxis](), dims.shard
+    if wire.gather is None or wire.reduce is None:
+        shard = dims.own_shard
+    cross = local = shard
+    if wire.gather is not None or wire.reduce is not None:
+        hosts = dims.host_axes("local", "cross", *(["tp"] if dims.layout.tp > 1 else []))
+        cross, local = dims.cross, dims.local
+    # ---- one all-gather and one reduce-scatter per unit
+    context = ProgramContext(cross, local, shard, plan=wire, zero=zero, precision=precision)
+    comms = []
+    for unit in units:
+        if unit.num_shards > 1:  # with one rank FSDP2 calls no collectives
+            for module in unit.modules:
+                module.set_force_sum_reduction_for_comms(True)
+            comms.append(_make_comms(unit, context))
+            use_comms(unit, *comms[-1])
+    if hosts:
+        watched = [gather for gather, _ in comms if isinstance(gather, WatchedGather)]
+        WriteWatch(watched, model, hosts, context.accumulation)
+    return Handle(model, units, zero, comms, dims.counter, context.accumulation)
+
+
+def _make_comms(unit: ProgramUnit, context: ProgramContext) -> Comms:
+    """Make the all-gather and the reduce-scatter of one unit as the plan in `context` says."""
+    plan = context.plan
+    two_hops = WatchedGather if plan.gather is not None and plan.gather.keep else ProgramGather
+    gather = ProgramRingGather(unit, context) if plan.gather is None else two_hops(unit, context)
+    if plan.reduce is None:
+        return gather, ProgramRingReduce(unit, context)
+    return gather, RestoringReduce(unit, context, lambda: gather.num_uses)
 
 
 class _Installed(NamedTuple):
     """The handle of a model, and the settings of the `zeropp` call that created it."""
 
-    sharding: Sharding
+    handle: Handle
     ranks_per_node: int  # ranks of a node, given by the caller or discovered
     asked: dict[str, Any]  # the caller's arguments by name, with one entry per field of the config
 
@@ -161,115 +207,19 @@ class _Installed(NamedTuple):
             raise ValueError(f"megazpp.zeropp was already called for this model with other settings: {settings}")
 
 
-def _refuse_later_comms(units: Sequence[Unit]) -> None:
+def _refuse_later_comms(units: Sequence[ProgramUnit]) -> None:
     """Make each forward of a unit raise RuntimeError if the program has replaced ZeRO++'s collectives by its own."""
     for unit in units:
         if unit.has_our_comms:
 
             @torch.compiler.disable
-            def check(*_: Any, unit: Unit = unit) -> None:
+            def check(*_: Any, unit: ProgramUnit = unit) -> None:
                 """Check the unit; its modules call this before each forward."""
                 unit.refuse_other_comms()
 
             for module in unit.modules:
                 assert isinstance(module, nn.Module)
                 module.register_forward_pre_hook(check, prepend=True)  # before FSDP2's hook, which gathers
-
-
-class trainer_callback:  # noqa: N801, because it is called like a function
-    """A callback for the Trainer of transformers or TRL that calls `zeropp` when training begins.
-
-    After training has begun, its attribute `sharding` is the handle that `zeropp` returned. The checkpoints of the
-    Trainer hold no state of ZeRO++: the first step of a resumed run sends whole weights.
-
-    It is a class, because the Trainer calls a class in `callbacks` to make the callback. So `callbacks=` also accepts
-    `trainer_callback` without parentheses. Its keyword arguments are those of `zeropp`.
-    """
-
-    def __new__(cls, **arguments: Any) -> Any:
-        """Return the callback, whose class derives from the one of transformers."""
-        return _make_callback(arguments)
-
-
-def _make_callback(arguments: Mapping[str, Any]) -> Any:
-    """Return the callback of `trainer_callback` for these keyword arguments of `zeropp`."""
-    from transformers import TrainerCallback  # an optional dependency, imported only where it is used
-
-    class Zeropp(TrainerCallback):
-        """The callback: installs ZeRO++ in the model that the Trainer has wrapped."""
-
-        sharding: Sharding | None = None
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            """Install ZeRO++ in the wrapped model; the Trainer calls this before the first step."""
-            model: nn.Module = given["model"]
-            if not isinstance(model, FSDPModule):
-                raise TypeError(
-                    f"the Trainer trains a {type(model).__name__}, and ZeRO++ needs FSDP2: pass TrainingArguments "
-                    'fsdp=True and fsdp_config={"version": 2}. On CPUs, accelerate uses DDP and ignores these arguments'
-                )
-            compiled = getattr(model, "_orig_mod", None)
-            if compiled is not None and not isinstance(compiled, FSDPModule):
-                raise ValueError("torch_compile=True of TrainingArguments is not supported with ZeRO++: remove it")
-            self.sharding = zeropp(model, **arguments)
-            # The Trainer loads a checkpoint before this call, and refuses entries that the model does not have yet.
-            for module in list(model.modules()):
-                if STATE in module._modules:
-                    delattr(module, STATE)
-
-    return Zeropp()
-
-
-class KeptState(nn.Module):
-    """A submodule without parameters that adds ZeRO++'s state to the model's `state_dict`.
-
-    The state lets a resumed run continue bit for bit. It holds the secondary partitions of units whose weights cross
-    nodes as differences, and the error feedback of this rank.
-    """
-
-    def __init__(self, sharding: Sharding) -> None:
-        super().__init__()
-        self._sharding = sharding
-
-    def get_extra_state(self) -> dict[str, torch.Tensor]:
-        """Return copies of ZeRO++'s state by name. State that does not exist yet is returned as zeros.
-
-        A distributed checkpoint is loaded into the tensors of an existing `state_dict`, so every entry must be present.
-        """
-        sharding = self._sharding
-        sharding.reshard()
-        feedback = {f"rank {dist.get_rank()} {name}": part.clone() for name, part in sharding.rank_state().items()}
-        return sharding.secondary_targets() | sharding.secondary_state() | feedback
-
-    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore the state that `get_extra_state` returned; call it after the weights have been loaded.
-
-        State that is missing or has another shape is reset. Its unit then sends whole weights at the next use.
-        """
-        sharding = self._sharding
-        sharding.reshard()
-        complete = sharding.load_secondary_state(state)
-        for name, part in sharding.rank_state().items():
-            kept = state.get(f"rank {dist.get_rank()} {name}")
-            complete = complete and kept is not None and kept.shape == part.shape
-            part.zero_() if kept is None or kept.shape != part.shape else part.copy_(kept)
-        if not complete:
-            self._say_anew()
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Load the state if the checkpoint has it; `load_state_dict` calls this."""
-        if f"{prefix}_extra_state" in state_dict:
-            super()._load_from_state_dict(state_dict, prefix, *args)
-        else:  # the checkpoint comes from a run without ZeRO++
-            self._say_anew()
-
-    def _say_anew(self) -> None:
-        """Print on rank 0 that the checkpoint lacks ZeRO++'s state."""
-        if dist.get_rank() == 0:
-            print(
-                "megazpp: the checkpoint lacks ZeRO++ state for these ranks; the next forward sends whole weights",
-                flush=True,
-            )
 
 
 def _check_arguments(model: object, config: object) -> None:
@@ -306,7 +256,8 @@ def _mesh_of(model: nn.Module) -> DeviceMesh:
             f"{first} is sharded over ranks {list(some)}, {second} over {list(others)}: ZeRO++ needs one mesh; pass "
             "the same mesh to every fully_shard call"
         )
-    return meshes[max(meshes)]
+    # torch may give a new parameter an older mesh that is equal to the one of `fully_shard`, but has other groups
+    return meshes[2] if 2 in meshes else find_units(model, unit_class=ProgramUnit)[0].mesh
 
 
 def _ranks_per_node(given: int | None) -> int | None:
@@ -339,7 +290,7 @@ def _check_model(model: nn.Module) -> None:
     """Raise TypeError or ValueError for a model that is wrapped in a way that ZeRO++ does not support."""
     # ---- ZeRO++ must not be installed in a part of the model, or in a larger model that contains it
     wrapped = (module for module in model.modules() if isinstance(module, FSDPModule))
-    for unit in (unit for module in wrapped for unit in find_units(module)):
+    for unit in (unit for module in wrapped for unit in find_units(module, unit_class=ProgramUnit)):
         if unit.has_our_comms:
             raise ValueError(
                 f"megazpp.zeropp was already called for another module that holds the parameter {unit.key}: call it "
@@ -379,7 +330,7 @@ def _in_forward(model: nn.Module) -> bool:
     return False
 
 
-def _check_units(units: Sequence[Unit]) -> None:
+def _check_units(units: Sequence[ProgramUnit]) -> None:
     """Raise ValueError for units that ZeRO++ does not support, and for a parameter that two units share."""
     for unit in units:
         unit.check_one_mesh()

@@ -1,7 +1,9 @@
 """Test calls of `megazpp.zeropp`: repeated calls for one model, process groups, and frozen weights."""
 
 import itertools
+import random
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,15 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import ranks
+from helpers.tiers import slow
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 import megazpp
-from megazpp.zero import api
-from megazpp.zero.api import RANKS_PER_NODE
+from megazpp.drop_in import api
+from megazpp.drop_in.api import RANKS_PER_NODE
 
 
 def blocks(*, frozen: str = "", width: int = 16) -> nn.Module:
@@ -183,7 +187,7 @@ def fails(module: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["a block", "a block's backward", slow("the root"), slow("after a layer")])
 def test_call_inside_a_forward_or_backward_is_rejected(place):
     ranks(4).run(call_in_a_pass, place)
 
@@ -221,6 +225,83 @@ def test_models_share_groups_with_the_first_groups_timeout(ranks_per_node, axes)
             assert expected <= set(found)
     finally:
         workers.stop()
+
+
+class Balanced(torch.autograd.Function):
+    """Subtract the mean over all ranks, with all-reduces of the default group in forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x - mean_of_ranks(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01 * random.Random(dist.get_rank()).random())
+        return gradient - mean_of_ranks(gradient)
+
+
+def mean_of_ranks(x: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(total := x.clone())
+    return total / dist.get_world_size()
+
+
+def train_balanced(zeropp: bool) -> list[torch.Tensor]:
+    """Train on one node while the program calls collectives of the default group inside the passes."""
+    model = wrapped()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    if zeropp:
+        handle = megazpp.zeropp(model, ranks_per_node=dist.get_world_size(), config=config())
+        assert all(reduce.axis.group is not dist.group.WORLD for reduce in handle._watchable)
+    for block in model:
+        block.register_forward_hook(lambda module, given, output: Balanced.apply(output))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        x = torch.randn(3, 16, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().full_tensor() for parameter in model.parameters()]
+
+
+def test_collectives_of_the_program_on_the_default_group_do_not_collide():
+    for found, expected in zip(ranks(2).run(train_balanced, True), ranks(2).run(train_balanced, False), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def two_meshes() -> None:
+    """Use two models with equal meshes over separate groups, which torch's cache of meshes takes for one."""
+    for seed in range(2):
+        mesh = DeviceMesh.from_group(dist.new_group(range(2)), "cpu")
+        model = blocks()
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        assert api._mesh_of(model).get_group() is mesh.get_group()
+        megazpp.zeropp(model, ranks_per_node=2, config=config())
+        model(torch.ones(2, 16) * seed).sum().backward()
+
+
+def test_second_model_may_have_an_equal_mesh_over_other_groups():
+    ranks(2).run(two_meshes)
+
+
+def gradient_divided_by(factor: float) -> list[torch.Tensor]:
+    found = []
+    for zeropp in (False, True):
+        model = wrapped()
+        for module in (*model, model):
+            module.set_gradient_divide_factor(factor)
+        if zeropp:
+            megazpp.zeropp(model)
+        model(torch.ones(2, 16)).sum().backward()
+        found.append(model[0][0].weight.grad.full_tensor())
+    return found
+
+
+def test_gradients_of_one_rank_are_divided_once():
+    ((expected, found),) = ranks(1).run(gradient_divided_by, 4.0)
+    assert torch.equal(found, expected)
 
 
 # ---- frozen weights -------------------------------------------------------------------------------------------------
@@ -311,6 +392,7 @@ def save_with_save_pretrained(folder: str) -> None:
             assert torch.equal(weight, state[name]), name
 
 
+@pytest.mark.slow
 def test_save_pretrained_leaves_out_the_state_of_lossless_deltas(tmp_path):
     pytest.importorskip("transformers")
     ranks(2).run(save_with_save_pretrained, str(tmp_path))
@@ -435,6 +517,7 @@ def test_unusable_arguments_are_rejected_before_the_model_is_wrapped():
     ranks(2).run(refuse_arguments)
 
 
+@pytest.mark.slow
 def test_trainer_makes_the_callback_from_the_bare_name():
     transformers = pytest.importorskip("transformers")
     handler = transformers.trainer_callback.CallbackHandler([megazpp.trainer_callback], None, None, None, None)
@@ -460,6 +543,7 @@ def train_begin() -> None:
         megazpp.trainer_callback(rank_per_node=1).on_train_begin(None, None, None, model=wrapped())
 
 
+@pytest.mark.slow
 def test_trainer_callback_adds_nothing_to_checkpoints_and_has_the_handle():
     pytest.importorskip("transformers")
     ranks(2).run(train_begin)

@@ -1,0 +1,56 @@
+"""`megazpp.trainer_callback`: ZeRO++ in the Trainer of transformers or TRL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from megazpp.drop_in.api import STATE, zeropp
+from megazpp.drop_in.handle import Handle
+
+
+class trainer_callback:  # noqa: N801, because it is called like a function
+    """A callback for the Trainer of transformers or TRL that calls `zeropp` when training begins.
+
+    After training has begun, its attribute `sharding` is the handle that `zeropp` returned. The checkpoints of the
+    Trainer hold no state of ZeRO++: the first step of a resumed run sends whole weights.
+
+    It is a class, because the Trainer calls a class in `callbacks` to make the callback. So `callbacks=` also accepts
+    `trainer_callback` without parentheses. Its keyword arguments are those of `zeropp`.
+    """
+
+    def __new__(cls, **arguments: Any) -> Any:
+        """Return the callback, whose class derives from the one of transformers."""
+        return _make_callback(arguments)
+
+
+def _make_callback(arguments: Mapping[str, Any]) -> Any:
+    """Return the callback of `trainer_callback` for these keyword arguments of `zeropp`."""
+    from transformers import TrainerCallback  # an optional dependency, imported only where it is used
+
+    class Zeropp(TrainerCallback):
+        """The callback: installs ZeRO++ in the model that the Trainer has wrapped."""
+
+        sharding: Handle | None = None
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            """Install ZeRO++ in the wrapped model; the Trainer calls this before the first step."""
+            model: nn.Module = given["model"]
+            if not isinstance(model, FSDPModule):
+                raise TypeError(
+                    f"the Trainer trains a {type(model).__name__}, and ZeRO++ needs FSDP2: pass TrainingArguments "
+                    'fsdp=True and fsdp_config={"version": 2}. On CPUs, accelerate uses DDP and ignores these arguments'
+                )
+            compiled = getattr(model, "_orig_mod", None)
+            if compiled is not None and not isinstance(compiled, FSDPModule):
+                raise ValueError("torch_compile=True of TrainingArguments is not supported with ZeRO++: remove it")
+            self.sharding = zeropp(model, **arguments)
+            # The Trainer loads a checkpoint before this call, and refuses entries that the model does not have yet.
+            for module in list(model.modules()):
+                if STATE in module._modules:
+                    delattr(module, STATE)
+
+    return Zeropp()

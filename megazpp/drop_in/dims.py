@@ -1,0 +1,117 @@
+"""Mesh axes over a program's own device mesh, which several models may share."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megazpp.parallel.axis import MeshAxis, make_group
+from megazpp.parallel.comm_queue import CommQueue
+from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.environment import NcclConfig, axis_options
+from megazpp.topology.layout import Layout
+
+
+class GuestAxis(MeshAxis):
+    """A mesh axis over a process group that axes of other models may use too.
+
+    A group may have at most one communication queue, so all axes over one group have the same queue.
+    """
+
+    @property
+    def queue(self) -> CommQueue:
+        """The communication queue of the axis's process group."""
+        if self.group is None:
+            return super().queue
+        if self.group not in _queues:
+            _queues[self.group] = super().queue
+        return _queues[self.group]
+
+
+# Queues by process group. A queue lives as long as its group.
+_queues: weakref.WeakKeyDictionary[dist.ProcessGroup, CommQueue] = weakref.WeakKeyDictionary()
+
+
+class GuestDims(ParallelDims):
+    """The mesh axes of a program's mesh.
+
+    The mesh's groups are used and left unchanged. Groups for further axes are reused if an earlier model has created
+    them. They never are the default group, which the program may use while hops are pending. They have the timeout of
+    the default group.
+
+    Args:
+        layout: sizes of the axes and placement of the ranks.
+        mesh: the mesh, [shard] or [shard, tp], under any dimension names.
+    """
+
+    _axis_class = GuestAxis
+
+    def __init__(self, layout: Layout, mesh: DeviceMesh) -> None:
+        self._first_timeout = first_group_timeout(mesh.device_type)
+        super().__init__(layout, device_type=mesh.device_type, mesh=mesh)
+
+    @functools.cached_property
+    def own_shard(self) -> MeshAxis:
+        """The shard axis for collectives in one hop, over a group that the program does not use.
+
+        On the CPU they run in a thread. Collectives that the program calls meanwhile must use another group. On CUDA
+        this is the axis `shard`, because collectives of one group start in the order of the host's calls.
+        """
+        return self.shard if self.timeline.device_type == "cuda" else self.twin("shard", "shard")
+
+    def host_axes(self, *axes: str) -> list[MeshAxis]:
+        """Return a gloo axis over the ranks of each given axis, for small messages between hosts. All ranks call this.
+
+        Their bytes count under the wire "world".
+        """
+        rank, found = dist.get_rank(), list[MeshAxis]()
+        for axis in axes:
+            name, ranks = f"hosts of {axis}", self.layout.axis_ranks(axis, rank)
+            group = self._make_group(axis, name, backend="gloo") if len(ranks) > 1 else None
+            axis_of_hosts = GuestAxis(
+                name, ranks=ranks, rank=ranks.index(rank), group=group, counter=self.counter, wire="world"
+            )
+            found.append(axis_of_hosts)
+        return found
+
+    def _make_group(self, axis: str, name: str, *, own: bool = True, backend: str | None = None) -> dist.ProcessGroup:
+        """Find or create the groups of `axis` and return this rank's group; see `ParallelDims._make_group`.
+
+        Args:
+            axis: axis of the layout.
+            name: description of the groups.
+            own: has no effect, because the default group is never returned.
+            backend: back end of the groups; None uses the default group's.
+        """
+        name, ranks = f"megazpp {name}", self.layout.axis_ranks(axis, dist.get_rank())
+        if (found := find_group(ranks, name)) is not None:
+            return found
+        options = None if backend else axis_options(axis, self.layout, NcclConfig())
+        if options is None:
+            backend = backend or dist.get_backend()  # an explicit back end prevents reuse of the default group
+        elif self._first_timeout is not None:
+            options._timeout = self._first_timeout
+        groups = list(self.layout.axis_groups(axis))
+        return make_group(groups, name, options, backend=backend, timeout=self._first_timeout)
+
+
+def find_group(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup | None:
+    """Return an existing process group of exactly these ranks, in this order, with the description `name`, or None."""
+    groups = dist.distributed_c10d._world.pg_map
+    # Groups that this rank is not in are the integer -100.
+    mine = (group for group in groups if isinstance(group, dist.ProcessGroup))
+    named = (group for group in mine if group.group_desc == name)
+    return next((group for group in named if tuple(dist.get_process_group_ranks(group)) == ranks), None)
+
+
+def first_group_timeout(device_type: str) -> timedelta | None:
+    """Return the default process group's timeout for collectives of tensors on this device type, None if unknown."""
+    world = dist.group.WORLD
+    assert world is not None
+    options = getattr(world._get_backend(torch.device(device_type)), "options", None)
+    return getattr(options, "_timeout", None)

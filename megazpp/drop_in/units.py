@@ -1,0 +1,233 @@
+"""The sharding units of a model that a program has wrapped: checks of its options, and the state that it may change.
+
+This file and zero/units.py read FSDP2's private objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from megazpp.zero.units import Unit
+
+QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
+# The end of an error about a hook that would run before the reduction has finished
+EARLY = (
+    ", which would see gradients before they are reduced: set ZeroConfig(overlap_grad_reduce=False), and run no "
+    "backward inside accumulate()"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramUnit(Unit):
+    """A sharding unit that a program has wrapped by `fully_shard`."""
+
+    # ---- dtypes and requested gradients ----------------------------------------------------------------------------
+
+    @property
+    def gather_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtype in which FSDP2 gathers each parameter.
+
+        This is `param_dtype` of the mixed-precision policy for floating-point parameters, and the parameter's dtype
+        otherwise.
+        """
+        policy = self._group.mp_policy.param_dtype
+        own = [p.sharded_param.dtype for p in self._group.fsdp_params]
+        return tuple(policy if policy is not None and dtype.is_floating_point else dtype for dtype in own)
+
+    @property
+    def reduce_dtypes(self) -> set[torch.dtype]:
+        """The dtypes in which the gradients of the trained parameters would be reduced; FSDP2 supports one per unit."""
+        policy = self._group.mp_policy.reduce_dtype
+        return {policy or self.gather_dtypes[index] for index in self.trained}
+
+    @property
+    def gradient_divide_factor(self) -> float | None:
+        """The value of `FSDPModule.set_gradient_divide_factor`; None means the number of data ranks."""
+        return self._group.gradient_divide_factor
+
+    @property
+    def is_trained(self) -> tuple[bool, ...]:
+        """For each parameter, True if it requires a gradient now."""
+        return tuple([p.sharded_param.requires_grad for p in self._group.fsdp_params])
+
+    @property
+    def zero_fills(self) -> bool:
+        """True if `FSDPModule.set_reduce_scatter_unused_params` is set.
+
+        FSDP2 then gives parameters without a gradient zeros instead of None.
+        """
+        return bool(getattr(self._group, "reduce_scatter_unused_params", False))
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh over which FSDP2 shards the unit."""
+        self.check_one_mesh()
+        return self._group.mesh_info.mesh
+
+    # ---- checks ----------------------------------------------------------------------------------------------------
+
+    def check_one_mesh(self) -> None:
+        """Raise ValueError if FSDP2 shards parameters of the unit over several meshes."""
+        for module in self.modules:
+            if len(getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())) > 1:
+                raise ValueError(
+                    f"{self.name} has parameters on several meshes (shard_placement_fn): ZeRO++ needs one mesh"
+                )
+
+    def check_fsdp2(self) -> None:
+        """Raise ValueError if the unit uses an FSDP2 option that ZeRO++ does not support."""
+        # ---- options of the unit
+        group = self._group
+        if isinstance(group.offload_policy, CPUOffloadPolicy):
+            raise ValueError(
+                f"{self.name} has CPUOffloadPolicy, which ZeRO++ does not support; call fully_shard without "
+                "offload_policy"
+            )
+        if group.post_forward_mesh_info not in (None, group.mesh_info):
+            raise ValueError(
+                f"{self.name} reshards to fewer ranks after forward, which ZeRO++ does not support: set "
+                "reshard_after_forward=True"
+            )
+        for comm, name in self._comms:
+            kind = type(comm)
+            if not (kind.__module__.startswith("torch.") and kind.__name__.startswith("Default")):
+                raise ValueError(
+                    f"{self.name} uses {kind.__name__} for its {name}, which ZeRO++ would replace: remove the call "
+                    "that sets it"
+                )
+        # ---- types and dtypes of its parameters
+        for parameter, p in zip(self.parameters, group.fsdp_params, strict=True):
+            kind = type(p.sharded_param._local_tensor)
+            if kind is not torch.Tensor:
+                raise ValueError(
+                    f"{parameter.name} is a {kind.__name__}, a tensor subclass with its own all-gather: ZeRO++ needs "
+                    "plain tensors; keep weights in bf16 or fp32 (torchao: enable_fsdp_float8_all_gather=False)"
+                )
+        self.check_dtypes()
+
+    def check_dtypes(self) -> None:
+        """Raise ValueError if the gradients of the unit would be reduced in a dtype that ZeRO++ does not support."""
+        for dtype in self.reduce_dtypes - set(QUANTIZABLE):
+            name = self.parameters[self.trained[0]].name
+            raise ValueError(
+                f"the gradients of {self.name} ({name} and others) are reduced in {dtype}: ZeRO++ reduces fp32, bf16 "
+                "and fp16; call model.float() before the first forward, or set "
+                "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )
+
+    def refuse_other_comms(self) -> None:
+        """Raise RuntimeError if the program has replaced this project's collectives since they were installed."""
+        for comm, name in self._comms:
+            if not type(comm).__module__.startswith("megazpp."):
+                raise RuntimeError(
+                    f"{self.name} uses {type(comm).__name__} for its {name}, which was set after the call of "
+                    "megazpp.zeropp and replaces ZeRO++: remove the call that sets it"
+                )
+
+    def refuse_gradient_hooks(self) -> None:
+        """Raise RuntimeError if a hook of the unit would read gradients while their reduction is still in flight."""
+        for p, parameter in zip(self._group.fsdp_params, self.parameters, strict=True):
+            if getattr(p.sharded_param, "_post_accumulate_grad_hooks", None):
+                raise RuntimeError(f"{parameter.name} has a post-accumulate-grad hook{EARLY}")
+        if self._group._all_reduce_hook is not None and not self._group._is_hsdp:
+            raise RuntimeError(f"{self.name} has an all-reduce hook{EARLY}")
+
+    @property
+    def has_our_comms(self) -> bool:
+        """True if this project's collectives are installed in the unit."""
+        state = self.modules[0]._get_fsdp_state()
+        # A unit on several meshes has several FSDP2 groups.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        return any(type(group._all_gather_comm).__module__.startswith("megazpp.") for group in groups)
+
+    def origins(self) -> list[tuple[str, object]]:
+        """Return the name and the original parameter's identity of each parameter.
+
+        Two units with the same identity share a parameter. torch 2.11 does not record identities, so they never match
+        there.
+        """
+        found = zip(self.parameters, self._group.fsdp_params, strict=True)
+        return [(parameter.name, getattr(p, "_orig_param_uid", id(p))) for parameter, p in found]
+
+    @property
+    def _comms(self) -> tuple[tuple[object, str], tuple[object, str]]:
+        """The unit's all-gather and reduce-scatter, each with its name for messages."""
+        return (self._group._all_gather_comm, "all-gathers"), (self._group._reduce_scatter_comm, "reduce-scatters")
+
+    # ---- weights ---------------------------------------------------------------------------------------------------
+
+    def stepped(self, held: Collection[int] | None) -> tuple[bool, ...]:
+        """Return, for each parameter, True if a step of an optimizer may change it.
+
+        Args:
+            held: `id`s of the tensors that the optimizer holds; None means all tensors.
+        """
+        shards = [p.sharded_param for p in self._group.fsdp_params]
+        return tuple([
+            (tensor.requires_grad or tensor.grad is not None) and (held is None or id(tensor) in held)
+            for tensor in shards
+        ])  # fmt: skip
+
+    def padded_shards(self) -> list[torch.Tensor]:
+        """Return this rank's shard of each parameter, 1-D and with FSDP2's padding.
+
+        FSDP2 gathers from these tensors. They exist also while the unit is gathered.
+        """
+        return [p._sharded_param_data for p in self._group.fsdp_params]
+
+    def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
+        """Return a function that builds this rank's flat shard; see `Unit.shard_reader`.
+
+        A unit whose parameters have several dtypes is gathered as bytes [S] uint8.
+        """
+        if dtype != torch.uint8 or not self.is_sharded:
+            return super().shard_reader(dtype)
+        shards = self.padded_shards()
+
+        def read() -> torch.Tensor:
+            """Copy the shards into a flat shard of bytes, with zeros as padding."""
+            rows = []
+            for shard, segment, own_dtype in zip(shards, self.segments, self.gather_dtypes, strict=True):
+                row = torch.zeros(segment.size, dtype=own_dtype, device=shard.device)
+                row[: len(shard)].copy_(shard)
+                rows.append(row.view(torch.uint8))
+            return torch.cat(rows)
+
+        return read
+
+    @property
+    def is_gathered(self) -> bool:
+        """True if FSDP2 holds the gathered parameters of the unit now."""
+        return bool(self._group.is_unsharded)
+
+    # ---- gradients -------------------------------------------------------------------------------------------------
+
+    def gradient(self, index: int) -> Any:
+        """Return the `.grad` that FSDP2 has set on a parameter's shard: a DTensor or None."""
+        return self._group.fsdp_params[index].sharded_param.grad
+
+    def shard_id(self, index: int) -> int:
+        """Return the `id` of a parameter's sharded DTensor, the tensor that optimizers hold."""
+        return id(self._group.fsdp_params[index].sharded_param)
+
+    def swap_gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """Set the `.grad` of all parameters' shards, and return the previous ones."""
+        shards = [p.sharded_param for p in self._group.fsdp_params]
+        before = [shard.grad for shard in shards]
+        for shard, gradient in zip(shards, gradients, strict=True):
+            shard.grad = gradient
+        return before
+
+    def clear_gradient(self, index: int) -> None:
+        """Set the `.grad` of a parameter's shard to None."""
+        self._group.fsdp_params[index].sharded_param.grad = None
+
+    def force_sums(self) -> None:
+        """Make FSDP2 request plain sums and divide them itself, even if the program has changed that setting since."""
+        self._group.force_sum_reduction_for_comms = True
