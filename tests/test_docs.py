@@ -59,18 +59,22 @@ INSTEAD = [
         r"^(python tools/convert_checkpoint.py .*--output) checkpoints/",
         r"\1 $(mktemp -d)/checkpoints/",
     ),  # that folder exists
+    (r"^python \S+ @configs/post_training/.*", r"\g<0> --nproc 1 --train-iters 1 --lr-warmup-iters 0"),
     (r"^python pretrain_gpt.py @book.args.*", rf"\g<0> {SMALL_RUN}"),
     (r"^python pretrain_gpt.py .*--load again/.*", r"\g<0> --nproc 1"),
     (
         r"^python pretrain_gpt.py( @configs/gpt_tiny.args (?!.*--print)| (?=--train-iters)|$)",
         f"torchrun {TINY} ",
     ),
-    (r"^python pretrain_gpt.py (?!@book.args)(?!.*--(plan|print-config))", f"torchrun {EIGHT} "),
+    (
+        r"^python pretrain_gpt.py (?!@book.args|@configs/post_training/)(?!.*--(plan|print-config))",
+        f"torchrun {EIGHT} ",
+    ),
     (r"^python tools/train_tokenizer.py.*", r"\g<0> --vocab-size 600"),
     (r"^python tools/preprocess_data.py.*", r"\g<0> --workers 1"),
     (r"^python tools/(evaluate|generate).py.*", r"\g<0> --nproc 1 --tensor-model-parallel-size 1"),
     (r"^python tools/evaluate.py.*", r"\g<0> --eval-iters 1"),
-    (r"^python tools/gpu_check.py.*", r"\g<0> --help"),  # tests/tools/test_gpu_check.py runs its parts
+    (r"^python tests/gpu_check/gpu_check.py.*", r"\g<0> --help"),  # test_gpu_check.py runs its parts
     (r"^python tools/generate.py(?!.*--temperature 0).*", r"\g<0> --sample-tokens 4"),
 ]
 
@@ -131,7 +135,7 @@ def checkout(tmp_path_factory) -> Path:
     """Make a folder like a checkout, whose programs run forked or check flags only."""
     folder, programs = (tmp_path_factory.mktemp(name) for name in ("checkout", "programs"))
     (folder / "home").mkdir()
-    for name in ("pretrain_gpt.py", "configs", "kernels", "megazpp", "tools"):
+    for name in ("pretrain_gpt.py", "configs", "kernels", "megazpp", "tests", "tools"):
         (folder / name).symlink_to(ROOT / name)
     (programs / "python").symlink_to(forked_python())
     launch = ROOT / "tests" / "helpers" / "checked_launch.py"
@@ -236,7 +240,7 @@ def test_named_pip_extras_exist_and_the_installation_page_explains_each():
 @pytest.mark.slow
 def test_commands_in_the_text_use_flags_of_their_program(checkout):
     help_of = functools.cache(lambda program, flag="--help": run(checkout, f"python {program} {flag}"))
-    for command in re.findall(r"`(python tools/[^`]+)`", "".join(map(prose, PAGES))):
+    for command in re.findall(r"`(python (?:tools|tests)/[^`]+)`", "".join(map(prose, PAGES))):
         _, program, *words = shlex.split(command)
         known = help_of(program) + help_of("pretrain_gpt.py", "--help-all")
         flags = [word for word in words if re.fullmatch(r"--\S+", word)]  # --no-X is listed as X if X is off by default
@@ -359,8 +363,8 @@ def test_zeropp_pages_example_and_formulas_match_the_planner():
 
 @functools.cache
 def sources() -> list[str]:
-    """Return the source files of package and tools."""
-    folders = [ROOT / name for name in ("megazpp", "kernels", "tools")]
+    """Return the source files of package, tools and GPU check."""
+    folders = [ROOT / name for name in ("megazpp", "kernels", "tools", "tests/gpu_check")]
     return [path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py")]
 
 

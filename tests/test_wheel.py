@@ -13,7 +13,7 @@ import pytest
 from helpers.program import ROOT
 
 FOLDERS = {"megazpp": "megazpp", "kernels": "megazpp/kernels", "configs": "megazpp/configs", "tools": "megazpp/tools"}
-LEFT_OUT = ("tools/benchmarks/", "tools/examples/", "tools/slurm/")
+LEFT_OUT = ("tools/benchmarks/", "tools/examples/", "tools/slurm/")  # programs for a checkout
 
 
 def run(*command: str | Path, cwd: Path, **env: str) -> str:

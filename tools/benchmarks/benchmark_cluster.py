@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
 
 from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate, start_on_this_machine
 

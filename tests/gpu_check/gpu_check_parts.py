@@ -1,4 +1,4 @@
-"""The parts of tools/gpu_check.py: each runs programs and reads results from their logs.
+"""The parts of gpu_check.py: each runs programs and reads results from their logs.
 
 One file of more than 300 lines, because all parts share `Check`, `train` and the tables of flags at the top.
 """
@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-import demo_post_training
+import additions
 import torch
 from emulate_cluster import start_on_this_machine
 
@@ -220,7 +220,7 @@ def programs(check: Check) -> None:
     """
     # Data and flags.
     folder, nproc = check.folder, "--nproc 1 --log-interval 1"
-    demo_post_training.write_data(folder, seed=1)
+    additions.write_data(folder, seed=1)
     base = f"@{ADDITIONS}_base.args --text-path {folder}/labels.jsonl --bf16 --micro-batch-size 8 {nproc}"
     base += " --lr-decay-iters 12"
     experts = f"{base} {MIXTURE} --num-experts 4 --moe-ffn-hidden-size 64 --save {folder}/experts"
@@ -261,7 +261,8 @@ def programs(check: Check) -> None:
             "dpo": post("dpo", f"{trained} {pairs}"),
             "dpo-compiled": post("dpo", f"{trained} {pairs} --compile"),
             "grpo": post(
-                "grpo", f"{trained} {sums} {few} --num-generations 8 --reward-funcs tools/demo_post_training.py:correct"
+                "grpo",
+                f"{trained} {sums} {few} --num-generations 8 --reward-funcs {ADDITIONS}.py:correct",
             ),
         },
         {"ppo": post("ppo", f"{trained} {sums} {few} --reward-load {folder}/reward")},

@@ -76,7 +76,7 @@ def test_budget_selects_parts_that_fill_it(run_parts):
 HANGING = """
 import sys
 
-sys.path.insert(1, "tools")
+sys.path.insert(1, "tests/gpu_check")
 import gpu_check
 
 def hanging(check, program="import subprocess; subprocess.run(['sleep', '600'])"):
@@ -117,7 +117,7 @@ def check(tmp_path) -> Check:
 @pytest.fixture
 def forking_check(check, tmp_path, monkeypatch) -> Check:
     """Return a check whose programs start in milliseconds."""
-    paths = os.pathsep.join(str(ROOT / name) for name in ("", "tools", "tools/benchmarks", "tests"))
+    paths = os.pathsep.join(str(ROOT / name) for name in ("", "tools/benchmarks", "tests/gpu_check", "tests"))
     env = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": f"{tmp_path}/cache"}
     for name, value in env.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""The worker programs of tools/gpu_check.py: `python -m gpu_check_workers baseline|pretended|optimizers|streams ...`.
+"""The worker programs of gpu_check.py: `python -m gpu_check_workers baseline|pretended|optimizers|streams ...`.
 
 "baseline" and "pretended" train for comparison with `pretrain_gpt.py`, with its flags and on random tokens.
 

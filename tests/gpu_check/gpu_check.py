@@ -1,8 +1,8 @@
 """Check the correctness and the speed of the CUDA code on a GPU.
 
-    python tools/gpu_check.py --out runs/gpu --budget-minutes 8
-    python tools/gpu_check.py --out runs/more --budget-minutes 30 --parts training checkpoint
-    python tools/gpu_check.py --out runs/rehearsal --device cpu               every part at toy size, without a GPU
+    python tests/gpu_check/gpu_check.py --out runs/gpu --budget-minutes 8
+    python tests/gpu_check/gpu_check.py --out runs/more --budget-minutes 30 --parts training checkpoint
+    python tests/gpu_check/gpu_check.py --out runs/rehearsal --device cpu          every part at toy size, without a GPU
 
 Runs from a checkout, installed or not, and needs neither wandb nor torchao.
 
@@ -31,9 +31,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-TOOLS = Path(__file__).resolve().parent
-ROOT = TOOLS.parent
-sys.path.insert(1, str(ROOT))  # finds megazpp in a checkout that is not installed
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PATHS = [str(ROOT), str(ROOT / "tools/benchmarks"), str(ROOT / "configs/post_training")]
+sys.path[1:1] = PATHS  # finds megazpp in a checkout that is not installed
 
 import gpu_check_parts as parts
 import torch
@@ -83,7 +84,7 @@ def main(argv: list[str]) -> int:
     exit_on_signals()
     args = parse_flags(argv)
     os.chdir(ROOT)
-    paths = (str(ROOT), str(TOOLS), str(TOOLS / "benchmarks"), os.environ.get("PYTHONPATH"))
+    paths = (*PATHS, str(HERE), os.environ.get("PYTHONPATH"))
     os.environ |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     os.environ |= REHEARSAL_ENV if args.device == "cpu" else {}
 

@@ -96,7 +96,7 @@ def test_rate_can_change_during_a_job_and_one_failed_rank_ends_all(send, capfd):
 def test_no_process_or_namespace_is_left_however_a_run_ends(tmp_path, send, number):
     """A namespace exists only as long as its processes."""
     flags = ("--nodes", "2", "--ranks-per-node", "1", "--", send, "stay")
-    tool = Program("tools/emulate_cluster.py", *flags, folder=tmp_path)
+    tool = Program("tools/benchmarks/emulate_cluster.py", *flags, folder=tmp_path)
     tool.wait_for("seconds")
     assert len(tool.left_behind()) == 1 + 2 + 3  # the tool, its ranks, and the holders of three namespaces
     tool.process.send_signal(number)

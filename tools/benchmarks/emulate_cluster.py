@@ -1,6 +1,6 @@
 """Run a program on one machine as an emulated cluster of N nodes x L ranks, with rate-limited links between the nodes.
 
-    python tools/emulate_cluster.py --nodes 2 --ranks-per-node 4 --rate 500mbit -- pretrain_gpt.py --zeropp
+    python tools/benchmarks/emulate_cluster.py --nodes 2 --ranks-per-node 4 --rate 500mbit -- pretrain_gpt.py --zeropp
 
 Each node is a network namespace. A veth pair connects it to a bridge, which is in a separate namespace. Both ends of
 the pair have a token bucket filter (`tc tbf`), so --rate limits a node's sent and received traffic. Ranks of the same
@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, Self
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # finds megazpp in a checkout that is not installed
 
 from megazpp.base.program import EXIT_USER_ERROR, MEGA, UserError, end_with, exit_on_signals, flags_of, program
 from megazpp.parallel.launch import POLL_SECONDS, Workers, describe_failure, first_failure
