@@ -280,7 +280,6 @@ REFUSED = """
 --plan PLANNED --tensor-model-parallel-size 8 | --tensor-model-parallel-size 8
 --plan PLANNED --micro-batch-size 3 | --global-batch-size
 --plan PLANNED --num-attention-heads 3 | --num-attention-heads
---plan PLANNED --price-per-gpu-hour 2 | --price-per-gpu-hour was removed: set the key price_per_hour
 """
 
 

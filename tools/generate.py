@@ -69,7 +69,6 @@ class GenerateConfig(ChatConfig):
     kv_cache_device: Literal["device", "host"] = flag(
         "device",
         "location of the key-value cache; with host, one layer's cache at a time is copied to the device",
-        aliases=("--kv-on",),
     )
 
     def __post_init__(self) -> None:

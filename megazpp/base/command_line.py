@@ -17,7 +17,6 @@ values as in argparse, verdict, reason. The verdicts are:
     ignored       the flag has no effect here
     unsupported   the flag is an error
     only=V        the flag is ignored with value V and an error with any other value
-    removed       an earlier version of this program had the flag; it is an error now
 """
 
 from __future__ import annotations
@@ -350,8 +349,6 @@ def sift_flags(
             near = [difflib.get_close_matches(given.name, names, n=1, cutoff=0.7) for names in (supported, known)]
             hint = next((f"; did you mean {match[0]}?" for match in near if match), "")
             problems.append(f"{given.origin}: {given.name} is not a flag{hint}")
-        elif given.values == ("none",):
-            continue  # the args.txt of an older run lists flags that no longer exist
         elif (problem := _refusal(given, flag)) is not None:
             problems.append(f"{given.origin}: {problem}")
             refused.append(given.name)
@@ -366,8 +363,6 @@ def sift_flags(
 
 def _refusal(given: Given, flag: MegatronFlag) -> str | None:
     """Return the reason why the Megatron-LM flag `given` is an error; None if it can be ignored."""
-    if flag.verdict == "removed":
-        return f"{given.name} was removed: {flag.reason}"
     if flag.verdict == "unsupported":
         return f"{given.name} is a Megatron flag that is not supported: {flag.reason}"
     count, arity = len(given.values), flag.arity

@@ -24,7 +24,7 @@ from megazpp.data.identity import data_changes, same_sources, what_follows
 from megazpp.model.config import GPTConfig
 from megazpp.optim.schedule import Schedule
 
-FORMAT = 2  # version of run.json; format 1 has no tokenizer
+FORMAT = 2  # version of run.json
 
 
 class TrainingProgress(NamedTuple):
@@ -59,7 +59,7 @@ class CheckpointMetadata:
             that are not flags: `SAMPLES`, `IMPORTED_FROM` and `SCORE_PAD`.
         vocab_size: number of tokens of the tokenizer, without the padding of the embedding matrix.
         layout: sizes of the mesh axes and of the cluster by name; empty for a converted model.
-        tokenizer: identity of the tokenizer; None in format 1 and if it is unknown.
+        tokenizer: identity of the tokenizer; None if it is unknown.
         tokenizer_folder: name of the tokenizer's folder next to the checkpoint (see `write_tokenizer`); None for a
             tokenizer without files.
         guard: state of the detector of loss spikes.
@@ -99,9 +99,9 @@ class CheckpointMetadata:
         return self.flags.get("objective") == "reward"
 
     @property
-    def adds_special_tokens(self) -> bool | None:
-        """The value of --add-special-tokens; None in checkpoints from before this flag existed."""
-        return self.flags.get("add_special_tokens")
+    def adds_special_tokens(self) -> bool:
+        """The value of --add-special-tokens."""
+        return bool(self.flags.get("add_special_tokens", True))
 
     def as_json(self) -> str:
         """Return the content of run.json."""
@@ -116,19 +116,20 @@ def read_record(checkpoint: Path) -> CheckpointMetadata:
         checkpoint: folder of one checkpoint.
     Raises:
         DamagedError: the file cannot be read, or its iteration differs from the one in the folder's name.
-        ValueError: a later version of this program wrote the file, in a newer format.
+        ValueError: another version of this program wrote the file, in another format.
     """
     # parse the file
     path = checkpoint / RECORD
     try:
         values = json.loads(path.read_bytes())
-        if values["format"] <= FORMAT:
+        is_readable = int(values["format"]) == FORMAT
+        if is_readable:
             record = CheckpointMetadata(**values | {"progress": TrainingProgress(**values["progress"])})
             Schedule(**record.schedule)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedError(f"{path} cannot be read: {in_words(error)}") from error
-    if values["format"] > FORMAT:
-        raise ValueError(f"{path} has format {values['format']}, but this version reads formats up to {FORMAT}")
+    if not is_readable:
+        raise ValueError(f"{path} has format {values['format']}, but this version reads only format {FORMAT}")
     # check types and iteration
     problems = wrong_types(CheckpointMetadata, vars(record)) or [
         *wrong_types(TrainingProgress, record.progress._asdict()),
@@ -151,8 +152,7 @@ def rows_problem(record: CheckpointMetadata, rows: int) -> str | None:
     """
     if rows == record.vocab_size or (record.layout and rows > record.vocab_size):
         return None
-    hint = "; convert the model again: an older version took the vocabulary size from the tokenizer"
-    return f"has {rows} rows for {record.vocab_size} tokens{'' if record.layout else hint}"
+    return f"has {rows} rows for {record.vocab_size} tokens"
 
 
 # Fields of GPTConfig that determine neither the shapes nor the meaning of the weights. `check_same_model` compares all
@@ -306,13 +306,7 @@ def data_notes(
 
 def batch_size_of(record: CheckpointMetadata) -> int | None:
     """Return the global batch size of a run after any ramp-up; None if unknown, as for a converted model."""
-    flags, layout = record.flags, record.layout
-    size = flags.get(SAMPLES, {}).get("global_batch_size") or flags.get("global_batch_size")
-    if size is None and layout and flags.get("micro_batch_size"):  # older versions did not store the global batch size
-        # "island" is the former name of the axis "replica_group"
-        ranks = math.prod(layout.get(axis, 1) for axis in ("replica_group", "island", "replicate", "cross", "local"))
-        size = flags["micro_batch_size"] * ranks // flags.get("context_parallel_size", 1)
-    return size
+    return record.flags.get(SAMPLES, {}).get("global_batch_size")
 
 
 def schedule_ratio(saved: CheckpointMetadata, own: CheckpointMetadata) -> Fraction:

@@ -285,8 +285,6 @@ class CheckpointReader:
         check_same_vocabulary(record, own.vocab_size, checkpoint)
         if None not in (own.tokenizer, record.tokenizer) and own.tokenizer != record.tokenizer:
             another = f"the tokenizer gives other ids than the tokenizer of {checkpoint}"
-            if record.adds_special_tokens is None:
-                another += " (made by a version that did not read all of its files)"
             if source.continues:
                 raise ValueError(
                     f"{another}. Remove the tokenizer's flags to resume, or pass --finetune to start a new run"

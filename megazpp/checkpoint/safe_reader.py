@@ -25,8 +25,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.distributed.tensor import DTensor
 
-# Prefixes of keys in checkpoints of earlier versions, with their present prefix (see checkpoint/state.py).
-FORMER_PREFIXES = {"island.": "replica_group."}
 _AT_ONCE = 1 << 22  # largest number of elements per read from a file (but at least one row)
 
 
@@ -54,16 +52,10 @@ class SafeReader:
     def _saved(self) -> dict[str, TensorStorageMetadata]:
         """The shape, dtype and chunks of every tensor in the checkpoint, by key."""
         saved = self._index.state_dict_metadata
-        return {_present_key(key): entry for key, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
-
-    @functools.cached_property
-    def _stored_keys(self) -> dict[str, str]:
-        """The keys in the index by present key, for tensors whose prefix an earlier version wrote (FORMER_PREFIXES)."""
-        pairs = ((_present_key(key), key) for key in self._index.state_dict_metadata)
-        return {present: stored for present, stored in pairs if present != stored}
+        return {key: entry for key, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Return the shape, dtype and chunks of every tensor, by key; prefixes of earlier versions are replaced."""
+        """Return the shape, dtype and chunks of every tensor, by key."""
         return self._saved
 
     def fill(self, targets: Mapping[str, torch.Tensor], padded: Collection[str]) -> None:
@@ -118,7 +110,7 @@ class SafeReader:
             inside = box[tuple(slice(a - start, b - start) for a, b, start in zip(low, high, offsets, strict=True))]
             columns = [slice(a - own, b - own) for a, b, own in zip(low, high, begins, strict=True)][1:]
             # read whole rows of the chunk, and copy the columns that the box needs
-            path, start = self._find_piece(MetadataIndex(self._stored_keys.get(key, key), chunk.offsets))
+            path, start = self._find_piece(MetadataIndex(key, chunk.offsets))
             dtype, width = entry.properties.dtype, math.prod(sizes[1:])
             for part in inside.split(max(_AT_ONCE // width, 1)):
                 row = low[0] - begins[0]
@@ -153,14 +145,6 @@ class SafeReader:
                 raise ValueError(f"{path}: {index.fqn} is not stored contiguously")
             self._pieces[index] = path, start
         return self._pieces[index]
-
-
-def _present_key(key: str) -> str:
-    """Return a tensor's key with a prefix of an earlier version replaced by the present one."""
-    for former, present in FORMER_PREFIXES.items():
-        if key.startswith(former):
-            return present + key.removeprefix(former)
-    return key
 
 
 # The classes and functions that a pickled index `.metadata` may refer to, by module and name.

@@ -112,12 +112,11 @@ def open_tokenizer(
     if names_tokenizer(given):
         tokenizer = load_tokenizer(given)
     elif record.tokenizer_folder is not None:
-        adds = bool(record.adds_special_tokens)
-        found = read_tokenizer(folder, record.tokenizer_folder)
+        adds, found = record.adds_special_tokens, read_tokenizer(folder, record.tokenizer_folder)
         tokenizer = load_tokenizer(dataclasses.replace(found, add_special_tokens=adds, eos_token=given.eos_token))
     else:  # load or train the tokenizer that the flags of the run describe
         saved: dict[str, Any] = {f.name: record.flags.get(f.name) for f in dataclasses.fields(TokenizerConfig)}
-        config = TokenizerConfig(**saved | {"add_special_tokens": bool(record.adds_special_tokens)})
+        config = TokenizerConfig(**saved | {"add_special_tokens": record.adds_special_tokens})
         texts, mock = tuple(record.flags.get("text_path") or ()), bool(record.flags.get("mock_data"))
         cache = record.flags.get("data_cache_path")
         known, tokenizer = names_tokenizer(config) or texts or mock, None

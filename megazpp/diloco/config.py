@@ -38,7 +38,6 @@ class DilocoConfig(FeatureConfig):
     diloco_replica_groups: int | None = flag(
         None,
         "number of replica groups, each with the same number of nodes (default: one group per node)",
-        aliases=("--diloco-islands",),
     )
     diloco_outer_lr: float | None = flag(
         None,
@@ -52,12 +51,11 @@ class DilocoConfig(FeatureConfig):
         1, "number of parts of the model that synchronize in turn within --diloco-steps; 1 is plain DiLoCo"
     )
     diloco_fragment_sync_delay: int = flag(
-        0, "training steps that overlap a synchronization, before its result is merged", aliases=("--diloco-delay",)
+        0, "training steps that overlap a synchronization, before its result is merged"
     )
     diloco_fragment_update_alpha: float | None = flag(
         None,
         "share of a replica group's own weights in a merge (default: 0, or 0.5 with --diloco-fragment-sync-delay)",
-        aliases=("--diloco-merge-alpha",),
     )
     diloco_weight_bits: Literal[16, 8, 4] = flag(
         4, "bits per element of the changes of outer weights between replica groups; 16: compute dtype, not quantized"

@@ -9,7 +9,6 @@
     replica_group.{i}.optimizer..        moments of every group but the first
     replica_group.{i}.secondary..        secondary partition of every group but the first
 
-Earlier versions wrote "island." in place of "replica_group."; `SafeReader` replaces it.
 
 A run without DiLoCo can therefore read the outer weights and the first group's moments. If the number of groups
 changes, outer weights and momentum are kept, inner weights start at the outer weights, and group j takes the moments of

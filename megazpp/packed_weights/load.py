@@ -50,7 +50,6 @@ class WeightsConfig:
         "device",
         "memory that holds the weights between uses; with host or disk, the device holds the embedding, the output "
         "layer and a few layers",
-        aliases=("--weights-on",),
     )
     weight_bits: Literal[32, 16, 8, 4] | None = flag(
         None, "bits per element of packed weights (default: the bits of the compute dtype, without rounding)"

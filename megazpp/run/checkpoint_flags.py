@@ -15,7 +15,7 @@ from megazpp.base.files import DamagedError
 from megazpp.base.flags import asks, spelling, wrong_types
 from megazpp.checkpoint.folder import RECORD, CheckpointFolder, read_tokenizer
 from megazpp.checkpoint.metadata import CheckpointMetadata, shape_of
-from megazpp.data.tokenizer import load_tokenizer, names_tokenizer, special_tokens_note
+from megazpp.data.tokenizer import load_tokenizer, names_tokenizer
 from megazpp.run.arguments import MUTUALLY_EXCLUSIVE, ParsedRun
 from megazpp.zero.config import default_weight_delta
 
@@ -102,12 +102,11 @@ def with_resumed_features(parsed: ParsedRun, record: CheckpointMetadata, folder:
 def with_resumed_weight_delta(parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder) -> ParsedRun:
     """Return `parsed` with the checkpoint's format of weights between nodes, in place of --zero-weight-delta auto.
 
-    Checkpoints from before auto existed record nothing unless --zero-weight-delta was set. They sent int8 blocks.
     Nothing is replaced if other flags set the format, if the checkpoint's run had no format to choose, or if it sent
     lossless deltas and this run computes in fp32.
     """
     zero = parsed.config.zero
-    kept = record.flags.get("zero_weight_delta") or "none"
+    kept = record.flags.get("zero_weight_delta", "auto")
     if not zero.chooses_weight_delta or not record.flags.get("zeropp") or kept == "auto":
         return parsed
     if kept == "lossless" and not default_weight_delta(parsed.config.precision.param_dtype).lossless:
@@ -125,7 +124,7 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, fol
     name gets the checkpoint's settings if both are identical. Otherwise `parsed` is returned unchanged.
 
     The settings are the vocabulary size, and whether texts get special tokens. --add-special-tokens and
-    --no-add-special-tokens override the latter. An old checkpoint without this setting used no special tokens.
+    --no-add-special-tokens override the latter.
     """
     # ---- find the tokenizer
     given = found = parsed.config.tokenizer
@@ -138,7 +137,7 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, fol
             notices.append(f"--vocab-size {given.vocab_size} gives way to the checkpoint's {record.vocab_size}")
 
     # ---- load it with the checkpoint's settings, and compare it with the recorded one
-    adds = bool(record.adds_special_tokens)
+    adds = record.adds_special_tokens
     found = dataclasses.replace(found, add_special_tokens=adds, model_vocab_size=given.model_vocab_size, eos_token=None)
     opened, tokenizer = found, load_tokenizer(found) if names_tokenizer(found) else None
     if named and (tokenizer is None or tokenizer.identity != record.tokenizer):
@@ -151,8 +150,6 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, fol
     if "add_special_tokens" in parsed.origins:
         found = dataclasses.replace(found, add_special_tokens=given.add_special_tokens)
         names.remove("add_special_tokens")
-    elif tokenizer is not None and record.adds_special_tokens is None and (note := special_tokens_note(tokenizer)):
-        notices.append(f"{folder.name} was made before special tokens were added; {note}")
     if given.eos_token is not None:
         found = dataclasses.replace(found, eos_token=given.eos_token)
         names.discard("eos_token")

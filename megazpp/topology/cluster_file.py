@@ -257,10 +257,10 @@ def _link(where: str, value: Any, source: str) -> Link:
 def _device(value: Any, source: str) -> Device:
     """Convert the mapping under the key device."""
     needed = ("name", *DEVICE_FIGURES)
-    given = _mapping("device", value, (*needed, "calibration", "shares", "price_per_hour", "source"), needed=needed)
+    given = _mapping("device", value, (*needed, "calibration", "price_per_hour", "source"), needed=needed)
     keys = (*DEVICE_FIGURES, "price_per_hour")
     figures = {key: _number(f"device.{key}", given[key]) for key in keys if key in given}
-    calibration = given.get("calibration", given.get("shares"))  # `shares` is the key's former name
+    calibration = given.get("calibration")
     if calibration is not None and str(calibration) not in CALIBRATION_NAMES:
         raise ValueError(f"device.calibration {calibration!r} is not one of {', '.join(CALIBRATION_NAMES)}")
     return Device(str(given["name"]), **figures, source=str(given.get("source", source)), calibration=calibration)

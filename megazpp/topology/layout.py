@@ -343,8 +343,7 @@ def layout_from_record(record: Mapping[str, Any]) -> Layout:
     """
     of_cluster: dict[str, Any] = {name: record.get(name) for name in (*CLUSTER_SIZES, "order")}
     of_layout: dict[str, Any] = {name: record.get(name) for name in COORDINATES}
-    of_layout |= {name: record.get(name, 1) for name in ("cp", "ep")}
-    of_layout["replica_group"] = record.get("replica_group", record.get("island", 1))  # island: the axis's former name
+    of_layout |= {name: record.get(name, 1) for name in ("cp", "ep", "replica_group")}
     if wrong_types(Cluster, of_cluster) or wrong_types(Layout, of_layout):
         raise ValueError(f"{dict(record)} is not the record of a layout")
     order = of_cluster["order"]

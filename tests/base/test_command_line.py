@@ -214,7 +214,6 @@ def test_unreadable_flag_file_is_rejected_with_file_and_line(folder):
 MEGATRON_REFUSED = """
 --pretrained-checkpoint ckpt | is a Megatron flag that is not supported: use --load with --finetune
 --num-layers-per-virtual-pipeline-stage 2 | is not supported: pipeline parallelism is not supported
---nccl-cross-min-ctas 2 | --nccl-cross-min-ctas was removed: set the environment variable NCCL_MIN_CTAS
 --expert-tensor-parallel-size 2 | is not supported, only 1: tensor parallelism does not split experts
 --DDP-impl | --DDP-impl takes one value, not 0
 --mmap-warmup 5 | --mmap-warmup takes no value, not 1
@@ -267,5 +266,5 @@ def test_all_mistakes_are_reported_at_once_with_summary_of_megatron_flags():
 
 def test_megatron_table_lists_every_flag_once_with_arity_and_reason():
     lines = [line for line in MEGATRON_TABLE.read_text().splitlines() if line.startswith("-")]
-    row = re.compile(r"(--\S+) +(\d|[?*+]) +(ignored|unsupported|removed|only=\S+) +\S.*")
+    row = re.compile(r"(--\S+) +(\d|[?*+]) +(ignored|unsupported|only=\S+) +\S.*")
     assert len({row.fullmatch(line)[1] for line in lines}) == len(lines) == len(KNOWN) > 500

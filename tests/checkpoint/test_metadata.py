@@ -40,16 +40,13 @@ def write(folder: Path, **values: Any) -> None:
     (folder / NAME).write_text(json.dumps(json.loads(RECORD.as_json()) | values))
 
 
-def test_record_round_trips_and_format_1_is_read_but_later_ones_are_not(tmp_path):
+def test_record_round_trips_and_another_format_is_refused(tmp_path):
     progress = TrainingProgress(iteration=3, consumed_samples=5)
     record = dataclasses.replace(RECORD, progress=progress, scaler={"scale": 2.0**16})
     (tmp_path / NAME).write_text(record.as_json())
     assert read_record(tmp_path) == record
-    old = {name: value for name, value in json.loads(record.as_json()).items() if not name.startswith("tokenizer")}
-    (tmp_path / NAME).write_text(json.dumps(old | {"format": 1}))
-    assert read_record(tmp_path) == dataclasses.replace(record, tokenizer=None, tokenizer_folder=None, format=1)
     write(tmp_path, format=3)
-    with pytest.raises(ValueError, match="has format 3, but this version reads formats up to 2") as caught:
+    with pytest.raises(ValueError, match="has format 3, but this version reads only format 2") as caught:
         read_record(tmp_path)
     assert not isinstance(caught.value, DamagedError)
 
@@ -86,7 +83,7 @@ def test_unreadable_record_or_value_of_wrong_type_is_named_as_damage(tmp_path):
             (checkpoint / NAME).write_text(content, encoding="latin-1")
         read_record(checkpoint)
 
-    junk = ("", "{", "[]", '{"format": 1}', '{"format": 1, "progress": {"x": 1}}', "\xff")
+    junk = ("", "{", "[]", '{"format": 2}', '{"format": 2, "progress": {"x": 1}}', "\xff")
     rows = [*((content, " cannot be read") for content in junk), *WRONG]
     named = [(content, f"{checkpoint}/{NAME}{message}") for content, message in rows]
     assert not_refused(named, read, DamagedError) == []
@@ -149,18 +146,9 @@ def test_flags_that_change_text_are_compared_unless_tokens_are_equal():
         assert note.startswith(f"--{name.replace('_', '-')} is None, was x, the tokens of a are not the same")
 
 
-def test_batch_size_of_an_old_checkpoint_follows_flags_and_layout():
-    def size(flags: dict[str, Any], **layout: int) -> int | None:
-        return batch_size_of(dataclasses.replace(RECORD, flags=flags, layout=layout))
-
-    micro = {"micro_batch_size": 4, "global_batch_size": None}
-    assert size({**micro, "global_batch_size": 24}, tp=2) == 24
-    assert size(micro, replica_group=2, replicate=3, cross=2, local=4, tp=8) == 4 * 48
-    assert size(micro, island=2, replicate=3, cross=2, local=4, tp=8) == 4 * 48  # the axis's former name
-    assert size({**micro, "context_parallel_size": 4}, replicate=1, cross=2, local=4) == 4 * 2
-    assert size({**micro, "samples": {"global_batch_size": 7}}, local=4) == 7
-    assert size(micro) is None  # a converted model
-    assert size({}, local=4) is None
+def test_batch_size_is_the_recorded_one_and_unknown_for_a_converted_model():
+    assert batch_size_of(dataclasses.replace(RECORD, flags={"samples": {"global_batch_size": 7}})) == 7
+    assert batch_size_of(dataclasses.replace(RECORD, flags={})) is None
 
 
 STEPS = {"train_iters": 100, "train_samples": None}

@@ -2,9 +2,6 @@
 
 import dataclasses
 import functools
-import pickle
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ from helpers.tiers import chosen
 from helpers.training import Case
 
 from megazpp.base.files import DamagedError
-from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import under
 from megazpp.diloco.config import DilocoConfig
 
@@ -92,26 +88,6 @@ def test_replica_groups_differ_when_they_are_saved(saved):
     _, of_group = saved(TWO)
     assert under("diloco.common.", of_group[0]) != under("model.", of_group[0])
     assert moments(of_group[0], 0) != moments(of_group[1], 1)
-
-
-def test_former_prefix_of_keys_is_read_as_the_present_one(saved, tmp_path):
-    """Earlier versions wrote "island." in place of "replica_group."."""
-    checkpoint = Path(saved(TWO)[0], "iter_0000004")
-    index = pickle.loads((checkpoint / ".metadata").read_bytes())
-
-    def former(key: str) -> str:
-        return key.replace("replica_group.", "island.") if key.startswith("replica_group.") else key
-
-    index.state_dict_metadata = {former(key): entry for key, entry in index.state_dict_metadata.items()}
-    index.storage_data = {dataclasses.replace(x, fqn=former(x.fqn)): place for x, place in index.storage_data.items()}
-    earlier = shutil.copytree(checkpoint, tmp_path / "earlier")
-    (earlier / ".metadata").write_bytes(pickle.dumps(index))
-    present, reader = SafeReader(checkpoint), SafeReader(earlier)
-    assert reader.tensors() == present.tensors()
-    keys = [key for key in present.tensors() if key.startswith("replica_group.1.")]
-    assert keys
-    for key in keys:
-        assert torch.equal(reader.read_whole(key), present.read_whole(key))
 
 
 def accepted(case: Case) -> list[str]:

@@ -4,7 +4,6 @@ import dataclasses
 import typing
 from typing import Any
 
-from generate import GenerateConfig
 from helpers.refusals import not_refused
 from helpers.small_run import ROOT, SMALL, parse
 from train_tokenizer import TrainTokenizerConfig
@@ -13,9 +12,7 @@ from megazpp.base.command_line import FlagParser, read_megatron_flags
 from megazpp.base.flags import flag_name
 from megazpp.convert.convert import ConvertConfig
 from megazpp.data.preprocess import PreprocessConfig
-from megazpp.diloco.config import DilocoConfig
 from megazpp.features import FEATURES
-from megazpp.packed_weights.load import WeightsConfig
 from megazpp.post_training.setup import EXTRA
 from megazpp.run.arguments import parse_run_config, run_configs, section_configs
 from megazpp.run.checks import check_run_config
@@ -100,25 +97,6 @@ def test_last_place_that_gives_a_flag_sets_value_and_origin():
     assert (tiny.config.batches.train_iters, tiny.config.model.num_layers) == (7, 2)
     assert (parsed.name, tiny.name, small.name) == ("gpt_125m", "gpt_tiny", "run")
     assert small.config.data.text_path == ()
-
-
-def test_args_txt_of_version_4e7c419_still_parses_to_its_run():
-    """Flags that have no effect any more are ignored, with a notice for each."""
-    parsed = parse(f"@{ROOT}/tests/fixtures/args_4e7c419.txt")
-    assert (parsed.config.section(DilocoConfig).diloco_steps, parsed.config.model.hidden_size) == (2, 16)
-    assert parsed.config.stop.exit_interval is None
-    ignored = {notice.split()[1] for notice in parsed.notices}
-    assert {"--manual-gc", "--no-use-flash-attn", "--timing-log-option"} <= ignored
-
-
-def test_former_spellings_of_flags_are_aliases():
-    words = "--diloco-steps 4 --diloco-delay 2 --diloco-merge-alpha 0.25 --diloco-islands 3"
-    words += " --weights-on host --kv-on host"
-    parsed = parse_run_config(words.split(), ROOT, features=FEATURES, extra=[WeightsConfig, GenerateConfig])
-    diloco, (weights, prompts) = parsed.config.section(DilocoConfig), parsed.extra
-    assert (diloco.diloco_fragment_sync_delay, diloco.diloco_fragment_update_alpha) == (2, 0.25)
-    assert diloco.diloco_replica_groups == 3
-    assert (weights.weights_device, prompts.kv_cache_device) == ("host", "host")
 
 
 def test_report_parses_back_to_the_same_config_without_print_config(tmp_path):

@@ -27,6 +27,7 @@ from megazpp.run.checkpoint_flags import (
 SAVED = {
     "num_layers": 3, "hidden_size": 64, "seq_length": 48, "bf16": True, "seed": 77, "text_path": ["a.txt", "b.txt"],
     "nproc": 5, "tensor_model_parallel_size": 4, "zero_stage": 1, "sample_tokens": 9, "a_flag_of_another_version": 1,
+    "add_special_tokens": False,
 }  # fmt: skip
 
 
@@ -115,23 +116,19 @@ def test_tokenizer_given_by_flags_replaces_the_checkpoints_entirely(folder, besi
 
 
 def test_special_tokens_and_vocab_size_come_from_checkpoint_or_flags(folder):
-    """A checkpoint that does not record --add-special-tokens was made without them, which a notice says.
-
-    The same holds if flags name the checkpoint's own tokenizer.
-    """
+    """The same holds if flags name the checkpoint's own tokenizer."""
     marking = tokenizers.Tokenizer.from_str(WORDS.to_str())
     marking.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    for recorded, named in itertools.product((None, True, False), (False, True)):
-        made = HFTokenizer(definition(marking.to_str()), add_special_tokens=bool(recorded))
+    for recorded, named in itertools.product((True, False), (False, True)):
+        made = HFTokenizer(definition(marking.to_str()), add_special_tokens=recorded)
         beside = write_tokenizer(folder.path, made.files)
-        saved = record(beside, made.identity, **({} if recorded is None else {"add_special_tokens": recorded}))
+        saved = record(beside, made.identity, add_special_tokens=recorded)
         argv = f"--tokenizer-model {folder.path}/{beside}" if named else ""
         parsed = with_checkpoint_flags(parse(argv), saved, folder)
         loaded = load_tokenizer(parsed.config.tokenizer)
         assert loaded is not None
         assert (loaded.identity, loaded.vocab_size, loaded.encode("</s>")) == (made.identity, 300, made.encode("</s>"))
-        assert ["made before special tokens were" in line for line in parsed.notices].count(True) == (recorded is None)
-        other = parse(f"{argv} --{'no-' * bool(recorded)}add-special-tokens")
+        other = parse(f"{argv} --{'no-' * recorded}add-special-tokens")
         resolved = with_checkpoint_flags(other, saved, folder).config.tokenizer
         assert (resolved.add_special_tokens, resolved.model_vocab_size) == (not recorded, 300)
 
@@ -170,8 +167,6 @@ def test_resumed_run_keeps_the_weight_format_of_its_checkpoint():
         ("--bf16 --zeropp", {"zeropp": True, "zero_weight_delta": "lossless"}, "lossless"),
         ("--bf16 --zeropp", {"zeropp": True, "zero_weight_delta": "none"}, "none"),
         ("--bf16 --zeropp --zero-weight-delta auto", {"zeropp": True, "zero_weight_delta": "none"}, "none"),
-        ("--bf16 --zeropp", {"zeropp": True, "zero_weight_delta": None}, "none"),  # before auto existed
-        ("--bf16 --zeropp", {"zeropp": True}, "none"),  # before --zero-weight-delta existed
         # no format in the checkpoint: it had one node, or another scheme
         ("--bf16 --zeropp", {"zeropp": True, "zero_weight_delta": "auto"}, "auto"),
         ("--bf16 --zeropp", {"zeropp": False, "zero_weight_delta": "auto"}, "auto"),

@@ -186,7 +186,6 @@ def test_cluster_text_round_trips(path):
         cluster = Cluster(num_nodes=2, ranks_per_node=4, **fields)
         text = cluster_text(cluster)
         assert read_cluster(written(path, text)) == cluster
-        assert read_cluster(written(path, text.replace("calibration:", "shares:"))) == cluster  # the former key
         assert (NO_DEVICE in text) == ("device" not in fields)
 
 
