@@ -4,36 +4,31 @@
     python pretrain_gpt.py @configs/gpt_125m.args --lr 3e-4     flags from a file; later flags override earlier ones
     torchrun --nproc-per-node 8 pretrain_gpt.py @configs/...    workers that torchrun (or srun) starts
 
-`prepare` parses and checks all flags before workers start. Each worker then calls `run_training`
-(megazpp/run/training.py), which does the following:
-
-    1. discover the cluster, and create the mesh axes
-    2. build the parts of the run: `pretraining` below, and the rest in megazpp/run/trainer.py
-    3. train and evaluate, generate a sample of text, and print where the results are
+`main` is the program from top to bottom. The process that a user starts checks everything and starts the workers. Each
+worker runs the same `main`, makes the same checks, and then trains.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import sys
 from pathlib import Path
-from typing import NoReturn
 
 from megazpp.base.program import LAUNCHER_PID, announce
 
 announce("pretrain_gpt.py", "megazpp")  # before the imports below, because importing torch takes seconds
 
 import megazpp
-from megazpp.base.program import say_notices
+from megazpp.base.program import leave, say_notices, user_errors
 from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, start_of
-from megazpp.data.dataset import Splits, build_datasets, build_tokenizer, check_inputs, unigram_entropy
+from megazpp.data.dataset import Samples, Splits, build_datasets, build_tokenizer, check_inputs, unigram_entropy
 from megazpp.data.identity import describe_samples
+from megazpp.data.tokenizer import Tokenizer
 from megazpp.features import FEATURES
 from megazpp.model.backends import check_device
 from megazpp.parallel.launch import RESTART_COUNT, detect_rank_info, device_type
-from megazpp.parallel.worker import leave
+from megazpp.parallel.worker import worker_process
 from megazpp.run.arguments import ParsedRun, parse_run_config
 from megazpp.run.checkpoint_flags import (
     with_checkpoint_args,
@@ -41,12 +36,10 @@ from megazpp.run.checkpoint_flags import (
     with_resumed_features,
     with_resumed_weight_delta,
 )
-from megazpp.run.checks import RunPlan, check_run_config, check_uses
+from megazpp.run.checks import check_uses, plan_run
 from megazpp.run.feature import weight_opener
-from megazpp.run.ranks import Job, announced_cluster, hold_run_dir, own_checkpoints, run_on_ranks
-from megazpp.run.trainer import TrainingParts
-from megazpp.run.training import run_training
-from megazpp.training.context import RunContext
+from megazpp.run.start import announced_cluster, distributed_program, hold_run_dir, own_checkpoints, start_workers
+from megazpp.run.trainer import OpenRun, Trainer, TrainingParts, open_run
 from megazpp.training.objective import Evaluator, LanguageModelLoss
 from megazpp.training.setup import build_model, open_loader
 
@@ -54,21 +47,11 @@ HERE = Path(__file__).resolve().parent
 HOME = HERE if (HERE / "configs").is_dir() else Path(megazpp.__file__).parent  # folder of configs/, also if installed
 
 
-def main() -> int:
-    """Check the flags, then run as a worker or launch the workers. Return the exit code."""
-    return run_on_ranks(prepare)
-
-
-def prepare() -> Job | int:
-    """Parse and check the flags as far as possible before workers start.
-
-    Returns:
-        The work for each rank, or the exit code if a flag such as --print-config or --plan replaces training.
-    Raises:
-        ValueError: flags are wrong. The message names each flag and its value.
-    """
-    # Flags, and commands that replace training.
-    parsed = parse_run_config(sys.argv[1:], HOME, features=FEATURES)
+@distributed_program
+def main(argv: list[str]) -> int:
+    """Pretrain a model as a worker, or check the flags and start the workers. Return the exit code."""
+    # ---- flags, and commands that replace training
+    parsed = parse_run_config(argv, HOME, features=FEATURES)
     if parsed.show.print_config:
         say_notices(parsed.notices)
         print(parsed.report())
@@ -78,51 +61,95 @@ def prepare() -> Job | int:
         if status is not None:
             return status
 
-    # The checkpoint to load, which may determine further flags.
-    restarted = int(os.environ.get(RESTART_COUNT, "0")) > 0
-    flags = own_checkpoints(parsed.config.checkpoint, parsed.config.tracking, restarted=restarted)
-    source = choose_source(flags, restarted=restarted, opener=weight_opener(FEATURES, flags.lora_base))
-    earlier = peek(source)
-    parsed = with_checkpoint(parsed, source, earlier)
-    config = parsed.config
+    # ---- the checkpoint to load, which may determine further flags
+    parsed, source, earlier = find_checkpoint(parsed)
+    config, place = parsed.config, detect_rank_info(parsed.config.launch)
 
-    # Checks of all flags together, and of this machine.
-    place = detect_rank_info(config.launch)
-    start = start_of(source, earlier)
-    plan = check_run_config(config, announced_cluster(config, place), device_type=device_type(), start=start)
+    # ---- checks before anything is allocated or written; the plan is dropped, because workers may find other hosts
+    announced = announced_cluster(config, place)
+    plan_run(config, announced, device_type=device_type(), start=start_of(source, earlier))
     parsed = parsed._replace(notices=(*parsed.notices, *check_uses(config, parsed.origins)))
     check_device(config.model, device_type())
     if LAUNCHER_PID not in os.environ:  # our launcher has checked the files for the workers that it starts
         parsed = parsed._replace(tokenizer=check_inputs(config.data, config.tokenizer, loaded=parsed.tokenizer))
     hold_run_dir(parsed)
-    return Job(place, config.launch, functools.partial(run_training, pretraining, parsed, plan, source, earlier))
+
+    # ---- start the workers, or become one
+    if not place.started:
+        return start_workers(place, config.launch)
+    with worker_process(place, config.launch) as worker, open_run(worker, parsed, announced, source) as run:
+        # ---- build
+        with user_errors():
+            tokenizer, data = open_data(run)
+            parts = pretraining(run, tokenizer, data)
+        trainer = Trainer(run, parts)
+        # ---- train and evaluate
+        progress = trainer.train(trainer.load())
+        entropy = None if data.valid is None else unigram_entropy(data.valid, tokenizer.vocab_size)
+        trainer.finish(progress, unigram_entropy=entropy)
+    return leave(0)
 
 
-def pretraining(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> TrainingParts:
-    """Build the parts of a run that are specific to pretraining: tokenizer, data, model and next-token loss.
+def find_checkpoint(parsed: ParsedRun) -> tuple[ParsedRun, LoadSource | None, CheckpointMetadata | None]:
+    """Choose the checkpoint to load, and complete the flags with those that it has recorded.
 
-    Args:
-        parsed: the flags.
-        plan: layout, batches and communication formats.
-        run: this rank's axes, device and log.
+    Returns:
+        The flags, the checkpoint and its record. A run that starts from random weights has None for the last two.
+    Raises:
+        ValueError: there is no such checkpoint, or it belongs to a different model.
+    """
+    restarted, given = int(os.environ.get(RESTART_COUNT, "0")) > 0, parsed.config.checkpoint
+    flags = own_checkpoints(given, parsed.config.tracking, restarted=restarted)
+    source = choose_source(flags, restarted=restarted, opener=weight_opener(FEATURES, parsed.config.sections))
+    earlier = peek(source)
+    parsed = with_checkpoint_args(parsed, earlier)
+    if source is not None and earlier is not None:
+        check_same_model(earlier.flags, parsed.config.model, source.folder.path)
+        parsed = with_checkpoint_tokenizer(parsed, earlier, source.folder)
+        if source.continues:
+            parsed = with_resumed_features(parsed, earlier, source.folder)
+            parsed = with_resumed_weight_delta(parsed, earlier, source.folder)
+    if source is not None and not source.candidates():
+        anew = f"{source.folder.name} has no checkpoint; this run starts from random weights"
+        parsed = parsed._replace(notices=(*parsed.notices, anew))
+    return parsed, source, earlier
+
+
+def open_data(run: OpenRun) -> tuple[Tokenizer, Splits[Samples | None]]:
+    """Open the tokenizer, and the data for training, validation and test; None for a use without data.
+
     Raises:
         ValueError: the data or the tokenizer cannot be used.
     """
-    # Tokenizer and data.
-    config, batches, dims = parsed.config, plan.batches, run.dims
-    tokenizer = parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, log=run.log)
-    iterations, batch_size = config.evaluation.eval_iters, batches.global_batch_size
-    wanted = Splits(train=batches.dataset_samples, valid=iterations * batch_size, test=iterations * batch_size)
-    data = build_datasets(config.data, tokenizer, num_samples=wanted, seed=config.launch.seed, log=run.log)
+    config, log, wanted = run.config, run.context.log, count_samples(run)
+    tokenizer = run.parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, log=log)
+    return tokenizer, build_datasets(config.data, tokenizer, num_samples=wanted, seed=config.launch.seed, log=log)
 
-    # The model.
-    spec = config.model_spec(tokenizer.vocab_size, plan.wire)
-    built = build_model(spec, dims, run.device)
 
-    # Loaders for training and evaluation.
+def count_samples(run: OpenRun) -> Splits[int]:
+    """Return the number of samples that the whole run takes for training, and that one evaluation takes."""
+    batches = run.plan.batches
+    held_out = run.config.evaluation.eval_iters * batches.global_batch_size
+    return Splits(train=batches.dataset_samples, valid=held_out, test=held_out)
+
+
+def pretraining(run: OpenRun, tokenizer: Tokenizer, data: Splits[Samples | None]) -> TrainingParts:
+    """Build the parts of a run that are specific to pretraining: model, next-token loss, loaders and evaluations.
+
+    Args:
+        run: this rank's part of the run.
+        tokenizer: tokenizer of the data.
+        data: data for training, validation and test.
+    """
+    # ---- the model
+    config, batches, dims, device = run.config, run.plan.batches, run.context.dims, run.context.device
+    built = build_model(config.model_spec(tokenizer.vocab_size, run.plan.wire), dims, device)
+
+    # ---- loaders for training and evaluation
     loader = functools.partial(
-        open_loader, config=config.data, tokenizer=tokenizer, plan=batches, dims=dims, device=run.device
+        open_loader, config=config.data, tokenizer=tokenizer, plan=batches, dims=dims, device=device
     )
+    iterations, batch_size = config.evaluation.eval_iters, batches.global_batch_size
     validation, test = (
         None
         if held_out is None
@@ -136,38 +163,9 @@ def pretraining(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> TrainingPa
         batches=None if data.train is None else loader(data.train, ramp_up=True),
         validation=validation,
         test=test,
-        describe_samples=lambda: describe_samples(data, wanted),
-        held_out_entropy=lambda: None if data.valid is None else unigram_entropy(data.valid, tokenizer.vocab_size),
+        samples=describe_samples(data, count_samples(run)) if run.records_samples else {},
     )
 
 
-def with_checkpoint(parsed: ParsedRun, source: LoadSource | None, earlier: CheckpointMetadata | None) -> ParsedRun:
-    """Return the flags completed with those that the checkpoint has recorded.
-
-    Args:
-        parsed: the flags.
-        source: checkpoint to load; None starts from random weights.
-        earlier: record of that checkpoint.
-    Raises:
-        ValueError: the checkpoint belongs to a different model.
-    """
-    parsed = with_checkpoint_args(parsed, earlier)
-    if source is not None and earlier is not None:
-        check_same_model(earlier.flags, parsed.config.model, source.folder.path)
-        parsed = with_checkpoint_tokenizer(parsed, earlier, source.folder)
-        if source.continues:
-            parsed = with_resumed_features(parsed, earlier, source.folder)
-            parsed = with_resumed_weight_delta(parsed, earlier, source.folder)
-    if source is not None and not source.candidates():
-        anew = f"{source.folder.name} has no checkpoint; this run starts from random weights"
-        parsed = parsed._replace(notices=(*parsed.notices, anew))
-    return parsed
-
-
-def program() -> NoReturn:
-    """Run `main` and exit without the interpreter's shutdown, which would race with gloo's threads."""
-    leave(main())
-
-
 if __name__ == "__main__":
-    program()
+    raise SystemExit(main())

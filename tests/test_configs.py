@@ -16,7 +16,7 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.variants import for_planning
 from megazpp.run.arguments import ParsedRun, parse_run_config
-from megazpp.run.checks import check_run_config
+from megazpp.run.checks import plan_run
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
 
@@ -60,7 +60,7 @@ def test_shipped_config_passes_every_check_with_and_without_local_steps():
         assert (ROOT / f"configs/{name}.args").read_text().startswith("# "), f"{name}: where is its shape from?"
         parsed = read(name)
         cluster = Cluster(num_nodes=expected.nodes, ranks_per_node=expected.ranks_per_node)
-        plan = check_run_config(parsed.config, cluster, device_type="cpu")
+        plan = plan_run(parsed.config, cluster, device_type="cpu")
         last = plan.schedule.learning_rate(plan.batches.total_samples)
         assert (parsed.notices, plan.notices, plan.layout.tp) == ((), (), expected.tp), name
         assert last == pytest.approx(parsed.config.schedule.min_lr), name
@@ -68,7 +68,7 @@ def test_shipped_config_passes_every_check_with_and_without_local_steps():
         one = ["--expert-model-parallel-size", "1"] if parsed.config.parallel.expert_model_parallel_size > 1 else []
         local_steps = for_planning(read(name, "@configs/common/local_steps.args", *one).config, "--plan")
         cluster = dataclasses.replace(cluster, num_nodes=max(expected.nodes, 2))
-        plan = check_run_config(local_steps, cluster, device_type="cuda")
+        plan = plan_run(local_steps, cluster, device_type="cuda")
         assert (plan.of(DilocoPlan).steps, plan.of(DilocoPlan).fragments) == (30, 2), name
         assert plan.layout.replica_group == plan.layout.cluster.num_nodes, name
 

@@ -34,7 +34,7 @@ from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.planner.simulator import Memory
 from megazpp.planner.variants import for_planning, with_recompute
 from megazpp.run.arguments import parse_run_config
-from megazpp.run.checks import check_run_config
+from megazpp.run.checks import plan_run
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 
@@ -205,7 +205,7 @@ def test_the_quickstart_shows_the_lines_of_two_nodes_with_zeropp():
     flags = ["@configs/gpt_1b3.args", "--zeropp"]
     flags += ["--data-path", "my_text_document", "--tokenizer-model", "my.model"]
     config = parse_run_config(flags, ROOT, features=FEATURES).config
-    plan = check_run_config(config, Cluster(num_nodes=2, ranks_per_node=8), device_type="cpu")
+    plan = plan_run(config, Cluster(num_nodes=2, ranks_per_node=8), device_type="cpu")
     shown = [f"{plan.layout.describe()}; ZeRO stage {config.zero.stage}", plan.wire.describe()]
     assert blocks("docs/quickstart.md", "text")[0].split() == " ".join(shown).split()
 

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -27,13 +28,15 @@ from helpers.refusals import table
 from helpers.small_run import parse
 
 import pretrain_gpt
-from megazpp.base.program import LAUNCHER_PID
+from megazpp.base.program import LAUNCHER_PID, JobError
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import MODEL
 from megazpp.data import dataset
+from megazpp.parallel.worker import Worker
 from megazpp.report.page import report_html
 from megazpp.report.runs import read_runs
-from megazpp.run.training import what_next
+from megazpp.run.arguments import ParsedRun
+from megazpp.run.report import what_next
 from megazpp.topology.cluster_file import read_cluster
 
 MAIN_JOB = shlex.split(
@@ -236,7 +239,7 @@ def test_skip_train_only_evaluates(home):
 @pytest.fixture
 def main(run_main, monkeypatch):
     """Return a function that runs main in an empty folder and fails if workers are started."""
-    monkeypatch.setattr("megazpp.run.ranks.launch_workers", lambda *_, **__: pytest.fail("started workers"))
+    monkeypatch.setattr("megazpp.run.start.launch_workers", lambda *_, **__: pytest.fail("started workers"))
     return functools.partial(run_main, pretrain_gpt.main)
 
 
@@ -308,7 +311,7 @@ def test_plan_prints_estimates_and_starts_and_writes_nothing(main):
 
 def test_slurm_task_count_is_ignored_without_srun(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
-    monkeypatch.setattr("megazpp.run.ranks.launch_workers", lambda _, nproc, max_restarts: 100 + nproc)
+    monkeypatch.setattr("megazpp.run.start.launch_workers", lambda _, nproc, max_restarts: 100 + nproc)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--nproc", "2"])
     assert pretrain_gpt.main() == 102
 
@@ -400,11 +403,24 @@ def test_the_launcher_checks_files_once_and_its_workers_do_not(monkeypatch, tmp_
     loads, load_tokenizer = [], dataset.load_tokenizer
     monkeypatch.setattr(dataset, "load_tokenizer", lambda config: loads.append(config) or load_tokenizer(config))
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *TOY, "--train-iters", "1", "--data-cache-path", f"{tmp_path}"])
-    parsed = pretrain_gpt.prepare().work.args[1]
-    assert loads == [parsed.config.tokenizer]
-    assert parsed.tokenizer.vocab_size == 257
+    runs: list[ParsedRun] = []
+
+    def end(worker: Worker, parsed: ParsedRun, *rest: object) -> NoReturn:
+        runs.append(parsed)
+        raise JobError
+
+    monkeypatch.setattr(pretrain_gpt, "worker_process", lambda place, launch: contextlib.nullcontext())
+    monkeypatch.setattr(pretrain_gpt, "start_workers", lambda place, launch: 0)
+    monkeypatch.setattr(pretrain_gpt, "open_run", end)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    pretrain_gpt.main()
+    assert len(loads) == 1
+    pretrain_gpt.main(["--nproc", "1", *sys.argv[1:]])
+    assert loads == [runs[0].config.tokenizer] * 2
+    assert runs[0].tokenizer.vocab_size == 257
     ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", LAUNCHER_PID: "1"}
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
-    assert pretrain_gpt.prepare().work.args[1].tokenizer is None
-    assert len(loads) == 1
+    pretrain_gpt.main()
+    assert runs[1].tokenizer is None
+    assert len(loads) == 2

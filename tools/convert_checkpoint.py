@@ -24,12 +24,16 @@ from megazpp.base.program import program_of, say
 from megazpp.convert.convert import ConvertConfig, convert
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.features import FEATURES
+from megazpp.run.arguments import FeatureConfig, section_configs
+from megazpp.run.feature import weight_opener
+
+SECTIONS = section_configs([feature for feature in FEATURES if feature.opens_weights])
 
 
-@program_of(ConvertConfig, TokenizerConfig, description=(__doc__ or "").partition("\n")[0])
-def main(config: ConvertConfig, tokenizer: TokenizerConfig) -> None:
+@program_of(ConvertConfig, TokenizerConfig, *SECTIONS, description=(__doc__ or "").partition("\n")[0])
+def main(config: ConvertConfig, tokenizer: TokenizerConfig, *sections: FeatureConfig) -> None:
     """Convert the model and print a line that describes the result."""
-    print(convert(config, tokenizer, say, features=FEATURES))
+    print(convert(config, tokenizer, say, opener=weight_opener(FEATURES, sections)))
 
 
 if __name__ == "__main__":

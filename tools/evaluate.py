@@ -18,12 +18,12 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
 from megazpp.base.flags import flag
-from megazpp.base.program import program
 from megazpp.data.dataset import Splits, build_datasets, check_inputs
 from megazpp.features import FEATURES
 from megazpp.inference.on_checkpoint import Loaded, run_on_checkpoint
 from megazpp.inference.scoring import Score, check_input, count_labels, score_whole
 from megazpp.run.arguments import RunConfig
+from megazpp.run.start import distributed_program
 from megazpp.training.batches import plan_batches
 from megazpp.training.objective import Evaluator
 from megazpp.training.setup import open_loader
@@ -44,7 +44,7 @@ class EvaluateConfig:
     )
 
 
-@program
+@distributed_program
 def main(argv: list[str]) -> int:
     """Load the checkpoint on all ranks and score the data. Return the exit code."""
     return run_on_checkpoint(EvaluateConfig, run, argv, check=check, features=FEATURES, common=COMMON)

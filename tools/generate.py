@@ -31,7 +31,7 @@ from typing import Any, Literal
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
 from megazpp.base.flags import check_positive, flag
-from megazpp.base.program import errors_as, program
+from megazpp.base.program import errors_as
 from megazpp.data.dataset import build_tokenizer
 from megazpp.data.documents import read_records
 from megazpp.data.tokenizer import Tokenizer, special_tokens_note
@@ -43,6 +43,7 @@ from megazpp.inference.text import Start, check_start, continue_texts, start_of
 from megazpp.post_training.chat import ChatConfig, ChatTemplate, load_chat_template
 from megazpp.post_training.formatting import prompt_ids
 from megazpp.run.arguments import RunConfig
+from megazpp.run.start import distributed_program
 
 DEFAULT_TOKENS = 100  # tokens to generate without --sample-tokens
 GivenPrompt = str | dict[str, Any]  # a text, or an object as in a .jsonl file
@@ -80,7 +81,7 @@ class GenerateConfig(ChatConfig):
             check_positive(self, "prompts_at_once")
 
 
-@program
+@distributed_program
 def main(argv: list[str]) -> int:
     """Load the checkpoint on all ranks and continue the prompts. Return the exit code."""
     common = [field.name for field in dataclasses.fields(SampleConfig)]

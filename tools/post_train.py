@@ -15,7 +15,6 @@ are whitened over the whole rollout. In some places TRL instead uses one process
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from pathlib import Path
@@ -26,11 +25,12 @@ from megazpp.base.program import LAUNCHER_PID, announce, launched_rank
 
 announce("post_train.py", "megazpp-post-train")  # before the imports below, because importing torch takes seconds
 
-from megazpp.base.program import program, say_notices
+from megazpp.base.program import leave, say_notices, user_errors
 from megazpp.checkpoint.read import start_of
 from megazpp.features import FEATURES
 from megazpp.model.backends import check_device
 from megazpp.parallel.launch import RESTART_COUNT, detect_rank_info, device_type
+from megazpp.parallel.worker import worker_process
 from megazpp.planner.feature import PlanConfig
 from megazpp.planner.report import print_report, report_parts
 from megazpp.planner.variants import changed
@@ -42,45 +42,40 @@ from megazpp.post_training.setup import (
     find_start,
     post_configs,
 )
-from megazpp.post_training.trainer import post_training
+from megazpp.post_training.trainer import PostTraining
 from megazpp.run.arguments import ParsedRun, parse_run_config
-from megazpp.run.checks import check_run_config
-from megazpp.run.ranks import Job, announced_cluster, hold_run_dir, planned_cluster, run_on_ranks
-from megazpp.run.training import run_training
+from megazpp.run.checks import plan_run
+from megazpp.run.start import (
+    announced_cluster,
+    distributed_program,
+    hold_run_dir,
+    planned_cluster,
+    start_workers,
+)
+from megazpp.run.trainer import Trainer, open_run
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@program
+@distributed_program
 def main(argv: list[str]) -> int:
-    """Check the flags, then run as a worker or launch the workers. Return the exit code."""
-    return run_on_ranks(functools.partial(prepare, argv))
-
-
-def prepare(argv: list[str]) -> Job | int:
-    """Parse and check the flags as far as possible before workers start.
-
-    Returns:
-        The work for each rank, or the exit code if --print-config or --plan replaces training.
-    Raises:
-        ValueError: flags are wrong. The message names each flag and its value.
-    """
-    # Flags.
+    """Post-train a model as a worker, or check the flags and start the workers. Return the exit code."""
+    # ---- flags
     first_line = (__doc__ or "").partition("\n")[0]
     name = {"program": "post_train.py", "description": first_line}
     parsed = parse_run_config(argv, ROOT, **name, features=FEATURES, extra=EXTRA, default_file=None)
 
-    # The checkpoint to start from.
+    # ---- the checkpoint to start from
     parsed, source, earlier = find_start(parsed, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
     if parsed.show.print_config:
         say_notices(parsed.notices)
         print(parsed.report())
         return 0
 
-    # Checks of all flags together, of this machine and of the data.
+    # ---- checks before anything is allocated or written; the plan is dropped, because workers may find other hosts
     config, place = parsed.config, detect_rank_info(parsed.config.launch)
-    start = start_of(source, earlier)
-    plan = check_run_config(config, announced_cluster(config, place), device_type=device_type(), start=start)
+    announced = announced_cluster(config, place)
+    plan = plan_run(config, announced, device_type=device_type(), start=start_of(source, earlier))
     check_post_training(config, post_configs(parsed), plan.batches)
     if config.section(PlanConfig).plan:
         show_plan(parsed, earlier.vocab_size)
@@ -89,8 +84,24 @@ def prepare(argv: list[str]) -> Job | int:
     if launched_rank() == 0 and LAUNCHER_PID not in os.environ:  # our launcher has checked the files for its workers
         check_files(parsed, earlier)
     hold_run_dir(parsed)
-    work = functools.partial(run_training, post_training, parsed, plan, source, earlier)
-    return Job(place, config.launch, work)
+
+    # ---- start the workers, or become one
+    if not place.started:
+        return start_workers(place, config.launch)
+    with worker_process(place, config.launch) as worker, open_run(worker, parsed, announced, source) as run:
+        # ---- build
+        with user_errors():
+            post = PostTraining(run)
+            parts = post.parts()
+        trainer = Trainer(run, parts)
+        # ---- train and evaluate
+        start = trainer.load()
+        if not source.continues:
+            post.take_reference()
+        progress = trainer.train(start)
+        post.save_adapter()
+        trainer.finish(progress)
+    return leave(0)
 
 
 def show_plan(parsed: ParsedRun, vocab_size: int) -> None:
@@ -102,7 +113,7 @@ def show_plan(parsed: ParsedRun, vocab_size: int) -> None:
     """
     config, configs, cluster = parsed.config, post_configs(parsed), planned_cluster(parsed.config)
     config = changed(config, tokenizer={"vocab_size": config.tokenizer.vocab_size or vocab_size})
-    plan = check_run_config(config, cluster, device_type=device_type())
+    plan = plan_run(config, cluster, device_type=device_type())
     on_cpu = cluster.device is None and device_type() == "cpu"
     print(parsed.notes() + "\n".join(describe_phases(plan_models(config, configs, plan, on_cpu=on_cpu))))
     if configs.training.draws:

@@ -18,8 +18,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a 
 
 from megazpp.base.program import flags_of, program, say_notices
 from megazpp.features import FEATURES
-from megazpp.parallel.dims import plan_dims
 from megazpp.run.arguments import parse_run_config
+from megazpp.run.checks import lay_out
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import cyclic_order, read_cluster
 from megazpp.topology.show import topology_text
@@ -47,9 +47,7 @@ def main(argv: list[str]) -> None:
     config = parsed.config
     say_notices(parsed.notices)
     cluster = choose_cluster(args, config.cluster.cluster_file)
-    num_replica_groups = max(feature.num_replica_groups(config, cluster) for feature in FEATURES)
-    layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, num_replica_groups=num_replica_groups)
-    print(topology_text(layout))
+    print(topology_text(lay_out(config, cluster)))
 
 
 def choose_cluster(args: argparse.Namespace, cluster_file: str | None) -> Cluster:

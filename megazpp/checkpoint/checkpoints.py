@@ -25,7 +25,7 @@ from megazpp.checkpoint.checksums import SummingWriter, write_checksums, write_d
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD, CheckpointFolder, kept_iterations, write_tokenizer
 from megazpp.checkpoint.metadata import CheckpointMetadata, TrainingProgress
-from megazpp.checkpoint.read import CheckpointReader, LoadSource, Resumed
+from megazpp.checkpoint.read import CheckpointReader, LoadSource, Resumed, Verified, verify
 from megazpp.checkpoint.state import TrainState
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.axis import MeshAxis
@@ -34,6 +34,27 @@ from megazpp.parallel.worker import threads_on
 
 # torch 2.11 and 2.12 close a stager after its first copy, so each save needs a new stager and allocates new memory
 STAGER_IS_REUSABLE = TorchVersion(torch.__version__) >= TorchVersion("2.13")
+
+
+def take_folder(folder: CheckpointFolder, axis: MeshAxis, say: Callable[[str], None]) -> None:
+    """Create and lock the folder of --save, and clean up after an earlier crash. All ranks call this.
+
+    Args:
+        folder: the folder, which stays locked until `Checkpoints.finish` or the end of the process.
+        axis: axis over all ranks with a group for files, see `open_axis`.
+        say: function that prints a line on rank 0.
+    Raises:
+        ValueError: another job uses the folder, it is not writable, or the nodes see different folders.
+    """
+
+    def lock() -> list[str]:
+        folder.lock()
+        return folder.recover()
+
+    for line in raise_on_all_ranks(axis, lock if axis.rank == 0 else list):
+        say(line)
+    if not all(axis.share_object(axis.gather_objects((folder.path / "lock").exists()))):
+        raise ValueError(f"{folder.name} is not the same folder on every node: it has to be on a shared file system")
 
 
 class Checkpoints:
@@ -45,6 +66,7 @@ class Checkpoints:
         record: content of run.json. Each save replaces its progress and the values that training changes.
         axis: axis over all ranks with a group for files, see `open_axis`.
         say: function that prints a line on rank 0.
+        folder: folder of --save after `take_folder`; None without --save.
         tokenizer: contents of the tokenizer's files by file name; None or empty for a tokenizer without files.
     """
 
@@ -56,11 +78,11 @@ class Checkpoints:
         axis: MeshAxis,
         say: Callable[[str], None],
         *,
+        folder: CheckpointFolder | None,
         tokenizer: Mapping[str, bytes] | None = None,
     ) -> None:
         self._config, self._state, self._record, self._axis, self._say = config, state, record, axis, say
-        self._tokenizer = tokenizer
-        self._folder = None if config.save is None else CheckpointFolder(config.save, "--save")
+        self._folder, self._tokenizer = folder, tokenizer
         self._saved: int | None = None
         self._thread = threads_on(state.device, 1, "checkpoint") if config.async_save else None
         on_gpu = state.device.type == "cuda"
@@ -70,55 +92,41 @@ class Checkpoints:
         self._stager: DefaultStager | None = None
         self._writing: Future[str] | None = None
 
-    def open(self) -> None:
-        """Create and lock the folder of --save, and clean up after an earlier crash. Do nothing without --save.
-
-        Raises:
-            ValueError: another job uses the folder, it is not writable, the nodes see different folders, or the disk
-                has too little space for a checkpoint.
-        """
+    def check_space(self) -> None:
+        """Raise a ValueError on all ranks if the disk of --save has too little space for a checkpoint."""
         folder, axis = self._folder, self._axis
-        if folder is not None:
-            num_weights = sum(parameter.numel() for parameter in self._state.model.parameters())
-            # fp32 weights, and with --save-optim two fp32 moments
-            needed = 4 * num_weights * (3 if self._config.save_optim else 1)
-            raise_on_all_ranks(axis, lambda: self._take(folder, needed) if axis.rank == 0 else None)
-            if not all(axis.share_object(axis.gather_objects((folder.path / "lock").exists()))):
-                raise ValueError(
-                    f"{folder.name} is not the same folder on every node: it has to be on a shared file system"
-                )
+        if folder is None:
+            return
+        num_weights = sum(parameter.numel() for parameter in self._state.model.parameters())
+        # fp32 weights, and with --save-optim two fp32 moments
+        needed = 4 * num_weights * (3 if self._config.save_optim else 1)
 
-    def _take(self, folder: CheckpointFolder, needed: int) -> None:
-        """Lock the folder, recover from an earlier crash, and check that `needed` bytes are free. Runs on rank 0."""
-        folder.lock()
-        for line in folder.recover():
-            self._say(line)
-        free = shutil.disk_usage(folder.path).free
-        space = f"{folder.name} has {free / GIGA:.3g} GB free, a checkpoint takes about {needed / GIGA:.3g} GB"
-        if free < needed:
-            raise ValueError(space)
-        self._say(space if free > 2 * needed else f"WARNING: {space}")
+        def compare() -> None:
+            free = shutil.disk_usage(folder.path).free
+            space = f"{folder.name} has {free / GIGA:.3g} GB free, a checkpoint takes about {needed / GIGA:.3g} GB"
+            if free < needed:
+                raise ValueError(space)
+            self._say(space if free > 2 * needed else f"WARNING: {space}")
 
-    def load(self, source: LoadSource, schedule: Schedule) -> Resumed | None:
+        raise_on_all_ranks(axis, lambda: compare() if axis.rank == 0 else None)
+
+    def load(self, verified: Verified, schedule: Schedule) -> Resumed:
         """Load a checkpoint into the state and return the position to resume from; see `CheckpointReader.read`.
 
         If --ckpt-step selected a checkpoint of the --save folder, the tracker file is set to it.
 
         Args:
-            source: folder and iteration to load, and the parts of the checkpoint to load.
+            verified: the checkpoint, and the parts of it to load.
             schedule: learning-rate schedule of this run's flags.
-        Returns:
-            Progress, schedule and folder of the loaded checkpoint; None if the source has no checkpoint.
         """
         reader = CheckpointReader(self._config, self._state, self._record, self._axis, self._say)
-        resumed = reader.read(source, schedule)
-        if resumed is not None:
-            self._record = dataclasses.replace(self._record, schedule=resumed.schedule.state_dict())
-            folder, iteration = self._folder, resumed.progress.iteration
-            if folder is not None and folder.of(iteration).resolve() == resumed.checkpoint.resolve():
-                self._saved = iteration
-                if source.iteration is not None:  # a later restart must also resume from this iteration
-                    raise_on_all_ranks(self._axis, lambda: folder.track(iteration) if self._axis.rank == 0 else None)
+        resumed = reader.read(verified, schedule)
+        self._record = dataclasses.replace(self._record, schedule=resumed.schedule.state_dict())
+        folder, iteration = self._folder, resumed.progress.iteration
+        if folder is not None and folder.of(iteration).resolve() == verified.path.resolve():
+            self._saved = iteration
+            if verified.source.iteration is not None:  # a later restart must also resume from this iteration
+                raise_on_all_ranks(self._axis, lambda: folder.track(iteration) if self._axis.rank == 0 else None)
         return resumed
 
     def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
@@ -153,10 +161,10 @@ class Checkpoints:
         assert self._folder is not None, "a rewind needs --save"
         self._finish_writing()
         source = LoadSource(self._folder, optimizer=self._config.save_optim, rng=self._config.save_rng)
-        resumed = self.load(source, Schedule(**self._record.schedule))
-        if resumed is None:
+        verified = verify(source, self._axis, self._say)
+        if verified is None:
             raise ValueError(f"{self._folder.name} has no checkpoint to go back to")
-        return resumed.progress
+        return self.load(verified, Schedule(**self._record.schedule)).progress
 
     def finish(self) -> None:
         """Wait for a save that is still being written, stop the thread, and unlock the --save folder."""

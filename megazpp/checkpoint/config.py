@@ -36,9 +36,6 @@ class CheckpointConfig:
     load_optim: bool = flag(True, "load the optimizer states and continue the learning-rate schedule")
     load_rng: bool = flag(True, "load the states of the random generators")
     finetune: bool = flag(False, "load only the weights and start at iteration 0")
-    lora_base: tuple[str, ...] = flag(
-        (), "folders of checkpoints with the base weights of the LoRA adapters in --load, if they were moved", nargs="*"
-    )
     exit_on_missing_checkpoint: bool = flag(False, "stop with an error if --load has no checkpoint")
     use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
     override_opt_param_scheduler: bool = flag(
@@ -59,7 +56,7 @@ class CheckpointConfig:
         check_not_negative(self, "ckpt_step")
         # flags that have no effect without --save or --load
         for name in ("keep_last", "save_retain_interval", "async_save"):
-            if getattr(self, name) and self.save is None and not self.save_to_run_dir:
+            if getattr(self, name) and not self.saves:
                 raise ValueError(f"{spelling(self, name)} needs --save")
         for name in ("ckpt_step", "load_fallback", "finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"):
             value = getattr(self, name)
@@ -70,3 +67,8 @@ class CheckpointConfig:
             raise ValueError(
                 "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other"
             )
+
+    @property
+    def saves(self) -> bool:
+        """True if the run saves checkpoints."""
+        return self.save is not None or self.save_to_run_dir

@@ -21,7 +21,7 @@ from megazpp.base.files import DamagedError
 from megazpp.base.program import GIGA
 from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.config import CheckpointConfig
-from megazpp.checkpoint.folder import RECORD, TRACKER, CheckpointFolder, iteration_of
+from megazpp.checkpoint.folder import RECORD, TRACKER, CheckpointFolder
 from megazpp.checkpoint.metadata import (
     CheckpointMetadata,
     TrainingProgress,
@@ -163,7 +163,7 @@ def choose_source(
 def peek(source: LoadSource | None) -> CheckpointMetadata | None:
     """Return the metadata of the checkpoint that will probably be loaded, before its tensor files are verified.
 
-    With --load-fallback, a later `CheckpointReader.read` may find damaged tensors and load another checkpoint.
+    With --load-fallback, a later `verify` may find damaged tensors and choose another checkpoint.
 
     Args:
         source: folder and iteration; None for a run that starts from scratch.
@@ -191,16 +191,82 @@ def start_of(source: LoadSource | None, record: CheckpointMetadata | None) -> Tr
     return record.progress if source is not None and record is not None and source.continues else TrainingProgress()
 
 
+class Verified(NamedTuple):
+    """A checkpoint whose files are undamaged.
+
+    Attributes:
+        source: source of the checkpoint.
+        iteration: iteration of the checkpoint.
+        record: metadata of the checkpoint.
+        size_bytes: size of all files.
+        seconds: time that their verification took.
+    """
+
+    source: LoadSource
+    iteration: int
+    record: CheckpointMetadata
+    size_bytes: int
+    seconds: float
+
+    @property
+    def path(self) -> Path:
+        """The folder of the checkpoint."""
+        return self.source.folder.of(self.iteration)
+
+    @property
+    def start(self) -> TrainingProgress:
+        """The progress with which a run starts that loads this checkpoint."""
+        return start_of(self.source, self.record)
+
+
+def verify(source: LoadSource | None, axis: MeshAxis, say: Callable[[str], None]) -> Verified | None:
+    """Verify the files of the checkpoint to load, and of older ones with --load-fallback. All ranks call this.
+
+    Args:
+        source: choice of the checkpoint; None for a run that loads nothing.
+        axis: axis over all ranks with a group for files, see `open_axis`.
+        say: function that prints a line on rank 0.
+    Returns:
+        The first undamaged checkpoint; None if there is no source or it has no checkpoint.
+    Raises:
+        DamagedError: files are missing or have changed since the save. Every rank raises it.
+    """
+    if source is None:
+        return None
+    started, folder = time.perf_counter(), source.folder
+    candidates = axis.share_object(raise_on_all_ranks(axis, source.candidates if axis.rank == 0 else list))
+    if not candidates:
+        say(f"WARNING: could not find the metadata file {folder.path / TRACKER}")
+        say("    will not load any checkpoints and will start from random")
+        return None
+
+    def check(iteration: int) -> tuple[int, CheckpointMetadata]:
+        """Verify a checkpoint's files on all ranks together, and return their size in bytes and the metadata."""
+        path = folder.of(iteration)
+        size = raise_on_all_ranks(axis, lambda: verify_files(path, rank=axis.rank, num_ranks=axis.size))
+        record = raise_on_all_ranks(axis, lambda: read_record(path) if axis.rank == 0 else None)
+        return size, axis.share_object(record)
+
+    iteration, (size, record) = first_sound(source, candidates, check, say)
+    return Verified(source, iteration, record, size, time.perf_counter() - started)
+
+
 class Resumed(NamedTuple):
-    """The position from which a run resumes: its progress, its schedule, and the folder of the loaded checkpoint."""
+    """The position from which a run starts or resumes.
+
+    Attributes:
+        progress: progress of the run.
+        schedule: schedule of learning rate and weight decay.
+        checkpoint: folder of the loaded checkpoint; None if nothing was loaded.
+    """
 
     progress: TrainingProgress
     schedule: Schedule
-    checkpoint: Path
+    checkpoint: Path | None
 
 
 class CheckpointReader:
-    """Reader that verifies a checkpoint and loads it into the state of a run. Every rank calls `read`.
+    """Reader that loads a verified checkpoint into the state of a run. Every rank calls `read`.
 
     Args:
         config: checkpoint flags.
@@ -220,53 +286,34 @@ class CheckpointReader:
     ) -> None:
         self._config, self._state, self._own, self._axis, self._say = config, state, own, axis, say
 
-    def read(self, source: LoadSource, schedule: Schedule) -> Resumed | None:
-        """Verify a checkpoint and load it into the state.
+    def read(self, verified: Verified, schedule: Schedule) -> Resumed:
+        """Load a checkpoint into the state.
 
         Args:
-            source: folder, iteration and parts to load.
+            verified: the checkpoint, and the parts to load.
             schedule: learning-rate schedule of this run's flags.
         Returns:
-            Progress, schedule and folder to resume from; None if the source has no checkpoint.
+            Progress, schedule and folder to resume from.
         Raises:
-            DamagedError: files are missing or have changed since the save.
+            DamagedError: the tensors are not those of the checkpoint's model.
             ValueError: the checkpoint's model, tokenizer, optimizer or schedule does not fit this run's flags.
         """
-        # choose a checkpoint and verify its files
-        axis, started, folder = self._axis, time.perf_counter(), source.folder
-        candidates = axis.share_object(raise_on_all_ranks(axis, source.candidates if axis.rank == 0 else list))
-        if not candidates:
-            self._say(f"WARNING: could not find the metadata file {folder.path / TRACKER}")
-            self._say("    will not load any checkpoints and will start from random")
-            return None
-        iteration, (size, record) = first_sound(source, candidates, lambda i: self._verify(folder.of(i)), self._say)
-        self._say(f" loading checkpoint from {folder.path} at iteration {iteration}")
-        # compare it with this run, then load its tensors
-        schedule = self._check(source, record, schedule, folder.of(iteration))
-        for note in self._fill(source, record, folder.of(iteration)):
+        # compare the checkpoint with this run, then load its tensors
+        started, source, record, path = time.perf_counter(), verified.source, verified.record, verified.path
+        where = f"checkpoint from {source.folder.path} at iteration {verified.iteration}"
+        self._say(f" loading {where}")
+        schedule = self._check(source, record, schedule, path)
+        for note in self._fill(source, record, path):
             self._say(f"note: {note}")
-        self._say(
-            f"  successfully loaded checkpoint from {folder.path} at iteration {iteration}"
-            f" | {size / GIGA:.3f} GB in {time.perf_counter() - started:.2f} s"
-        )
+        seconds = verified.seconds + time.perf_counter() - started
+        self._say(f"  successfully loaded {where} | {verified.size_bytes / GIGA:.3f} GB in {seconds:.2f} s")
         # find the position to resume from
-        progress = record.progress._replace(stop_reason=None) if source.continues else TrainingProgress()
+        progress = verified.start._replace(stop_reason=None)
         position = progress.scheduled_samples * schedule_ratio(record, self._own)
         if not source.optimizer:  # as in Megatron-LM, new moments start a new schedule
             position = Fraction(0)
         progress = progress._replace(scheduled_samples=math.floor(position))
-        return Resumed(progress, schedule, folder.of(iteration))
-
-    def _verify(self, checkpoint: Path) -> tuple[int, CheckpointMetadata]:
-        """Verify a checkpoint's files on all ranks together, and return their size in bytes and the metadata.
-
-        Raises:
-            DamagedError: a file is missing or has changed since the save. Every rank raises it.
-        """
-        axis = self._axis
-        size = raise_on_all_ranks(axis, lambda: verify_files(checkpoint, rank=axis.rank, num_ranks=axis.size))
-        record = raise_on_all_ranks(axis, lambda: read_record(checkpoint) if axis.rank == 0 else None)
-        return size, axis.share_object(record)
+        return Resumed(progress, schedule, path)
 
     def _check(self, source: LoadSource, record: CheckpointMetadata, schedule: Schedule, checkpoint: Path) -> Schedule:
         """Compare a checkpoint's metadata with this run, print notes about other data, and return the schedule.
@@ -410,10 +457,10 @@ def load_weights(
     values = RunValues(torch.optim.SGD(model.parameters()), LossScaler(1.0))
     state = TrainState(model, sharding, values, [Weights(model, sharding)])
     own = dataclasses.replace(record, vocab_size=vocab_size, tokenizer=tokenizer or record.tokenizer)
-    reader = CheckpointReader(CheckpointConfig(), state, own, open_axis(dims), say)
-    resumed = reader.read(source, Schedule(**record.schedule))
-    if resumed is None:
+    axis = open_axis(dims)
+    reader = CheckpointReader(CheckpointConfig(), state, own, axis, say)
+    verified = verify(source, axis, say)
+    if verified is None:
         raise ValueError(f"{source.folder.name} has no checkpoint")
-    iteration = iteration_of(resumed.checkpoint)
-    assert iteration is not None
-    return iteration
+    reader.read(verified, Schedule(**record.schedule))
+    return verified.iteration

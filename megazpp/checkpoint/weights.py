@@ -23,7 +23,7 @@ class WeightOpener:
     their base (run/feature.py).
 
     Attributes:
-        bases: folders of checkpoints in which to look for a base first (--lora-base).
+        bases: folders of checkpoints in which to look for a base first.
         flags: names of flags that are set in the metadata of a checkpoint with a base.
     """
 

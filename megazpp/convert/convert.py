@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from megazpp.base.flags import check_words, flag
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
 from megazpp.checkpoint.metadata import IMPORTED_FROM, SCORE_PAD, SHAPE, CheckpointMetadata, found_from_anywhere
 from megazpp.checkpoint.read import find_weights
+from megazpp.checkpoint.weights import WeightOpener
 from megazpp.convert.huggingface import class_name, open_model, write_model
 from megazpp.convert.megatron import open_megatron
 from megazpp.convert.model import HEAD, Model
@@ -29,7 +30,6 @@ from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_fi
 from megazpp.data.tokenizer import TokenizerConfig, load_tokenizer, names_tokenizer, special_tokens_note
 from megazpp.data.tokenizer_folder import CONFIG
 from megazpp.optim.schedule import ScheduleConfig, build_schedule
-from megazpp.run.feature import Feature, weight_opener
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +52,13 @@ class ConvertConfig:
     keep_adapters: bool = flag(
         False, "write a LoRA run's base, and its adapters for PEFT into adapter/, instead of merging them"
     )
-    lora_base: tuple[str, ...] = flag(
-        (), "folders that now hold the bases of a LoRA run's adapters, if they have moved", nargs="*", needs="--input"
-    )
 
     def __post_init__(self) -> None:
         check_words(self)
 
 
 def convert(
-    config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[str], None], *, features: Sequence[Feature]
+    config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[str], None], *, opener: WeightOpener
 ) -> str:
     """Convert a model; return a line about the result.
 
@@ -69,7 +66,7 @@ def convert(
         config: flags of the conversion.
         tokenizer: flags of the model's tokenizer; empty flags use the tokenizer of --input.
         say: function that prints a line.
-        features: optional features; one of them may open checkpoints with adapters.
+        opener: opener of weights; an optional feature may provide one for checkpoints with adapters.
     Raises:
         ValueError: a file is missing or damaged, or the other format cannot hold the model. Nothing is written.
     """
@@ -83,7 +80,6 @@ def convert(
     kind = config.source or guess_format(source)
     wanted = config.target or ("huggingface" if kind == "megazpp" else "megazpp")
     adapter, trained = None if config.adapter is None else Path(config.adapter).expanduser(), False
-    opener = weight_opener(features, config.lora_base)
     opener = opener if isinstance(opener, AdapterConverter) else NO_ADAPTERS
     if kind == "megazpp":
         folder = CheckpointFolder(source, "--input")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.base.program import user_errors
+from megazpp.base.program import leave, user_errors
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.checkpoint.read import LoadSource, find_weights, first_sound, load_weights
@@ -25,12 +25,12 @@ from megazpp.packed_weights.streamed import StreamedUnits
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.host_discovery import resolve_cluster
 from megazpp.parallel.launch import detect_rank_info, device_type
-from megazpp.parallel.worker import Worker, seed_everything
+from megazpp.parallel.worker import Worker, seed_everything, worker_process
 from megazpp.run.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.run.checkpoint_flags import with_checkpoint_flags
-from megazpp.run.checks import check_model_config
+from megazpp.run.checks import lay_out, plan_model
 from megazpp.run.feature import Feature, weight_opener
-from megazpp.run.ranks import Job, announced_cluster, run_on_ranks
+from megazpp.run.start import announced_cluster, start_workers
 from megazpp.topology.cluster import Cluster
 from megazpp.training.context import Console
 from megazpp.training.setup import build_model
@@ -94,66 +94,64 @@ def run_on_checkpoint(
         the exit status.
     """
 
-    def prepare() -> Job | int:
-        # the flags: command line first, then the checkpoint's
-        path = Path(inspect.getfile(work)).resolve()
-        about = (sys.modules[work.__module__].__doc__ or "").partition("\n")[0]
-        kinds = [extra, WeightsConfig]
-        parsed = parse_run_config(
-            argv,
-            path.parents[1],
-            program=path.name,
-            description=about,
-            features=features,
-            extra=kinds,
-            common=[*COMMON, *common],
-            default_file=None,
+    # ---- the flags: command line first, then the checkpoint's
+    path = Path(inspect.getfile(work)).resolve()
+    about = (sys.modules[work.__module__].__doc__ or "").partition("\n")[0]
+    kinds = [extra, WeightsConfig]
+    parsed = parse_run_config(
+        argv,
+        path.parents[1],
+        program=path.name,
+        description=about,
+        features=features,
+        extra=kinds,
+        common=[*COMMON, *common],
+        default_file=None,
+    )
+    given = parsed.config.checkpoint
+    if given.load is None:
+        raise ValueError("--load is missing: give the folder of checkpoints")
+    folder, opener = CheckpointFolder(given.load, "--load"), weight_opener(features, parsed.config.sections)
+    source, record = find_weights(folder, given.ckpt_step, fallback=given.load_fallback, opener=opener)
+    parsed = with_checkpoint_flags(parsed, record, folder)
+    if parsed.show.print_config:
+        print(parsed.report())
+        return 0
+
+    # ---- checks before anything is allocated
+    config = dataclasses.replace(parsed.config, features=())  # they extend only trainings
+    parsed = parsed._replace(config=config)
+    check(config, parsed.extra[0])
+    if config.model.num_experts is not None and (ep := config.parallel.expert_model_parallel_size) > 1:
+        raise ValueError(
+            f"--expert-model-parallel-size {ep} is for training: data ranks generate and evaluate apart; leave it out"
         )
-        given = parsed.config.checkpoint
-        if given.load is None:
-            raise ValueError("--load is missing: give the folder of checkpoints")
-        folder = CheckpointFolder(given.load, "--load")
-        opener = weight_opener(features, given.lora_base)
-        source, record = find_weights(folder, given.ckpt_step, fallback=given.load_fallback, opener=opener)
-        parsed = with_checkpoint_flags(parsed, record, folder)
-        if parsed.show.print_config:
-            print(parsed.report())
-            return 0
-        config = parsed.config
-        check(config, parsed.extra[0])
-        if config.model.num_experts is not None and (ep := config.parallel.expert_model_parallel_size) > 1:
-            raise ValueError(
-                f"--expert-model-parallel-size {ep} is for training: data ranks generate and evaluate apart; "
-                "leave it out"
-            )
-        # choose the number of ranks, and place them
-        place, launch = detect_rank_info(config.launch), config.launch
-        if not (place.started or launch.nproc is not None or (spread and device_type() == "cuda")):
-            place = detect_rank_info(dataclasses.replace(launch, nproc=config.parallel.tensor_model_parallel_size))
-        cluster = announced_cluster(config, place)
-        check_model_config(config, cluster, device_type=device_type())
+    place, launch = detect_rank_info(config.launch), config.launch
+    if not (place.started or launch.nproc is not None or (spread and device_type() == "cuda")):
+        place = detect_rank_info(dataclasses.replace(launch, nproc=config.parallel.tensor_model_parallel_size))
+    announced = announced_cluster(config, place)
+    plan_model(config, lay_out(config, announced), device_type=device_type())
 
-        def load_and_work(worker: Worker) -> None:
-            with user_errors():
-                work(_load(parsed, cluster, source, record, spread, worker))
-
-        return Job(place, launch, load_and_work)
-
-    return run_on_ranks(prepare)
+    # ---- start the workers, or become one
+    if not place.started:
+        return start_workers(place, launch)
+    with worker_process(place, launch) as worker, user_errors():
+        work(_load(parsed, announced, source, record, spread, worker))
+    return leave(0)
 
 
 def _load(
-    parsed: ParsedRun, cluster: Cluster, source: LoadSource, record: CheckpointMetadata, spread: bool, worker: Worker
+    parsed: ParsedRun, announced: Cluster, source: LoadSource, record: CheckpointMetadata, spread: bool, worker: Worker
 ) -> Loaded:
     """Build the mesh and the tokenizer on this rank, and load the checkpoint's model."""
     # mesh and tokenizer
     config, device, seed = parsed.config, worker.device, parsed.config.launch.seed
     say = Console(enabled=worker.rank == 0, out=sys.stderr).log
     on_one_machine = functools.partial(config.detect_cluster, worker.world_size, {})
-    cluster = resolve_cluster(worker, config.cluster, cluster, on_one_machine=on_one_machine)
-    layout, wire, notices = check_model_config(config, cluster, device_type=device.type)
+    layout = lay_out(config, resolve_cluster(worker, config.cluster, announced, on_one_machine=on_one_machine))
+    wire, notices = plan_model(config, layout, device_type=device.type)
     dims = ParallelDims(layout, device_type=device.type, nccl=config.nccl, timeout=worker.timeout)
-    worker.watchdog.watch(dims, None)
+    worker.watchdog.watch(dims)
     seed_everything(seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
     tokenizer = parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, log=say)
     for notice in (*parsed.notices, *notices):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from megazpp.lora.config import AdapterBaseConfig, adapter_opener
 from megazpp.lora.weights import AdapterOpener
 from megazpp.run.feature import Feature
 
@@ -9,7 +13,11 @@ from megazpp.run.feature import Feature
 class Lora(Feature):
     """Opens checkpoints of LoRA runs as whole weights. Post-training has the flags that train adapters."""
 
-    weight_opener = AdapterOpener
+    config, opens_weights = AdapterBaseConfig, True
+
+    def weight_opener(self, sections: Sequence[Any]) -> AdapterOpener:
+        """Return the opener, which looks for bases in the folders of --lora-base first."""
+        return adapter_opener(sections)
 
 
 FEATURE = Lora()

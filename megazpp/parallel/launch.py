@@ -300,8 +300,8 @@ class Workers:
     def start_rank(self, rank: int, node: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """Start one rank in a separate session, so that Ctrl-C in the terminal reaches only the launcher.
 
-        SIGINT is blocked in the new process until `run_worker` unblocks it. Otherwise a SIGINT during the start of the
-        interpreter would print a traceback.
+        SIGINT is blocked in the new process until `worker_process` unblocks it. Otherwise a SIGINT during the start of
+        the interpreter would print a traceback.
 
         Args:
             rank: rank of the process. Subclasses may use it.

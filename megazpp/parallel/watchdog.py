@@ -1,6 +1,6 @@
 """The watchdog: ends a job that hangs in any phase, and reports which ranks are missing from which collective.
 
-`run_worker` starts two threads in each rank before the process group exists. They run until the process exits:
+`worker_process` starts two threads in each rank before the process group exists. They run until the process exits:
 
     judge     decides from this process alone; it never waits for the store
     exchange  talks to the store every few seconds, and may block there
@@ -103,18 +103,14 @@ class Watchdog:
             threading.Thread(target=work, name=f"megazpp-watchdog-{work.__name__}", daemon=True).start()
         return self
 
-    def watch(self, dims: ParallelDims, folder: Path | None) -> None:
-        """Watch the collectives of `dims` from now on.
-
-        Args:
-            dims: axes of the job.
-            folder: on rank 0 the run's folder, on other ranks None. The rank that raises the alarm writes the stacks of
-                all ranks there.
-        """
-        if folder is not None:
-            self._store.set(FOLDER, str(folder.resolve()))
+    def watch(self, dims: ParallelDims) -> None:
+        """Watch the collectives of `dims` from now on."""
         self._layout = dims.layout
         dims.timeline.attach(self._activity)
+
+    def write_to(self, folder: Path) -> None:
+        """Choose the folder for the stacks of all ranks, which the rank writes that raises the alarm; on rank 0."""
+        self._store.set(FOLDER, str(folder.resolve()))
 
     @property
     def _limit(self) -> float:

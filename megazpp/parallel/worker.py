@@ -1,6 +1,6 @@
 """The start and the end of a worker process: device, process group, seeds and exit code.
 
-Every worker starts and ends in `run_worker`, no matter which launcher started it:
+Every worker starts in `worker_process`, no matter which launcher started it, and ends in `leave`:
 
 - One traceback. The first rank that fails claims the failure in the store and prints its traceback. The other ranks,
   whose collectives then break, exit silently. A rank whose collective breaks waits a second before it tries to claim
@@ -25,12 +25,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,13 +64,15 @@ class Worker:
     restarts: int = 0  # number of times that the launcher has restarted the job
 
 
-def run_worker(place: RankInfo, config: LaunchConfig, main: Callable[[Worker], None]) -> NoReturn:
-    """Set up the device and the process group, run `main`, and exit the process with its exit code.
+@contextlib.contextmanager
+def worker_process(place: RankInfo, config: LaunchConfig) -> Iterator[Worker]:
+    """Make this process a worker: set up the device and the process group, and take them down after the block.
+
+    An error in the block ends the process with its exit code. A program calls `leave` after the block.
 
     Args:
         place: this process's place in the job.
         config: back end and timeouts.
-        main: the work of the rank.
     """
     # Handle signals, and end this process when its launcher ends.
     if LAUNCHER_PID in os.environ:
@@ -105,14 +107,13 @@ def run_worker(place: RankInfo, config: LaunchConfig, main: Callable[[Worker], N
     )
     worker = Worker(device, rank, world_size, place.local_rank, store, COLLECTIVE_TIMEOUT, watchdog, restarts)
 
-    # The work and the exit.
+    # The work of the block, and its end.
     try:
-        main(worker)
+        yield worker
         dist.barrier()
     except BaseException as error:
         leave(_report_once(error, worker, alone=is_on_one_machine(place)))
     dist.destroy_process_group()
-    leave(0)
 
 
 def seed_everything(seed: int, *, data_rank: int, tp_rank: int) -> None:

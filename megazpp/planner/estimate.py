@@ -17,7 +17,7 @@ from megazpp.planner.simulator import Memory, lossless_share
 from megazpp.planner.step import SimulatedStep, StepSimulator, TrafficTable, measure, sent_on
 from megazpp.planner.trace import Documents
 from megazpp.run.arguments import RunConfig
-from megazpp.run.checks import RunPlan, check_run_config
+from megazpp.run.checks import RunPlan, plan_run
 from megazpp.topology.cluster import Cluster, Device, Links
 from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, WIRES, Layout
 from megazpp.training.flops import model_flops_per_token
@@ -167,7 +167,7 @@ class Estimator:
         # ---- cases without an estimate
         if not config.zero.chooses_weight_delta:
             return None
-        plan = check_run_config(config, self.cluster, device_type=self._device_type)
+        plan = plan_run(config, self.cluster, device_type=self._device_type)
         if plan.wire.gather is None:
             return None
         default = default_weight_delta(config.precision.param_dtype)
@@ -195,7 +195,7 @@ class Estimator:
     def _estimate(self, config: RunConfig, weight_delta: WeightDelta | None, *, exposed: bool = False) -> Estimate:
         """Estimate a run with a choice of --zero-weight-delta auto that is already made."""
         # ---- plan of the run
-        plan = check_run_config(config, self.cluster, device_type=self._device_type, weight_delta=weight_delta)
+        plan = plan_run(config, self.cluster, device_type=self._device_type, weight_delta=weight_delta)
         layout, efficiency = plan.layout, self.calibration.efficiency
         count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
         diloco = plan.of(DilocoPlan)

@@ -11,7 +11,7 @@ from megazpp.planner.report import print_report, report_parts
 from megazpp.planner.variants import changed
 from megazpp.run.arguments import FeatureConfig, ParsedRun, RunConfig
 from megazpp.run.feature import Feature
-from megazpp.run.ranks import planned_cluster
+from megazpp.run.start import planned_cluster
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import WeightDelta
 

@@ -47,7 +47,6 @@ from megazpp.planner.trace import BACKWARD, FORWARD, Documents, trace_model
 from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.comms import CommContext
-from megazpp.zero.config import plan_comm
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
 
@@ -158,10 +157,9 @@ class StepSimulator:
         }
         self._shard, self._replicate = self._axes["shard"], self._axes["replicate"]
         # ---- gathers and reductions of the units
-        wire = plan_comm(zero, layout, precision.param_dtype) if spec.wire is None else spec.wire
         self._context = CommContext(
             *(self._axes[name] for name in HOP_AXES),
-            plan=wire,
+            plan=spec.wire,
             zero=zero,
             precision=precision,
             codec=functools.partial(SimulatedCodec, touch=self._touch),

@@ -22,8 +22,7 @@ from megazpp.data.cache import check_cache_dir
 from megazpp.data.dataset import build_tokenizer, cache_dir
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig
 from megazpp.inference.sample import SampleConfig
-from megazpp.lora.config import LoraConfig, with_adapters
-from megazpp.lora.weights import AdapterOpener
+from megazpp.lora.config import LoraConfig, adapter_opener, with_adapters
 from megazpp.model.backends import check_products
 from megazpp.packed_weights.load import WeightsConfig
 from megazpp.post_training.chat import load_chat_template
@@ -34,7 +33,7 @@ from megazpp.post_training.rewards import RewardConfig, check_reward_functions
 from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.run.checkpoint_flags import with_checkpoint_flags, with_resumed_weight_delta
 from megazpp.run.checks import check_model
-from megazpp.run.ranks import own_checkpoints
+from megazpp.run.start import own_checkpoints
 from megazpp.training.batches import BatchPlan
 
 CHECK_SECONDS = 1.0  # time for reading data before workers start
@@ -79,7 +78,7 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
     if not saves_where_it_loads(given):  # a restarted job still prefers its own checkpoints
         given = dataclasses.replace(given, finetune=True)
     own = own_checkpoints(given, parsed.config.tracking, restarted=restarted)
-    source = choose_source(own, restarted=restarted, opener=AdapterOpener(given.lora_base))
+    source = choose_source(own, restarted=restarted, opener=adapter_opener(parsed.config.sections))
     earlier = peek(source)
     if source is None or earlier is None:
         assert given.load is not None
@@ -167,7 +166,7 @@ def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
     config, (post, form, rewards, lora, _) = parsed.config, post_configs(parsed)
     asked = lora.lora_r is not None or post.needs_reference or not parsed.origins["ref_load"].startswith(DEFAULT)
     if asked:
-        folder, opener = reference_folder(post), AdapterOpener(config.checkpoint.lora_base)
+        folder, opener = reference_folder(post), adapter_opener(config.sections)
         source, record = find_frozen(folder, post.ref_ckpt_step, opener, scalar_head=False)
         check_same_model(record.flags, config.model, source.checkpoint)
         if record.vocab_size != earlier.vocab_size:
@@ -203,7 +202,7 @@ def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> No
         tokenizer: the policy's tokenizer.
     """
     folder, parallel = CheckpointFolder(load, "--reward-load"), config.parallel
-    _, record = find_frozen(folder, None, AdapterOpener(config.checkpoint.lora_base), scalar_head=True)
+    _, record = find_frozen(folder, None, adapter_opener(config.sections), scalar_head=True)
     name, drawn = f"--reward-load {load}", tokenizer.vocab_size
     own = open_tokenizer(folder.path, record, TokenizerConfig(), lambda line: None)
     if record.vocab_size < drawn or (own is None and record.vocab_size != drawn):

@@ -21,9 +21,9 @@ from megazpp.data.identity import describe_samples
 from megazpp.data.loader import BatchLoader
 from megazpp.data.text import content_hash
 from megazpp.inference.sample import SampleConfig
+from megazpp.lora.config import adapter_opener
 from megazpp.lora.peft import TENSORS
 from megazpp.lora.policy import AdaptedPolicy, load_adapted, save_adapter
-from megazpp.lora.weights import AdapterOpener
 from megazpp.packed_weights.reader import FrozenPlace, open_frozen_place
 from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.chat import load_chat_template
@@ -41,37 +41,40 @@ from megazpp.post_training.rewards import check_arguments, load_reward_functions
 from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader
 from megazpp.post_training.sampler import PolicySampler
 from megazpp.post_training.setup import post_configs, reference_folder, train_paths
-from megazpp.run.arguments import ParsedRun
-from megazpp.run.checks import RunPlan
-from megazpp.run.trainer import TrainingParts
-from megazpp.training.context import RunContext
+from megazpp.run.trainer import OpenRun, TrainingParts
 from megazpp.training.metrics_logger import Validation
 from megazpp.training.objective import Evaluator, LanguageModelLoss, Objective
 from megazpp.training.setup import ModelSpec, ShardedModel, build_model, open_loader
-from megazpp.zero.config import ZeroConfig
+from megazpp.zero.config import CommPlan, ZeroConfig
 
 
-def post_training(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> TrainingParts:
-    """Build the parts of a post-training for all objectives; setup.py completes the flags."""
-    return _PostTraining(parsed, plan, run).parts()
+class PostTraining:
+    """Builder of the parts of a post-training, for all objectives; setup.py completes the flags.
 
+    Most parts need earlier ones: the tokenizer, the data, and the policy, which are built first.
 
-class _PostTraining:
-    """Builder of the parts; most parts need earlier ones."""
+    Args:
+        run: this rank's part of the run.
+    Raises:
+        ValueError: the data, the tokenizer, or a model cannot be used.
+    """
 
-    def __init__(self, parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:
-        self.parsed, self.config, self.plan, self.run = parsed, parsed.config, plan, run
-        self.post, self.form, self.rewards, self.lora, self.weights = post_configs(parsed)
-        self._opener = AdapterOpener(self.config.checkpoint.lora_base)
+    def __init__(self, run: OpenRun) -> None:
+        self.parsed, self.config, self.plan, self.run = run.parsed, run.config, run.plan, run.context
+        self.post, self.form, self.rewards, self.lora, self.weights = post_configs(run.parsed)
+        self._records_samples, self._opener = run.records_samples, adapter_opener(self.config.sections)
         self._temperature = self.config.section(SampleConfig).sample_temperature if self.post.draws else 1.0
         self._adapted: AdaptedPolicy | None = None
         self._synced: SyncedModel | None = None
         self.rollouts: RolloutLoader | None = None
-        self.tokenizer = parsed.tokenizer or build_tokenizer(self.config.tokenizer, self.config.data, log=run.log)
+        self.tokenizer = run.parsed.tokenizer or build_tokenizer(
+            self.config.tokenizer, self.config.data, log=self.run.log
+        )
         self.datasets = self._open_data()
         self.built = self._open_model()
 
     def parts(self) -> TrainingParts:
+        """Build the objective, with the frozen models that it needs, and the other parts of the run."""
         objective = self._open_objective()
         train, valid, test = self.datasets
         synced, adapted = self._synced, self._adapted
@@ -95,11 +98,21 @@ class _PostTraining:
             observers=() if synced is None else (synced.step,),
             generates=self.post.objective != "reward",
             has_weights=adapted is not None,  # the base is loaded and adapters are initialized when the model is built
-            weights_taken=(lambda: None) if synced is None else functools.partial(synced.take, 1.0),
             evaluates_first=self.post.eval_on_start,
-            describe_samples=self._describe_samples,
-            finish=(lambda: None) if adapted is None else functools.partial(self._save_adapter, adapted),
+            samples=self._describe_samples() if self._records_samples else {},
         )
+
+    def take_reference(self) -> None:
+        """Copy the policy to the reference of --sync-ref-model. Call this when the weights of a new run are loaded."""
+        if self._synced is not None:
+            self._synced.take(1.0)
+
+    def save_adapter(self) -> None:
+        """Save the adapters of a LoRA run in PEFT's format to adapter/ of --save."""
+        if self._adapted is not None and self.config.checkpoint.save is not None:
+            folder = Path(self.config.checkpoint.save).expanduser() / "adapter"
+            save_adapter(self._adapted, folder, self.run.dims, with_head=self.post.objective == "reward")
+            self.run.log(f"adapters in PEFT's format: {folder}")
 
     def _describe_samples(self) -> dict[str, Any]:
         per_prompt = self.post.passes * self.post.group_size if self.post.draws else 1
@@ -146,12 +159,6 @@ class _PostTraining:
             where = "" if by_hand else "; name their folder with --lora-base"
             raise ValueError(f"the base {source.folder.path} has checksum {found}, {whose}{where}")
         return self._adapted.built
-
-    def _save_adapter(self, adapted: AdaptedPolicy) -> None:
-        if self.config.checkpoint.save is not None:
-            folder = Path(self.config.checkpoint.save).expanduser() / "adapter"
-            save_adapter(adapted, folder, self.run.dims, with_head=self.post.objective == "reward")
-            self.run.log(f"adapters in PEFT's format: {folder}")
 
     def _open_objective(self) -> Objective:
         post, dims = self.post, self.run.dims
@@ -237,7 +244,9 @@ class _PostTraining:
         if self._adapted is not None:
             return FrozenModel(self.built.model, temperature=self._temperature, is_policy=True).logps
         if self.post.sync_ref_model:
-            spec = dataclasses.replace(self._spec(), zero=ZeroConfig(), wire=None)  # gathered without quantization
+            spec = dataclasses.replace(
+                self._spec(), zero=ZeroConfig(), wire=CommPlan()
+            )  # gathered without quantization
             self._synced = SyncedModel(
                 build_model(spec, self.run.dims, self.run.device),
                 self.built,

@@ -148,12 +148,12 @@ class RunConfig:
         nodes = nodes or any(section.distinguishes_nodes for section in self.sections)
         return detect_cluster(world_size, self.cluster, env, tp=tp, distinguishes_nodes=nodes)
 
-    def model_spec(self, vocab_size: int, wire: CommPlan | None = None) -> ModelSpec:
+    def model_spec(self, vocab_size: int, wire: CommPlan) -> ModelSpec:
         """Return the arguments from which the run's model is built.
 
         Args:
             vocab_size: unpadded vocabulary size of the tokenizer.
-            wire: plan for replacing FSDP2's collectives; None: the plan that the ZeRO flags give for the layout.
+            wire: the run's plan for replacing FSDP2's collectives.
         """
         return ModelSpec(
             config=self.model,

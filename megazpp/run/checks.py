@@ -6,7 +6,6 @@ any process group, file or tensor is created. Each error names the flags and the
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +18,7 @@ from megazpp.optim.apex import check_apex
 from megazpp.optim.schedule import Schedule, build_schedule
 from megazpp.parallel.dims import plan_dims
 from megazpp.run.arguments import RunConfig
-from megazpp.topology.cluster import Cluster, Links
+from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout
 from megazpp.training.batches import BatchPlan, plan_batches
 from megazpp.zero.config import (
@@ -67,41 +66,38 @@ class RunPlan(NamedTuple):
             return config.zero_weight_delta
         return "lossless" if self.wire.gather.differences else "none"
 
-    def with_links(self, links: Links) -> RunPlan:
-        """Return a copy with measured link speeds in place of the cluster's configured or unknown ones."""
-        cluster = dataclasses.replace(self.layout.cluster, links=links)
-        return self._replace(layout=dataclasses.replace(self.layout, cluster=cluster))
+
+ModelPlan = tuple[CommPlan, tuple[str, ...]]  # wire and notices of a `RunPlan`, enough for inference
 
 
-ModelPlan = tuple[Layout, CommPlan, tuple[str, ...]]  # layout, wire and notices of a `RunPlan`, enough for inference
+def lay_out(config: RunConfig, cluster: Cluster) -> Layout:
+    """Return the layout of the cluster's ranks on the parallelism axes that the flags request.
+
+    Raises:
+        ValueError: flags do not fit the cluster or each other.
+    """
+    if config.parallel.hsdp and cluster.num_local_domains == 1:
+        raise ValueError("--hsdp makes one copy of the model per node, and there is only one node")
+    if config.zero.use_distributed_optimizer and config.zero.stage == 0:
+        raise ValueError("--use-distributed-optimizer shards the moments, --zero-stage 0 shards nothing")
+    groups = max((feature.num_replica_groups(config, cluster) for feature in config.features), default=1)
+    return plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, num_replica_groups=groups)
 
 
-def check_model_config(
-    config: RunConfig,
-    cluster: Cluster,
-    *,
-    device_type: str,
-    num_replica_groups: int = 1,
-    weight_delta: WeightDelta | None = None,
+def plan_model(
+    config: RunConfig, layout: Layout, *, device_type: str, weight_delta: WeightDelta | None = None
 ) -> ModelPlan:
-    """Check the model against the cluster; return its layout, its communication plan and notices.
+    """Check the model against the layout; return its communication plan and notices.
 
     Args:
         config: configuration of the run.
-        cluster: ranks, nodes and links.
+        layout: result of `lay_out`.
         device_type: "cuda" or "cpu".
-        num_replica_groups: number of DiLoCo's replica groups, which each train a separate copy of the model.
         weight_delta: choice of --zero-weight-delta auto; None for a program that does not train and sends int8 weights.
 
     Raises:
         ValueError: flags contradict each other or do not fit the cluster or the device.
     """
-    # ---- layout
-    if config.parallel.hsdp and cluster.num_local_domains == 1:
-        raise ValueError("--hsdp makes one copy of the model per node, and there is only one node")
-    if config.zero.use_distributed_optimizer and config.zero.stage == 0:
-        raise ValueError("--use-distributed-optimizer shards the moments, --zero-stage 0 shards nothing")
-    layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, num_replica_groups=num_replica_groups)
     seq_length = config.data.seq_length
     if seq_length is None:
         raise ValueError("--seq-length is missing")
@@ -120,13 +116,13 @@ def check_model_config(
     lossless = weight_delta is not None and weight_delta.lossless
     wire = plan_comm(config.zero, layout, config.precision.param_dtype, lossless=lossless)
     wire_backends(wire, device_type)  # raises ValueError if the device cannot quantize
-    notices = (*cluster.notices, *layout.notices, *products, *wire.notices)
+    notices = (*layout.cluster.notices, *layout.notices, *products, *wire.notices)
     if weight_delta is not None and config.zero.chooses_weight_delta and wire.gather is not None:
         notices += (weight_delta.describe(),)
-    return layout, wire, notices
+    return wire, notices
 
 
-def check_run_config(
+def plan_run(
     config: RunConfig,
     cluster: Cluster,
     *,
@@ -136,8 +132,8 @@ def check_run_config(
 ) -> RunPlan:
     """Check all flags together and return the plan of the run, without creating process groups, files or tensors.
 
-    The launching process calls this first. Workers call it again if the cluster that they discover differs from the one
-    that flags and launcher describe.
+    Each worker makes the run's plan once. Before that, a program calls this function only for its checks, with the
+    cluster that flags and launcher describe, so that wrong flags are reported before anything starts.
 
     Args:
         config: configuration of the run.
@@ -187,10 +183,16 @@ def check_run_config(
     return plan._replace(features=tuple(plans), notices=notices)
 
 
-def _check_apart(config: RunConfig, cluster: Cluster, device_type: str, weight_delta: WeightDelta) -> ModelPlan:
-    """Run the checks that are independent of each other, and report all their problems in one ValueError."""
+def _check_apart(
+    config: RunConfig, cluster: Cluster, device_type: str, weight_delta: WeightDelta
+) -> tuple[Layout, CommPlan, tuple[str, ...]]:
+    """Run the checks that are independent of each other, and report all their problems in one ValueError.
+
+    Returns:
+        layout, wire and notices of the run's plan.
+    """
     problems, plan = list[str](), None
-    saves = config.checkpoint.save is not None or config.checkpoint.save_to_run_dir
+    saves = config.checkpoint.saves
     if config.anomalies.loss_spike_action == "rewind" and not saves:
         problems.append("--loss-spike-action rewind needs --save")
     try:
@@ -199,17 +201,13 @@ def _check_apart(config: RunConfig, cluster: Cluster, device_type: str, weight_d
     except ValueError as error:
         problems.append(str(error))
     try:
-        num_replica_groups = max(
-            (feature.num_replica_groups(config, cluster) for feature in config.features), default=1
-        )
-        plan = check_model_config(
-            config, cluster, device_type=device_type, num_replica_groups=num_replica_groups, weight_delta=weight_delta
-        )
+        layout = lay_out(config, cluster)
+        plan = plan_model(config, layout, device_type=device_type, weight_delta=weight_delta)
     except ValueError as error:
         problems.append(str(error))
     if plan is None or problems:
         raise ValueError("\n".join(problems))
-    interval, (layout, wire, notices) = config.checkpoint.save_interval, plan
+    interval, (wire, notices) = config.checkpoint.save_interval, plan
     if config.optimizer.muon_full_interval and layout.cross == 1:
         notices += (
             f"--muon-full-interval {config.optimizer.muon_full_interval}: no matrix spans nodes, all are whole",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megazpp.checkpoint.state import RunValues, StatePart
-from megazpp.checkpoint.weights import WeightOpener
+from megazpp.checkpoint.weights import WHOLE_WEIGHTS, WeightOpener
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.run.arguments import FeatureConfig, ParsedRun, RunConfig
 from megazpp.run.checks import RunPlan
@@ -97,12 +97,15 @@ class Feature:
 
     Attributes:
         config: class of the feature's flags, which become a section of `RunConfig`; None if it has no flags.
-        weight_opener: class that opens the weights of checkpoints, for a feature that saves them in another form; None
-            if the feature does not.
+        opens_weights: whether the feature saves weights in a form that only its `weight_opener` can open.
     """
 
     config: type[FeatureConfig] | None = None
-    weight_opener: type[WeightOpener] | None = None
+    opens_weights: bool = False
+
+    def weight_opener(self, sections: Sequence[Any]) -> WeightOpener:
+        """Return the opener of weights of checkpoints, if `opens_weights`; `sections` has the feature's config."""
+        return WHOLE_WEIGHTS
 
     def num_replica_groups(self, config: RunConfig, cluster: Cluster) -> int:
         """Return the number of groups of nodes that each train a separate copy of the model.
@@ -149,7 +152,12 @@ class Feature:
         return None
 
 
-def weight_opener(features: Sequence[Feature], bases: tuple[str, ...]) -> WeightOpener:
-    """Return the first feature's opener of weights, with the folders of --lora-base; or one for whole weights."""
-    kinds = (feature.weight_opener for feature in features if feature.weight_opener is not None)
-    return next(kinds, WeightOpener)(bases)
+def weight_opener(features: Sequence[Feature], sections: Sequence[Any]) -> WeightOpener:
+    """Return the opener of weights of the first feature that has one, otherwise the opener of whole weights.
+
+    Args:
+        features: optional features of the program.
+        sections: configs of the features that have flags.
+    """
+    openers = (feature.weight_opener(sections) for feature in features if feature.opens_weights)
+    return next(openers, WHOLE_WEIGHTS)

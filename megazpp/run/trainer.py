@@ -1,42 +1,52 @@
-"""The trainer: builds the parts of a training run on this rank and runs them.
+"""The training run of one worker, in one file and in the order in which a program calls it.
 
-`Trainer` builds the parts in the order of their dependencies:
+`open_run`    finds the cluster, verifies the checkpoint to load, chooses the formats, makes the plan, opens the records
+`Trainer`     builds optimizer, guard, features, checkpoints, step and recorders around the program's own parts
+  .load       fills the model and the optimizer from the checkpoint
+  .train      runs the steps
+  .finish     evaluates and logs the results
 
-parts of the program   sharded model, objective, batches, evaluations; see `TrainingParts`
-optimizer, loss scale
-guard                  decides for each step whether the optimizer may update the weights
-optional features      connected through run/feature.py
-state, checkpoints
-step, recorders        the training step, its metrics and its timings
+The program builds its own parts, such as the model and the data, between the first two (`TrainingParts`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megazpp.base.program import user_errors
-from megazpp.checkpoint.checkpoints import Checkpoints
+from megazpp.base.program import GIGA, user_errors
+from megazpp.checkpoint.checkpoints import Checkpoints, take_folder
+from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import SAMPLES, CheckpointMetadata, TrainingProgress, found_from_anywhere
 from megazpp.checkpoint.parts import training_parts
-from megazpp.checkpoint.read import LoadSource, Resumed
+from megazpp.checkpoint.read import LoadSource, Resumed, Verified, verify
 from megazpp.checkpoint.state import RunValues, StatePart, TrainState
 from megazpp.data.tokenizer import Tokenizer
+from megazpp.model.backends import find_product
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer, build_orthogonalizer
-from megazpp.optim.schedule import Schedule
-from megazpp.parallel.dims import open_axis
-from megazpp.run.arguments import ParsedRun
-from megazpp.run.checks import RunPlan
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
+from megazpp.parallel.host_discovery import resolve_cluster
+from megazpp.parallel.measure_links import measure_links
+from megazpp.parallel.worker import Worker, seed_everything
+from megazpp.run.arguments import ParsedRun, RunConfig
+from megazpp.run.checks import RunPlan, lay_out, plan_run
 from megazpp.run.feature import TrainerParts
+from megazpp.run.report import conclude, introduce, open_tracker
+from megazpp.run.start import own_checkpoints
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_file import cluster_text
 from megazpp.training.anomalies import Guard, LossHistory
-from megazpp.training.context import RunContext
-from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
+from megazpp.training.context import Console, RunContext
+from megazpp.training.flops import device_name, mfu_convention, model_flops_per_token, peak_flops
 from megazpp.training.loop import AfterStep, Evaluations, Loader, Observer, StopConditions, train
 from megazpp.training.metrics import Meter
 from megazpp.training.metrics_logger import MetricsRecorder, Validation, zero3_traffic
@@ -46,6 +56,153 @@ from megazpp.training.setup import ShardedModel
 from megazpp.training.step import TrainStep
 from megazpp.training.timers import StepRecorder
 from megazpp.training.tracking import Tracker
+from megazpp.zero.config import WeightDelta, default_weight_delta
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenRun:
+    """A run on this rank before its model is built: everything that is built follows from it.
+
+    Attributes:
+        parsed: command line. Its --save is the folder of the checkpoints, also with --save-to-run-dir.
+        plan: the only plan of the run.
+        context: process groups, device, log and run folder.
+        checkpoint: verified checkpoint to load; None for a run that loads nothing.
+        save: locked folder of --save; None for a run that saves nothing.
+        files: axis over all ranks for checkpoint files.
+        tracker: writes the run's records; None on all ranks except rank 0.
+        stops: conditions for an early stop.
+        profiler: records steps and allocations.
+        worker: this process.
+    """
+
+    parsed: ParsedRun
+    plan: RunPlan
+    context: RunContext
+    checkpoint: Verified | None
+    save: CheckpointFolder | None
+    files: MeshAxis
+    tracker: Tracker | None
+    stops: StopConditions
+    profiler: Profiler
+    worker: Worker
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration of the run."""
+        return self.parsed.config
+
+    @property
+    def records_samples(self) -> bool:
+        """True on the rank that writes the samples' description to checkpoints, and compares it on resume."""
+        return (self.save is not None or self.checkpoint is not None) and self.worker.rank == 0
+
+
+@contextmanager
+def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: LoadSource | None) -> Iterator[OpenRun]:
+    """Find out what only the workers can know, plan the run once, and open its records until the end of the block.
+
+    Args:
+        worker: this process.
+        parsed: command line of the run.
+        announced: cluster that the flags and the launcher's environment describe.
+        source: checkpoint to load weights from (--finetune) or to resume from; None to start from random weights.
+
+    Raises:
+        UserError: flags or files cannot be used.
+    """
+    # ---- the cluster, and this rank's axes on it
+    config, console = parsed.config, Console(enabled=worker.rank == 0)
+    with user_errors():
+        on_one_machine = functools.partial(config.detect_cluster, worker.world_size, {})
+        cluster = resolve_cluster(worker, config.cluster, announced, on_one_machine=on_one_machine)
+        find_product(config.model, worker.device)  # checks that the device supports --fp8-format
+        layout = lay_out(config, cluster)
+    dims = ParallelDims(layout, device_type=worker.device.type, nccl=config.nccl, timeout=worker.timeout)
+    worker.watchdog.watch(dims)
+    seed_everything(config.launch.seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
+    if config.cluster.measure_links:
+        links, lines = measure_links(dims, worker.device)
+        cluster = dataclasses.replace(cluster, links=links)
+        console.log("\n".join(lines))
+
+    # ---- the checkpoint, the format of weights between nodes, and the plan
+    checkpoint, save = own_checkpoints(config.checkpoint, config.tracking, restarted=worker.restarts > 0), None
+    files = open_axis(dims) if checkpoint.saves or checkpoint.load is not None else dims.world
+    with user_errors():
+        if checkpoint.save is not None:
+            save = CheckpointFolder(checkpoint.save, "--save")
+            take_folder(save, files, console.log)
+        verified = verify(source, files, console.log)
+        start = TrainingProgress() if verified is None else verified.start
+        weight_delta = choose_weight_delta(config, cluster, dims, worker.device)
+        plan = plan_run(config, cluster, device_type=worker.device.type, start=start, weight_delta=weight_delta)
+
+    # ---- the records
+    with contextlib.ExitStack() as opened:
+        tracker, folder = None, None
+        if worker.rank == 0:
+            continued = verified.record if verified is not None and verified.source.continues else None
+            with user_errors():
+                tracker = opened.enter_context(open_tracker(parsed, plan, continued, worker.device))
+            folder = tracker.folder
+            console.keep(folder.path / "log.txt")
+            worker.watchdog.write_to(folder.path)
+            if config.cluster.measure_links:
+                folder.write("cluster.yaml", cluster_text(cluster))
+        stops = opened.enter_context(StopConditions(config.stop, answers=worker.rank == 0))
+        if checkpoint.save_to_run_dir and save is None:
+            path = dims.world.share_object(None if folder is None else str(folder.path / "checkpoints"))
+            checkpoint, save = dataclasses.replace(checkpoint, save=path), CheckpointFolder(path, "--save")
+            with user_errors():
+                take_folder(save, files, console.log)
+        parsed = parsed._replace(config=dataclasses.replace(config, checkpoint=checkpoint))
+        context = RunContext(dims=dims, device=worker.device, console=console, folder=folder)
+        with user_errors():
+            introduce(parsed, plan, context)
+        yield OpenRun(
+            parsed=parsed,
+            plan=plan,
+            context=context,
+            checkpoint=verified,
+            save=save,
+            files=files,
+            tracker=tracker,
+            stops=stops,
+            profiler=Profiler(config.profiler, context),  # before the model is built, to record all allocations
+            worker=worker,
+        )
+
+
+def choose_weight_delta(
+    config: RunConfig, cluster: Cluster, dims: ParallelDims, device: torch.device
+) -> WeightDelta | None:
+    """Return the weight format that rank 0 chooses for --zero-weight-delta auto; None if there is nothing to choose.
+
+    Args:
+        config: configuration of the run.
+        cluster: cluster, with the measured links if --measure-links is set.
+        dims: mesh axes of the job.
+        device: device of this rank.
+
+    Raises:
+        ValueError: flags contradict each other or do not fit the cluster or the device; on all ranks.
+    """
+    lossless = default_weight_delta(config.precision.param_dtype).lossless
+    if not (config.zero.chooses_weight_delta and lossless) or dims.layout.cross == 1:
+        return None
+
+    def estimate() -> WeightDelta | None:
+        """Return the choice of the first feature that can estimate it."""
+        gigabytes = torch.cuda.get_device_properties(device).total_memory / GIGA if device.type == "cuda" else None
+        found = (
+            feature.choose_weight_delta(config, cluster, device_type=device.type, gigabytes=gigabytes)
+            for feature in config.features
+        )
+        return next((choice for choice in found if choice is not None), None)
+
+    world = dims.world
+    return world.share_object(raise_on_all_ranks(world, lambda: estimate() if world.rank == 0 else None))
 
 
 @dataclass(kw_only=True)
@@ -67,11 +224,9 @@ class TrainingParts:
         observers: context managers around each step, entered before the run's own.
         generates: whether the trained model can generate text (a reward model cannot).
         has_weights: whether the model is already built with the weights of the checkpoint that the run starts from.
-        weights_taken: called after weights were loaded from a checkpoint without its progress (--finetune).
         evaluates_first: whether to validate before the first step.
-        finish: called after the last evaluation.
-        describe_samples: returns a description of the training and held-out samples; see data/identity.py.
-        held_out_entropy: returns the unigram entropy of the validation text in nats per token; None without such text.
+        samples: description of the training and held-out samples, see data/identity.py; {} unless
+            `OpenRun.records_samples`.
     """
 
     tokenizer: Tokenizer
@@ -88,54 +243,39 @@ class TrainingParts:
     observers: Sequence[Observer] = ()
     generates: bool = True
     has_weights: bool = False
-    weights_taken: Callable[[], None] = lambda: None
     evaluates_first: bool = False
-    finish: Callable[[], None] = lambda: None
-    describe_samples: Callable[[], Mapping[str, Any]] = dict
-    held_out_entropy: Callable[[], float | None] = lambda: None
-
-
-BuildParts = Callable[[ParsedRun, RunPlan, RunContext], TrainingParts]
+    samples: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Trainer:
     """All parts of a training run on this rank.
 
     Args:
-        build_parts: builds the parts that depend on the program.
-        parsed: command line of the run.
-        plan: plan that `check_run_config` derived from it.
-        run: process groups, device, log and run folder.
-        tracker: writes the run's records; None on all ranks except rank 0.
+        run: the run.
+        parts: the parts that the program has built.
 
     Raises:
-        UserError: the data, the tokenizer or a feature's files cannot be used.
+        UserError: a feature's files or flags cannot be used, or --save has too little space.
     """
 
-    def __init__(
-        self, build_parts: BuildParts, parsed: ParsedRun, plan: RunPlan, run: RunContext, tracker: Tracker | None
-    ) -> None:
-        # ---- parts of the program
-        config, dims = parsed.config, run.dims
-        self.config, self.plan, self.run = config, plan, run
-        self.profiler = Profiler(config.profiler, run)  # created first, so that it records all allocations
-        with user_errors():
-            self.parts = parts = build_parts(parsed, plan, run)
-        self.built = model, sharding = parts.built
+    def __init__(self, run: OpenRun, parts: TrainingParts) -> None:
+        self.run, self.parts = run, parts
+        config, plan, context, dims, tokenizer = run.config, run.plan, run.context, run.context.dims, parts.tokenizer
+        model, sharding = parts.built
 
         # ---- optimizer, loss scale, guard
         matrices = build_orthogonalizer(model, config.optimizer, dims, config.precision.param_dtype)
         named = list(model.named_parameters())
-        optimizer = build_optimizer(named, config.optimizer, run.device, orthogonalizer=matrices)
+        optimizer = build_optimizer(named, config.optimizer, context.device, orthogonalizer=matrices)
         scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
-        losses, flags = LossHistory(), parsed.values() | {"zero_weight_delta": plan.weight_delta(config.zero)}
+        losses, flags = LossHistory(), run.parsed.values() | {"zero_weight_delta": plan.weight_delta(config.zero)}
         rewinds = config.anomalies.loss_spike_action == "rewind"  # to the last checkpoint
         values = RunValues(optimizer, scaler, losses)
         states = training_parts(model, sharding, optimizer, dims, values, seed=config.launch.seed)
         guard = Guard(
             config.anomalies,
             sharding,
-            run,
+            context,
             plan.batches,
             losses,
             dynamic_scale=config.precision.fp16 and config.loss_scale.loss_scale is None,
@@ -147,9 +287,9 @@ class Trainer:
         open_parts = TrainerParts(
             config=config,
             plan=plan,
-            run=run,
+            run=context,
             built=parts.built,
-            tokenizer=parts.tokenizer,
+            tokenizer=tokenizer,
             objective=parts.objective,
             guard=guard,
             values=values,
@@ -159,12 +299,10 @@ class Trainer:
         with user_errors():
             self.attached = [feature.attach(open_parts) for feature in config.features]
 
-        # ---- metadata of checkpoints; `flags` has the value of every flag
-        saves = config.checkpoint.save is not None or config.checkpoint.load is not None
-        samples: dict[str, Any] = {"global_batch_size": plan.batches.global_batch_size, "ranks": plan.layout.data}
-        if saves and dims.world.rank == 0:  # only rank 0 writes the metadata and compares it on resume
-            samples |= parts.describe_samples()
-        flags, tokenizer = {**open_parts.flags, **parts.flags, SAMPLES: samples}, parts.tokenizer
+        # ---- checkpoints: metadata, in which `flags` has the value of every flag, and state
+        samples = {"global_batch_size": plan.batches.global_batch_size, "ranks": plan.layout.data, **parts.samples}
+        flags = {**open_parts.flags, **parts.flags, SAMPLES: samples}
+        folder = context.folder
         record = CheckpointMetadata(
             progress=TrainingProgress(),
             scaler={},
@@ -174,15 +312,16 @@ class Trainer:
             vocab_size=tokenizer.vocab_size,
             tokenizer=tokenizer.identity,
             layout={name: dims.layout.axis_size(name) for name in dims.layout.coordinates},
-            run_dir=None if run.folder is None else str(run.folder.path.resolve()),
-            wandb_run_id=run.folder.wandb_run_id() if run.folder is not None and flags["wandb_project"] else None,
+            run_dir=None if folder is None else str(folder.path.resolve()),
+            wandb_run_id=folder.wandb_run_id() if folder is not None and flags["wandb_project"] else None,
             torch=torch.__version__,
         )
-
-        # ---- state and checkpoints
         state = TrainState(model, sharding, values, [*open_parts.states, *parts.states])
-        axis = open_axis(dims) if saves else dims.world
-        self.checkpoints = Checkpoints(config.checkpoint, state, record, axis, run.log, tokenizer=tokenizer.files)
+        self.checkpoints = Checkpoints(
+            config.checkpoint, state, record, run.files, context.log, folder=run.save, tokenizer=tokenizer.files
+        )
+        with user_errors():
+            self.checkpoints.check_space()
 
         # ---- step
         self.step = TrainStep(
@@ -208,16 +347,16 @@ class Trainer:
             world_size=plan.layout.cluster.world_size,
             whole_samples=parts.whole_samples,
             flops_per_token=model_flops_per_token(config.model, padded_vocab_size=padded, seq_length=seq_length),
-            peak_flops=peak_flops(device_name(run.device), config.precision.param_dtype),
+            peak_flops=peak_flops(device_name(context.device), config.precision.param_dtype),
         )
-        self.step_recorder = StepRecorder(config.timing, run, interval=config.tracking.log_interval)
+        self.step_recorder = StepRecorder(config.timing, context, interval=config.tracking.log_interval)
         self.recorder = MetricsRecorder(
             config.tracking,
-            run,
+            context,
             meter,
             model=model,
             zero3=functools.partial(zero3_traffic, sharding.shard_elements, dims, config.precision),
-            tracker=tracker,
+            tracker=run.tracker,
             timers=self.step_recorder,
             validation=parts.validation,
             test=parts.test,
@@ -226,65 +365,59 @@ class Trainer:
             weights_for_evaluation=self.weights_for_evaluation,
         )
 
-    def load(self, source: LoadSource | None) -> Resumed | None:
-        """Open the folder of --save, and load a checkpoint of `source`.
-
-        Args:
-            source: folder to load from, and the parts to load; None for a run that loads nothing.
-
-        Returns:
-            the loaded progress and schedule; None if nothing was loaded.
+    def load(self) -> Resumed:
+        """Load the run's checkpoint; return the progress and the schedule with which training starts.
 
         Raises:
-            UserError: the folder cannot be written to, or the checkpoint cannot be loaded.
+            UserError: the checkpoint cannot be loaded.
         """
-        with user_errors():
-            self.checkpoints.open()
-            if source is None:
-                return None
-            if self.parts.has_weights and not source.continues:
-                return Resumed(TrainingProgress(), self.plan.schedule, source.folder.path)
-            resumed = self.checkpoints.load(source, self.plan.schedule)
-        if not source.continues:
-            self.parts.weights_taken()
-        return resumed
+        run, checkpoint = self.run, self.run.checkpoint
+        start = Resumed(TrainingProgress(), run.plan.schedule, None)
+        if checkpoint is not None and (checkpoint.source.continues or not self.parts.has_weights):
+            with user_errors():
+                start = self.checkpoints.load(checkpoint, run.plan.schedule)
+        # --load without a checkpoint: the run may have stopped before its first one
+        restarted = run.worker.restarts > 0 or (run.config.checkpoint.load and not run.config.checkpoint.finetune)
+        if run.tracker is not None and (start.progress.iteration > 0 or restarted):
+            run.tracker.resume(start.progress)
+        return start
 
-    def train(self, start: TrainingProgress, schedule: Schedule, stops: StopConditions) -> TrainingProgress:
+    def train(self, start: Resumed) -> TrainingProgress:
         """Run all training steps and return the progress at the end.
 
-        Without training data or with --skip-train this runs no step and returns `start`.
+        Without training data or with --skip-train this runs no step and returns the progress of `start`.
 
         Args:
-            start: progress from which the run starts or resumes.
-            schedule: schedule of learning rate and weight decay.
-            stops: conditions for an early stop.
+            start: progress from which the run starts or resumes, and schedule of learning rate and weight decay.
         """
         # ---- evaluation before the first step
-        if self.parts.evaluates_first and start.iteration == 0:
-            self.recorder.validate(start)
-        if self.parts.batches is None or self.config.stop.skip_train:
-            return start
+        run, context, meter = self.run, self.run.context, self.recorder.meter
+        context.log(mfu_convention(meter.flops_per_token, device_name(context.device), meter.peak_flops), short="")
+        if self.parts.evaluates_first and start.progress.iteration == 0:
+            self.recorder.validate(start.progress)
+        if self.parts.batches is None or run.config.stop.skip_train:
+            return start.progress
 
         # ---- kernels, actions after steps
-        if self.run.device.type == "cuda":  # the CPU kernels are already compiled
-            self.built.sharding.compile_kernels(self.run.device)
+        if context.device.type == "cuda":  # the CPU kernels are already compiled
+            self.parts.built.sharding.compile_kernels(context.device)
         after: list[AfterStep] = [self.checkpoints]
         for attached in self.attached:
             after += attached.after_step
         if self.parts.validation is not None:
-            after.append(Evaluations(self.recorder, self.config.evaluation.eval_interval, stops))
+            after.append(Evaluations(self.recorder, run.config.evaluation.eval_interval, run.stops))
 
         # ---- training loop
-        with self.parts.batches as batches, self.profiler:
+        with self.parts.batches as batches, run.profiler:
             progress = train(
                 self.step,
                 batches,
-                self.plan.batches,
-                schedule,
+                run.plan.batches,
+                start.schedule,
                 self.recorder,
-                stops,
-                (*self.parts.observers, self.profiler.step, self.step_recorder.step),
-                start=start,
+                run.stops,
+                (*self.parts.observers, run.profiler.step, self.step_recorder.step),
+                start=start.progress,
                 after=after,
                 synchronize=next((each.synchronize for each in self.attached if each.synchronize is not None), None),
             )
@@ -294,19 +427,21 @@ class Trainer:
             self.checkpoints.finish()
         return progress
 
-    def finish(self, progress: TrainingProgress, *, evaluate: bool) -> None:
-        """Log and record the results of the run.
+    def finish(self, progress: TrainingProgress, *, unigram_entropy: float | None = None) -> None:
+        """Evaluate held-out data once more, log and record the results of the run, and say what to run next.
+
+        After a signal that ends the run, nothing is evaluated or generated.
 
         Args:
             progress: progress at the end of training.
-            evaluate: whether to evaluate held-out data once more and call the features' `finish`, which may for
-                example print generated text.
+            unigram_entropy: entropy of the validation text in nats per token; None if unknown.
         """
-        self.recorder.finish(progress, evaluate=evaluate, unigram_entropy=self.parts.held_out_entropy())
-        self.parts.finish()
+        run, evaluate = self.run, not self.run.stops.hurried
+        self.recorder.finish(progress, evaluate=evaluate, unigram_entropy=unigram_entropy)
         if evaluate:
             for attached in self.attached:
                 attached.finish(self.weights_for_evaluation)
+        conclude(run.parsed, run.context, progress, loaded=run.checkpoint is not None, generates=self.parts.generates)
 
     @contextmanager
     def weights_for_evaluation(self) -> Iterator[None]:

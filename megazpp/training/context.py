@@ -48,10 +48,14 @@ class Console:
         self._is_terminal = enabled and self._out.isatty()
         self._bar: tqdm | None = None
         self._file: Path | None = None
+        self._before: list[str] = []  # full lines of the time before `keep`
 
     def keep(self, path: Path) -> None:
-        """Also append all full lines to the file at `path`, until writing to it fails."""
+        """Also append all full lines to the file at `path`, from the first line on and until writing to it fails."""
         self._file = path
+        for text in self._before:
+            self._write(text)
+        self._before.clear()
 
     def log(self, text: str, *, short: str | None = None) -> None:
         """Print lines, above the progress bar if one is shown.
@@ -62,14 +66,7 @@ class Console:
         """
         if not self._enabled:
             return
-        if self._file is not None:
-            try:
-                with self._file.open("a", encoding="utf-8") as file:
-                    print(text, file=file)
-            except OSError as error:
-                warning = f"warning: {self._file}: {error}; no more lines are written to it, and training continues"
-                print(warning, file=self._out)
-                self._file = None
+        self._write(text)
         if short is not None and self._is_terminal:
             text = short
             if not text:
@@ -78,6 +75,21 @@ class Console:
             self._bar.write(text, file=self._out)
         else:
             print(text, file=self._out, flush=True)
+
+    def _write(self, text: str) -> None:
+        """Append lines to the file; before `keep` names the file, remember them."""
+        if self._file is None:
+            self._before.append(text)
+            return
+        try:
+            with self._file.open("a", encoding="utf-8") as file:
+                print(text, file=file)
+        except OSError as error:
+            print(
+                f"warning: {self._file}: {error}; no more lines are written to it, and training continues",
+                file=self._out,
+            )
+            self._file = Path(os.devnull)
 
     def start_bar(self, total_iterations: int, done: int) -> None:
         """Show a progress bar on a terminal, with `done` of `total_iterations` steps finished."""

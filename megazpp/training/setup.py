@@ -33,7 +33,7 @@ class ModelSpec:
         vocab_size: vocabulary size of the tokenizer; the model may pad it.
         sequence_parallel: whether activations are split along the sequence between tensor-parallel regions.
         zero: the ZeRO flags.
-        wire: the run's plan for replacing FSDP2's collectives. None: the plan that `zero` gives for the layout.
+        wire: the plan for replacing FSDP2's collectives, see `plan_comm`.
         precision: dtypes of compute and gradient reduction.
         seed: seed for the initial weights and for dropout.
         product: matrix product of the linear layers. None: the product that `config` selects for the device.
@@ -43,9 +43,9 @@ class ModelSpec:
 
     config: GPTConfig
     vocab_size: int
+    wire: CommPlan
     sequence_parallel: bool = False
     zero: ZeroConfig = field(default_factory=ZeroConfig)
-    wire: CommPlan | None = None
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     seed: int
     product: Product | None = None

@@ -21,10 +21,8 @@ class WeightPatchesFeature(Feature):
         if flags.save_weight_patches is None:
             return
         if plan.layout.replica_group > 1:
-            steps = config.values()["diloco_steps"]
             raise ValueError(
-                f"--save-weight-patches cannot be combined with --diloco-steps {steps}: each replica group has other "
-                "weights"
+                "--save-weight-patches cannot be combined with --diloco-steps: replica groups have different weights"
             )
         check_patches(config.model, config.precision, plan.wire)
 

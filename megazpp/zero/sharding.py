@@ -28,7 +28,7 @@ from megazpp.kernels.block_quant import rescale_
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.comms import CommContext, CountedGather, CountedReduce, SummingReduce
-from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig, plan_comm
+from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
 from megazpp.zero.gather import InterNodeMessage, TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.secondary import Resident
@@ -308,7 +308,7 @@ def shard_model(
     *,
     zero: ZeroConfig | None = None,
     precision: PrecisionConfig | None = None,
-    wire: CommPlan | None = None,
+    wire: CommPlan,
     experts: Sequence[nn.Module] = (),
 ) -> Sharding:
     """Shard `model` in place with FSDP2, and install ZeRO++'s collectives where `zero` asks for them.
@@ -321,17 +321,13 @@ def shard_model(
         dims: the mesh axes to shard and replicate over. With stage 0, every data rank is a replica.
         zero: stage and message formats; the default is ZeRO-3.
         precision: compute and reduction dtypes; the default computes in fp32. Shards are always fp32.
-        wire: the plan that `plan_comm` makes from `zero` and the layout of `dims`; None makes it here.
+        wire: the plan that `plan_comm` makes from `zero` and the layout of `dims`.
         experts: modules inside `units` that are separate sharding units, sharded along `dims.experts`.
     Returns:
         The handle on the sharded model.
-    Raises:
-        ValueError: `zero` asks for something that the layout of `dims` does not support.
     """
     zero, precision = zero or ZeroConfig(), precision or PrecisionConfig()
     assert zero.stage > 0 or dims.shard.size == 1, "stage 0 replicates: dims must have shards of one rank"
-    if wire is None:
-        wire = plan_comm(zero, dims.layout, precision.param_dtype)  # raises before the model is changed
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False
     )

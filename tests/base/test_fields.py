@@ -17,7 +17,7 @@ from megazpp.base.flags import flag_name
 from megazpp.features import FEATURES
 from megazpp.parallel.launch import detect_rank_info
 from megazpp.run.arguments import run_configs, section_configs
-from megazpp.run.checks import RunPlan, check_run_config
+from megazpp.run.checks import RunPlan, plan_run
 
 BESIDE = """
 --train-iters none | --train-samples
@@ -86,7 +86,7 @@ def plan(flags: str) -> RunPlan:
     config = parse(f"{SMALL} {flags}").config
     place = detect_rank_info(config.launch, {})
     cluster = config.detect_cluster(place.world_size, {})
-    return check_run_config(config, cluster, device_type="cpu")
+    return plan_run(config, cluster, device_type="cpu")
 
 
 def test_non_finite_and_too_large_numbers_are_rejected_all_at_once():

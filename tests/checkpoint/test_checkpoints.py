@@ -18,11 +18,10 @@ from helpers.tiers import slow
 from helpers.training import Case
 
 from megazpp.checkpoint import checkpoints
-from megazpp.checkpoint.checkpoints import STAGER_IS_REUSABLE, Checkpoints
+from megazpp.checkpoint.checkpoints import STAGER_IS_REUSABLE, Checkpoints, take_folder
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import TrainingProgress
-from megazpp.parallel.dims import open_axis
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 SETTINGS: list[tuple[dict[str, Any], int, list[int]]] = [  # flags, number of saves, kept iterations
@@ -39,8 +38,9 @@ def save_seven_steps(home: Path) -> list[list[str]]:
     attempt, found = Attempt(Case()), []
     for number, (flags, *_) in enumerate(SETTINGS):
         config, lines = CheckpointConfig(save=str(home / str(number)), **flags), list[str]()
-        checkpoints = Checkpoints(config, attempt.state, record_of(Case()), open_axis(attempt.dims), lines.append)
-        checkpoints.open()
+        folder = CheckpointFolder(config.save, "--save")
+        take_folder(folder, attempt.axis, lines.append)
+        checkpoints = Checkpoints(config, attempt.state, record_of(Case()), attempt.axis, lines.append, folder=folder)
         for iteration in (*range(1, 8), 7):  # a repeated iteration is not saved twice
             checkpoints.after_step(TrainingProgress(iteration=iteration), last=iteration == 7)
         checkpoints.finish()
@@ -110,7 +110,7 @@ def test_disk_without_space_for_a_checkpoint_is_rejected_at_the_start(tmp_path):
 
 def open_asynchronous(device: str) -> Checkpoints:
     state: Any = SimpleNamespace(device=torch.device(device))
-    return Checkpoints(CheckpointConfig(save="x", async_save=True), state, None, None, print)
+    return Checkpoints(CheckpointConfig(save="x", async_save=True), state, None, None, print, folder=None)
 
 
 @pytest.mark.parametrize("reusable", [STAGER_IS_REUSABLE, False])

@@ -15,7 +15,7 @@ from megazpp.checkpoint.folder import RECORD as NAME
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
 from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.checkpoint.read import LoadSource, choose_source, peek
-from megazpp.run.ranks import RUN_DIR, own_checkpoints
+from megazpp.run.start import RUN_DIR, own_checkpoints
 from megazpp.training.tracking import TrackingConfig
 
 

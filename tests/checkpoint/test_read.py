@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorPr
 from megazpp.base.program import UserError
 from megazpp.checkpoint.checksums import read_checksums, sum_file, write_checksums
 from megazpp.checkpoint.config import CheckpointConfig
-from megazpp.checkpoint.read import choose_source
+from megazpp.checkpoint.read import choose_source, verify
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.optim.schedule import Schedule
 
@@ -49,7 +49,9 @@ def try_loads(rows: list[tuple[dict[str, Any], dict[str, Any], str]]) -> None:
         attempt.lines.clear()
         try:
             source = choose_source(checkpoints._config, restarted=False)
-            resumed = checkpoints.load(source, Schedule(**checkpoints._record.schedule))
+            verified = verify(source, attempt.axis, attempt.lines.append)
+            schedule = Schedule(**checkpoints._record.schedule)
+            resumed = None if verified is None else checkpoints.load(verified, schedule)
             said = "\n".join([*attempt.lines, f"at {resumed.progress if resumed else 'the beginning'}"])
         except (ValueError, UserError) as error:
             said = f"{type(error).__name__}: {error}"

@@ -33,6 +33,7 @@ from safetensors.torch import save_file
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import shape_of
 from megazpp.checkpoint.read import find_weights, load_weights
+from megazpp.checkpoint.weights import WHOLE_WEIGHTS
 from megazpp.convert import convert, huggingface
 from megazpp.convert.huggingface import choose_architecture, open_model
 from megazpp.convert.model import HEAD, held
@@ -437,7 +438,7 @@ def test_id_beyond_the_embedding_is_left_out_of_an_export(tmp_path, monkeypatch,
     ours = convert_folder(save(make_llama(), tmp_path / "theirs"), tmp_path / "ours")
     monkeypatch.setattr(convert, "write_tokenizer_files", lambda *_: dict(ids))
     flags = convert.ConvertConfig(input=str(ours), output=str(tmp_path / "back"))
-    convert.convert(flags, TokenizerConfig(), said.append, features=())
+    convert.convert(flags, TokenizerConfig(), said.append, opener=WHOLE_WEIGHTS)
     values = json.loads((tmp_path / "back" / "config.json").read_text())
     assert {name: values[name] for name in ids} == kept
     assert len([line for line in said if "is left out of config.json" in line]) == sum(ids[x] != kept[x] for x in ids)
@@ -448,5 +449,5 @@ def test_adapter_is_refused_without_the_feature_that_merges_it(tmp_path):
     theirs, ours = save(make_llama(), tmp_path / "theirs"), tmp_path / "ours"
     flags = convert.ConvertConfig(input=str(theirs), output=str(ours), adapter=str(tmp_path))
     with pytest.raises(ValueError, match=f"--adapter {tmp_path}: the optional feature .* is not installed"):
-        convert.convert(flags, TokenizerConfig(), lambda line: None, features=())
+        convert.convert(flags, TokenizerConfig(), lambda line: None, opener=WHOLE_WEIGHTS)
     assert not ours.exists()

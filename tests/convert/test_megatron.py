@@ -18,6 +18,7 @@ from helpers.megatron_files import PADDED, VOCAB, arguments, make_weights, write
 from helpers.refusals import not_refused
 from helpers.training import LLAMA_STYLE
 
+from megazpp.checkpoint.weights import WHOLE_WEIGHTS
 from megazpp.convert.convert import ConvertConfig, convert
 from megazpp.convert.megatron import load_file, open_megatron
 from megazpp.convert.model import Model
@@ -77,7 +78,9 @@ def test_converted_checkpoint_has_the_weights_and_the_tokenizers_rows(tmp_path):
     for config, tokenizer, rows in ((GPT, null, VOCAB), (LLAMA, TokenizerConfig(), PADDED)):
         output = tmp_path / f"{rows} rows"
         source = write_megatron(tmp_path / f"{rows} theirs", weights_of(config), config, tp=2)
-        convert(ConvertConfig(input=str(source), output=str(output)), tokenizer, lambda line: None, features=())
+        convert(
+            ConvertConfig(input=str(source), output=str(output)), tokenizer, lambda line: None, opener=WHOLE_WEIGHTS
+        )
         found, record = open_checkpoint(output, None)
         assert (record.vocab_size, record.flags["seq_length"], record.progress.iteration) == (rows, 16, 100)
         assert (found.config.openai_gelu, found.config.positions) == (config.openai_gelu, config.positions)

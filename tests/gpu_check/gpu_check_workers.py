@@ -43,7 +43,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore  # this import also registers the back end "fake"
 
 import pretrain_gpt
-from megazpp.base.program import program
+from megazpp.base.program import leave, program
 from megazpp.data.loader import MicroBatch, make_micro_batch, on_device
 from megazpp.features import FEATURES
 from megazpp.model.backends import find_product
@@ -58,6 +58,7 @@ from megazpp.run.arguments import RunConfig, parse_run_config
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import build_model
 from megazpp.training.step import TrainStep
+from megazpp.zero.config import plan_comm
 
 PRETENDED = Cluster(num_nodes=2, ranks_per_node=8)
 MOST_SECONDS, CYCLES_PER_SECOND = 1e-3, 1.5e9  # longest delay, and its conversion to GPU clock cycles
@@ -214,7 +215,8 @@ def our_step(config: RunConfig, rows: int, dims: ParallelDims, device: torch.dev
         dims: mesh axes.
         device: device of the model.
     """
-    built = build_model(config.model_spec(rows), dims, device)
+    wire = plan_comm(config.zero, dims.layout, config.precision.param_dtype)
+    built = build_model(config.model_spec(rows, wire), dims, device)
     matrices = build_orthogonalizer(built.model, config.optimizer, dims, config.precision.param_dtype)
     named = list(built.model.named_parameters())
     optimizer = build_optimizer(named, config.optimizer, device, orthogonalizer=matrices)
@@ -361,7 +363,7 @@ def main(argv: list[str]) -> None:
     side, *words = argv
     if side == "streams":
         sys.argv[1:] = words
-        pretrain_gpt.leave(streams())
+        leave(streams())
     if side == "optimizers":
         optimizers(words)
     else:

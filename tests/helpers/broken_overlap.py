@@ -2,7 +2,7 @@
 
 import gpu_check_workers
 
-import pretrain_gpt
+from megazpp.base.program import leave
 from megazpp.parallel.comm_queue import _ThreadWork
 from megazpp.zero.schedule import ReduceSchedule
 
@@ -16,4 +16,4 @@ def end_too_early(self: ReduceSchedule) -> None:
 
 if __name__ == "__main__":
     ReduceSchedule.end_backward = end_too_early  # type: ignore[method-assign]
-    pretrain_gpt.leave(gpu_check_workers.streams())
+    leave(gpu_check_workers.streams())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megazpp.features import FEATURES
 from megazpp.run.arguments import parse_run_config
-from megazpp.run.checks import check_run_config
+from megazpp.run.checks import plan_run
 from megazpp.topology.cluster import Cluster
 
 NODES, RANKS = ("--nnodes", "--nodes", "-N"), ("--nproc-per-node", "--ntasks-per-node")
@@ -28,7 +28,7 @@ def main(launcher: str, *words: str) -> None:
     cluster = Cluster(num_nodes=nodes, ranks_per_node=ranks)
     if nodes == 1:  # --emulate-nodes may split it
         cluster = config.detect_cluster(ranks, {})
-    plan = check_run_config(config, cluster, device_type="cpu")
+    plan = plan_run(config, cluster, device_type="cpu")
     print(f"{launcher}: {plan.layout.describe()}")
 
 

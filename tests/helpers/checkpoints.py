@@ -12,11 +12,12 @@ import torch
 from helpers.training import CPU, Case, build_diloco, build_step
 from torch.distributed.tensor import DTensor
 
-from megazpp.checkpoint.checkpoints import Checkpoints
+from megazpp.checkpoint.checkpoints import Checkpoints, take_folder
 from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import CheckpointMetadata, TrainingProgress
 from megazpp.checkpoint.parts import training_parts
-from megazpp.checkpoint.read import choose_source
+from megazpp.checkpoint.read import choose_source, verify
 from megazpp.checkpoint.state import RunValues, TrainState
 from megazpp.data.loader import MicroBatch
 from megazpp.diloco.state import replica_group_parts
@@ -41,15 +42,20 @@ class Attempt:
         if self.diloco is not None:
             parts = replica_group_parts(parts, self.diloco, model, values)
         self.state = TrainState(model, sharding, values, parts)
-        axis = open_axis(self.dims)
-        self.checkpoints = Checkpoints(self.config, self.state, record_of(case), axis, self.lines.append)
+        self.axis, save = open_axis(self.dims), self.config.save
+        self.folder = None if save is None else CheckpointFolder(save, "--save")
+        self.checkpoints = Checkpoints(
+            self.config, self.state, record_of(case), self.axis, self.lines.append, folder=self.folder
+        )
 
     def load(self, *, restarted: bool = False) -> TrainingProgress:
         """Open the folder of --save, and resume from a checkpoint if the flags name one."""
         source = choose_source(self.config, restarted=restarted)
-        self.checkpoints.open()
-        if source is not None and (resumed := self.checkpoints.load(source, schedule())) is not None:
-            self.progress = resumed.progress
+        if self.folder is not None:
+            take_folder(self.folder, self.axis, self.lines.append)
+        self.checkpoints.check_space()
+        if (verified := verify(source, self.axis, self.lines.append)) is not None:
+            self.progress = self.checkpoints.load(verified, schedule()).progress
         return self.progress
 
     def train(self, steps: int, *, saves: bool = True, evaluates: bool = False) -> list[tuple[float, float]]:

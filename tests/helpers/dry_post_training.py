@@ -30,7 +30,7 @@ from megazpp.post_training.setup import PostConfigs
 from megazpp.run.arguments import RunConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec, model_on_meta, shard_built, shard_on_meta
-from megazpp.zero.config import ZeroConfig
+from megazpp.zero.config import CommPlan, ZeroConfig
 
 
 class PostDryRun(NamedTuple):
@@ -74,7 +74,7 @@ def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *,
         reference, reward = None, None
         if post.needs_reference and lora.lora_r is None and not post.precompute_ref_log_probs:
             if post.sync_ref_model:
-                exact = dataclasses.replace(spec, zero=ZeroConfig(), wire=None)
+                exact = dataclasses.replace(spec, zero=ZeroConfig(), wire=CommPlan())
                 model = shard_on_meta(exact, dims, CPU).model
                 with fake:
                     model.to_empty(device=CPU)

@@ -50,7 +50,7 @@ from megazpp.planner.step import (
 from megazpp.planner.trace import SIMULATED_FLOAT8, FusedNorm
 from megazpp.planner.variants import changed
 from megazpp.run.arguments import RunConfig
-from megazpp.run.checks import RunPlan, check_run_config
+from megazpp.run.checks import RunPlan, plan_run
 from megazpp.topology.cluster import Cluster
 from megazpp.training.objective import Objective
 from megazpp.training.setup import ModelSpec, ShardedModel, shard_on_meta
@@ -122,7 +122,7 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
 def plan_on_cpus(config: RunConfig, cluster: Cluster) -> RunPlan:
     """Return the plan of a run on CPUs, with the planner's choice for --zero-weight-delta auto."""
     choice = Estimator(cluster, device_type=CPU.type).choose_weight_delta(config)
-    return check_run_config(config, cluster, device_type=CPU.type, weight_delta=choice)
+    return plan_run(config, cluster, device_type=CPU.type, weight_delta=choice)
 
 
 @contextmanager

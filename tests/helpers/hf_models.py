@@ -19,6 +19,7 @@ from megazpp.features import FEATURES
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.run.checks import check_model
+from megazpp.run.feature import weight_opener
 
 if TYPE_CHECKING:  # imported late, because it takes a second
     import transformers
@@ -98,7 +99,7 @@ def save(model: transformers.PreTrainedModel, folder: Path, **options: Any) -> P
 def convert_folder(source: Path, output: Path, **flags: Any) -> Path:
     """Convert like tools/convert_checkpoint.py, without output."""
     config = ConvertConfig(input=str(source), output=str(output), **flags)
-    convert(config, TokenizerConfig(), lambda line: None, features=FEATURES)
+    convert(config, TokenizerConfig(), lambda line: None, opener=weight_opener(FEATURES, ()))
     return output
 
 

@@ -1,6 +1,5 @@
 """Run a job that fails in a chosen way, to test launcher and watchdog: `job.py KIND WORKERS [RESTARTS [MINUTES]]`."""
 
-import functools
 import os
 import signal
 import sys
@@ -10,17 +9,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megazpp.base.program import JobError, UserError
+from megazpp.base.program import JobError, UserError, leave
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.parallel.launch import LaunchConfig, detect_rank_info, launch_workers
 from megazpp.parallel.timeline import STEP
-from megazpp.parallel.worker import Worker, leave, run_worker
+from megazpp.parallel.worker import Worker, worker_process
 from megazpp.topology.cluster import Cluster
 
 FOREVER = 1000
 
 
-def work(what: str, config: LaunchConfig, worker: Worker) -> None:
+def work(what: str, worker: Worker) -> None:
     total = torch.ones(3)
     dist.all_reduce(total)
     if worker.rank == 0:
@@ -56,7 +55,9 @@ def watched(worker: Worker) -> None:
     cluster = Cluster(num_nodes=1, ranks_per_node=worker.world_size)
     layout = plan_dims(ParallelConfig(tensor_model_parallel_size=2), cluster, zero_stage=3)
     dims = ParallelDims(layout, device_type="cpu")
-    worker.watchdog.watch(dims, Path() if worker.rank == 0 else None)
+    worker.watchdog.watch(dims)
+    if worker.rank == 0:
+        worker.watchdog.write_to(Path())
     for step in range(1, 6):
         with dims.timeline.span(STEP, f"step {step}"):
             dims.tp.all_reduce_(torch.ones(3))
@@ -82,7 +83,9 @@ def main() -> int:
     config = LaunchConfig(nproc=nproc or None, max_restarts=restarts, **limits)
     place = detect_rank_info(config)
     if place.started:
-        run_worker(place, config, functools.partial(work, what, config))
+        with worker_process(place, config) as worker:
+            work(what, worker)
+        leave(0)
     return launch_workers([sys.executable, *sys.argv], place.world_size, max_restarts=restarts)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megazpp.features import FEATURES
 from megazpp.run.arguments import ParsedRun, parse_run_config
-from megazpp.run.checks import RunPlan, check_run_config
+from megazpp.run.checks import RunPlan, plan_run
 from megazpp.topology.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,4 +22,4 @@ def parse(text: str) -> ParsedRun:
 def check(text: str, *, nodes: int = 1, ranks_per_node: int = 1, device: str = "cpu") -> RunPlan:
     """Return the plan of the small run with further flags."""
     cluster = Cluster(num_nodes=nodes, ranks_per_node=ranks_per_node)
-    return check_run_config(parse(f"{SMALL} {text}").config, cluster, device_type=device)
+    return plan_run(parse(f"{SMALL} {text}").config, cluster, device_type=device)

@@ -5,6 +5,8 @@ import importlib
 import io
 import sys
 import uuid
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -14,11 +16,10 @@ from helpers.program import LAUNCHER_VARIABLES
 from helpers.ranks import ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megazpp.base.program import JobError
 from megazpp.inference import on_checkpoint
+from megazpp.parallel.launch import LaunchConfig, RankInfo, detect_rank_info
 from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker
-from megazpp.run.ranks import Job
 
 
 def run_tool(tool: str, *flags: object, world: int = 1) -> tuple[int, str]:
@@ -27,20 +28,21 @@ def run_tool(tool: str, *flags: object, world: int = 1) -> tuple[int, str]:
 
 
 def _run_on_rank(tool: str, flags: list[str], key: str) -> tuple[int, str]:
-    rank, world_size, said, jobs = dist.get_rank(), dist.get_world_size(), io.StringIO(), list[Job]()
+    rank, world_size, said = dist.get_rank(), dist.get_world_size(), io.StringIO()
     store, timeout = dist.PrefixStore(key, _get_default_store()), timedelta(minutes=3)
+
+    @contextlib.contextmanager
+    def on_this_rank(place: RankInfo, launch: LaunchConfig) -> Iterator[Worker]:
+        assert place.world_size == world_size
+        watchdog = Watchdog(store, place, launch, restarts=0)  # not started
+        yield Worker(torch.device("cpu"), rank, world_size, rank, store, timeout, watchdog)
+
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), pytest.MonkeyPatch.context() as patch:
         for name in LAUNCHER_VARIABLES:
             patch.delenv(name, raising=False)
         patch.setattr(sys, "argv", [f"{tool}.py", *flags])  # error messages take flags from here
-        patch.setattr(on_checkpoint, "run_on_ranks", lambda prepare: jobs.append(prepare()))
+        patch.setattr(on_checkpoint, "detect_rank_info", lambda config: replace(detect_rank_info(config), started=True))
+        patch.setattr(on_checkpoint, "worker_process", on_this_rank)
+        patch.setattr(on_checkpoint, "leave", lambda code: code)
         code = importlib.import_module(tool).main(flags)
-        for job in jobs:
-            assert job.place.world_size == world_size
-            try:
-                watchdog = Watchdog(store, job.place, job.launch, restarts=0)  # not started
-                job.work(Worker(torch.device("cpu"), rank, world_size, rank, store, timeout, watchdog))
-            except JobError as error:
-                error.show()
-                code = error.exit_code
     return code, said.getvalue()

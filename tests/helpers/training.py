@@ -19,9 +19,10 @@ from megazpp.parallel.worker import seed_everything
 from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import Layout
 from megazpp.training.setup import ModelSpec, build_model
 from megazpp.training.step import TrainStep
-from megazpp.zero.config import PrecisionConfig, ZeroConfig
+from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig, plan_comm
 
 EOD = 3
 CPU = torch.device("cpu")
@@ -172,12 +173,17 @@ def dims_on_ranks(case: Case) -> ParallelDims:
     return dims
 
 
-def spec_of(case: Case) -> ModelSpec:
+def wire_of(case: Case, layout: Layout) -> CommPlan:
+    return plan_comm(case.zero or ZeroConfig(zero_stage=case.stage), layout, case.precision.param_dtype)
+
+
+def spec_of(case: Case, wire: CommPlan = CommPlan()) -> ModelSpec:  # noqa: B008, immutable
     return ModelSpec(
         config=case.model,
         vocab_size=case.vocab_size,
         sequence_parallel=case.sequence_parallel,
         zero=case.zero or ZeroConfig(zero_stage=case.stage),
+        wire=wire,
         precision=case.precision,
         seed=case.seed,
         scalar_head=case.scalar_head,
@@ -187,7 +193,7 @@ def spec_of(case: Case) -> ModelSpec:
 
 def build_on_ranks(case: Case) -> tuple[GPTModel, Any, ParallelDims]:
     dims = dims_on_ranks(case)
-    return *build_model(spec_of(case), dims, CPU), dims
+    return *build_model(spec_of(case, wire_of(case, dims.layout)), dims, CPU), dims
 
 
 def build_step(case: Case) -> tuple[TrainStep, ParallelDims]:

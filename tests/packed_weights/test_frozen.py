@@ -17,7 +17,7 @@ from megazpp.packed_weights.frozen import FrozenUnits, freeze
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
-from megazpp.zero.config import ZeroConfig
+from megazpp.zero.config import ZeroConfig, plan_comm
 from megazpp.zero.sharding import shard_model
 
 WIDTH = 101  # not divisible by the number of ranks or a block size
@@ -220,7 +220,8 @@ def train_adapted(zero: ZeroConfig, freezes: bool) -> tuple[list[torch.Tensor], 
     if freezes:
         weights, axis = {name: p.detach() for name, p in bases.named_parameters()}, dims.twin("local", "frozen")
         freeze(bases, [[base] for base in bases], axis, lambda name, rows: weights[name][rows], device=CPU)
-    sharding = shard_model(model, [[layer] for layer in model], dims, zero=zero)
+    wire = plan_comm(zero, dims.layout, torch.float32)
+    sharding = shard_model(model, [[layer] for layer in model], dims, zero=zero, wire=wire)
     trained = [layer.trained.weight for layer in model]
     optimizer = torch.optim.AdamW(trained, lr=0.01)
     for step in range(3):

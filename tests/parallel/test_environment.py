@@ -22,7 +22,7 @@ from megazpp.parallel.environment import (
     order_launches,
     prepare_environment,
 )
-from megazpp.run.ranks import run_on_ranks
+from megazpp.run.start import distributed_program
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout, plan_layout
 
@@ -51,7 +51,7 @@ def test_programs_unset_the_variable_before_they_query_gpus(monkeypatch, capsys,
     for name in (*ALLOCATOR, *TRITON):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["program"])
-    assert run_on_ranks(lambda: 7 if CONNECTIONS not in os.environ else 1) == 7
+    assert distributed_program(lambda argv: 7 if CONNECTIONS not in os.environ else 1)() == 7
     assert capsys.readouterr().err.startswith("note: CUDA_DEVICE_MAX_CONNECTIONS=1 was unset")
 
 

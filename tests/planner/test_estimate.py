@@ -13,7 +13,7 @@ from megazpp.planner.step import measure
 from megazpp.planner.trace import trace_model
 from megazpp.planner.variants import INT8, LOSSLESS, changed, local_steps, schemes
 from megazpp.run.arguments import RunConfig
-from megazpp.run.checks import check_run_config
+from megazpp.run.checks import plan_run
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 from megazpp.training.flops import model_flops_per_token
 
@@ -39,7 +39,7 @@ def pair(links: Links | None = LINKS, device: Device | None = DEVICE) -> Cluster
 @pytest.mark.parametrize("flags", ["", "--zeropp", "--tensor-model-parallel-size 2", "--hsdp"])
 def test_node_cross_bytes_equal_the_sum_over_its_ranks(flags):
     run, cluster = config(f"--micro-batch-size 4 {flags}"), Cluster(num_nodes=2, ranks_per_node=4)
-    plan, own, crossing = check_run_config(run, cluster, device_type="cpu"), estimate(run, cluster), 0
+    plan, own, crossing = plan_run(run, cluster, device_type="cpu"), estimate(run, cluster), 0
     for rank in range(cluster.world_size):
         traffic = measure(build_step_simulator(run, plan, device_type="cpu", rank=rank), own.micro_batches).traffic
         crossing += sum(counted.sent_bytes for (wire, _, _), counted in traffic.items() if wire == "cross")

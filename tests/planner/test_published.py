@@ -43,7 +43,7 @@ from megazpp.planner.step import StepSimulator, measure
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 from megazpp.topology.layout import plan_layout
 from megazpp.training.setup import ModelSpec
-from megazpp.zero.config import CommPlan, GatherPlan, PrecisionConfig, ReducePlan, ZeroConfig
+from megazpp.zero.config import CommPlan, GatherPlan, PrecisionConfig, ReducePlan, ZeroConfig, plan_comm
 
 V100 = Device("V100-SXM3-32GB", 125.0, 34.36, 900.0, calibration="v100")
 H800 = Device("H800", 989.0, 85.9, 3350.0, calibration="h800")
@@ -160,13 +160,17 @@ def errors(
     )
     # Narayanan et al. (arXiv 2104.04473), equation 3; without recomputation, three quarters of the layers' part
     inner = (72 if megatron else 96) * layers * hidden**2 * (1 + sample / (6 * hidden)) + 6 * VOCABULARY * hidden
-    plain = {"zero": ZeroConfig(zero_stage=1 if megatron else 3)}
-    quantized = plain | {"wire": SDP4BIT} if megatron else {"zero": ZEROPP}
-    precision, found = PrecisionConfig(bf16=megatron, fp16=not megatron), []
+    plain, precision, found = (
+        ZeroConfig(zero_stage=1 if megatron else 3),
+        PrecisionConfig(bf16=megatron, fp16=not megatron),
+        [],
+    )
+    zeropp = plan_comm(ZEROPP, layout, precision.param_dtype)
+    quantized, found = (plain, SDP4BIT) if megatron else (ZEROPP, zeropp), []
     # ---- errors
-    for published, scheme in ((without, plain), (with_it, quantized)):
+    for published, (zero, wire) in ((without, (plain, CommPlan())), (with_it, quantized)):
         step = StepSimulator(
-            ModelSpec(config=config, vocab_size=VOCABULARY, precision=precision, seed=0, **scheme),
+            ModelSpec(config=config, vocab_size=VOCABULARY, zero=zero, wire=wire, precision=precision, seed=0),
             layout,
             seq_length=sample,
             micro_batch_size=tokens // sample,

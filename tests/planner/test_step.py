@@ -19,6 +19,7 @@ from helpers.training import (
     build_step,
     diloco_plan,
     spec_of,
+    wire_of,
 )
 
 from megazpp.diloco.config import DilocoConfig
@@ -49,7 +50,7 @@ def plan(case: Case, rank: int = 0) -> StepSimulator:
     )
     layout = plan_dims(config, cluster, zero_stage=case.stage, num_replica_groups=case.num_replica_groups)
     return StepSimulator(
-        spec_of(case),
+        spec_of(case, wire_of(case, layout)),
         layout,
         seq_length=case.seq_length,
         micro_batch_size=case.global_batch // layout.data // case.micro_batches,

@@ -24,7 +24,7 @@ from megazpp.post_training.rewards import RewardConfig
 from megazpp.post_training.sampler import PolicySampler
 from megazpp.post_training.setup import PostConfigs
 from megazpp.run.arguments import RunConfig
-from megazpp.run.checks import check_run_config
+from megazpp.run.checks import plan_run
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import build_model
 
@@ -93,7 +93,7 @@ def test_planned_memory_counts_frozen_and_trained_experts(flags, asked):
 
 def test_streamed_models_take_only_the_memory_of_resident_parts():
     config, post = parse(SMALL).config, configs("ppo", reward_load="r")
-    plan = check_run_config(config, TWO_BY_TWO, device_type="cpu")
+    plan = plan_run(config, TWO_BY_TWO, device_type="cpu")
 
     def kept(**weights: Any) -> int:
         found = plan_models(config, post._replace(weights=WeightsConfig(**weights)), plan)
@@ -119,7 +119,7 @@ def test_streamed_models_take_only_the_memory_of_resident_parts():
 
 def drawn(config: RunConfig, post: PostConfigs, cluster: Cluster) -> tuple[int, int]:
     """Return peak bytes while completions of the longest prompts are generated, and the planned bytes."""
-    plan = check_run_config(config, cluster, device_type="cpu")
+    plan = plan_run(config, cluster, device_type="cpu")
     dims = ParallelDims(plan.layout, device_type="cpu")
     count = plan.batches.global_batch_size // dims.data_size
     sample = SampleConfig(sample_tokens=16, sample_temperature=1.0)

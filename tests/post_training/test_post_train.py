@@ -1,6 +1,7 @@
 """Test post_train.py: every objective runs and resumes bit for bit, and bad input is rejected before the start."""
 
 import contextlib
+import inspect
 import json
 import math
 import re
@@ -16,7 +17,7 @@ from helpers.hf_models import TOKENS, logits, make_llama, save
 from helpers.hf_tokenizers import qwen2
 from helpers.program import ROOT, run_forked
 from helpers.refusals import not_refused, table
-from post_train import prepare
+from post_train import main
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megazpp.checkpoint.read import LoadSource
@@ -386,7 +387,7 @@ def test_flags_that_experts_do_not_support_are_rejected(home, experts):
 def asked(home: Path, flags: str) -> object:
     """Prepare a command line in `home` as the program does before it starts workers."""
     with contextlib.chdir(home):
-        return prepare(shlex.split(flags))
+        return inspect.unwrap(main)(shlex.split(flags))  # raises errors instead of printing them
 
 
 # flags in addition to --load base and prompt data, unless the row gives its own

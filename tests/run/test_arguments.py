@@ -15,7 +15,7 @@ from megazpp.data.preprocess import PreprocessConfig
 from megazpp.features import FEATURES
 from megazpp.post_training.setup import EXTRA
 from megazpp.run.arguments import parse_run_config, run_configs, section_configs
-from megazpp.run.checks import check_run_config
+from megazpp.run.checks import plan_run
 from megazpp.topology.cluster import Cluster
 
 CLASSES = (*run_configs().values(), *section_configs(FEATURES))
@@ -122,7 +122,7 @@ def test_megatron_script_flags_work_in_a_flag_file(tmp_path):
         """
     )
     parsed = parse(f"@{tmp_path}/pasted.args")
-    plan = check_run_config(parsed.config, Cluster(num_nodes=1, ranks_per_node=8), device_type="cpu")
+    plan = plan_run(parsed.config, Cluster(num_nodes=1, ranks_per_node=8), device_type="cpu")
     assert (plan.layout.tp, plan.layout.data, parsed.config.zero.stage) == (2, 4, 1)
     assert parsed.config.data.data_path == ("0.5", "my-gpt2_text_document", "0.5", "other corpus")
     assert (parsed.config.launch.distributed_backend, parsed.config.loss_scale.loss_scale_window) == ("gloo", 500.0)

@@ -1,5 +1,7 @@
 """Test evaluate.py: it repeats the training's validation, reads weights from disk, and agrees with transformers."""
 
+from dataclasses import replace
+
 import convert_checkpoint
 import evaluate
 import pytest
@@ -11,7 +13,7 @@ from helpers.program import run_forked
 from helpers.tool import run_tool
 
 from megazpp.inference import on_checkpoint
-from megazpp.run.ranks import Job
+from megazpp.parallel.launch import RankInfo, detect_rank_info
 
 
 def losses(output: str) -> list[str]:
@@ -56,12 +58,15 @@ def test_weights_on_disk_give_the_losses_of_resident_weights(trained, tmp_path):
 
 
 def test_cpu_uses_one_process_per_tp_rank_unless_nproc_is_given(converted, monkeypatch):
-    jobs: list[Job] = []
-    monkeypatch.setattr(on_checkpoint, "run_on_ranks", lambda prepare: jobs.append(prepare()))
+    places: list[RankInfo] = []
+    monkeypatch.setattr(on_checkpoint, "start_workers", lambda place, launch: places.append(place) or 0)
+    monkeypatch.setattr(
+        on_checkpoint, "detect_rank_info", lambda config: replace(detect_rank_info(config), started=False)
+    )
     monkeypatch.setattr(on_checkpoint, "device_type", lambda: "cpu")
     for flags in ([], ["--tensor-model-parallel-size", "2"], ["--nproc", "3"]):
         evaluate.main(["--load", str(converted / "ours"), "--input", str(converted / "text.txt"), *flags])
-    assert [job.place.world_size for job in jobs] == [1, 2, 3]
+    assert [place.world_size for place in places] == [1, 2, 3]
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.tensor_parallel.parameters import initialize_parameters_, partial_parameters, sum_partial_gradients_
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec, build_model
-from megazpp.zero.config import PrecisionConfig, ZeroConfig
+from megazpp.zero.config import PrecisionConfig, ZeroConfig, plan_comm
 
 VOCAB, SEQ, BATCH, STEPS = 61, 8, 16, 3
 TWO_HOPS = {"zeropp": True, "zero_weight_bits": 16, "zero_gradient_bits": (16, 16), "zero_error_feedback": False}
@@ -145,13 +145,14 @@ def build(config: GPTConfig, nodes: int, zero: ZeroConfig, bf16: bool = False, *
     degrees = ParallelConfig(**parallel)
     layout = plan_dims(degrees, Cluster(num_nodes=nodes, ranks_per_node=size // nodes), zero_stage=zero.stage)
     dims = ParallelDims(layout, device_type="cpu")
-    sequence_parallel = degrees.sequence_parallel
+    sequence_parallel, precision = degrees.sequence_parallel, PrecisionConfig(bf16=bf16)
     spec = ModelSpec(
         config=config,
         vocab_size=VOCAB,
         sequence_parallel=sequence_parallel,
         zero=zero,
-        precision=PrecisionConfig(bf16=bf16),
+        wire=plan_comm(zero, layout, precision.param_dtype),
+        precision=precision,
         seed=7,
     )
     return *build_model(spec, dims, torch.device("cpu")), dims

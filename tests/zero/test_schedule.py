@@ -17,7 +17,7 @@ from torch import nn
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
-from megazpp.zero.config import PrecisionConfig, ZeroConfig
+from megazpp.zero.config import PrecisionConfig, ZeroConfig, plan_comm
 from megazpp.zero.schedule import GatherSchedule
 from megazpp.zero.sharding import Sharding, shard_model
 
@@ -152,7 +152,9 @@ def build_skipping(flags: dict[str, Any], *, units: bool = True) -> tuple[Skippi
     model = Skipping()
     precision = PrecisionConfig(bf16=flags.get("zero_weight_delta") == "lossless")
     groups = [[layer] for layer in model.layers] if units else []
-    return model, shard_model(model, groups, dims, zero=ZeroConfig(zeropp=True, **flags), precision=precision), dims
+    zero = ZeroConfig(zeropp=True, **flags)
+    wire = plan_comm(zero, dims.layout, precision.param_dtype)
+    return model, shard_model(model, groups, dims, zero=zero, precision=precision, wire=wire), dims
 
 
 def train_while_skipping(flags: dict[str, Any], units: bool = True) -> list[float]:

@@ -15,7 +15,7 @@ from zero.test_launches import Launches
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
-from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
+from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig, plan_comm
 from megazpp.zero.sharding import Sharding, shard_model
 
 EXACT = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))
@@ -73,6 +73,7 @@ def build(
     dims = ParallelDims(plan_dims(config, cluster, zero_stage=zero.stage), device_type="cpu")
     model, precision = Partly(), PrecisionConfig(bf16=bf16)
     units = [[block] for block in model.blocks]
+    wire = plan_comm(zero, dims.layout, precision.param_dtype) if wire is None else wire
     return model, shard_model(model, units, dims, zero=zero, precision=precision, wire=wire), dims
 
 

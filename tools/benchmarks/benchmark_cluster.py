@@ -36,7 +36,7 @@ from megazpp.base.files import write_whole
 from megazpp.base.program import EXIT_INTERRUPTED, MEGA, UserError, exit_on_signals, flags_of, program, say
 from megazpp.features import FEATURES
 from megazpp.run.arguments import parse_run_config
-from megazpp.run.checks import check_run_config
+from megazpp.run.checks import plan_run
 from megazpp.topology.cluster import Cluster
 
 RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"
@@ -209,7 +209,7 @@ def flags_of_variants(args: argparse.Namespace) -> dict[str, str]:
     flags = {name: " ".join([common, *args.flags, VARIANTS[name]]) for name in args.variants}
     cluster = Cluster(num_nodes=args.nodes, ranks_per_node=args.ranks_per_node)
     for words in flags.values():
-        check_run_config(parse_run_config(words.split(), Path(), features=FEATURES).config, cluster, device_type="cpu")
+        plan_run(parse_run_config(words.split(), Path(), features=FEATURES).config, cluster, device_type="cpu")
     return flags
 
 

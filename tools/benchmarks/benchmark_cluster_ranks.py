@@ -9,7 +9,6 @@ All code is the program's own. Its reduce-scatter on CPUs is a ring, which sends
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from megazpp.base.program import leave
 from megazpp.data.loader import make_micro_batch
 from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.outer import ReplicaGroups
@@ -29,9 +29,9 @@ from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import LaunchConfig, detect_rank_info
-from megazpp.parallel.worker import Worker, run_worker, seed_everything
+from megazpp.parallel.worker import Worker, seed_everything, worker_process
 from megazpp.run.arguments import RunConfig, parse_run_config
-from megazpp.run.checks import check_run_config
+from megazpp.run.checks import plan_run
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout
 from megazpp.training.setup import build_model
@@ -73,7 +73,7 @@ class VariantRun:
     """
 
     def __init__(self, config: RunConfig, cluster: Cluster, dims_of: dict[Layout, ParallelDims]) -> None:
-        plan = check_run_config(config, cluster, device_type="cpu")
+        plan = plan_run(config, cluster, device_type="cpu")
         if plan.layout not in dims_of:
             dims_of[plan.layout] = ParallelDims(plan.layout, device_type="cpu")
         self.dims = dims = dims_of[plan.layout]
@@ -145,7 +145,9 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     cluster = Cluster(num_nodes=job["nodes"], ranks_per_node=job["ranks_per_node"])
     config = LaunchConfig(distributed_backend="gloo", distributed_timeout_minutes=TIMEOUT_MINUTES)
-    run_worker(detect_rank_info(config), config, functools.partial(serve, cluster, job["flags"], int(sys.argv[2])))
+    with worker_process(detect_rank_info(config), config) as worker:
+        serve(cluster, job["flags"], int(sys.argv[2]), worker)
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -1,33 +1,34 @@
-"""Start of every distributed program: this process becomes a worker, or it launches the workers.
+"""Start of every distributed program, before its workers exist.
 
-The functions for the cluster use only flags and environment variables, because the workers that could discover it have
-not started. Training programs continue in run/training.py. Programs that use the model of a checkpoint continue in
-inference/on_checkpoint.py.
+A program's `main` is decorated with `distributed_program`. It reads and checks its flags, and then either starts the
+workers (`start_workers`), each of which runs the same `main`, or becomes a worker itself (`worker_process` in
+parallel/worker.py). The functions for the cluster use only flags and environment variables, because the workers that
+could discover it have not started.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from megazpp.base.program import (
     EXIT_USER_ERROR,
     LAUNCHER_PID,
-    UserError,
+    JobError,
     launched_rank,
+    program,
     say_at_terminal,
-    user_errors,
+    say_notices,
 )
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.parallel.environment import prepare_environment
 from megazpp.parallel.launch import LaunchConfig, RankInfo, detect_rank_info, launch_workers
-from megazpp.parallel.worker import Worker, run_worker
 from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
@@ -38,50 +39,41 @@ from megazpp.training.tracking import TrackingConfig
 # must print the error first.
 LATE_SECONDS = 10.0
 
-
 # Environment variable with the run folder, set by a launcher that may restart its workers.
 RUN_DIR = "MEGAZPP_RUN_DIR"
 
 
-class Job(NamedTuple):
-    """A checked job: this process's rank (`place`), the launch flags, and the function that each worker runs."""
+def distributed_program(main: Callable[[list[str]], int]) -> Callable[..., int]:
+    """Turn a `main` function into the entry point of a program with workers, which returns the exit status.
 
-    place: RankInfo
-    launch: LaunchConfig
-    work: Callable[[Worker], None]
-
-
-def run_on_ranks(prepare: Callable[[], Job | int]) -> int:
-    """Run a job on its workers and return the exit status.
-
-    A process that a launcher has started becomes a worker, and this function does not return. Any other process starts
-    the workers and waits for them.
+    It prepares the environment for CUDA and Triton before `main` uses torch, and prints errors as `program` does, on
+    rank 0 only.
 
     Args:
-        prepare: reads and checks the command line. It returns a job, or the exit status if the program is already done.
+        main: takes the arguments without the program name, and returns the exit status.
     """
-    # ---- check the command line
-    try:
-        with user_errors():
+
+    @program
+    @functools.wraps(main)
+    def run(argv: list[str]) -> int:
+        try:
             notices = prepare_environment()
             if launched_rank() == 0:
-                for notice in notices:
-                    print(f"note: {notice}", file=sys.stderr)
-            job = prepare()
-    except UserError as error:
-        if launched_rank() == 0:
-            error.show()
-        else:
+                say_notices(notices)
+            return main(argv)
+        except (OSError, ValueError, JobError):
+            if launched_rank() == 0:
+                raise
             time.sleep(LATE_SECONDS)  # the launcher kills rank 0 as soon as another rank exits
-        return EXIT_USER_ERROR
-    if isinstance(job, int):
-        return job
+            return EXIT_USER_ERROR
 
-    # ---- become a worker, or start the workers
-    if job.place.started:
-        run_worker(job.place, job.launch, job.work)
-    say_at_terminal(f"starting {job.place.world_size} workers; each imports torch")
-    return launch_workers([sys.executable, *sys.argv], job.place.world_size, max_restarts=job.launch.max_restarts)
+    return run
+
+
+def start_workers(place: RankInfo, launch: LaunchConfig) -> int:
+    """Start the workers on this machine with this program's arguments, wait for them, and return the exit status."""
+    say_at_terminal(f"starting {place.world_size} workers; each imports torch")
+    return launch_workers([sys.executable, *sys.argv], place.world_size, max_restarts=launch.max_restarts)
 
 
 def hold_run_dir(parsed: ParsedRun) -> None:

@@ -1,0 +1,146 @@
+"""Reports of a run at its start and end: its records, its description in the log, and commands to run next."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+
+import megazpp
+from megazpp.base.flags import render_arguments_block
+from megazpp.base.program import aligned
+from megazpp.checkpoint.metadata import CheckpointMetadata, TrainingProgress
+from megazpp.data.dataset import cache_dir
+from megazpp.data.text import BUILTIN
+from megazpp.model.backends import model_backends
+from megazpp.optim.optimizer import optimizer_backends
+from megazpp.run.arguments import ParsedRun
+from megazpp.run.checks import RunPlan
+from megazpp.run.start import RUN_DIR
+from megazpp.topology.layout import layout_record
+from megazpp.training.context import RunContext, RunFolder, default_run_dir
+from megazpp.training.tracking import Tracker, open_sinks, run_tags
+from megazpp.zero.config import wire_backends
+
+
+def open_tracker(
+    parsed: ParsedRun, plan: RunPlan, continued: CheckpointMetadata | None, device: torch.device
+) -> Tracker:
+    """Open the run folder and the other sinks for records, such as wandb; write flags and layout to the folder.
+
+    Only rank 0 calls this. A resumed run continues the wandb run named in `continued`, the metadata of its checkpoint.
+    It also continues that run's folder, unless --run-dir names another folder.
+    """
+    tracking = parsed.config.tracking
+    before = continued.run_dir if continued is not None and Path(continued.run_dir or "").is_dir() else None
+    held = os.environ.get(RUN_DIR)  # the launcher's choice, which stays the same after a restart
+    folder = RunFolder(tracking.run_dir or before or held or default_run_dir(parsed.name, datetime.datetime.now()))
+    if continued is not None and continued.wandb_run_id is not None:
+        folder.keep_wandb_run_id(continued.wandb_run_id)
+    folder.write_json("args.json", parsed.values(), indent=2)
+    folder.write("args.txt", parsed.report())
+    folder.write_json("topology.json", layout_record(plan.layout))
+    zero = parsed.config.zero
+    tags = run_tags(plan.layout, zero_stage=zero.stage, zeropp=zero.zeropp)
+    sinks = open_sinks(tracking, folder, parsed.values(), tags)
+    return Tracker(tracking, folder, sinks, device=device)
+
+
+def introduce(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:
+    """Log the description of a run: sizes, notices, flags, layout, communication, and the back end of each part.
+
+    Raises:
+        ValueError: a back end that the flags request is not available.
+    """
+    # ---- sizes, in Megatron-LM's words
+    layout, config = plan.layout, parsed.config
+    run.log(
+        f"using world size: {layout.cluster.world_size}, data-parallel size: {layout.data}, "
+        + (f"context-parallel size: {layout.cp}, " if layout.cp > 1 else "")
+        + f"tensor-model-parallel size: {layout.tp}, pipeline-model-parallel size: 1"
+    )
+
+    # ---- notices and flags
+    for notice in (*parsed.notices, *plan.notices):
+        run.log(f"note: {notice}")
+    where = "" if run.folder is None else f", all in {run.folder.path / 'args.txt'}"
+    run.log(render_arguments_block(parsed.parts, parsed.origins), short=f"{len(parsed.origins)} flags are set{where}")
+
+    # ---- layout and communication
+    run.log(f"{layout.describe()}; ZeRO stage {config.zero.stage}")
+    if layout.cluster.links is not None:
+        run.log(layout.cluster.links.describe())
+    run.log(plan.wire.describe(), short=None if plan.wire.gather or plan.wire.reduce else "")
+    for feature in plan.features:
+        run.log(feature.describe())
+
+    # ---- back ends
+    device_type = run.device.type
+    model = model_backends(
+        config.model,
+        device=run.device,
+        dtype=config.precision.param_dtype,
+        documents=config.data.reset_attention_mask,
+    )
+    rows = [*optimizer_backends(config.optimizer, device_type), *model, *wire_backends(plan.wire, device_type)]
+    run.log("\n".join(aligned([("piece", "implementation", "why"), *rows])), short="")
+
+
+def conclude(parsed: ParsedRun, run: RunContext, progress: TrainingProgress, *, loaded: bool, generates: bool) -> None:
+    """Log where the records of a run are, and what to run next.
+
+    Args:
+        parsed: command line of the run.
+        run: log and run folder.
+        progress: progress at the end of the run.
+        loaded: whether a checkpoint was loaded.
+        generates: whether the trained model can generate text.
+    """
+    config = parsed.config
+    if config.checkpoint.load is not None and not loaded:
+        run.log(f"note: --load {config.checkpoint.load} had no checkpoint; this run started from random weights")
+    if run.folder is not None:
+        run.log(f"records of this run: {run.folder.path}")
+        run.log(f"tokenizer and data indices: {cache_dir(config.data)}", short="")
+        stopped = progress.stop_reason is not None
+        run.log(what_next(parsed, run.folder.path, stopped=stopped, generates=generates))
+
+
+def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool) -> str:
+    """Return lines with commands for the user to run next.
+
+    Args:
+        parsed: command line of the run.
+        folder: run folder.
+        stopped: whether the run ended early. The command then resumes it.
+        generates: whether the trained model can generate text.
+    """
+    # ---- an interrupted run
+    save, home = parsed.config.checkpoint.save, Path(megazpp.__file__).parents[1]
+
+    def tool(name: str) -> str:
+        """Return the command that runs a tool, in a checkout or with an installed package."""
+        script = home / "tools" / f"{name}.py"
+        return f"python {os.path.relpath(script)}" if script.exists() else f"python -m megazpp.tools.{name}"
+
+    if stopped and save is None:
+        return "nothing was saved: only a run with --save FOLDER can be resumed"
+    if stopped:
+        program, *flags = sys.argv
+        there = f" --load {shlex.quote(save)}" if save is not None and parsed.config.checkpoint.load != save else ""
+        to = f" --save {shlex.quote(save)}" if save is not None and "save" not in parsed.origins else ""
+        return f"to resume: python {shlex.join([program, *flags])}{to}{there}"
+
+    # ---- a complete run
+    lines = [f"see its curves: {tool('report')} {folder}"]
+    if save is not None and generates:
+        lines.append(f"generate text: {tool('generate')} --load {shlex.quote(save)} --prompt 'Call me'")
+    if any(path.startswith(BUILTIN) for path in parsed.config.data.text_path) and "save" not in parsed.origins:
+        program = sys.argv[0] if Path(sys.argv[0]).suffix == ".py" else Path(sys.argv[0]).name
+        python = "python " if program.endswith(".py") else ""
+        lines.append(f"train it on your text: {python}{program} --text-path your_text.txt --save your_model/")
+    return "\n".join(lines)
