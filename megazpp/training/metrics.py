@@ -11,7 +11,7 @@ import datetime
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from megazpp.base.program import GIGA, MEGA, TERA
 from megazpp.topology.layout import WIRE_NAMES
@@ -19,6 +19,8 @@ from megazpp.topology.layout import WIRE_NAMES
 INNER_LOSS = "inner_loss"  # DiLoCo: mean loss over replica groups and over the steps since they last synchronized
 # `replica_group` is the part of `cross` between replica groups.
 NOTHING_SENT = {"tp": 0, "cross": 0, "local": 0, "replica_group": 0}
+
+ALWAYS = ("grad_norm", "max_grad_norm", "peak_memory_bytes")  # fields of metrics.jsonl that are null if unknown
 
 
 @dataclass(kw_only=True)
@@ -68,21 +70,134 @@ class StepRecord:
     cpu_seconds: float = 0.0
 
 
-class IntervalRecord(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class IntervalRecord:
     """Summary of the steps since the last log line.
 
     Attributes:
-        fields: the object for metrics.jsonl; a loss or norm may be NaN or Infinity.
-        scalars: speed, memory, and bytes per node and step, for wandb and TensorBoard.
-        line: Megatron-LM's log line. Our fields follow: tokens/s and TFLOP/s per rank, MFU, memory, MB per step and
-            wire, and the remaining time.
-        short_line: a shorter line for a terminal, at most 100 columns.
+        last: the last step.
+        steps: number of steps.
+        total_iterations: length of the run.
+        loss: mean over the steps that were not skipped, or over all steps if all were skipped.
+        max_grad_norm: largest gradient norm; None without any.
+        metrics: means of the further metrics over the steps that have them.
+        skipped: number of skipped steps.
+        nan: number of steps whose loss was not finite.
+        synchronizations: number of synchronizations between replica groups.
+        tokens: tokens of all steps over all ranks.
+        consumed_tokens: tokens since the start of the run; None if the samples differ in length.
+        seconds: wall time of all steps.
+        tokens_per_second: speed of all ranks together.
+        rank_tokens_per_second: speed of one rank.
+        rank_flops: model FLOP/s of one rank.
+        mfu: share of the device's peak FLOP/s; None if the peak is unknown.
+        sent_bytes: bytes that a node has sent per step, by wire.
+        peak_memory_bytes: peak memory of this rank's device; None if it is not reported.
+        left: remaining time of the run at this interval's samples per second.
     """
 
-    fields: dict[str, Any]
-    scalars: dict[str, float]
-    line: str
-    short_line: str
+    last: StepRecord
+    steps: int
+    total_iterations: int
+    loss: float
+    max_grad_norm: float | None
+    metrics: Mapping[str, float]
+    skipped: int
+    nan: int
+    synchronizations: int
+    tokens: int
+    consumed_tokens: int | None
+    seconds: float
+    tokens_per_second: float
+    rank_tokens_per_second: float
+    rank_flops: float
+    mfu: float | None
+    sent_bytes: Mapping[str, int]
+    peak_memory_bytes: int | None
+    left: datetime.timedelta
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The object for metrics.jsonl; a loss or norm may be NaN or Infinity."""
+        last, sent = self.last, {f"{wire}_bytes": value for wire, value in self.sent_bytes.items()}
+        fields = {
+            "iteration": last.iteration,
+            "lm_loss": self.loss,
+            "grad_norm": last.grad_norm,
+            "max_grad_norm": self.max_grad_norm,
+            "num_zeros": last.num_zeros,
+            "params_norm": last.params_norm,
+            "learning_rate": last.learning_rate,
+            "consumed_samples": last.consumed_samples,
+            "consumed_tokens": self.consumed_tokens,
+            "tokens": self.tokens if self.consumed_tokens is None else None,
+            "steps": self.steps,
+            "step_seconds": self.seconds / self.steps,
+            "tokens_per_second": self.tokens_per_second,
+            "skipped": self.skipped,
+            **sent,
+            "replica_group_bytes": sent["replica_group_bytes"] or None,
+            "synchronizations": self.synchronizations or None,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "mfu": self.mfu,
+            **self.metrics,
+        }
+        return {name: value for name, value in fields.items() if value is not None or name in ALWAYS}
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """Speed, memory, and bytes per node and step, for wandb and TensorBoard."""
+        scalars = {
+            "perf/step_seconds": self.seconds / self.steps,
+            "perf/tokens_per_s": self.tokens_per_second,
+            "perf/tflops": self.rank_flops / TERA,
+            "perf/mfu": self.mfu,
+            "mem/peak": self.peak_memory_bytes,
+            **{f"comm/{wire}_bytes": value for wire, value in self.sent_bytes.items()},
+        }
+        return {name: value for name, value in scalars.items() if value is not None}
+
+    @property
+    def line(self) -> str:
+        """Megatron-LM's log line up to "number of nan iterations", then our fields.
+
+        Ours are tokens/s and TFLOP/s per rank, MFU, memory, MB per step and wire, and the remaining time.
+        """
+        last, memory, sent = self.last, self.peak_memory_bytes, self.sent_bytes
+        parts = [
+            f"iteration {last.iteration:8d}/{self.total_iterations:8d}",
+            f"consumed samples: {last.consumed_samples:12d}",
+            f"elapsed time per iteration (ms): {self.seconds / self.steps * 1000.0:.1f}",
+            f"learning rate: {last.learning_rate:.3E}",
+            f"global batch size: {last.global_batch_size:5d}",
+            f"lm loss: {self.loss:.6E}",
+            *(f"{name}: {value:.4g}" for name, value in self.metrics.items() if "/" not in name),
+            f"synchronizations: {self.synchronizations}" if self.synchronizations else None,
+            f"loss scale: {last.loss_scale:.1f}",
+            None if last.grad_norm is None else f"grad norm: {last.grad_norm:.3f}",
+            None if last.num_zeros is None else f"num zeros: {last.num_zeros:.1f}",
+            None if last.params_norm is None else f"params norm: {last.params_norm:.3f}",
+            f"number of skipped iterations: {self.skipped:3d}",
+            f"number of nan iterations: {self.nan:3d}",
+            None if self.max_grad_norm is None else f"max grad norm: {self.max_grad_norm:.3f}",
+            f"tokens/s per rank: {self.rank_tokens_per_second:.1f}",
+            f"model TFLOP/s per rank: {self.rank_flops / TERA:#.4g}",
+            None if self.mfu is None else f"MFU: {self.mfu:.1%}",
+            None if memory is None else f"max memory (GB): {memory / GIGA:.2f}",
+            *(f"{WIRE_NAMES[wire]} MB per step: {value / MEGA:.3f}" for wire, value in sent.items() if value),
+            f"eta: {self.left}",
+        ]
+        return "".join(f" {part} |" for part in parts if part is not None)
+
+    @property
+    def short_line(self) -> str:
+        """A shorter line for a terminal, at most 100 columns."""
+        norm = "" if self.last.grad_norm is None else f"grad norm {self.last.grad_norm:6.3f}  "
+        return (
+            f"iteration {self.last.iteration:6d}/{self.total_iterations}  loss {self.loss:7.4f}  {norm}"
+            f"{self.tokens_per_second:9,.0f} tokens/s  {self.left} left"
+            + (f"  {self.skipped} skipped" if self.skipped else "")
+        )
 
 
 @dataclass(kw_only=True)
@@ -137,107 +252,47 @@ class Meter:
     ) -> IntervalRecord:
         """Summarize the steps since the last call; at least one step is required.
 
-        The loss is the mean over the steps that were not skipped, or over all steps if all were skipped. The
-        objective's metrics are means over the steps that have them. The remaining time assumes this interval's samples
-        per second.
-
         Args:
             sent_bytes: bytes that a node has sent in these steps, by wire.
             peak_memory_bytes: peak memory of this rank's device; None if it is not reported.
         """
         # sums and means over the steps
         steps, self._steps = self._steps, []
-        tokens = sum(map(self._tokens_of, steps))
-        self._tokens += tokens
         assert steps, "an interval needs a step"
+        tokens, last, seconds = sum(map(self._tokens_of, steps)), steps[-1], sum(step.seconds for step in steps)
+        self._tokens += tokens
         self._sent_bytes = {wire: sent_bytes[wire] + before for wire, before in self._sent_bytes.items()}
-        count, last, seconds = len(steps), steps[-1], sum(step.seconds for step in steps)
         losses = [step.loss for step in steps if not step.skipped] or [step.loss for step in steps]
         by_name: dict[str, list[float]] = {}
         for step in steps:
             for name, value in step.metrics.items():
                 by_name.setdefault(name, []).append(value)
-        metrics = {name: sum(values) / len(values) for name, values in by_name.items()}
-        loss, skipped = sum(losses) / len(losses), sum(step.skipped for step in steps)
-        nan = sum(not math.isfinite(step.loss) for step in steps)
         norms = [step.grad_norm for step in steps if step.grad_norm is not None]
-        max_norm = max((norm for norm in norms if not math.isnan(norm)), default=norms[0] if norms else None)
-        met = len(by_name.get(INNER_LOSS, ()))  # number of synchronizations between replica groups
         # speed and remaining time
         speed = tokens / seconds if seconds else 0.0
         flops = speed * self.flops_per_token / self.world_size
-        sent = {wire: total // count for wire, total in sent_bytes.items()}
         samples_left = max(0, self.total_samples - last.consumed_samples)
         samples = max(1, sum(step.global_batch_size for step in steps))
-        left = datetime.timedelta(seconds=round(samples_left * seconds / samples))
-        mfu = None if self.peak_flops is None else flops / self.peak_flops
-        # the record for metrics.jsonl
-        consumed = {"consumed_tokens": last.consumed_samples * self.seq_length}
-        amount = consumed if self.whole_samples else {"tokens": tokens}
-        fields = {
-            "iteration": last.iteration,
-            "lm_loss": loss,
-            "grad_norm": last.grad_norm,
-            "max_grad_norm": max_norm,
-            **({} if last.num_zeros is None else {"num_zeros": last.num_zeros}),
-            **({} if last.params_norm is None else {"params_norm": last.params_norm}),
-            "learning_rate": last.learning_rate,
-            "consumed_samples": last.consumed_samples,
-            **amount,
-            "steps": count,
-            "step_seconds": seconds / count,
-            "tokens_per_second": speed,
-            "skipped": skipped,
-            **{f"{wire}_bytes": value for wire, value in sent.items() if value or wire != "replica_group"},
-            **({"synchronizations": met} if met else {}),
-            "peak_memory_bytes": peak_memory_bytes,
-            **({} if mfu is None else {"mfu": mfu}),
-            **metrics,
-        }
-        # the scalars for wandb and TensorBoard
-        scalars = {
-            "perf/step_seconds": seconds / count,
-            "perf/tokens_per_s": speed,
-            "perf/tflops": flops / TERA,
-            "perf/mfu": mfu,
-            "mem/peak": peak_memory_bytes,
-            **{f"comm/{wire}_bytes": value for wire, value in sent.items()},
-        }
-        # Megatron-LM's log line up to "number of nan iterations", then our fields
-        parts = [
-            f"iteration {last.iteration:8d}/{self.total_iterations:8d}",
-            f"consumed samples: {last.consumed_samples:12d}",
-            f"elapsed time per iteration (ms): {seconds / count * 1000.0:.1f}",
-            f"learning rate: {last.learning_rate:.3E}",
-            f"global batch size: {last.global_batch_size:5d}",
-            f"lm loss: {loss:.6E}",
-            *(f"{name}: {value:.4g}" for name, value in metrics.items() if "/" not in name),
-            f"synchronizations: {met}" if met else None,
-            f"loss scale: {last.loss_scale:.1f}",
-            None if last.grad_norm is None else f"grad norm: {last.grad_norm:.3f}",
-            None if last.num_zeros is None else f"num zeros: {last.num_zeros:.1f}",
-            None if last.params_norm is None else f"params norm: {last.params_norm:.3f}",
-            f"number of skipped iterations: {skipped:3d}",
-            f"number of nan iterations: {nan:3d}",
-            None if max_norm is None else f"max grad norm: {max_norm:.3f}",
-            f"tokens/s per rank: {speed / self.world_size:.1f}",
-            f"model TFLOP/s per rank: {flops / TERA:#.4g}",
-            None if mfu is None else f"MFU: {mfu:.1%}",
-            None if peak_memory_bytes is None else f"max memory (GB): {peak_memory_bytes / GIGA:.2f}",
-            *(f"{WIRE_NAMES[wire]} MB per step: {value / MEGA:.3f}" for wire, value in sent.items() if value),
-            f"eta: {left}",
-        ]
-        # the short line for a terminal
-        norm = "" if last.grad_norm is None else f"grad norm {last.grad_norm:6.3f}  "
-        short = (
-            f"iteration {last.iteration:6d}/{self.total_iterations}  loss {loss:7.4f}  {norm}"
-            f"{speed:9,.0f} tokens/s  {left} left" + (f"  {skipped} skipped" if skipped else "")
-        )
         return IntervalRecord(
-            fields,
-            {name: value for name, value in scalars.items() if value is not None},
-            "".join(f" {part} |" for part in parts if part is not None),
-            short,
+            last=last,
+            steps=len(steps),
+            total_iterations=self.total_iterations,
+            loss=sum(losses) / len(losses),
+            max_grad_norm=max((norm for norm in norms if not math.isnan(norm)), default=norms[0] if norms else None),
+            metrics={name: sum(values) / len(values) for name, values in by_name.items()},
+            skipped=sum(step.skipped for step in steps),
+            nan=sum(not math.isfinite(step.loss) for step in steps),
+            synchronizations=len(by_name.get(INNER_LOSS, ())),
+            tokens=tokens,
+            consumed_tokens=last.consumed_samples * self.seq_length if self.whole_samples else None,
+            seconds=seconds,
+            tokens_per_second=speed,
+            rank_tokens_per_second=speed / self.world_size,
+            rank_flops=flops,
+            mfu=None if self.peak_flops is None else flops / self.peak_flops,
+            sent_bytes={wire: total // len(steps) for wire, total in sent_bytes.items()},
+            peak_memory_bytes=peak_memory_bytes,
+            left=datetime.timedelta(seconds=round(samples_left * seconds / samples)),
         )
 
     def summary(self, *, cpu_seconds: float) -> dict[str, Any]:

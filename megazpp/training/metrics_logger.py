@@ -188,7 +188,7 @@ class MetricsRecorder:
         used = torch.tensor(self.meter.cpu_seconds, dtype=torch.float64, device=self.run.device)
         peak = torch.tensor(float(peak_memory_bytes(self.run.device)), dtype=torch.float64, device=self.run.device)
         summary = self.meter.summary(cpu_seconds=float(self.run.dims.world.all_reduce_(used))) | {
-            "final_loss": None if self.last_interval is None else self.last_interval.fields["lm_loss"],
+            "final_loss": None if self.last_interval is None else self.last_interval.loss,
             "validation_loss": measured if self.metric == "lm_loss" else None,
             "unigram_entropy": unigram_entropy,
             "peak_memory_bytes": int(self.run.dims.world.max_(peak)),
