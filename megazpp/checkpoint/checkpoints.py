@@ -270,9 +270,10 @@ def write_checkpoint(
         sums[RECORD] = write_durably(partial / RECORD, named.as_json())
         write_checksums(partial, sums)
         aside = folder.complete(iteration)
-        there = folder.iterations()
-        folder.keep_only(kept_iterations(there, newest=iteration, keep_last=keep_last, retain_interval=retain_interval))
-        return "" if aside is None else f" | the older one is now {aside}"
+        if keep_last is not None or retain_interval is not None:
+            kept = kept_iterations(folder.iterations(), keep_last=keep_last, retain_interval=retain_interval)
+            folder.keep_only(kept)
+        return f" | of the branch that this run has left: {', '.join(map(str, aside))}" if aside else ""
 
     # write the tensors on all ranks, then complete the checkpoint on rank 0
     try:

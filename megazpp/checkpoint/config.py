@@ -32,7 +32,9 @@ class CheckpointConfig:
         None, "folder of checkpoints to load; a training run starts from scratch if it has none", common=True
     )
     ckpt_step: int | None = flag(None, "load the checkpoint of this iteration instead of the latest")
-    load_fallback: bool = flag(False, "load the newest undamaged checkpoint if the requested one is damaged")
+    load_fallback: bool = flag(
+        False, "load the newest undamaged checkpoint before the requested one if that is damaged"
+    )
     load_optim: bool = flag(True, "load the optimizer states and continue the learning-rate schedule")
     load_rng: bool = flag(True, "load the states of the random generators")
     finetune: bool = flag(False, "load only the weights and start at iteration 0")

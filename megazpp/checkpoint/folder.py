@@ -8,12 +8,14 @@
     ....txt.new                          next tracker, written before the checkpoint gets its final name; if a crash
                                          separates the two renames, the next run completes the second
     tokenizer-0123456789abcdef/          tokenizer files and their checksums; the name is a hash of the files
-    iter_0000100.replaced-1/             earlier checkpoint of an iteration that was saved again
+    iter_0000100.replaced-1/             checkpoint of a branch that a run has left: the run went back to an earlier
+                                         iteration with --ckpt-step, and then saved this iteration or an earlier one
     lock                                 lock file of the job that writes to the folder, held until that job ends
 
 A crash, a kill or a full disk therefore leaves the tracker naming a complete checkpoint. Without a tracker, the newest
-complete checkpoint is the latest. Complete checkpoints are never overwritten. The file run.json in each checkpoint
-names the tokenizer's folder.
+complete checkpoint is the latest. Complete checkpoints are never overwritten. All of them belong to the same branch of
+the run, so the newest by number is the newest of the branch. The file run.json in each checkpoint names the tokenizer's
+folder.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from megazpp.data.tokenizer_folder import find_tokenizer
 TRACKER, RECORD = "latest_checkpointed_iteration.txt", "run.json"
 _COMPLETE = re.compile(r"iter_(\d{7,})")
 _TOKENIZER = re.compile("tokenizer-[0-9a-f]{16}")
-_PARTIAL = re.compile(rf"(iter_\d{{7,}}|{_TOKENIZER.pattern})\.partial")
+_ASIDE = re.compile(rf"{_COMPLETE.pattern}\.replaced-\d+")
+_PARTIAL = re.compile(rf"({_ASIDE.pattern}|{_COMPLETE.pattern}|{_TOKENIZER.pattern})\.partial")
 
 
 class CheckpointFolder:
@@ -197,26 +200,31 @@ class CheckpointFolder:
         self._new.unlink(missing_ok=True)
         shutil.rmtree(self.partial(iteration), ignore_errors=True)
 
-    def complete(self, iteration: int) -> Path | None:
+    def complete(self, iteration: int) -> list[Path]:
         """Rename the partial checkpoint of an iteration to its final name, and set the tracker to it.
 
-        All its files must be on disk.
+        All its files must be on disk. Complete checkpoints of this and of later iterations belong to a branch that the
+        run has left, and get other names.
 
         Returns:
-            New path of an earlier checkpoint of the same iteration; None if there was none.
+            New paths of the checkpoints of the other branch.
         """
         sync_directory(self.partial(iteration))
-        earlier, aside = [other for other in self.iterations() if other < iteration], None
-        if earlier and self.of(iteration).exists():  # the tracker must not name a checkpoint that is being replaced
+        there = self.iterations()
+        earlier, left = ([other for other in there if (other < iteration) == before] for before in (True, False))
+        if earlier and left:  # the tracker must not name a checkpoint that is being renamed
             self.track(earlier[-1])
         self._prepare(iteration)
-        if self.of(iteration).exists():
-            aside = first_free(lambda number: self.path / f"{self.of(iteration).name}.replaced-{number}")
-            self.of(iteration).rename(aside)
+        aside = [self._set_aside(other) for other in left]
         self.partial(iteration).rename(self.of(iteration))
         sync_directory(self.path)
         self._advance()
         return aside
+
+    def _set_aside(self, iteration: int) -> Path:
+        """Give the checkpoint of an iteration a numbered name, and return its new path."""
+        aside = first_free(lambda number: self.path / f"{self.of(iteration).name}.replaced-{number}")
+        return self.of(iteration).rename(aside)
 
     def track(self, iteration: int) -> None:
         """Set the tracker to the checkpoint of an earlier iteration, to resume from it. Later checkpoints are kept."""
@@ -241,12 +249,21 @@ class CheckpointFolder:
     def keep_only(self, kept: Iterable[int]) -> None:
         """Delete the complete checkpoints of all iterations that are not in `kept`.
 
-        Each is renamed to its partial name first, so that a crash cannot leave half of one under a complete name.
+        Checkpoints of a branch that the run has left are deleted when the newest kept checkpoint is of a later
+        iteration. Each is renamed to its partial name first, so that a crash cannot leave half of one under a complete
+        name.
         """
-        for iteration in set(self.iterations()) - set(kept):
+        kept = set(kept)
+        passed = [
+            entry
+            for entry in self.path.iterdir()
+            if (match := _ASIDE.fullmatch(entry.name)) and int(match[1]) < max(kept)
+        ]
+        for path in [*map(self.of, set(self.iterations()) - kept), *passed]:
+            partial = path.with_name(f"{path.name}.partial")
             with contextlib.suppress(FileNotFoundError):
-                self.of(iteration).rename(self.partial(iteration))
-            shutil.rmtree(self.partial(iteration), ignore_errors=True)
+                path.rename(partial)
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def iteration_of(checkpoint: Path) -> int | None:
@@ -277,27 +294,17 @@ def read_tracker(tracker: Path, *, words: tuple[str, ...] = ()) -> str | None:
     return text
 
 
-def kept_iterations(
-    iterations: Iterable[int], *, newest: int, keep_last: int | None, retain_interval: int | None
-) -> set[int]:
-    """Return the iterations whose checkpoints are kept after the checkpoint of `newest` has been written.
-
-    Checkpoints of iterations after `newest` are kept. A run that resumed from an earlier iteration with --ckpt-step has
-    such checkpoints.
+def kept_iterations(iterations: Iterable[int], *, keep_last: int | None, retain_interval: int | None) -> set[int]:
+    """Return the iterations whose checkpoints are kept after a save.
 
     Args:
         iterations: iterations with a complete checkpoint.
-        newest: iteration that has just been saved.
-        keep_last: number of newest checkpoints to keep, up to and including `newest`. None keeps all; with a
-            `retain_interval` it keeps one.
+        keep_last: number of newest checkpoints to keep; None keeps one.
         retain_interval: checkpoints of its multiples are kept; None keeps no others.
     """
-    found = sorted({*iterations, newest})
-    if keep_last is None and retain_interval is None:
-        return set(found)
-    past = [iteration for iteration in found if iteration <= newest]
-    kept = set(past[-(keep_last or 1) :]) | {iteration for iteration in found if iteration > newest}
-    return kept | {iteration for iteration in past if retain_interval and iteration % retain_interval == 0}
+    found = sorted(iterations)
+    retained = {iteration for iteration in found if retain_interval and iteration % retain_interval == 0}
+    return retained | set(found[-(keep_last or 1) :])
 
 
 def write_tokenizer(save: Path, files: Mapping[str, bytes]) -> str | None:

@@ -58,7 +58,8 @@ class LoadSource(NamedTuple):
         continues: True to resume the checkpoint's run; False (--finetune) to start a new run with its weights.
         optimizer: True to load the optimizer states.
         rng: True to load the states of the random generators.
-        fallback: True to load the newest undamaged checkpoint if the requested one is damaged (--load-fallback).
+        fallback: True to load the newest undamaged checkpoint before the requested one if that is damaged
+            (--load-fallback).
         opener: opener of the weights.
     """
 
@@ -95,9 +96,8 @@ class LoadSource(NamedTuple):
                 if not self.fallback or not found:
                     raise
                 wanted = found[-1]
-        # add the others, the newest first
-        others = [iteration for iteration in reversed(found) if iteration != wanted and self.fallback]
-        return [] if wanted is None else [wanted, *others]
+        # add the earlier ones, the newest first
+        return [] if wanted is None else [wanted, *(i for i in reversed(found) if i < wanted and self.fallback)]
 
     @property
     def checkpoint(self) -> Path:

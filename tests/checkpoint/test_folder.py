@@ -21,7 +21,7 @@ from megazpp.data.tokenizer import TokenizerConfig
 TOKENIZER = {"tokenizer.model": b"pieces", "tokenizer_config.json": b"{}"}
 
 
-def save(folder: CheckpointFolder, iteration: int, text: str = "") -> Path | None:
+def save(folder: CheckpointFolder, iteration: int, text: str = "") -> list[Path]:
     folder.begin(iteration)
     (folder.partial(iteration) / "file").write_text(text)
     return folder.complete(iteration)
@@ -38,8 +38,8 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def test_checkpoint_has_megatrons_name_and_tracker_names_the_latest(folder):
     assert (folder.latest(), folder.iterations()) == (None, [])
-    for iteration in (100, 20, 12345678):
-        assert save(folder, iteration) is None
+    for iteration in (20, 100, 12345678):
+        assert save(folder, iteration) == []
     assert (folder.path / "iter_0000100" / "file").exists()
     assert (folder.path / TRACKER).read_text() == "12345678\n"
     assert (folder.latest(), folder.iterations()) == (12345678, [20, 100, 12345678])
@@ -59,9 +59,39 @@ def test_unfinished_checkpoints_are_ignored_and_removed_by_the_next_run(folder):
 
 def test_complete_checkpoint_is_never_overwritten(folder):
     aside = [save(folder, 5, text) for text in ("first", "second", "third")]
-    assert aside == [None, folder.path / "iter_0000005.replaced-1", folder.path / "iter_0000005.replaced-2"]
-    assert [(path / "file").read_text() for path in (folder.of(5), *aside[1:])] == ["third", "first", "second"]
+    assert aside == [[], [folder.path / "iter_0000005.replaced-1"], [folder.path / "iter_0000005.replaced-2"]]
+    assert [(path / "file").read_text() for path in (folder.of(5), *aside[1], *aside[2])] == [
+        "third",
+        "first",
+        "second",
+    ]
     assert folder.iterations() == [5]
+
+
+@pytest.mark.parametrize("first", [15, 20, 25])
+def test_first_save_of_a_branch_sets_later_checkpoints_of_the_other_aside(folder, first):
+    """A run that went back to iteration 10 would otherwise find checkpoints of the branch that it has left."""
+    for iteration in (10, 20, 30):
+        save(folder, iteration, f"left {iteration}")
+    folder.track(10)
+    left = [iteration for iteration in (20, 30) if iteration >= first]
+    assert save(folder, first) == [folder.path / f"iter_00000{iteration}.replaced-1" for iteration in left]
+    assert folder.iterations() == sorted({10, 20, first} - {*left} | {first})
+    (folder.path / TRACKER).unlink()
+    assert folder.latest() == first
+
+
+def test_checkpoints_that_were_set_aside_are_deleted_when_the_run_has_passed_them(folder):
+    for iteration in (10, 20, 30):
+        save(folder, iteration)
+    folder.track(10)
+    found = []
+    for iteration in (20, 30, 40):
+        save(folder, iteration)
+        folder.keep_only([iteration])
+        found.append(sorted(path.name for path in folder.path.glob("iter_*")))
+    assert found[0] == ["iter_0000020", "iter_0000020.replaced-1", "iter_0000030.replaced-1"]
+    assert found[1:] == [["iter_0000030", "iter_0000030.replaced-1"], ["iter_0000040"]]
 
 
 class Killed(BaseException):
@@ -95,8 +125,8 @@ def killed_before(moment: int, work: Callable[[], Any]) -> bool:
     [
         # Iteration 5 counts only after its folder is renamed, which follows the sync of its files.
         ([3], [3, 3, 3, 3, 3, 5, 5, 5, 5]),
-        # Iteration 5 is saved again: first the tracker is set to 3, then the old checkpoint is moved aside.
-        ([3, 5, 7], [7, 7, 7, 3, 3, 3, 3, 3, 3, 3, 5, 5, 5, 5]),
+        # Iteration 5 is saved again: first the tracker is set to 3, then checkpoints 5 and 7 are set aside.
+        ([3, 5, 7], [7, 7, 7, 3, 3, 3, 3, 3, 3, 3, 3, 5, 5, 5, 5]),
     ],
 )
 def test_save_killed_at_any_moment_is_completed_or_removed_without_loss(tmp_path, saved, latest):
@@ -193,19 +223,17 @@ def test_deleted_checkpoint_loses_its_name_before_its_files(folder, monkeypatch)
 @pytest.mark.parametrize(
     ("newest", "keep_last", "retain_interval", "kept"),
     [
-        (60, None, None, {10, 20, 30, 40, 50, 60}),
         (60, 2, None, {50, 60}),
         (60, 1, None, {60}),
         (60, None, 20, {20, 40, 60}),
-        (50, None, 20, {20, 40, 50, 60}),
+        (50, None, 20, {20, 40, 50}),
         (60, 2, 30, {30, 50, 60}),
-        (30, 2, None, {20, 30, 40, 50, 60}),  # a run that went back to an earlier checkpoint
         (60, 9, None, {10, 20, 30, 40, 50, 60}),
     ],
 )
 def test_kept_iterations_follow_the_flags(newest, keep_last, retain_interval, kept):
-    iterations = range(10, 61, 10)
-    assert kept_iterations(iterations, newest=newest, keep_last=keep_last, retain_interval=retain_interval) == kept
+    iterations = range(10, newest + 1, 10)
+    assert kept_iterations(iterations, keep_last=keep_last, retain_interval=retain_interval) == kept
 
 
 def test_tokenizer_is_written_once_and_found_next_to_its_checkpoints(tmp_path):

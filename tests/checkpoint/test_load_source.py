@@ -24,9 +24,10 @@ def used(tmp_path) -> Path:
     """Make a folder with checkpoints of iterations 10, 20 and 30, whose tracker names 20."""
     folder = CheckpointFolder(tmp_path / "used", "--save")
     folder.path.mkdir()
-    for iteration in (10, 30, 20):
+    for iteration in (10, 20, 30):
         folder.begin(iteration)
         folder.complete(iteration)
+    folder.track(20)
     return folder.path
 
 
@@ -91,8 +92,9 @@ def test_load_takes_the_tracked_iteration_ckpt_step_or_a_fallback(used, tmp_path
         ({"save": new}, None),
         ({"load": load}, [20]),
         ({"load": load, "ckpt_step": 10}, [10]),
-        ({"load": load, "load_fallback": True}, [20, 30, 10]),
-        ({"load": load, "load_fallback": True, "ckpt_step": 10}, [10, 30, 20]),
+        ({"load": load, "load_fallback": True}, [20, 10]),
+        ({"load": load, "load_fallback": True, "ckpt_step": 10}, [10]),
+        ({"load": load, "load_fallback": True, "ckpt_step": 30}, [30, 20, 10]),
         ({"load": load, "save": f"{load}/../used"}, [20]),
         ({"load": missing}, []),
         ({"load": missing, "load_fallback": True}, []),
