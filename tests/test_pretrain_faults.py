@@ -125,7 +125,7 @@ def test_stop_signal_in_any_phase_saves_and_exits_with_0(tmp_path):
     for before, after, phase, signum, eval_iters in (
         (TORCHRUN, [], r"^ iteration +3/", signal.SIGTERM, "1"),
         ([], OURS, r"^saving checkpoint at iteration", signal.SIGUSR1, "1"),
-        ([], OURS, r"^ iteration +\d*[05]/", signal.SIGTERM, "20"),
+        ([], OURS, r"^ iteration +\d*[05]/", signal.SIGTERM, "5000"),  # which would take minutes
     ):
         program = Program(*before, *runs.command, *flags, eval_iters, *after, folder=tmp_path)
         program.wait_until(lambda: re.search(phase, program.output(), re.MULTILINE) is not None)  # noqa: B023
@@ -133,6 +133,7 @@ def test_stop_signal_in_any_phase_saves_and_exits_with_0(tmp_path):
         output = program.finish()
         assert before or (program.process.returncode == 0 and "Traceback" not in output), output
         assert f"stopped by {signum.name}\n" in output
+        assert (f"the evaluation was given up: {signum.name}\n" in output) == (eval_iters == "5000")
         iterations = [int(n) for n in re.findall(r"^ iteration +(\d+)/", output, re.MULTILINE)]
         assert iterations[0] == last + 1
         assert runs.saved == iterations[-1]

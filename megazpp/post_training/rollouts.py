@@ -295,8 +295,9 @@ class RewardEvaluator:
     prompts: PromptDataset
     count: int
 
-    def __call__(self) -> float:
-        """Return the mean reward, equal on all ranks."""
+    def __call__(self, between_batches: Callable[[], None] = lambda: None) -> float:
+        """Return the mean reward, equal on all ranks; all prompts are one batch."""
+        between_batches()
         loader, sampler = self.loader, self.loader.sampler
         dims = sampler.dims
         rows = range(dims.data_rank, self.count, dims.data_size)

@@ -362,6 +362,7 @@ class Trainer:
             test=parts.test,
             metric=parts.validation_metric,
             has_perplexity=parts.has_perplexity,
+            give_up=functools.partial(run.stops.give_up, dims),
             weights_for_evaluation=self.weights_for_evaluation,
         )
 
@@ -436,9 +437,9 @@ class Trainer:
             progress: progress at the end of training.
             unigram_entropy: entropy of the validation text in nats per token; None if unknown.
         """
-        run, evaluate = self.run, not self.run.stops.hurried
-        self.recorder.finish(progress, evaluate=evaluate, unigram_entropy=unigram_entropy)
-        if evaluate:
+        run = self.run
+        self.recorder.finish(progress, evaluate=not run.stops.hurried, unigram_entropy=unigram_entropy)
+        if not run.stops.hurried:
             for attached in self.attached:
                 attached.finish(self.weights_for_evaluation)
         conclude(run.parsed, run.context, progress, loaded=run.checkpoint is not None, generates=self.parts.generates)

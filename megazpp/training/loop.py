@@ -34,6 +34,7 @@ from megazpp.parallel.launch import STOP_SIGNALS
 from megazpp.parallel.timeline import WAIT
 from megazpp.training.batches import BatchPlan
 from megazpp.training.metrics_logger import MetricsRecorder
+from megazpp.training.objective import StopRequested
 from megazpp.training.step import LaunchedStep, TrainStep
 
 GARBAGE_INTERVAL = 50  # iterations between two runs of Python's garbage collector
@@ -255,6 +256,16 @@ class StopConditions:
         if config.exit_interval is not None and iteration % config.exit_interval == 0:
             return f"--exit-interval {config.exit_interval}"
         return f"--exit-duration-in-mins {minutes}" if some_over else None
+
+    def give_up(self, dims: ParallelDims) -> None:
+        """Raise StopRequested if any rank has caught a signal: one all-reduce over all ranks, for which they wait.
+
+        Call it on all ranks between two parts of work that takes long and that a run can do without.
+        """
+        (caught,) = self._agree([self._caught], dims, at_once=True)
+        if caught:
+            self.hurried = True
+            raise StopRequested(signal.Signals(caught).name)
 
     def _agree(self, mine: list[int], dims: ParallelDims, *, at_once: bool) -> list[int]:
         """Return the maximum of each number over all ranks.

@@ -34,6 +34,7 @@ from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, WIRE_NAMES, WIRES
 from megazpp.training.context import RunContext
 from megazpp.training.flops import memory_line, peak_memory_bytes
 from megazpp.training.metrics import NOTHING_SENT, IntervalRecord, Meter, StepRecord, closing_lines, validation_lines
+from megazpp.training.objective import StopRequested
 from megazpp.training.timers import StepRecorder
 from megazpp.training.tracking import Tracker, TrackingConfig
 from megazpp.zero.config import PrecisionConfig
@@ -42,7 +43,8 @@ SPIKE, SPIKE_STEPS = 10, 10  # a gradient norm above 10 times the median is logg
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 
 
-Validation = Callable[[], float]  # evaluates held-out data and returns the same number on all ranks
+# Evaluates held-out data and returns the same number on all ranks. The argument is called between two batches.
+Validation = Callable[[Callable[[], None]], float]
 
 
 @dataclass
@@ -62,6 +64,7 @@ class MetricsRecorder:
         validation, test: functions that evaluate held-out data; None without such data.
         metric: name of the value that they return, "lm_loss" or for example "reward".
         has_perplexity: whether the "lm_loss" is a mean of nats per token.
+        give_up: raises StopRequested if a stop signal has arrived; evaluations call it between two batches.
         weights_for_evaluation: returns a context manager that is entered around each evaluation. DiLoCo uses it to
             evaluate the outer weights.
     """
@@ -78,6 +81,7 @@ class MetricsRecorder:
     test: Validation | None = None
     metric: str = "lm_loss"
     has_perplexity: bool = True
+    give_up: Callable[[], None] = lambda: None
     weights_for_evaluation: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:
@@ -158,11 +162,18 @@ class MetricsRecorder:
             self.tracker.validation(value, progress, **how)
 
     def _evaluate(self, evaluate: Validation | None) -> float | None:
-        """Return the result of `evaluate` with the weights for evaluation; None without a function."""
+        """Return the result of `evaluate` with the weights for evaluation; None without a result.
+
+        There is no result without a function, and if a stop signal arrives during the evaluation.
+        """
         if evaluate is None:
             return None
-        with self.weights_for_evaluation():
-            return evaluate()
+        try:
+            with self.weights_for_evaluation():
+                return evaluate(self.give_up)
+        except StopRequested as stop:
+            self.run.log(f"the evaluation was given up: {stop}")
+            return None
 
     def finish(self, progress: TrainingProgress, *, evaluate: bool, unigram_entropy: float | None) -> None:
         """Run the last evaluations, then print the results of the run and write them to summary.json.

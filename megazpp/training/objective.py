@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
@@ -137,6 +137,10 @@ class LanguageModelLoss:
         return {}
 
 
+class StopRequested(Exception):  # noqa: N818, because it is no error
+    """Raised on all ranks at the same place if a stop signal gives up work that a run can do without."""
+
+
 @dataclass
 class Evaluator:
     """Computes the mean loss over the first batches of a dataset.
@@ -161,18 +165,27 @@ class Evaluator:
     batch_size: int
 
     @torch.no_grad()
-    def __call__(self) -> float:
+    def __call__(self, between_batches: Callable[[], None] = lambda: None) -> float:
         """Return the mean loss, equal on all ranks.
 
         Afterwards the model is in training mode, and its next forward gathers its weights from the shards again.
+
+        Args:
+            between_batches: function that is called before each global batch. If it raises, the evaluation is given up.
         """
+
+        def steps() -> Iterator[Sequence[Any]]:
+            for start in range(0, self.iterations * self.batch_size, self.batch_size):
+                between_batches()
+                yield self.loader.step(start, self.batch_size)
+
         self.model.eval()
-        with self.dims.counter.paused():  # the log reports the traffic of training steps only
-            starts = range(0, self.iterations * self.batch_size, self.batch_size)
-            loss = self.mean_loss(self.loader.step(start, self.batch_size) for start in starts)
-        self.sharding.reshard()
-        self.model.train()
-        return loss
+        try:
+            with self.dims.counter.paused():  # the log reports the traffic of training steps only
+                return self.mean_loss(steps())
+        finally:
+            self.sharding.reshard()
+            self.model.train()
 
     def mean_loss(self, steps: Iterable[Sequence[Any]]) -> float:
         """Return the mean loss in nats per token over all ranks; NaN if the loss masks exclude all tokens.
