@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.program import ROOT
+from packaging.requirements import Requirement
 
 FOLDERS = {"megazpp": "megazpp", "kernels": "megazpp/kernels", "configs": "megazpp/configs", "tools": "megazpp/tools"}
 LEFT_OUT = ("tools/benchmarks/", "tools/examples/", "tools/slurm/")  # programs for a checkout
@@ -91,3 +92,13 @@ def test_wheel_trains_in_an_empty_folder(built, tmp_path):
     megatron.mkdir()
     (megatron / "pretrain_gpt.py").write_text("raise SystemExit('Megatron-LM')")
     run(programs / "megazpp", "--print-config", cwd=empty, **env | {"PYTHONPATH": str(megatron)})
+
+
+def test_constraints_pin_every_requirement_inside_its_range():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
+    versions = {pin.name.lower(): str(pin.specifier).removeprefix("==") for pin in pinned}
+    # the tests do not run with the packages of "gpu"
+    extras = [texts for extra, texts in project["optional-dependencies"].items() if extra != "gpu"]
+    for requirement in map(Requirement, [*project["dependencies"], *(text for texts in extras for text in texts)]):
+        assert requirement.specifier.contains(versions[requirement.name.lower()]), requirement

@@ -48,7 +48,7 @@ OPTIONAL = CUDA_ONLY | {
     "backports.zstd": ".zst files",
     "tensorboard": "--tensorboard-dir",
 }
-TORCH_RANGE = ((2, 11), (2, 14))  # the same range as in pyproject.toml
+TORCH_RANGE = ((2, 11), (2, 16))  # the same range as in pyproject.toml
 
 VARIABLES = re.compile(
     "(OMPI_COMM_WORLD|PMI|MV2_COMM_WORLD|JSM_NAMESPACE|FLUX_JOB|FLUX_TASK|PALS|MPI)_.*|PMIX_RANK|PMIX_NAMESPACE|"

@@ -31,7 +31,7 @@ from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.worker import seed_everything
-from megazpp.tensor_parallel.parameters import model_state, seed_for
+from megazpp.tensor_parallel.parameters import seed_for
 from megazpp.zero.sharding import Sharding
 
 
@@ -73,7 +73,8 @@ class Weights(StatePart):
         self._model, self._sharding = model, sharding
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach() for name, tensor in model_state(self._model).items()}
+        parameters = {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+        return {**parameters, **dict(self._model.named_buffers())}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers themselves. A scalar head that the checkpoint lacks is left out."""

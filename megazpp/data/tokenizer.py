@@ -335,8 +335,12 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.encode(text)
 
     def _encode_spans(self, text: str) -> EncodedText:
-        found = self._processor.encode_as_offset_mapping(text)
-        return EncodedText(found["ids"], found["offsets"])
+        if hasattr(self._processor, "encode_as_offset_mapping"):
+            found = self._processor.encode_as_offset_mapping(text)
+            return EncodedText(found["ids"], found["offsets"])
+        immutable: Any = self._processor  # sentencepiece 0.2.1
+        pieces = immutable.encode_as_immutable_proto(text).pieces
+        return EncodedText([piece.id for piece in pieces], [(piece.begin, piece.end) for piece in pieces])
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._processor.decode([int(i) for i in ids if i < self._num_pieces])

@@ -23,7 +23,7 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
 from megazpp.zero.comms import CommContext, CountedReduce, SummingReduce
 from megazpp.zero.reduce import TwoHopReduce
-from megazpp.zero.schedule import ReduceSchedule
+from megazpp.zero.schedule import ReduceSchedule, in_backward
 from megazpp.zero.wire import Codec, Segment
 
 
@@ -117,6 +117,11 @@ class ProgramReduce(SummingReduce):
 
     def post_backward(self, *given: Any) -> None:
         """Reduce the unit's gradients through FSDP2; see `SummingReduce.post_backward`."""
+        if not in_backward():
+            raise RuntimeError(
+                f"{self.unit.name} reduces its gradients outside a backward, where ZeRO++ cannot finish them: remove "
+                "the call of set_manual_backward_finalization"
+            )
         if not self.unit.reduces_gradients:
             self._fsdp2_post_backward(*given)
             return

@@ -36,15 +36,24 @@ class ProgramUnit(Unit):
         This is `param_dtype` of the mixed-precision policy for floating-point parameters, and the parameter's dtype
         otherwise.
         """
-        policy = self._group.mp_policy.param_dtype
-        own = [p.sharded_param.dtype for p in self._group.fsdp_params]
-        return tuple(policy if policy is not None and dtype.is_floating_point else dtype for dtype in own)
+        found = []
+        for p in self._group.fsdp_params:  # torch 2.15 has a policy per parameter (`param_dtype_override_fn`)
+            policy, own = p.mp_policy.param_dtype, p.sharded_param.dtype
+            found.append(policy if policy is not None and own.is_floating_point else own)
+        return tuple(found)
 
     @property
     def reduce_dtypes(self) -> set[torch.dtype]:
-        """The dtypes in which the gradients of the trained parameters would be reduced; FSDP2 supports one per unit."""
-        policy = self._group.mp_policy.reduce_dtype
-        return {policy or self.gather_dtypes[index] for index in self.trained}
+        """The dtypes in which the gradients of the trained parameters would be reduced; ZeRO++ supports one per unit.
+
+        Without `reduce_dtype` in the mixed-precision policy, FSDP2 of torch 2.15 reduces in the parameter's
+        `grad_dtype`, which is by default its own dtype. Earlier versions reduce in the dtype of the gathered parameter.
+        """
+        found, gathered = set(), self.gather_dtypes
+        for index in self.trained:
+            p = self._group.fsdp_params[index]
+            found.add(p.mp_policy.reduce_dtype or getattr(p, "sharded_grad_dtype", gathered[index]))
+        return found
 
     @property
     def gradient_divide_factor(self) -> float | None:
@@ -113,6 +122,12 @@ class ProgramUnit(Unit):
 
     def check_dtypes(self) -> None:
         """Raise ValueError if the gradients of the unit would be reduced in a dtype that ZeRO++ does not support."""
+        # torch 2.15 sorts the gradients of a unit by this dtype, so that messages would have another layout
+        if len({getattr(self._group.fsdp_params[index], "sharded_grad_dtype", None) for index in self.trained}) > 1:
+            raise ValueError(
+                f"the parameters of {self.name} have several values of grad_dtype, and ZeRO++ needs one per unit of "
+                "fully_shard: set the same grad_dtype for all of them"
+            )
         for dtype in self.reduce_dtypes - set(QUANTIZABLE):
             name = self.parameters[self.trained[0]].name
             raise ValueError(

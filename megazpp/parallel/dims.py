@@ -35,8 +35,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megazpp.base.files import DamagedError
 from megazpp.base.flags import check_positive, flag
@@ -54,6 +54,8 @@ from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout, plan_layout
 
 T = TypeVar("T")
+# torch 2.14 made this function public. Earlier versions have only the private one.
+set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 MESH_AXES, HOPS = ("replica_group", "replicate", "shard", "tp"), ("local", "cross")
 EXPERT_NAMES = dict(zip(("tp", "local", "shard"), EXPERT_AXES, strict=True))
 
@@ -268,7 +270,7 @@ class ParallelDims:
         rank = dist.get_rank()
         ranks = self.layout.axis_ranks(axis, rank)
         if group is not None and self._timeout is not None:
-            _set_pg_timeout(self._timeout, group)  # a new group does not inherit the default group's timeout
+            set_timeout(self._timeout, group)  # a new group does not inherit the default group's timeout
         return self._axis_class(
             name,
             ranks=ranks,

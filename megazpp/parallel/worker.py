@@ -228,9 +228,11 @@ def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:
     class OneDeviceGroup(abc.ABC):  # noqa: B024 (an ABC only so that isinstance can be extended by `register`)
         """A substitute for ProcessGroupGloo that creates ordinary gloo groups, but on the shared device."""
 
-        def __new__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+        def __new__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta, **others: Any) -> Any:
             options = gloo._Options()
             options._devices, options._timeout = devices, timeout
+            for name, value in others.items():  # torch 2.14 passes `enable_reconfigure`
+                setattr(options, name, value)
             return gloo(store, rank, size, options)
 
     OneDeviceGroup.register(gloo)

@@ -1,6 +1,6 @@
 """FSDP2's interface for custom collectives, and implementations that send what FSDP2 sends and count the bytes.
 
-Only this file imports the interface, which is in a private module of torch 2.11 to 2.13.
+Only this file imports the interface, which is in a private module of torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 except ImportError as error:  # pragma: no cover
     raise ImportError(
-        f"torch {torch.__version__} has moved FSDP2's comm interface; MegaZ++ supports torch 2.11 to 2.13"
+        f"torch {torch.__version__} has moved FSDP2's comm interface; MegaZ++ supports torch 2.11 to 2.15"
     ) from error
 
 

@@ -104,7 +104,7 @@ class Unit:
             if read is not None and not torch.equal(read().view(torch.uint8), expected.view(torch.uint8)):
                 raise RuntimeError(
                     f"torch {torch.__version__} lays out the shard of {self.key} in an unknown way: use torch 2.11 to "
-                    "2.13"
+                    "2.15"
                 )
 
     def shards(self) -> list[torch.Tensor]:
@@ -188,13 +188,15 @@ class Unit:
         """
         parameters = self._group.fsdp_params
         missing = [parameters[index] for index in indices if not _has_gradient(parameters[index])]
-        accumulated = [p.unsharded_accumulated_grad for p in parameters] if missing else []
+        # torch 2.15 accumulates in `.grad` of the gathered parameter; there the attribute is a property
+        in_grad = isinstance(getattr(type(parameters[0]), "unsharded_accumulated_grad", None), property)
+        accumulated = [p.unsharded_accumulated_grad for p in parameters] if missing and not in_grad else []
         dtype = next((gradient.dtype for gradient in accumulated if gradient is not None), None)
         for parameter in missing:
             gathered = getattr(parameter, "_unsharded_param", None)
             if gathered is None or not gathered.numel():
                 continue
-            zeros = torch.zeros_like(gathered, dtype=dtype, requires_grad=False)
+            zeros = torch.zeros_like(gathered, dtype=gathered.grad_dtype if in_grad else dtype, requires_grad=False)
             if dtype is None:
                 gathered.grad = zeros
             else:  # FSDP2 reduces one dtype per unit, and has accumulated earlier backwards in this dtype

@@ -97,7 +97,8 @@ def by_torch(
             for rows, p in found:
                 p.grad = whole[rows]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+            patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # until torch 2.14
+            patch.setattr(torch.Tensor, "to", lambda tensor, **_: tensor.clone())  # from torch 2.15
             muon.step()
         adam.step()
     order = {name: torch.cat([rows for rows, _ in found]).argsort() for name, found in parts.items()}
