@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import ranks
-from helpers.tiers import slow
+from helpers.tiers import nightly, slow
 from helpers.training import LLAMA_STYLE
 from post_training.policies import BATCH, MIXTURE, SEQ, PostCase, build, near, train
 
@@ -105,7 +105,7 @@ def in_one_process(objective: str) -> list[dict[str, float]]:
         slow(2, {"tp": 2}, ["grpo of experts", "ppo of experts"]),
         slow(4, {"ep": 4, "tp": 2, "sequence_parallel": True}, ["reward of experts", "dpo of experts"]),
         slow(4, {"ep": 2, "cp": 2, "nodes": 2}, ["reward of experts", "dpo of experts"]),
-        slow(8, {"cp": 2, "tp": 2, "micro_batch_size": 2}, [*OBJECTIVES]),
+        nightly(8, {"cp": 2, "tp": 2, "micro_batch_size": 2}, [*OBJECTIVES]),
         slow(4, {"tp": 2, "sequence_parallel": True}, [*OBJECTIVES]),
         slow(4, {"tp": 2, "nodes": 2, "micro_batch_size": 2}, [*OBJECTIVES]),
     ],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.recorded_graph import record_steps
-from helpers.tiers import slow
+from helpers.tiers import nightly, slow
 from post_training.policies import BATCH, MIXTURE, SEQ, PostCase, build, near, train
 
 from megazpp.base.program import UserError
@@ -119,7 +119,7 @@ def test_generation_without_any_reward_stops_the_run():
         slow(2, {"micro_batch_size": 2}, ["grpo, two steps twice"]),  # both ranks share each group of 4
         slow(2, {"cp": 2, "micro_batch_size": 8}, ["ppo"]),
         slow(2, {"micro_batch_size": 2}, ["grpo of experts"]),
-        slow(4, {"cp": 2, "micro_batch_size": 2}, [*CASES]),
+        nightly(4, {"cp": 2, "micro_batch_size": 2}, [*CASES]),
         slow(4, {"tp": 2, "nodes": 2, "micro_batch_size": 2}, [*CASES]),
     ],
 )
