@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -150,7 +150,7 @@ class Run:
         yield
         self.observed.append((iteration, len(self.fake.calls) - before))
 
-    def evaluate(self) -> float:
+    def evaluate(self, between_batches: Callable[[], None]) -> float:
         with self.dims.counter.paused():  # as Evaluator does
             self.dims.counter.add("cross", "shard", "all_gather", 10_000)
         return 7.0
