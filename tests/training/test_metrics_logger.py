@@ -47,7 +47,7 @@ def test_closing_lines_and_summary_report_the_results_of_the_run():
     run = Run([3.0, 2.0, 1.0])
     summaries: list[dict[str, Any]] = []
     run.tracker.summary = lambda values: summaries.append(values)
-    run.recorder.test = lambda: 8.0
+    run.recorder.test = lambda _: 8.0
     run.recorder.finish(run.progress, evaluate=True, unigram_entropy=6.0)
     (summary,) = summaries
     assert summary["validation_loss"] == 7.0
