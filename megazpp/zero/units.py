@@ -38,7 +38,13 @@ class UnitParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A sharding unit, FSDP2's parameter group: the parameters that are gathered and reduced together."""
+    """A sharding unit, FSDP2's parameter group: the parameters that are gathered and reduced together.
+
+    The collectives use these members besides the fields, which a unit without tensors replaces (planner/simulator.py):
+
+        gather.py    is_sharded, is_frozen, fingerprint, shard_reader, check_shard_reader
+        reduce.py    trained, segments_of, add_to_gradients; through FSDP2 also fill_gradients and with_gradient
+    """
 
     name: str = ""  # names of its modules in the model, for messages to the user
     modules: tuple[FSDPModule, ...]  # the modules of one `fully_shard` call, usually one

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import ranks
+from helpers.tiers import slow
 from helpers.torch_versions import needs_integers, needs_reset
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -736,14 +737,16 @@ def bytes_of_steps(order: tuple[int, ...]) -> tuple[int, int]:
     return tuple(after - before for before, after in zip(*counts, strict=True))
 
 
-def test_unused_block_sends_nothing_and_flags_take_16_bytes():
-    whole, without = (ranks(4).run(bytes_of_steps, order)[0] for order in ((0, 1, 2), (0, 2)))
-    # shard of a block: up 2 x 10 + 2, down 3 x 7, scale 1 x 10 elements of four bytes, padded to 16 bytes
-    message = -(-4 * (20 + 2 + 21 + 10) // 16) * 16
+@pytest.mark.parametrize("world_size", [2, slow(4)])
+def test_unused_block_sends_nothing_and_flags_take_16_bytes(world_size):
+    whole, without = (ranks(world_size).run(bytes_of_steps, order)[0] for order in ((0, 1, 2), (0, 2)))
+    # a rank's rows of a block: up [7, 10] and its bias, down [10, 7], scale [1, 10], elements of four bytes
+    up, down, local = -(-7 // world_size), -(-10 // world_size), world_size // 2
+    message = -(-4 * (up * 10 + up + down * 7 + 10) // 16) * 16
     weights, gradients = message, message + 16
-    # each micro-batch has two uses and one reduction: one message to the other node, two inside the node
+    # each micro-batch has two uses and one reduction: one message to the other node, two to each rank in the node
     assert whole[1] - without[1] == weights + gradients
-    assert whole[0] - without[0] == 2 * (2 * 2 * weights + 2 * gradients)
+    assert whole[0] - without[0] == 2 * (local - 1) * (2 * 2 * weights + 2 * gradients)
 
 
 def feedback_after_giving_up(clear: str) -> tuple[Weights, Weights]:
@@ -765,7 +768,7 @@ def feedback_after_giving_up(clear: str) -> tuple[Weights, Weights]:
     return tuple(found)
 
 
-@pytest.mark.parametrize("clear", ["none", "zeroed"])
+@pytest.mark.parametrize("clear", ["none", slow("zeroed")])
 def test_errors_of_a_discarded_backward_are_not_fed_back(clear):
     for without, given_up in ranks(2).run(feedback_after_giving_up, clear):
         torch.testing.assert_close(given_up, without, rtol=0, atol=0)

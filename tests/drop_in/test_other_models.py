@@ -137,7 +137,7 @@ def train(
     "case",
     [
         {"divisor": 3.0, "accumulate": 2},
-        {"kind": "tied", "accumulate": 3, "signal": "set_requires_gradient_sync"},
+        slow({"kind": "tied", "accumulate": 3, "signal": "set_requires_gradient_sync"}),
         {"kind": "tp", "accumulate": 2, "signal": "accumulate"},
         slow({"kind": "clips"}),
         slow({"kind": "frozen", "accumulate": 3, "signal": "accumulate"}),
@@ -165,6 +165,7 @@ def test_gradients_cross_nodes_once_per_step_if_they_accumulate():
     assert each == 2 * once + flags  # weights cross once, gradients three times
 
 
+@pytest.mark.slow
 def test_quantized_training_of_an_unwrapped_bf16_model_sends_fewer_bytes():
     """`zeropp` finds the blocks itself. 8-bit weights and 8- and 4-bit gradients change losses by at most 0.5 %."""
     expected, _ = train()

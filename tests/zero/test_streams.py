@@ -127,6 +127,6 @@ def race_while_skipping(delta: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delta", ["none", "lossless"])
+@pytest.mark.parametrize("delta", [slow("none"), "lossless"])
 def test_streams_have_no_races_with_skipped_layers_and_weight_writes(delta):
     assert ranks(4).run(race_while_skipping, delta) == [[]] * 4
