@@ -49,6 +49,29 @@ def start(tmp_path):
     return run
 
 
+def test_fork_of_a_run_gets_records_of_its_own(tmp_path):
+    """The original's folder stays as it is. A resumed run that saves to the same folder continues its records."""
+    common = [*MODEL[:-2], "--data-path", "a", "--nproc", "1", "--micro-batch-size", "4", "--train-iters", "6"]
+    write_data(tmp_path / "a", seed=0)
+
+    def pretrain(flags: str) -> str:
+        code, output = run_forked(str(ROOT / "pretrain_gpt.py"), *common, *flags.split(), folder=tmp_path, cwd=tmp_path)
+        assert code == 0, output
+        return output
+
+    def records() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+
+    pretrain("--save saved --run-dir run --save-interval 2 --exit-interval 4")
+    before = records()
+    for step in (2, 4):
+        pretrain(f"--load saved --ckpt-step {step} --save fork-{step} --lr 2e-2 {OVERRIDE}")
+    pretrain(f"--load saved {OVERRIDE}")
+    assert records() == before
+    pretrain("--load saved --save saved")
+    assert records()["metrics.jsonl"].count(b"\n") == 6
+
+
 @pytest.mark.parametrize(
     ("first", "then", "consumed"),
     [

@@ -12,6 +12,8 @@ import fcntl
 import itertools
 import os
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -119,6 +121,32 @@ def locked(path: Path) -> Iterator[None]:
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield  # closing the file releases the lock
+
+
+def lock_for_this_job(path: Path, name: str, *, patience_seconds: float = 5.0) -> IO[str]:
+    """Lock the file `path` until it is closed, and write this process into it, so that another job can name it.
+
+    Args:
+        path: lock file; it is created if needed, and never deleted.
+        name: flag and path of the folder that the lock protects, for the message.
+        patience_seconds: seconds to wait for another job that holds the lock and may be about to end.
+    Raises:
+        OSError: the file cannot be opened, or the file system does not support locks.
+        ValueError: another job holds the lock.
+    """
+    file, deadline = path.open("a+"), time.monotonic() + patience_seconds
+    while not try_lock(file):
+        if time.monotonic() < deadline:
+            time.sleep(0.1)
+            continue
+        file.seek(0)
+        holder = file.read().strip() or "another job"
+        file.close()
+        raise ValueError(f"{name} is in use by {holder}: give each job its own folder")
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    file.flush()
+    return file
 
 
 def try_lock(file: IO[Any] | int) -> bool:

@@ -22,11 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 import shutil
-import socket
-import time
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
@@ -34,10 +32,10 @@ from typing import IO
 from megazpp.base.files import (
     DamagedError,
     first_free,
+    lock_for_this_job,
     remove,
     renamed_when_done,
     sync_directory,
-    try_lock,
     write_synced,
 )
 from megazpp.checkpoint.checksums import verify_files, write_checksums, write_durably
@@ -132,29 +130,15 @@ class CheckpointFolder:
         Raises:
             ValueError: another job holds the lock, or the folder is not writable.
         """
-        # create the folder and open the lock file
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            file = (self.path / "lock").open("a+")
+            self._lock = lock_for_this_job(self.path / "lock", self.name, patience_seconds=patience_seconds)
+            Path(tempfile.mkdtemp(prefix=".", dir=self.path)).rmdir()  # a checkpoint is a folder, not only a file
         except OSError as error:
+            self.unlock()
             nowhere = self.path.is_symlink() and not self.path.exists()
             reason = f"it is a link to {self.path.readlink()}, which does not exist" if nowhere else error.strerror
             raise ValueError(f"{self.name} cannot be written to: {reason}") from error
-        # wait for the lock
-        deadline = time.monotonic() + patience_seconds
-        while not try_lock(file):
-            if time.monotonic() < deadline:
-                time.sleep(0.1)
-                continue
-            file.seek(0)
-            holder = file.read().strip() or "another job"
-            file.close()
-            raise ValueError(f"{self.name} is in use by {holder}: give each job its own folder")
-        # write this process into the lock file, so that the error message of another job can name it
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-        file.flush()
-        self._lock = file
 
     def unlock(self) -> None:
         """Release the lock, so that another job can take it."""

@@ -99,17 +99,31 @@ class LoadSource(NamedTuple):
         # add the earlier ones, the newest first
         return [] if wanted is None else [wanted, *(i for i in reversed(found) if i < wanted and self.fallback)]
 
+    def continues_records_of(self, record: CheckpointMetadata, config: CheckpointConfig) -> bool:
+        """Return whether a run with these flags also continues the run folder and the wandb run of the checkpoint.
+
+        It does so only if it saves to the folder that it loads from. A run that resumes and saves elsewhere, or not at
+        all, is a fork: its rows and flags must not mix with those of the original.
+        """
+        save = config.save
+        if save is None and config.save_to_run_dir and record.run_dir is not None:
+            save = str(Path(record.run_dir) / "checkpoints")
+        return self.continues and save is not None and same_folder(save, self.folder.path)
+
     @property
     def checkpoint(self) -> Path:
         """The path of the requested checkpoint. The source must have one."""
         return self.folder.of(self.candidates()[0])
 
 
+def same_folder(one: str | Path, other: str | Path) -> bool:
+    """Return whether two paths are the same folder, which need not exist; `~` is expanded."""
+    return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
+
+
 def saves_where_it_loads(config: CheckpointConfig) -> bool:
     """Return whether --save and --load are the same folder."""
-    if config.save is None or config.load is None:
-        return False
-    return Path(config.save).expanduser().resolve() == Path(config.load).expanduser().resolve()
+    return config.save is not None and config.load is not None and same_folder(config.save, config.load)
 
 
 def choose_source(

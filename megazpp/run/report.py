@@ -22,7 +22,7 @@ from megazpp.run.arguments import ParsedRun
 from megazpp.run.checks import RunPlan
 from megazpp.run.start import RUN_DIR
 from megazpp.topology.layout import layout_record
-from megazpp.training.context import RunContext, RunFolder, default_run_dir
+from megazpp.training.context import FLAGS, RunContext, RunFolder, default_run_dir
 from megazpp.training.tracking import Tracker, open_sinks, run_tags
 from megazpp.zero.config import wire_backends
 
@@ -33,15 +33,19 @@ def open_tracker(
     """Open the run folder and the other sinks for records, such as wandb; write flags and layout to the folder.
 
     Only rank 0 calls this. A resumed run continues the wandb run named in `continued`, the metadata of its checkpoint.
-    It also continues that run's folder, unless --run-dir names another folder.
+    It also continues that run's folder, unless --run-dir names another folder. The metadata may come from elsewhere and
+    name any folder of this disk, so only a folder with a run's flags counts.
     """
     tracking = parsed.config.tracking
-    before = continued.run_dir if continued is not None and Path(continued.run_dir or "").is_dir() else None
+    before = None if continued is None else continued.run_dir
+    if before is not None and not (Path(before) / FLAGS).is_file():
+        before = None
     held = os.environ.get(RUN_DIR)  # the launcher's choice, which stays the same after a restart
     folder = RunFolder(tracking.run_dir or before or held or default_run_dir(parsed.name, datetime.datetime.now()))
     if continued is not None and continued.wandb_run_id is not None:
         folder.keep_wandb_run_id(continued.wandb_run_id)
-    folder.write_json("args.json", parsed.values(), indent=2)
+    folder.lock()
+    folder.write_json(FLAGS, parsed.values(), indent=2)
     folder.write("args.txt", parsed.report())
     folder.write_json("topology.json", layout_record(plan.layout))
     zero = parsed.config.zero

@@ -142,7 +142,9 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
     with contextlib.ExitStack() as opened:
         tracker, folder = None, None
         if worker.rank == 0:
-            continued = verified.record if verified is not None and verified.source.continues else None
+            continued = None
+            if verified is not None and verified.source.continues_records_of(verified.record, config.checkpoint):
+                continued = verified.record
             with user_errors():
                 tracker = opened.enter_context(open_tracker(parsed, plan, continued, worker.device))
             folder = tracker.folder

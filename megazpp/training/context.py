@@ -13,6 +13,7 @@ The run folder holds the records of a run, including its restarts. Rank 0 writes
     hang-<time>.txt, not-finite-<iteration>.json: reason that ended a run
     log.txt          all printed lines in full        checkpoints/   the model (--save-to-run-dir)
     wandb_run_id     id of the wandb run that a restart continues
+    lock             lock file of the job that writes to the folder, held until that job ends
 
 Using a folder again loses nothing. The .jsonl files grow, and a file whose content would change is first copied to a
 numbered name (args.1.json is the oldest). A loss or norm that is not finite is written as NaN or Infinity. This is not
@@ -29,14 +30,15 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 import torch
 from tqdm import tqdm
 
-from megazpp.base.files import first_free, write_whole
+from megazpp.base.files import first_free, lock_for_this_job, write_whole
 from megazpp.parallel.dims import ParallelDims
 
+FLAGS = "args.json"  # file with every flag's value, which every run folder has
 PROBE_BYTES = 1 << 20  # size of the file with which a folder is tested for free space
 
 
@@ -163,6 +165,21 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = make_writable(path, "--run-dir")
+        self._lock: IO[str] | None = None
+
+    def lock(self) -> None:
+        """Lock the folder until `unlock` or the end of this process.
+
+        Raises:
+            ValueError: another job writes its records to this folder.
+        """
+        self._lock = lock_for_this_job(self.path / "lock", f"--run-dir {self.path}")
+
+    def unlock(self) -> None:
+        """Release the lock, so that another job can take it."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
         """Append one JSON line to the file `name`.

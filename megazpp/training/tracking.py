@@ -165,9 +165,10 @@ class Tracker(AbstractContextManager["Tracker"]):
             self._try(sink, lambda sink: sink.summarize(scalars, iteration=values["iteration"]))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Flush all sinks; an exception marks the run as failed."""
+        """Flush all sinks and unlock the folder; an exception marks the run as failed."""
         for sink in self.sinks:
             self._try(sink, lambda sink: sink.close(exit_code=0 if error is None else 1), again=True)
+        self.folder.unlock()
 
     def _write(self, scalars: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
         """Write scalars to all sinks."""

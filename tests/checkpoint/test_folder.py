@@ -198,6 +198,17 @@ def test_unwritable_folder_is_rejected_with_flag_and_reason(tmp_path):
     CheckpointFolder(link, "--save").lock()
 
 
+def test_folder_that_takes_files_but_no_folders_is_rejected_and_unlocked(folder, monkeypatch):
+    folder.lock()
+    folder.unlock()
+    with monkeypatch.context() as patch:  # root may write to a read-only folder, so the permission cannot be tested
+        patch.setattr("tempfile.mkdtemp", mock.Mock(side_effect=OSError(13, "Permission denied")))
+        with pytest.raises(ValueError, match=f"--save {folder.path} cannot be written to: Permission denied"):
+            folder.lock()
+    folder.lock(patience_seconds=0.0)
+    assert [path.name for path in folder.path.iterdir()] == ["lock"]
+
+
 def test_removed_folder_is_recreated_and_stays_locked_by_its_job(tmp_path):
     folder, next_job = (CheckpointFolder(tmp_path / "runs/save", "--save") for _ in range(2))
     folder.lock()

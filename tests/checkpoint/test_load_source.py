@@ -1,5 +1,7 @@
 """Test which checkpoint a run starts from, and errors for flags that contradict each other or the folders."""
 
+import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,27 @@ def test_restarted_job_finds_the_checkpoints_of_its_run_folder():
     assert own_checkpoints(given, TrackingConfig(), restarted=False, env={}) == given
     saving = CheckpointConfig(save_to_run_dir=True, save="elsewhere")
     assert own_checkpoints(saving, TrackingConfig(), restarted=True, env=torchrun) == saving
+
+
+def test_only_a_run_that_saves_where_it_loads_continues_the_records(used, tmp_path):
+    """All others are forks, whose rows would mix with those of the run that they start from."""
+    load, inside = str(used), tmp_path / "run" / "checkpoints"
+    (tmp_path / "link").symlink_to(used)
+    inside.parent.mkdir()
+    shutil.copytree(used, inside)
+    record = dataclasses.replace(record_of(Case()), run_dir=str(tmp_path / "run"))
+    for flags, continues in (
+        ({"load": load, "save": load}, True),
+        ({"load": load, "save": f"{tmp_path}/link"}, True),
+        ({"load": load, "save": str(tmp_path / "fork")}, False),
+        ({"load": load, "save": str(tmp_path / "fork"), "ckpt_step": 10}, False),
+        ({"load": load}, False),
+        ({"load": load, "save_to_run_dir": True}, False),
+        ({"load": str(inside), "save_to_run_dir": True}, True),
+        ({"load": str(inside), "save_to_run_dir": True, "save": str(tmp_path / "fork")}, False),
+        ({"load": load, "save": str(tmp_path / "fork"), "finetune": True}, False),
+    ):
+        assert choose(**flags).continues_records_of(record, CheckpointConfig(**flags)) == continues, flags
 
 
 def test_flags_choose_which_parts_are_loaded(used):

@@ -3,6 +3,7 @@
 import datetime
 import fcntl
 import io
+import itertools
 import json
 import math
 import os
@@ -99,6 +100,17 @@ def test_restart_appends_metrics_after_a_cut_line_and_nan_is_allowed(tmp_path):
     record = json.loads(last)
     assert math.isnan(record["lm_loss"])
     assert record["grad_norm"] == math.inf
+
+
+def test_run_folder_is_locked_by_one_job_until_it_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr("time.monotonic", itertools.count().__next__)  # the patience is over after five tries
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    first.lock()
+    with pytest.raises(ValueError, match=rf"--run-dir {tmp_path} is in use by process {os.getpid()} on .*: give each"):
+        second.lock()
+    first.unlock()
+    second.lock()
 
 
 def test_replaced_files_keep_a_numbered_name(tmp_path):
