@@ -69,6 +69,8 @@ def read_checksums(folder: Path) -> dict[str, FileSum]:
     matches = [_LINE.fullmatch(line) for line in lines]
     if last != f"{zlib.crc32(''.join(lines).encode()):08x}  the lines above\n" or not all(matches):
         raise DamagedError(f"{path} is damaged")
+    if outside := [m[3] for m in matches if m and (m[3].startswith("/") or ".." in Path(m[3]).parts)]:
+        raise DamagedError(f"{path} names a file outside of the checkpoint: {outside[0][:80]}")
     return {m[3]: FileSum(int(m[2]), int(m[1], 16)) for m in matches if m}
 
 
@@ -97,6 +99,9 @@ def verify_files(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, names: 
     problems = []
     for name in mine:
         path, expected = checkpoint / name, sums[name]
+        if path.exists() and not path.is_file():  # reading a FIFO or a device might never end
+            problems.append(f"{path} is not a file")
+            continue
         try:
             found = sum_file(path)
         except OSError as error:

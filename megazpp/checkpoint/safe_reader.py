@@ -1,7 +1,8 @@
 """Safe reader for checkpoints in the format of torch.distributed.checkpoint, which does not run code from files.
 
-`torch.distributed.checkpoint.load` reads the same files. This reader differs in three ways:
+`torch.distributed.checkpoint.load` reads the same files. This reader differs in four ways:
 
+- It reads only files of the checkpoint that `checksums.txt` lists, and refuses a tensor whose chunks leave gaps.
 - It unpickles only the index `.metadata` and the headers of tensors, both with restricted unpicklers.
 - It reads any rectangular part (a box) of a tensor, for example some rows, whatever layout saved the tensor.
 - It accepts another number of padding rows in vocabulary matrices, because this number depends on the tensor-parallel
@@ -10,6 +11,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import pickle
@@ -25,14 +27,17 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.distributed.tensor import DTensor
 
+from megazpp.checkpoint.checksums import NAME as CHECKSUMS
+from megazpp.checkpoint.checksums import read_checksums
+
 _AT_ONCE = 1 << 22  # largest number of elements per read from a file (but at least one row)
 
 
 class SafeReader:
     """A reader of the tensors in one checkpoint that is safe for files from untrusted sources.
 
-    Its methods raise ValueError if the index refers to anything but the classes of an index, or if an entry is not a
-    tensor. `torch.load(weights_only=True)` reads the headers of tensors.
+    Its methods raise ValueError if the index refers to anything but the classes of an index, if an entry is not a
+    tensor, or if the chunks of a tensor do not cover it. `torch.load(weights_only=True)` reads the headers of tensors.
 
     Args:
         checkpoint: folder of one checkpoint.
@@ -41,12 +46,18 @@ class SafeReader:
     def __init__(self, checkpoint: Path) -> None:
         self.path = checkpoint
         self._pieces: dict[MetadataIndex, tuple[Path, int]] = {}
+        self._covered = set[str]()  # keys of tensors whose chunks were checked
 
     @functools.cached_property
     def _index(self) -> Metadata:
         """The content of `.metadata`, which is read at the first use."""
         with (self.path / ".metadata").open("rb") as file:
             return _IndexUnpickler(file).load()
+
+    @functools.cached_property
+    def _files(self) -> Collection[str]:
+        """The names of the files whose checksums loading verifies."""
+        return read_checksums(self.path).keys()
 
     @functools.cached_property
     def _saved(self) -> dict[str, TensorStorageMetadata]:
@@ -97,6 +108,8 @@ class SafeReader:
             ValueError: a file is too short, or its content is not a contiguous tensor.
         """
         entry = self.tensors()[key]
+        if key not in self._covered:
+            self._check_chunks(key, entry)
         if not box.dim():
             offsets, box = (0,), box.view(1)
         for chunk in entry.chunks:
@@ -121,6 +134,25 @@ class SafeReader:
                 part.copy_(torch.from_numpy(content).view(dtype).view(-1, *sizes[1:])[:, *columns])
                 low[0] += len(part)
 
+    def _check_chunks(self, key: str, entry: TensorStorageMetadata) -> None:
+        """Raise ValueError unless the chunks of a tensor cover each of its elements exactly once."""
+        size = tuple(entry.size) or (1,)
+        begins = [tuple(chunk.offsets) or (0,) for chunk in entry.chunks]
+        ends = [
+            tuple(map(sum, zip(begin, tuple(chunk.sizes) or (1,), strict=True)))
+            for begin, chunk in zip(begins, entry.chunks, strict=True)
+        ]
+        # cut each dimension at the borders of all chunks, and count the chunks that cover each cell
+        cuts = [sorted({0, length, *(corner[i] for corner in (*begins, *ends))}) for i, length in enumerate(size)]
+        counts = np.zeros([len(cut) - 1 for cut in cuts], np.int64)
+        for corners in zip(begins, ends, strict=True):
+            low, high = ([bisect.bisect_left(*pair) for pair in zip(cuts, corner, strict=True)] for corner in corners)
+            counts[tuple(map(slice, low, high))] += 1
+        inside = all((cut[0], cut[-1]) == (0, length) for cut, length in zip(cuts, size, strict=True))
+        if not inside or (counts != 1).any():
+            raise ValueError(f"{self.path}: the chunks of {key} do not cover each of its elements exactly once")
+        self._covered.add(key)
+
     def _find_piece(self, index: MetadataIndex) -> tuple[Path, int]:
         """Return the file of one saved chunk of a tensor, and the byte offset of the chunk's first element.
 
@@ -132,6 +164,11 @@ class SafeReader:
         if index not in self._pieces:
             try:
                 found = self._index.storage_data[index]
+                if found.relative_path not in self._files:
+                    raise ValueError(
+                        f"{self.path}: {index.fqn} is in the file {str(found.relative_path)[:80]!r}, which {CHECKSUMS} "
+                        "does not list"
+                    )
                 path = self.path / found.relative_path
                 with path.open("rb") as file, warnings.catch_warnings(), torch.serialization.skip_data():
                     view: Any = _create_file_view(file, found.offset, found.length)

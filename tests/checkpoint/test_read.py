@@ -6,17 +6,20 @@ import os
 import pickle
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.checkpoints import Attempt, record_of, run, schedule
 from helpers.ranks import ranks
 from helpers.training import Case
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, TensorProperties
 
+from megazpp.base.files import DamagedError
 from megazpp.base.program import UserError
-from megazpp.checkpoint.checksums import read_checksums, sum_file, write_checksums
+from megazpp.checkpoint.checksums import read_checksums, sum_file, verify_files, write_checksums
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.read import choose_source, verify
 from megazpp.checkpoint.safe_reader import SafeReader
@@ -115,6 +118,67 @@ def test_index_may_name_enum_members_by_attribute_but_nothing_else(saved, tmp_pa
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Call(getattr, TensorProperties, "create_from_tensor")))
     with pytest.raises(ValueError, match="must not refer to an attribute of <class 'torch"):
         SafeReader(tmp_path).tensors()
+
+
+KEY = "model.embedding.word.weight"
+
+
+def forged(saved: Path, copy: Path, change: Callable[[Any], None]) -> SafeReader:
+    """Return a reader of a copy of the checkpoint whose index was changed."""
+    checkpoint = shutil.copytree(saved / "iter_0000002", copy)
+    index = pickle.loads((checkpoint / ".metadata").read_bytes())
+    change(index)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    return SafeReader(checkpoint)
+
+
+def test_tensor_whose_chunks_leave_gaps_or_overlap_is_refused(saved, tmp_path):
+    """Other elements would silently keep what was in memory before."""
+    rows, width = SafeReader(saved / "iter_0000002").read_whole(KEY).shape
+
+    def chunks(*parts: tuple[int, int]) -> Callable[[Any], None]:
+        def change(index: Any) -> None:
+            entry = index.state_dict_metadata[KEY]
+            made = [ChunkStorageMetadata(torch.Size([low, 0]), torch.Size([high - low, width])) for low, high in parts]
+            index.state_dict_metadata[KEY] = dataclasses.replace(entry, chunks=made)
+
+        return change
+
+    wrong = {
+        "none": (),
+        "half": ((0, rows // 2),),
+        "gap": ((0, 10), (11, rows)),
+        "overlap of the size of the gap": ((0, 10), (5, 10), (15, rows)),
+        "twice": ((0, rows), (0, rows)),
+        "beyond the end": ((0, rows + 1),),
+    }
+    for name, parts in wrong.items():
+        with pytest.raises(ValueError, match=f"the chunks of {KEY} do not cover each of its elements exactly once"):
+            forged(saved, tmp_path / name, chunks(*parts)).read_box(KEY, (0, 0), torch.empty(rows, width))
+
+
+def test_only_files_that_the_checksums_list_are_read(saved, tmp_path):
+    """An index may come from elsewhere. A file that it names could be secret, and reading a FIFO would not end."""
+    secret = shutil.copy(next((saved / "iter_0000002").glob("*.distcp")), tmp_path / "secret")
+    for number, name in enumerate((str(secret), "../secret", "unlisted", "checksums.txt")):
+
+        def change(index: Any, name: str = name) -> None:
+            places = index.storage_data.items()
+            index.storage_data = {key: dataclasses.replace(place, relative_path=name) for key, place in places}
+
+        reader = forged(saved, tmp_path / str(number), change)
+        with pytest.raises(ValueError, match=f"is in the file '{re.escape(name)}', which checksums.txt does not list"):
+            reader.read_whole(KEY)
+    for number, name in enumerate((str(secret), "../secret", "a/../../secret")):
+        checkpoint = shutil.copytree(saved / "iter_0000002", tmp_path / f"sums {number}")
+        write_checksums(checkpoint, {name: sum_file(secret)})
+        with pytest.raises(DamagedError, match=f"names a file outside of the checkpoint: {re.escape(name)}"):
+            verify_files(checkpoint)
+    pipe = shutil.copytree(saved / "iter_0000002", tmp_path / "pipe")
+    (pipe / ".metadata").unlink()
+    os.mkfifo(pipe / ".metadata")
+    with pytest.raises(DamagedError, match=r"\.metadata is not a file"):
+        verify_files(pipe)
 
 
 def test_contradictions_of_a_run_and_its_checkpoint_are_explained(saved, tmp_path):
