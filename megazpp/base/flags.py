@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import reprlib
 import shlex
 import types
 import typing
@@ -124,6 +125,13 @@ def _words(hint: Any) -> list[Any]:
     return [*parts] if typing.get_origin(hint) is Literal else [word for part in parts for word in _words(part)]
 
 
+def shown(value: Any) -> str:
+    """Return the start of a value's `repr`, in time and memory that do not depend on the value's size."""
+    bounded = reprlib.Repr()
+    bounded.maxstring = bounded.maxother = 80
+    return f"{bounded.repr(value):.80}"
+
+
 def wrong_types(config: type, values: dict[str, Any]) -> list[str]:
     """Return one line per value whose type does not match the dataclass field of the same name.
 
@@ -133,7 +141,7 @@ def wrong_types(config: type, values: dict[str, Any]) -> list[str]:
     """
     hints = type_hints(config)
     return [
-        f"{name} is {value!r:.80}, not {getattr(hints[name], '__name__', None) or hints[name]}"
+        f"{name} is {shown(value)}, not {getattr(hints[name], '__name__', None) or hints[name]}"
         for name, value in values.items()
         if name in hints and not _has_type(value, hints[name])
     ]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megazpp.base.files import DamagedError
-from megazpp.base.flags import wrong_types
+from megazpp.base.flags import shown, wrong_types
 from megazpp.base.program import in_words
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD, iteration_of
@@ -25,6 +25,7 @@ from megazpp.model.config import GPTConfig
 from megazpp.optim.schedule import Schedule
 
 FORMAT = 2  # version of run.json
+MOST = 2**60  # largest number of samples or steps; sums of larger ones would not fit in 64 bits
 
 
 class TrainingProgress(NamedTuple):
@@ -126,7 +127,7 @@ def read_record(checkpoint: Path) -> CheckpointMetadata:
         if is_readable:
             record = CheckpointMetadata(**values | {"progress": TrainingProgress(**values["progress"])})
             Schedule(**record.schedule)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise DamagedError(f"{path} cannot be read: {in_words(error)}") from error
     if not is_readable:
         raise ValueError(f"{path} has format {values['format']}, but this version reads only format {FORMAT}")
@@ -136,6 +137,8 @@ def read_record(checkpoint: Path) -> CheckpointMetadata:
         *wrong_types(GPTConfig, record.flags),
         *wrong_types(Schedule, record.schedule),
     ]
+    numbers = record.progress._replace(stop_reason=None)._asdict().items() if not problems else ()
+    problems += [f"{name} is {shown(x)}" for name, x in numbers if x is not None and not 0 <= x <= MOST]
     if problems:
         raise DamagedError(f"{path}: {'; '.join(problems)}")
     named = iteration_of(checkpoint)

@@ -40,7 +40,7 @@ from typing import Any, Literal
 
 import yaml
 
-from megazpp.base.flags import check_words, flag
+from megazpp.base.flags import check_words, flag, shown
 from megazpp.base.launcher import find_launcher
 from megazpp.base.program import in_words
 from megazpp.topology.cluster import CALIBRATION_NAMES, LINK_KINDS, Cluster, Device, Link, Links, nested_sizes
@@ -162,6 +162,8 @@ def read_cluster(path: str | Path) -> Cluster:
         return _cluster(yaml.load(Path(path).read_text(encoding="utf-8"), _Loader), source=str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--cluster-file {path} cannot be read: {error}") from None
+    except RecursionError:
+        raise ValueError(f"--cluster-file {path}: its brackets are nested too deeply") from None
     except yaml.YAMLError as error:
         raise ValueError(f"--cluster-file {path} is not YAML: {' '.join(str(error).split())}") from None
     except ValueError as error:
@@ -231,12 +233,14 @@ def _cluster(content: Any, *, source: str) -> Cluster:
     if order == "cyclic":
         return dataclasses.replace(cluster, order=cyclic_order(nodes, per_node))
     if not isinstance(order, list) or not all(isinstance(ranks, list) for ranks in order):
-        raise ValueError(f"rank_order {order!r} is not block, cyclic or one list of ranks for each node")
+        raise ValueError(f"rank_order {shown(order)} is not block, cyclic or one list of ranks for each node")
     if len(order) != nodes:
         raise ValueError(f"rank_order has lists for {len(order)} node(s), but nodes is {nodes}")
     for node, ranks in enumerate(order):
         if len(ranks) != per_node or any(type(rank) is not int for rank in ranks):
-            raise ValueError(f"rank_order {ranks} of node {node} is not a list of {per_node} ranks (ranks_per_node)")
+            raise ValueError(
+                f"rank_order {shown(ranks)} of node {node} is not a list of {per_node} ranks (ranks_per_node)"
+            )
     return dataclasses.replace(cluster, order=tuple(rank for ranks in order for rank in ranks))
 
 
@@ -245,12 +249,12 @@ def _link(where: str, value: Any, source: str) -> Link:
     given = _mapping(where, value, LINK_KEYS)
     speeds = [key for key in ("gigabytes_per_second", "gigabits_per_second") if key in given]
     if len(speeds) != 1:
-        raise ValueError(f"{where} {given} needs exactly one of gigabytes_per_second and gigabits_per_second")
+        raise ValueError(f"{where} {shown(given)} needs exactly one of gigabytes_per_second and gigabits_per_second")
     speed = _number(f"{where}.{speeds[0]}", given[speeds[0]])
     latency = _number(f"{where}.microseconds", given["microseconds"]) if "microseconds" in given else None
     source = given.get("source", source)
     if not isinstance(source, str):
-        raise ValueError(f"{where}.source {source!r} is not text")
+        raise ValueError(f"{where}.source {shown(source)} is not text")
     return Link(speed / 8 if speeds[0] == "gigabits_per_second" else speed, latency, source)
 
 
@@ -262,7 +266,7 @@ def _device(value: Any, source: str) -> Device:
     figures = {key: _number(f"device.{key}", given[key]) for key in keys if key in given}
     calibration = given.get("calibration")
     if calibration is not None and str(calibration) not in CALIBRATION_NAMES:
-        raise ValueError(f"device.calibration {calibration!r} is not one of {', '.join(CALIBRATION_NAMES)}")
+        raise ValueError(f"device.calibration {shown(calibration)} is not one of {', '.join(CALIBRATION_NAMES)}")
     return Device(str(given["name"]), **figures, source=str(given.get("source", source)), calibration=calibration)
 
 
@@ -272,11 +276,13 @@ def _mapping(where: str, value: Any, keys: Collection[str], *, needed: Collectio
     `where` names the mapping in error messages.
     """
     if not isinstance(value, dict):
-        given = "(empty)" if value is None else repr(value)
+        given = "(empty)" if value is None else shown(value)
         raise ValueError(f"{where} {given} is not a mapping of keys to values")
     for key in value:
         if key not in keys:
-            raise ValueError(f"{where}: unknown key {key} (value {value[key]!r}); known keys are {', '.join(keys)}")
+            raise ValueError(
+                f"{where}: unknown key {key} (value {shown(value[key])}); known keys are {', '.join(keys)}"
+            )
     for key in needed:
         if key not in value:
             raise ValueError(f"key {key if where == 'the file' else f'{where}.{key}'} is missing")
@@ -286,5 +292,5 @@ def _mapping(where: str, value: Any, keys: Collection[str], *, needed: Collectio
 def _number(key: str, value: Any, kind: type[int] | type[float] = float) -> Any:
     """Return `value` as a `kind` after checking that it is a positive, finite number."""
     if type(value) not in (int, kind) or not 0 < value < math.inf:
-        raise ValueError(f"{key} {value!r} is not a positive {'whole ' if kind is int else ''}number")
+        raise ValueError(f"{key} {shown(value)} is not a positive {'whole ' if kind is int else ''}number")
     return kind(value)

@@ -64,6 +64,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"has_optimizer": 1}, ": has_optimizer is 1, not bool"),
     ({"progress": {"iteration": "x"}}, ": iteration is 'x', not int"),
     ({"progress": {"iteration": 9}}, " is of iteration 9, the folder's name says 7"),
+    ({"progress": {"iteration": -1}}, ": iteration is -1"),
+    ({"progress": {"iteration": 7, "consumed_samples": 10**40}}, ": consumed_samples is 1000"),
+    ({"progress": {"iteration": 7, "micro_batches": -(10**18)}}, ": micro_batches is -1000"),
     ({"progress": []}, " cannot be read"),
     ({"schedule": {}}, " cannot be read"),
     ({"schedule": None}, " cannot be read"),
@@ -83,7 +86,7 @@ def test_unreadable_record_or_value_of_wrong_type_is_named_as_damage(tmp_path):
             (checkpoint / NAME).write_text(content, encoding="latin-1")
         read_record(checkpoint)
 
-    junk = ("", "{", "[]", '{"format": 2}', '{"format": 2, "progress": {"x": 1}}', "\xff")
+    junk = ("", "{", "[]", '{"format": 2}', '{"format": 2, "progress": {"x": 1}}', "\xff", "[" * 100_000)
     rows = [*((content, " cannot be read") for content in junk), *WRONG]
     named = [(content, f"{checkpoint}/{NAME}{message}") for content, message in rows]
     assert not_refused(named, read, DamagedError) == []

@@ -189,6 +189,21 @@ def test_cluster_text_round_trips(path):
         assert (NO_DEVICE in text) == ("device" not in fields)
 
 
+def test_message_about_a_hostile_file_is_short(path):
+    """Nested aliases have few bytes and a huge value."""
+    aliases = "\n".join(f"  - &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
+    rows = [
+        ("[" * 100_000, "its brackets are nested too deeply"),
+        (f"x:\n  - &a0 [1]\n{aliases}\nnodes: *a11\nranks_per_node: 1\n", "unknown key x"),
+        (f"rank_order:\n  - &a0 [1]\n{aliases}\nnodes: 12\nranks_per_node: 1\n", "of node 1 is not a list of 1 ranks"),
+    ]
+    assert not_refused(rows, lambda text: read_cluster(written(path, text))) == []
+    for text, _ in rows:
+        with pytest.raises(ValueError, match="--cluster-file") as caught:
+            read_cluster(written(path, text))
+        assert len(str(caught.value)) < 500
+
+
 def test_unmeasurably_short_latency_is_left_out(path):
     links = Links(network=Link(1.0, 0.0, "measured over cross"))
     written(path, cluster_text(Cluster(num_nodes=2, ranks_per_node=1, links=links)))
