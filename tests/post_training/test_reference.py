@@ -97,7 +97,7 @@ def test_reward_model_that_does_not_fit_the_policy_is_rejected(load):
         data, precision = SimpleNamespace(seq_length=seq_length), PrecisionConfig()
         parts = {"parallel": parallel, "checkpoint": checkpoint, "data": data, "precision": precision}
         tokenizer: Any = SimpleNamespace(vocab_size=tokens, identity="ids")
-        config: Any = SimpleNamespace(model=LLAMA_STYLE, **parts)
+        config: Any = SimpleNamespace(model=LLAMA_STYLE, sections=(), **parts)
         check_reward_model(config, load, tokenizer)
 
     rows = [
