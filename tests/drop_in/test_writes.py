@@ -1,4 +1,4 @@
-"""Test writes to weights under `megazpp.zeropp`: results are bit-identical to FSDP2's."""
+"""Test writes to weights under `megazpp.zeropp`: on two ranks, results are bit-identical to FSDP2's."""
 
 import threading
 from collections.abc import Callable
@@ -182,7 +182,13 @@ def write_and_train(config: dict[str, Any] | None, name: str, folder: str, optio
 def same_as_fsdp2(name: str, folder: str, options: dict[str, Any], configs: tuple[dict[str, Any], ...]) -> None:
     expected = write_and_train(None, name, f"{folder}/plain", options)
     for index, config in enumerate(configs):
-        assert write_and_train(config, name, f"{folder}/{index}", options) == expected
+        assert_same(write_and_train(config, name, f"{folder}/{index}", options), expected)
+
+
+def assert_same(losses: list[float], expected: list[float]) -> None:
+    """Compare losses. Two ranks add gradients in one order only; more ranks add them in another order than gloo."""
+    rel = 0.0 if dist.get_world_size() == 2 else 1e-4
+    assert losses == pytest.approx(expected, rel=rel, abs=0.0)
 
 
 @pytest.mark.parametrize("world_size", [2, slow(4)])
@@ -329,7 +335,7 @@ def test_action_on_one_rank_reaches_all_ranks(name, acting, world_size):
 
 
 def alone_as_fsdp2(name: str, acting: int) -> None:
-    assert act_alone(LOSSLESS, name, acting) == act_alone(None, name, acting)
+    assert_same(act_alone(LOSSLESS, name, acting), act_alone(None, name, acting))
     losses = act_alone(TWO_HOPS, name, acting)
     assert len(losses) == 9
 
