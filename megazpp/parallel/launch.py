@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -209,11 +210,28 @@ def _set_missing_address(env: MutableMapping[str, str]) -> None:
     if "SLURM_PROCID" not in env:
         return
     if "MASTER_ADDR" not in env:
-        command = ["scontrol", "show", "hostnames", env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]]
-        hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-        env["MASTER_ADDR"] = hosts[0] if len(hosts) > 1 else LOOPBACK
+        env["MASTER_ADDR"] = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
     job, step = int(env.get("SLURM_JOB_ID", "0")), int(env.get("SLURM_STEP_ID") or "0")
     env.setdefault("MASTER_PORT", str(20000 + (job + PORTS_PER_STEP * step) % 20000))
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a list such as "rack[1-2]n[01-16,20],login", or the loopback address of a single host.
+
+    Slurm writes such lists. `scontrol show hostnames` would expand them, but a container may lack that program.
+
+    Raises:
+        ValueError: this is not such a list.
+    """
+    if not re.fullmatch(r"([\w.-]+|\[[\d,-]+\])+(,([\w.-]+|\[[\d,-]+\])+)*", nodes):
+        raise ValueError(
+            f"the environment has SLURM_JOB_NODELIST={nodes}, which is not a list of hosts; export the host of rank 0 "
+            "as MASTER_ADDR on all ranks"
+        )
+    several = "," in nodes or re.search(r"\[\d+-", nodes)
+    first = re.match(r"[^\[,]*(\[[^\]]*\][^\[,]*)*", nodes)
+    assert first is not None
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if several else LOOPBACK
 
 
 def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0) -> int:

@@ -17,7 +17,15 @@ from torch.distributed import distributed_c10d
 
 from megazpp.base.program import LAUNCHER_PID
 from megazpp.parallel import launch, worker
-from megazpp.parallel.launch import AGENT_STORE, LaunchConfig, RankInfo, detect_rank_info, is_on_one_machine, open_store
+from megazpp.parallel.launch import (
+    AGENT_STORE,
+    LaunchConfig,
+    RankInfo,
+    detect_rank_info,
+    first_host,
+    is_on_one_machine,
+    open_store,
+)
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
@@ -166,18 +174,30 @@ def test_rank_0_store_listens_on_loopback_only_and_one_process_nowhere():
     assert listening() - before == {("127.0.0.1", store.port)}
 
 
-def test_srun_on_one_node_uses_the_loopback_address(monkeypatch):
-    for hosts, address in (("host0\n", "127.0.0.1"), ("host0\nhost1\n", "host0")):
-        monkeypatch.setattr("subprocess.run", mock.Mock(return_value=SimpleNamespace(stdout=hosts)))
-        env = {**SRUN, "SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_ID": "20007"}
+def test_srun_on_one_node_uses_the_loopback_address():
+    for hosts, address in (("host0", "127.0.0.1"), ("host[0-1]", "host0")):
+        env = {**SRUN, "SLURM_JOB_NODELIST": hosts, "SLURM_JOB_ID": "20007"}
         launch._set_missing_address(env)
         assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (address, "20007")
         assert is_on_one_machine(STARTED, env) == (address == "127.0.0.1")
 
 
-def test_steps_of_one_slurm_job_have_their_own_address_and_port(monkeypatch):
-    hosts = mock.Mock(side_effect=lambda command, **_: SimpleNamespace(stdout=command[-1].replace(",", "\n")))
-    monkeypatch.setattr("subprocess.run", hosts)
+def test_first_host_of_slurms_list_is_found_without_scontrol():
+    lists = {
+        "n[001-016,020]": "n001",
+        "rack[1-2]n[08-16],login": "rack1n08",
+        "a.b-c,d": "a.b-c",
+        "gpu[7,9]x": "gpu7x",
+        "gpu[7]": launch.LOOPBACK,
+        "gpu7": launch.LOOPBACK,
+    }
+    assert {nodes: first_host(nodes) for nodes in lists} == lists
+    for nodes in ("", "n[1-2", "a,,b", "a b"):
+        with pytest.raises(ValueError, match="export the host of rank 0 as MASTER_ADDR"):
+            first_host(nodes)
+
+
+def test_steps_of_one_slurm_job_have_their_own_address_and_port():
     found = set()
     for step, nodes in enumerate(("a,b", "c,d")):
         of_step = {"SLURM_STEP_ID": str(step), "SLURM_STEP_NODELIST": nodes}
