@@ -38,7 +38,14 @@ from megazpp.run.checkpoint_flags import (
 )
 from megazpp.run.checks import check_uses, plan_run
 from megazpp.run.feature import weight_opener
-from megazpp.run.start import announced_cluster, distributed_program, hold_run_dir, own_checkpoints, start_workers
+from megazpp.run.start import (
+    announced_cluster,
+    distributed_program,
+    facts_of,
+    hold_run_dir,
+    own_checkpoints,
+    start_workers,
+)
 from megazpp.run.trainer import OpenRun, Trainer, TrainingParts, open_run
 from megazpp.training.objective import Evaluator, LanguageModelLoss
 from megazpp.training.setup import build_model, open_loader
@@ -77,7 +84,8 @@ def main(argv: list[str]) -> int:
     # ---- start the workers, or become one
     if not place.started:
         return start_workers(place, config.launch)
-    with worker_process(place, config.launch) as worker, open_run(worker, parsed, announced, source) as run:
+    facts = facts_of(parsed)  # all ranks have to agree on them
+    with worker_process(place, config.launch, facts) as worker, open_run(worker, parsed, announced, source) as run:
         # ---- build
         with user_errors():
             tokenizer, data = open_data(run)
@@ -141,6 +149,10 @@ def pretraining(run: OpenRun, tokenizer: Tokenizer, data: Splits[Samples | None]
         tokenizer: tokenizer of the data.
         data: data for training, validation and test.
     """
+    # ---- the data is the same on all ranks
+    samples = describe_samples(data, count_samples(run)) if run.needs_samples else {}
+    run.compare_data(tokenizer, samples)
+
     # ---- the model
     config, batches, dims, device = run.config, run.plan.batches, run.context.dims, run.context.device
     built = build_model(config.model_spec(tokenizer.vocab_size, run.plan.wire), dims, device)
@@ -163,7 +175,7 @@ def pretraining(run: OpenRun, tokenizer: Tokenizer, data: Splits[Samples | None]
         batches=None if data.train is None else loader(data.train, ramp_up=True),
         validation=validation,
         test=test,
-        samples=describe_samples(data, count_samples(run)) if run.records_samples else {},
+        samples=samples,
     )
 
 

@@ -316,12 +316,6 @@ def test_slurm_task_count_is_ignored_without_srun(monkeypatch):
     assert pretrain_gpt.main() == 102
 
 
-def test_only_one_torchrun_rank_prints_the_error(main, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    assert main("--hidden-size", "130") == (2, "", "")
-
-
 def interrupted(home: Home, iteration: int, times: int, *flags: str) -> tuple[int, str]:
     """Run with wandb, press Ctrl-C `times` times after an iteration, and return (exit code, output)."""
     job = [*TOY, "--train-iters", "100000", "--eval-iters", "1", "--wandb-project", "a-project", "--nproc", "2"]
@@ -409,7 +403,7 @@ def test_the_launcher_checks_files_once_and_its_workers_do_not(monkeypatch, tmp_
         runs.append(parsed)
         raise JobError
 
-    monkeypatch.setattr(pretrain_gpt, "worker_process", lambda place, launch: contextlib.nullcontext())
+    monkeypatch.setattr(pretrain_gpt, "worker_process", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(pretrain_gpt, "start_workers", lambda place, launch: 0)
     monkeypatch.setattr(pretrain_gpt, "open_run", end)
     monkeypatch.setattr("time.sleep", lambda seconds: None)

@@ -48,6 +48,7 @@ from megazpp.run.checks import plan_run
 from megazpp.run.start import (
     announced_cluster,
     distributed_program,
+    facts_of,
     hold_run_dir,
     planned_cluster,
     start_workers,
@@ -88,7 +89,8 @@ def main(argv: list[str]) -> int:
     # ---- start the workers, or become one
     if not place.started:
         return start_workers(place, config.launch)
-    with worker_process(place, config.launch) as worker, open_run(worker, parsed, announced, source) as run:
+    facts = facts_of(parsed)  # all ranks have to agree on them
+    with worker_process(place, config.launch, facts) as worker, open_run(worker, parsed, announced, source) as run:
         # ---- build
         with user_errors():
             post = PostTraining(run)

@@ -30,7 +30,7 @@ from megazpp.run.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.run.checkpoint_flags import with_checkpoint_flags
 from megazpp.run.checks import lay_out, plan_model
 from megazpp.run.feature import Feature, weight_opener
-from megazpp.run.start import announced_cluster, start_workers
+from megazpp.run.start import announced_cluster, facts_of, start_workers
 from megazpp.topology.cluster import Cluster
 from megazpp.training.context import Console
 from megazpp.training.setup import build_model
@@ -135,7 +135,8 @@ def run_on_checkpoint(
     # ---- start the workers, or become one
     if not place.started:
         return start_workers(place, launch)
-    with worker_process(place, launch) as worker, user_errors():
+    checkpoint = {"the checkpoint": f"iteration {record.progress.iteration}"}
+    with worker_process(place, launch, facts_of(parsed) | checkpoint) as worker, user_errors():
         work(_load(parsed, announced, source, record, spread, worker))
     return leave(0)
 

@@ -25,11 +25,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,19 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megazpp.base.launcher import find_launcher
-from megazpp.base.program import EXIT_ERROR, EXIT_READER_GONE, EXIT_SECONDARY, LAUNCHER_PID, JobError, end_with, leave
+from megazpp.base.program import (
+    EXIT_ERROR,
+    EXIT_READER_GONE,
+    EXIT_SECONDARY,
+    EXIT_USER_ERROR,
+    LAUNCHER_PID,
+    JobError,
+    UserError,
+    end_with,
+    leave,
+)
 from megazpp.parallel.launch import LOOPBACK, RESTART_COUNT, LaunchConfig, RankInfo, is_on_one_machine, open_store
+from megazpp.parallel.roll_call import call_roll, show_once
 from megazpp.parallel.watchdog import FAILURES, Watchdog
 
 REPORT_SECONDS = 1.0  # time for the rank that failed first to claim the failure, before other ranks may
@@ -63,16 +75,27 @@ class Worker:
     watchdog: Watchdog
     restarts: int = 0  # number of times that the launcher has restarted the job
 
+    def compare(self, facts: Mapping[str, str], *, name: str) -> None:
+        """Raise a UserError on all ranks if facts differ between them; `name` is another one in each call."""
+        place = RankInfo(started=True, world_size=self.world_size, rank=self.rank, local_rank=self.local_rank)
+        problem = call_roll(self.store, place, facts, name=f"{name}/{self.restarts}")
+        if problem is not None:
+            raise UserError(problem)
+
 
 @contextlib.contextmanager
-def worker_process(place: RankInfo, config: LaunchConfig) -> Iterator[Worker]:
+def worker_process(
+    place: RankInfo, config: LaunchConfig, facts: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Worker]:
     """Make this process a worker: set up the device and the process group, and take them down after the block.
 
-    An error in the block ends the process with its exit code. A program calls `leave` after the block.
+    An error in the block ends the process with its exit code, and so does a difference between the ranks. A program
+    calls `leave` after the block.
 
     Args:
         place: this process's place in the job.
         config: back end and timeouts.
+        facts: values that must be equal on all ranks, such as flags and versions, as text by name.
     """
     # Handle signals, and end this process when its launcher ends.
     if LAUNCHER_PID in os.environ:
@@ -98,6 +121,11 @@ def worker_process(place: RankInfo, config: LaunchConfig) -> Iterator[Worker]:
     store, rank, world_size = open_store(place, timedelta(minutes=config.distributed_timeout_minutes))
     restarts = int(os.environ.get(RESTART_COUNT, "0"))
     watchdog = Watchdog(store, place, config, restarts=restarts).start()
+    name = roll_call_at_start()
+    problem = call_roll(store, place, facts, name=name)
+    if problem is not None:
+        show_once(store, UserError(problem), name=name)
+        leave(EXIT_USER_ERROR)
     share_gloo_device(loopback=is_on_one_machine(place), lazy=backend != "gloo")
     if device.type == "cpu":
         keep_freed_memory()
@@ -114,6 +142,11 @@ def worker_process(place: RankInfo, config: LaunchConfig) -> Iterator[Worker]:
     except BaseException as error:
         leave(_report_once(error, worker, alone=is_on_one_machine(place)))
     dist.destroy_process_group()
+
+
+def roll_call_at_start() -> str:
+    """Return the name of the roll call before the process group exists, in this attempt of the job."""
+    return f"start/{os.environ.get(RESTART_COUNT, '0')}"
 
 
 def seed_everything(seed: int, *, data_rank: int, tp_rank: int) -> None:

@@ -62,7 +62,7 @@ class PostTraining:
     def __init__(self, run: OpenRun) -> None:
         self.parsed, self.config, self.plan, self.run = run.parsed, run.config, run.plan, run.context
         self.post, self.form, self.rewards, self.lora, self.weights = post_configs(run.parsed)
-        self._records_samples, self._opener = run.records_samples, adapter_opener(self.config.sections)
+        self._opener = adapter_opener(self.config.sections)
         self._temperature = self.config.section(SampleConfig).sample_temperature if self.post.draws else 1.0
         self._adapted: AdaptedPolicy | None = None
         self._synced: SyncedModel | None = None
@@ -71,6 +71,8 @@ class PostTraining:
             self.config.tokenizer, self.config.data, log=self.run.log
         )
         self.datasets = self._open_data()
+        self._samples = self._describe_samples() if run.needs_samples else {}
+        run.compare_data(self.tokenizer, self._samples)
         self.built = self._open_model()
 
     def parts(self) -> TrainingParts:
@@ -99,7 +101,7 @@ class PostTraining:
             generates=self.post.objective != "reward",
             has_weights=adapted is not None,  # the base is loaded and adapters are initialized when the model is built
             evaluates_first=self.post.eval_on_start,
-            samples=self._describe_samples() if self._records_samples else {},
+            samples=self._samples,
         )
 
     def take_reference(self) -> None:

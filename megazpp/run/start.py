@@ -11,34 +11,53 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import hashlib
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
+
+import megazpp
+from megazpp.base.flags import as_words, flag_name
+from megazpp.base.launcher import find_launcher
 from megazpp.base.program import (
-    EXIT_USER_ERROR,
     LAUNCHER_PID,
     JobError,
+    UserError,
+    in_words,
     launched_rank,
     program,
     say_at_terminal,
     say_notices,
 )
 from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.data.cache import cache_key
+from megazpp.data.tokenizer import Tokenizer
+from megazpp.kernels import formats
 from megazpp.parallel.environment import prepare_environment
 from megazpp.parallel.launch import LaunchConfig, RankInfo, detect_rank_info, launch_workers
+from megazpp.parallel.roll_call import report_failure
+from megazpp.parallel.worker import roll_call_at_start
 from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
 from megazpp.training.context import default_run_dir
 from megazpp.training.tracking import TrackingConfig
 
-# Seconds that other ranks wait before they exit after a user error. Launchers kill all ranks when one exits, and rank 0
-# must print the error first.
-LATE_SECONDS = 10.0
-
+# Ends of the names of fields with paths, and other fields whose values may differ between hosts.
+PATHS = ("path", "file", "dir", "folder", "model", "save", "load", "store", "patches")
+OF_THE_HOST = ("lora_base", "reward_funcs", "nproc", "local_rank", "max_restarts", "num_workers")
+# Environment variables that change results, or that NCCL needs to be equal on all ranks.
+VARIABLES = (
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TRITON_INTERPRET",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+)
 # Environment variable with the run folder, set by a launcher that may restart its workers.
 RUN_DIR = "MEGAZPP_RUN_DIR"
 
@@ -46,8 +65,8 @@ RUN_DIR = "MEGAZPP_RUN_DIR"
 def distributed_program(main: Callable[[list[str]], int]) -> Callable[..., int]:
     """Turn a `main` function into the entry point of a program with workers, which returns the exit status.
 
-    It prepares the environment for CUDA and Triton before `main` uses torch, and prints errors as `program` does, on
-    rank 0 only.
+    It prepares the environment for CUDA and Triton before `main` uses torch, and prints errors as `program` does. On
+    ranks that a launcher has started, one rank of each host prints them, and the ranks of other hosts end too.
 
     Args:
         main: takes the arguments without the program name, and returns the exit status.
@@ -61,13 +80,66 @@ def distributed_program(main: Callable[[list[str]], int]) -> Callable[..., int]:
             if launched_rank() == 0:
                 say_notices(notices)
             return main(argv)
-        except (OSError, ValueError, JobError):
-            if launched_rank() == 0:
+        except (OSError, ValueError, JobError) as error:
+            place = _launched_place()
+            if place is None:
                 raise
-            time.sleep(LATE_SECONDS)  # the launcher kills rank 0 as soon as another rank exits
-            return EXIT_USER_ERROR
+            failure = error if isinstance(error, JobError) else UserError(in_words(error, argv))
+            report_failure(place, failure, name=roll_call_at_start())
+            return failure.exit_code
 
     return run
+
+
+def _launched_place() -> RankInfo | None:
+    """Return the place of this process in a job of several ranks; None if it is alone or the launcher is unknown."""
+    try:
+        launched = find_launcher()
+    except ValueError:  # the message says so
+        return None
+    if launched is None or launched.world_size == 1:
+        return None
+    return RankInfo(started=True, world_size=launched.world_size, rank=launched.rank, local_rank=launched.local_rank)
+
+
+def facts_of(parsed: ParsedRun) -> dict[str, str]:
+    """Return what must be equal on all ranks before they start: flags, versions, and variables of the environment.
+
+    Paths may differ between hosts. What the files contain is compared once they are open.
+    """
+    flags = {}
+    for part in parsed.parts:
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            is_path = field.name.endswith(PATHS) and not isinstance(value, bool)
+            if not is_path and field.name not in OF_THE_HOST:
+                flags[flag_name(field)] = as_words(value)
+    versions = {
+        "the version of MegaZ++": f"{megazpp.__version__} (sources {_digest_of_sources()})",
+        "the version of torch": torch.__version__,
+    }
+    variables = {f"the environment variable {name}": os.environ.get(name, "not set") for name in VARIABLES}
+    return versions | variables | flags
+
+
+def facts_of_data(tokenizer: Tokenizer, samples: Mapping[str, Any]) -> dict[str, str]:
+    """Return the facts about a tokenizer and about samples (data/identity.py) that must be equal on all ranks."""
+    digests = [digest for _, digest, *_ in samples.get("sources", [])]
+    return {
+        "the tokenizer": str(tokenizer.identity),
+        "the training data": cache_key(digests=digests, order=samples.get("order")),
+        "the validation data": cache_key(digest=samples.get("valid")),
+        "the test data": cache_key(digest=samples.get("test")),
+    }
+
+
+def _digest_of_sources() -> str:
+    """Return a digest of the program's source files, because a stale checkout has the same version."""
+    digest = hashlib.sha256()
+    for folder in (Path(megazpp.__file__).parent, Path(formats.__file__).parent):
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".c")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def start_workers(place: RankInfo, launch: LaunchConfig) -> int:

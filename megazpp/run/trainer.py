@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megazpp.base.program import GIGA, user_errors
+from megazpp.base.program import GIGA, errors_as, user_errors
 from megazpp.checkpoint.checkpoints import Checkpoints, take_folder
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import SAMPLES, CheckpointMetadata, TrainingProgress, found_from_anywhere
@@ -41,7 +41,7 @@ from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.run.checks import RunPlan, lay_out, plan_run
 from megazpp.run.feature import TrainerParts
 from megazpp.run.report import conclude, introduce, open_tracker
-from megazpp.run.start import own_checkpoints
+from megazpp.run.start import facts_of_data, own_checkpoints
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import cluster_text
 from megazpp.training.anomalies import Guard, LossHistory
@@ -93,9 +93,13 @@ class OpenRun:
         return self.parsed.config
 
     @property
-    def records_samples(self) -> bool:
-        """True on the rank that writes the samples' description to checkpoints, and compares it on resume."""
-        return (self.save is not None or self.checkpoint is not None) and self.worker.rank == 0
+    def needs_samples(self) -> bool:
+        """True if the samples have to be described, because ranks or a checkpoint compare them."""
+        return self.save is not None or self.checkpoint is not None or self.worker.world_size > 1
+
+    def compare_data(self, tokenizer: Tokenizer, samples: Mapping[str, Any]) -> None:
+        """Raise a UserError on all ranks if tokenizers or samples differ between them."""
+        self.worker.compare(facts_of_data(tokenizer, samples), name="data")
 
 
 @contextmanager
@@ -156,7 +160,8 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
         if checkpoint.save_to_run_dir and save is None:
             path = dims.world.share_object(None if folder is None else str(folder.path / "checkpoints"))
             checkpoint, save = dataclasses.replace(checkpoint, save=path), CheckpointFolder(path, "--save")
-            with user_errors():
+            where = f"--save-to-run-dir ({parsed.origins['save_to_run_dir']}; --no-save-to-run-dir saves nothing)"
+            with user_errors(), errors_as(where):
                 take_folder(save, files, console.log)
         parsed = parsed._replace(config=dataclasses.replace(config, checkpoint=checkpoint))
         context = RunContext(dims=dims, device=worker.device, console=console, folder=folder)
@@ -228,7 +233,7 @@ class TrainingParts:
         has_weights: whether the model is already built with the weights of the checkpoint that the run starts from.
         evaluates_first: whether to validate before the first step.
         samples: description of the training and held-out samples, see data/identity.py; {} unless
-            `OpenRun.records_samples`.
+            `OpenRun.needs_samples`.
     """
 
     tokenizer: Tokenizer

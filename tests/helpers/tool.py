@@ -32,7 +32,7 @@ def _run_on_rank(tool: str, flags: list[str], key: str) -> tuple[int, str]:
     store, timeout = dist.PrefixStore(key, _get_default_store()), timedelta(minutes=3)
 
     @contextlib.contextmanager
-    def on_this_rank(place: RankInfo, launch: LaunchConfig) -> Iterator[Worker]:
+    def on_this_rank(place: RankInfo, launch: LaunchConfig, facts: object) -> Iterator[Worker]:
         assert place.world_size == world_size
         watchdog = Watchdog(store, place, launch, restarts=0)  # not started
         yield Worker(torch.device("cpu"), rank, world_size, rank, store, timeout, watchdog)

@@ -1,0 +1,94 @@
+"""Test that ranks compare their facts before they start, and that a rank's error reaches all hosts."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megazpp.base.launcher import LOOPBACK
+from megazpp.base.program import UserError
+from megazpp.parallel import roll_call
+from megazpp.parallel.launch import RankInfo, loopback_store
+from megazpp.parallel.roll_call import call_roll, show_once, tell
+
+HOSTS = ("alpha", "alpha", "beta", "beta")
+EQUAL = {"--lr": "0.001", "the version of torch": "2.13"}
+Answer = Callable[[dist.Store, RankInfo, str], Any]
+
+
+def answer(facts: dict[str, str], store: dist.Store, place: RankInfo, host: str) -> str | None:
+    """Take part with facts, and print a problem as a worker does."""
+    problem = call_roll(store, place, facts, name="a", host=host)
+    if problem is not None:
+        show_once(store, UserError(f"[{host}] {problem}"), name="a", host=host)
+    return problem
+
+
+def fail(text: str, store: dist.Store, place: RankInfo, host: str) -> None:
+    """Take part with an error; the first rank of a host has printed it before."""
+    if place.local_rank == 0:
+        UserError(f"[{host}] {text}").show()
+    tell(store, place, UserError(f"[{host}] {text}" if place.local_rank else text), name="a", host=host)
+
+
+def on_ranks(*work: Answer) -> list[Any]:
+    """Run the work of each rank in a thread of its own with a connection of its own, and return the results."""
+    server = loopback_store()
+
+    def run(rank: int) -> Any:
+        store = dist.TCPStore(LOOPBACK, server.port, is_master=False)
+        place = RankInfo(started=True, world_size=len(work), rank=rank, local_rank=rank % 2)
+        return work[rank](store, place, HOSTS[rank])
+
+    with ThreadPoolExecutor(len(work)) as pool:
+        return list(pool.map(run, range(len(work))))
+
+
+def printed(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    return sorted(line.partition("error: ")[2] for line in capfd.readouterr().err.splitlines())
+
+
+def test_equal_facts_are_no_problem_and_print_nothing(capfd):
+    assert on_ranks(*(partial(answer, dict(EQUAL)) for _ in HOSTS)) == [None] * 4
+    assert printed(capfd) == []
+    assert call_roll(dist.HashStore(), RankInfo(started=True, world_size=1), EQUAL, name="a") is None
+
+
+def test_each_different_fact_is_named_with_values_hosts_and_ranks(capfd):
+    """One rank of each host prints the problem."""
+    others = {"--lr": "0.1", "the version of torch": "2.13", "--new": "3"}
+    found = on_ranks(*(partial(answer, EQUAL if host == "alpha" else others) for host in HOSTS))
+    lines = [
+        "--lr must be equal on all ranks, but is 0.001 on alpha (ranks 0 to 1), 0.1 on beta (ranks 2 to 3)",
+        "--new must be equal on all ranks, but is not known on alpha (ranks 0 to 1), 3 on beta (ranks 2 to 3)",
+    ]
+    assert found == ["\n".join(lines)] * 4
+    assert printed(capfd) == sorted([lines[1], lines[1], f"[alpha] {lines[0]}", f"[beta] {lines[0]}"])
+
+
+def test_long_lists_of_differences_are_cut():
+    two = [{f"--flag-{number}": str(rank) for number in range(14)} for rank in range(2)]
+    problem, _ = on_ranks(*(partial(answer, facts) for facts in two))
+    assert len(problem.splitlines()) == 11
+    assert problem.endswith("and 4 more differences")
+
+
+@pytest.mark.parametrize("wrong", [{3}, {2, 3}, {0, 1, 2, 3}])
+def test_failed_ranks_error_is_printed_once_on_each_host(wrong, capfd, monkeypatch):
+    """The other ranks do not wait for facts of a rank that has failed, and get its error with its host."""
+    monkeypatch.setattr(roll_call, "CLAIM_SECONDS", 0.3)
+    work = [partial(fail, "--lr 0x is wrong") if rank in wrong else partial(answer, EQUAL) for rank in range(4)]
+    found = on_ranks(*work)
+    told = {problem for rank, problem in enumerate(found) if rank not in wrong}
+    assert len(told) <= 1
+    for problem in told:
+        assert problem.startswith(("rank 2 on beta: ", "rank 3 on beta: "))
+        assert problem.endswith("--lr 0x is wrong")
+    lines = printed(capfd)
+    assert len(lines) == 2
+    assert lines[0].startswith("[alpha] ")
+    assert lines[1].startswith("[beta] ")
+    assert all(line.endswith("--lr 0x is wrong") for line in lines)

@@ -1,0 +1,73 @@
+"""Test the start of a job whose ranks were started one by one: they agree, or each host says why it ends."""
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.pretrain import TOY
+from helpers.program import LAUNCHER_VARIABLES, ROOT
+from helpers.small_run import SMALL, parse
+
+from megazpp.run.start import facts_of
+
+# flags of the second of two ranks | words of the error
+DIFFERENT = {
+    "--lr 0.5": "--lr must be equal on all ranks, but is 0.001 on",
+    "--num-layers 3": "--num-layers must be equal on all ranks, but is 1 on",
+    "--text-path other.txt": "the training data must be equal on all ranks, but is",
+    "--text-path missing.txt": "--text-path missing.txt does not exist",
+    "--lr 0x": "command line: --lr: invalid float value: '0x'",
+    "--save-to-run-dir": "--save-to-run-dir must be equal on all ranks, but is False on",
+}
+
+
+def test_facts_have_flags_versions_and_variables_but_no_paths(monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    facts = facts_of(parse(f"{SMALL} --run-dir here --nproc 2 --lr 2e-3"))
+    assert facts["--lr"] == "0.002"
+    assert facts["--num-layers"] == "2"
+    assert facts["--profile"] == "False"
+    assert facts["the environment variable NCCL_ALGO"] == "Ring"
+    assert "sources" in facts["the version of MegaZ++"]
+    assert {"--run-dir", "--nproc", "--data-path", "--tokenizer-model", "--load"}.isdisjoint(facts)
+    other = facts_of(parse(f"{SMALL} --run-dir there --nproc 2 --lr 2e-3 --seed 7"))
+    assert {name for name in facts if facts[name] != other[name]} == {"--seed"}
+
+
+def free_port() -> int:
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return place.getsockname()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", DIFFERENT)
+def test_ranks_that_disagree_end_with_an_error_within_seconds(tmp_path, flags):
+    """Both ranks are on one host, so the error is printed once."""
+    text = "Call me Ishmael. Some years ago, never mind how long precisely.\n" * 400
+    (tmp_path / "text.txt").write_text(text)
+    (tmp_path / "other.txt").write_text(text.replace("Ishmael", "Queequeg"))
+    common = [flag for flag in TOY if flag != "--mock-data"]
+    common += shlex.split("--text-path text.txt --train-iters 2 --eval-iters 0 --data-cache-path cache --run-dir run")
+    env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    env |= {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(Path(ROOT) / "pretrain_gpt.py"), *common, *more],
+            cwd=tmp_path,
+            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, more in enumerate(([], flags.split()))
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in started]
+    assert all(process.returncode != 0 for process in started)
+    errors = [line for line in "".join(outputs).splitlines() if "error: " in line]
+    assert DIFFERENT[flags] in errors[0], outputs
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
