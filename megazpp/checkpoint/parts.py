@@ -27,8 +27,8 @@ from megazpp.checkpoint.state import (
     Tensors,
     under,
 )
-from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
+from megazpp.model.layer_parts import SharedGenerator
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.worker import seed_everything
 from megazpp.tensor_parallel.parameters import seed_for

@@ -21,8 +21,8 @@ from megazpp.checkpoint.state import MODEL, SCALAR_HEAD
 from megazpp.lora.config import LoraConfig
 from megazpp.lora.layers import Linear, LowRankAdapter, QkvAdapter
 from megazpp.lora.peft import AdapterSettings, Branch, find_branches, read_adapter, write_adapter
-from megazpp.model.dropout import Dropout, SharedGenerator
 from megazpp.model.gpt import GPTModel, TransformerLayer
+from megazpp.model.layer_parts import Dropout, SharedGenerator
 from megazpp.packed_weights.frozen import FrozenUnits
 from megazpp.packed_weights.load import load_frozen_model
 from megazpp.packed_weights.reader import FrozenPlace

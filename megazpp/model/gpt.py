@@ -24,11 +24,9 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from megazpp.model.attention import AttentionInputs, SelfAttention, config_angles, document_mask, window_mask
 from megazpp.model.backends import DocumentKernel, compile_layer, mark_varying, shared_mask
 from megazpp.model.config import GPTConfig
-from megazpp.model.dropout import Dropout, SharedGenerator
 from megazpp.model.kv_cache import KVCache, LayerCache
-from megazpp.model.mlp import MLP
+from megazpp.model.layer_parts import MLP, Dropout, Norm, SharedGenerator
 from megazpp.model.moe import MoE
-from megazpp.model.norms import Norm
 from megazpp.model.router import Kept
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.cross_entropy import linear_cross_entropy
@@ -153,11 +151,12 @@ class GPTModel(nn.Module):
             assert cache is None, "context parallelism does not support a cache"
             tokens, position_ids = self._part(tokens), self._part(position_ids)
         # ---- inputs of attention for each kind of layer
-        inputs = self._attention_inputs(position_ids, document_starts, cache, seq)
         if counted is not None:
             numbers = counted.sum(dim=1).clamp(min=1).float()
-            inputs = dataclasses.replace(inputs, counted=(self._part(counted).t().float(), numbers))
-        by_kind = self._inputs_by_kind(inputs, position_ids, cache, seq)
+            counted_of_rank = self._part(counted).t().float(), numbers
+        by_kind = self._attention_inputs(
+            position_ids, document_starts, cache, seq, None if counted is None else counted_of_rank
+        )
         x = self.embedding(tokens, position_ids)
         if cache is not None:
             by_kind = {
@@ -260,45 +259,45 @@ class GPTModel(nn.Module):
         return [layer.mlp.experts for layer in self.layers if isinstance(layer, MixtureLayer)]
 
     def _attention_inputs(
-        self, position_ids: torch.Tensor, starts: torch.Tensor | None, cache: KVCache | None, seq: int
-    ) -> AttentionInputs:
-        """Make the attention inputs of a layer with rotary embeddings, if the model has them, and without a window."""
-        batch = len(position_ids)
-        rotary = config_angles(self.config, position_ids) if self.config.positions == "rope" else None
-        if cache is not None:
-            return AttentionInputs(rotary=rotary, mask=cache.mask(position_ids), places=position_ids)
-        if starts is not None and self.document_kernel is None:
-            return AttentionInputs(rotary=rotary, mask=document_mask(starts, batch=batch, seq=seq))
-        return AttentionInputs(rotary=rotary, mask=None, document_starts=starts)
-
-    def _inputs_by_kind(
-        self, inputs: AttentionInputs, position_ids: torch.Tensor, cache: KVCache | None, seq: int
+        self,
+        position_ids: torch.Tensor,
+        starts: torch.Tensor | None,
+        cache: KVCache | None,
+        seq: int,
+        counted: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> dict[tuple[bool, bool], AttentionInputs]:
-        """Make the attention inputs of each kind of layer (see `kinds`) from `inputs`, which have no window."""
-        found = {}
-        for windowed, rotated in dict.fromkeys(self.kinds):
-            own = self._windowed(inputs, position_ids, cache, seq) if windowed else inputs
-            found[windowed, rotated] = own if rotated or own.rotary is None else dataclasses.replace(own, rotary=None)
-        return found
+        """Make the attention inputs of each kind of layer, see `kinds`; `counted` is their field of this name."""
+        rotary = config_angles(self.config, position_ids) if self.config.positions == "rope" else None
+        limits = {windowed: self._limits(position_ids, starts, cache, seq, windowed) for windowed, _ in self.kinds}
+        return {
+            (windowed, rotated): AttentionInputs(
+                rotary=rotary if rotated else None,
+                mask=limits[windowed][0],
+                document_starts=limits[windowed][1],
+                places=None if cache is None else position_ids,
+                counted=counted,
+            )
+            for windowed, rotated in dict.fromkeys(self.kinds)
+        }
 
-    def _windowed(
-        self, inputs: AttentionInputs, position_ids: torch.Tensor, cache: KVCache | None, seq: int
-    ) -> AttentionInputs:
-        """Return `inputs` with the window of --window-size: as a mask, or as documents for the document kernel."""
-        window, batch, device = self.config.window, len(position_ids), position_ids.device
-        assert window is not None
+    def _limits(
+        self, position_ids: torch.Tensor, starts: torch.Tensor | None, cache: KVCache | None, seq: int, windowed: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return what limits causal attention further: a mask, or the documents for the document kernel, or neither."""
+        window, batch, device = self.config.window if windowed else None, len(position_ids), position_ids.device
         if cache is not None:
-            return dataclasses.replace(inputs, mask=cache.mask(position_ids, window))
-        if seq <= window:
-            return inputs
-        if self.document_kernel is None:
-            mask = window_mask(seq, window, device)
-            return dataclasses.replace(inputs, mask=mask if inputs.mask is None else inputs.mask & mask)
-        if inputs.document_starts is not None:
-            return inputs
-        # the document kernel applies the window itself; it takes each row as one document
-        rows = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=device)
-        return dataclasses.replace(inputs, document_starts=rows)
+            return cache.mask(position_ids, window), None
+        window = None if window is not None and seq <= window else window
+        if self.document_kernel is not None:
+            if window is not None and starts is None:
+                # the kernel applies the window itself; it takes each row as one document
+                starts = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=device)
+            return None, starts
+        mask = None if starts is None else document_mask(starts, batch=batch, seq=seq)
+        if window is not None:
+            inside = window_mask(seq, window, device)
+            mask = inside if mask is None else mask & inside
+        return mask, None
 
 
 class TransformerLayer(nn.Module):

@@ -32,8 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megazpp.model.backends import compile_layer, mark_varying
 from megazpp.model.config import GPTConfig
-from megazpp.model.mlp import MLP
-from megazpp.model.norms import Norm
+from megazpp.model.layer_parts import MLP, Norm
 from megazpp.model.router import Kept, Router, Sizes
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.host_copy import HostCopy

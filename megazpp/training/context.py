@@ -122,13 +122,10 @@ def default_run_dir(config_name: str, now: datetime.datetime) -> Path:
         path = first_free(lambda number: first if number == 1 else first.with_name(f"{first.name}-{number}"))
         try:
             path.mkdir(parents=True)
-        except FileExistsError:
-            if not path.is_dir():  # a parent is a file
-                return path
-        except OSError:
-            return path
-        else:
-            return path
+        except OSError as error:
+            if isinstance(error, FileExistsError) and path.is_dir():
+                continue  # another job has created it since
+        return path
 
 
 def make_writable(path: str | Path, flag: str) -> Path:

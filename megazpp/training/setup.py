@@ -14,8 +14,8 @@ from megazpp.data.loader import BatchLoader, Dataset, make_micro_batch
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.backends import compiles_layers, find_document_kernel, find_grouped_product, find_product
 from megazpp.model.config import GPTConfig
-from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
+from megazpp.model.layer_parts import SharedGenerator
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_, share_parameters_

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -65,28 +65,6 @@ class TrackingConfig:
             raise ValueError(f"{where}: tensorboard is not installed (pip install tensorboard)")
 
 
-class Sink(Protocol):
-    """A destination for named scalars, such as wandb; its methods may raise any error of its package.
-
-    Attributes:
-        name: name in warnings.
-    """
-
-    name: str
-
-    def resume(self, progress: TrainingProgress) -> None:
-        """Drop the steps after `progress`, which will run again; called before anything is written."""
-
-    def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
-        """Record scalars at an iteration."""
-
-    def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
-        """Record the results of the run at its last iteration."""
-
-    def close(self, *, exit_code: int) -> None:
-        """Flush; an exit code of 0 marks a successful run."""
-
-
 @dataclass
 class Tracker(AbstractContextManager["Tracker"]):
     """Records one run to its folder and to the sinks.
@@ -109,8 +87,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def resume(self, progress: TrainingProgress) -> None:
         """Make the sinks drop the steps after `progress`, which a crash has lost; call before anything is recorded."""
-        for sink in self.sinks:
-            self._try(sink, lambda sink: sink.resume(progress))
+        self._each("resume", progress)
 
     def step(self, step: StepRecord) -> None:
         """Record a step's scalars; does so every `--tensorboard-log-interval` iterations."""
@@ -130,13 +107,14 @@ class Tracker(AbstractContextManager["Tracker"]):
         if self.device.type == "cuda":
             stats = torch.cuda.memory_stats(self.device)
             scalars |= {name: stats[key] for name, key in MEMORY_SCALARS.items()}
-        self._write(scalars, step.iteration, step.consumed_samples)
+        self._each("write", scalars, iteration=step.iteration, consumed_samples=step.consumed_samples)
 
     def interval(self, record: IntervalRecord) -> None:
         """Record a log interval: a line of metrics.jsonl, and scalars of speed, memory and traffic for the sinks."""
         fields = record.fields
         self._keep("metrics.jsonl", lambda: self.folder.append("metrics.jsonl", fields))
-        self._write(record.scalars, fields["iteration"], fields["consumed_samples"])
+        place = {name: fields[name] for name in ("iteration", "consumed_samples")}
+        self._each("write", record.scalars, **place)
 
     def validation(
         self, loss: float, progress: TrainingProgress, *, metric: str = "lm_loss", has_perplexity: bool = True
@@ -155,25 +133,18 @@ class Tracker(AbstractContextManager["Tracker"]):
         scalars = {f"eval/{metric.removeprefix('lm_')}": loss}
         if metric == "lm_loss" and has_perplexity:
             scalars["eval/perplexity"] = perplexity(loss)
-        self._write(scalars, iteration, consumed_samples)
+        self._each("write", scalars, iteration=iteration, consumed_samples=consumed_samples)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Record the results of the run; sinks receive the values that are single numbers or strings."""
         self._keep("summary.json", lambda: self.folder.write_json("summary.json", values, indent=2))
         scalars = {name: value for name, value in values.items() if isinstance(value, int | float | str)}
-        for sink in self.sinks:
-            self._try(sink, lambda sink: sink.summarize(scalars, iteration=values["iteration"]))
+        self._each("summarize", scalars, iteration=values["iteration"])
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Flush all sinks and unlock the folder; an exception marks the run as failed."""
-        for sink in self.sinks:
-            self._try(sink, lambda sink: sink.close(exit_code=0 if error is None else 1), again=True)
+        self._each("close", exit_code=0 if error is None else 1)
         self.folder.unlock()
-
-    def _write(self, scalars: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
-        """Write scalars to all sinks."""
-        for sink in self.sinks:
-            self._try(sink, lambda sink: sink.write(scalars, iteration=iteration, consumed_samples=consumed_samples))
 
     def _keep(self, file: str, write: Callable[[], object]) -> None:
         """Write to the run folder, and warn about a failure.
@@ -185,14 +156,15 @@ class Tracker(AbstractContextManager["Tracker"]):
         except OSError as error:
             self._warn(file, error, "the log has its values")
 
-    def _try(self, sink: Sink, use: Callable[[Sink], None], *, again: bool = False) -> None:
-        """Use a sink, unless it has failed before and `again` is False."""
-        if sink.name in self._failed and not again:
-            return
-        try:
-            use(sink)
-        except Exception as error:  # the sink's package may raise anything
-            self._warn(sink.name, error, "it records no more values")
+    def _each(self, method: str, *values: Any, **named: Any) -> None:
+        """Call a method of every sink; only `close` is called on a sink that has failed."""
+        for sink in self.sinks:
+            if sink.name in self._failed and method != "close":
+                continue
+            try:
+                getattr(sink, method)(*values, **named)
+            except Exception as error:  # the sink's package may raise anything
+                self._warn(sink.name, error, "it records no more values")
 
     def _warn(self, what: str, error: Exception, consequence: str) -> None:
         """Print one warning per file or sink."""
@@ -375,6 +347,10 @@ class TensorBoardSink:
     def close(self, *, exit_code: int) -> None:
         """Flush and close the event file."""
         self._writer.close()
+
+
+# A destination of named scalars. Both kinds have the same methods, which may raise any error of their packages.
+Sink = WandbSink | TensorBoardSink
 
 
 def wandb_mode() -> Literal["online", "offline", "disabled"]:

@@ -15,8 +15,8 @@ from helpers.dry_run import CPU, DryTask, count_step, language_model_task, plan_
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazpp.lora.policy import add_adapters
-from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
+from megazpp.model.layer_parts import SharedGenerator
 from megazpp.packed_weights.frozen import FrozenUnits, freeze
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megazpp.data.loader import MicroBatch
 from megazpp.model.config import GPTConfig
-from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
+from megazpp.model.layer_parts import SharedGenerator
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.worker import seed_everything
 from megazpp.tensor_parallel.parameters import (

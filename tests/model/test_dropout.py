@@ -12,7 +12,7 @@ from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, Case, build_on_ranks
 
 from megazpp.model.config import GPTConfig
-from megazpp.model.dropout import Dropout, SharedGenerator
+from megazpp.model.layer_parts import Dropout, SharedGenerator
 from megazpp.parallel.worker import seed_everything
 from megazpp.tensor_parallel.parameters import local
 

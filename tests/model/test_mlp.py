@@ -10,7 +10,7 @@ from helpers.ranks import ranks
 from helpers.tensor_parallel import REGION, compare_slices, draw
 
 from megazpp.model.config import GPTConfig
-from megazpp.model.mlp import MLP
+from megazpp.model.layer_parts import MLP
 
 KINDS = {
     "gelu": ({}, lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))),

@@ -9,7 +9,7 @@ from helpers.ranks import ranks
 from helpers.tensor_parallel import compare_slices, draw
 
 from megazpp.model.config import GPTConfig
-from megazpp.model.norms import Norm
+from megazpp.model.layer_parts import Norm
 
 EPSILON = 0.1
 
