@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megazpp.model.backends import DocumentKernel, mark_varying, masked_attention
+from megazpp.model.attention_kernels import DocumentKernel, masked_attention
 from megazpp.model.config import GPTConfig
 from megazpp.model.kv_cache import LayerCache
-from megazpp.model.layer_parts import HeadsNorm, Norm, normed, recomputed
+from megazpp.model.layer_parts import HeadsNorm, Norm, mark_varying, normed, recomputed
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, Product, RowParallelLinear
 from megazpp.tensor_parallel.regions import exchange

@@ -10,91 +10,31 @@ In this table "plain" is torch's unfused attention, used where no other kernel a
 | `mask_reason` returns None        | S x S mask or scores                               |                   |
 | inside documents or a window,     | as with a mask                                     | as with a mask    |
 | otherwise                         |                                                    |                   |
-
-Masked attention never uses cuDNN, because its backward can return NaN in the gradients of the queries
-(https://github.com/pytorch/pytorch/issues/196678; torch 2.11 to 2.13 on H100 and H200).
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import inspect
 import math
 import os
 import shutil
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
 from megazpp.kernels.c_library import CLibraryError, find_compiler
+from megazpp.model.attention_kernels import DocumentKernel, variable_length
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import FLOAT8_CAPABILITY, MULTIPLE, float8_product
 from megazpp.tensor_parallel.layers import Product
 
-MASKED_ON_CUDA = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Limits of the variable-length kernel (flash attention 2): channels per head, their divisor, and compute capability.
 # Some devices cannot train with more than 192 channels.
 MOST_CHANNELS, CHANNELS_MULTIPLE, FIRST_CAPABILITY = 192, 8, (8, 0)
-# Compiled graphs that torch may keep of the layers' common forward function. Torch's limit of 8 is too low: it needs a
-# graph for each combination of model (up to four), gradients, training mode, one row or several, and decoding.
-MOST_GRAPHS = 64
 # The first compute capability with a fast grouped product, and the multiple of channels that it takes (16 bytes).
 GROUPED_CAPABILITY, GROUPED_MULTIPLE = (9, 0), 8
 _TRITON_CAPABILITY = (7, 0)  # lowest compute capability for which Triton compiles
-
-# Names of the arguments of torch's varlen_attn, which depend on torch's version: torch 2.11 has no `enable_gqa`.
-VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
-
-# Kernel of attention inside documents; arguments: q, k, v, document offsets, length of the longest document, window,
-# scale
-DocumentKernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int | None, float | None], torch.Tensor
-]
-
-
-def variable_length(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    starts: torch.Tensor,
-    longest: int,
-    window: int | None = None,
-    scale: float | None = None,
-) -> torch.Tensor:
-    """Compute causal attention inside each of several concatenated documents by torch's variable-length kernel.
-
-    Args:
-        q: [tokens, heads, D] 16-bit queries.
-        k: [tokens, groups, D] 16-bit keys.
-        v: [tokens, groups, D] 16-bit values.
-        starts: [documents + 1] int32 offsets of the documents, from 0 to the number of tokens.
-        longest: upper bound of the documents' lengths in tokens.
-        window: number of tokens that a token attends to, itself included; None for all earlier tokens of its document.
-        scale: factor of the scores before the softmax; None for 1 / sqrt(D).
-
-    Returns:
-        [tokens, heads, D].
-    """
-    k, v = (varlen_groups(x, q.shape[1]) for x in (k, v))
-    options: dict[str, Any] = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
-    options |= {} if scale is None else {"scale": scale}
-    sides = (-1 if window is None else window - 1, 0)
-    found = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=sides, **options)
-    assert isinstance(found, torch.Tensor)  # a tuple only if the softmax normalizers are requested too
-    return found
-
-
-def varlen_groups(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return keys or values [tokens, groups, D] as this torch's varlen_attn accepts them.
-
-    Without support for grouped queries (torch 2.11) they are repeated to [tokens, heads, D].
-    """
-    return x if "enable_gqa" in VARLEN_ARGUMENTS else repeated(x, heads)
 
 
 def mask_reason(config: GPTConfig, *, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
@@ -241,66 +181,6 @@ def check_products(config: GPTConfig, tp_size: int, device_type: str, *, bf16: b
             raise ValueError(f"{asked}: {name}: a matrix has {size} rows or columns, not a multiple of {MULTIPLE}")
     compiles = device_type == "cuda" if config.compile is None else config.compile
     return () if compiles else (f"{asked} without --compile: each cast to float8 is several passes over memory",)
-
-
-def masked_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, *, dropout: float, scale: float | None = None
-) -> torch.Tensor:
-    """Compute attention with a mask, never by cuDNN (see the top of the file).
-
-    Args:
-        q: [B, heads, S, D] queries.
-        k: [B, groups, keys, D] keys.
-        v: [B, groups, keys, D] values.
-        mask: [B, 1, S, keys], either bool (True where a query attends to a key) or the result of `shared_mask`.
-        dropout: dropout rate of the attention probabilities.
-        scale: factor of the scores before the softmax; None for 1 / sqrt(D).
-
-    Returns:
-        [B, heads, S, D].
-    """
-    if not q.is_cuda:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=k.shape[1] != q.shape[1], scale=scale
-        )
-    k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
-    with sdpa_kernel(MASKED_ON_CUDA):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
-
-
-def shared_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the additive form of a bool mask on CUDA; return other masks, and None, unchanged.
-
-    The additive mask has 0 where a query attends to a key and -inf elsewhere. CUDA's attention kernels need this form.
-    Converting once for all layers saves the two kernel launches that torch would make in each layer.
-
-    Args:
-        mask: bool mask of any shape, or None.
-        dtype: dtype of the attention scores.
-    """
-    if mask is None or not mask.is_cuda:
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
-
-
-def repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Repeat keys or values from [B, groups, ...] to [B, heads, ...], for kernels without grouped-query attention.
-
-    The memory-efficient kernel of some torch versions is such a kernel.
-    """
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
-
-
-def compile_layer(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Apply `torch.compile`, and raise torch's recompile limit to the number of graphs that a process may need."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
-    return torch.compile(function)
-
-
-def mark_varying(tensor: torch.Tensor | None, *dims: int) -> None:
-    """Let one compiled graph accept `tensor` with any size above 1 in the dimensions `dims`; None is ignored."""
-    if tensor is not None:
-        torch._dynamo.maybe_mark_dynamic(tensor, dims)
 
 
 def compiles_layers(config: GPTConfig, device_type: str) -> tuple[bool, str]:

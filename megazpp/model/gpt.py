@@ -22,10 +22,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from megazpp.model.attention import AttentionInputs, SelfAttention, config_angles, document_mask, window_mask
-from megazpp.model.backends import DocumentKernel, compile_layer, mark_varying, shared_mask
+from megazpp.model.attention_kernels import DocumentKernel, shared_mask
 from megazpp.model.config import GPTConfig
 from megazpp.model.kv_cache import KVCache, LayerCache
-from megazpp.model.layer_parts import MLP, Dropout, Norm, SharedGenerator
+from megazpp.model.layer_parts import MLP, Dropout, Norm, SharedGenerator, compile_layer, mark_varying
 from megazpp.model.moe import MoE
 from megazpp.model.router import Kept
 from megazpp.parallel.axis import MeshAxis

@@ -28,6 +28,10 @@ from megazpp.tensor_parallel.layers import ColumnParallelLinear, Product, RowPar
 from megazpp.tensor_parallel.parameters import ParameterSpec, local, seed_for
 from megazpp.tensor_parallel.regions import copy_to_region, reduce_from_region_
 
+# Compiled graphs that torch may keep of the layers' common forward function. Torch's limit of 8 is too low: it needs a
+# graph for each combination of model (up to four), gradients, training mode, one row or several, and decoding.
+MOST_GRAPHS = 64
+
 
 class Norm(nn.Module):
     """LayerNorm or RMSNorm over the last dimension: [..., size] -> [..., size].
@@ -275,3 +279,15 @@ def _draw(like: torch.Tensor, rate: float, shared: SharedGenerator | None) -> to
     """Sample a mask of 0 and 1 / (1 - rate), with the shape and dtype of `like`."""
     assert shared is not None
     return torch.empty_like(like).bernoulli_(1.0 - rate, generator=shared.generator).div_(1.0 - rate)
+
+
+def compile_layer(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Apply `torch.compile`, and raise torch's recompile limit to the number of graphs that a process may need."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+    return torch.compile(function)
+
+
+def mark_varying(tensor: torch.Tensor | None, *dims: int) -> None:
+    """Let one compiled graph accept `tensor` with any size above 1 in the dimensions `dims`; None is ignored."""
+    if tensor is not None:
+        torch._dynamo.maybe_mark_dynamic(tensor, dims)

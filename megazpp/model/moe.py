@@ -30,9 +30,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megazpp.model.backends import compile_layer, mark_varying
 from megazpp.model.config import GPTConfig
-from megazpp.model.layer_parts import MLP, Norm
+from megazpp.model.layer_parts import MLP, Norm, compile_layer, mark_varying
 from megazpp.model.router import Kept, Router, Sizes
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.host_copy import HostCopy

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megazpp.model.backends import repeated, varlen_groups
+from megazpp.model.attention_kernels import repeated, varlen_groups
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel, MixtureLayer
 from megazpp.optim.muon_plan import LayerMatrix, layer_matrices

@@ -1,4 +1,4 @@
-"""Count the floating-point operations of a training step, look up a device's peak rate, and measure memory in use.
+"""Count the floating-point operations of a training step, and look up a device's peak rate.
 
 Model FLOPs follow Megatron-LM (arXiv 2104.04473, appendix), with only the causal half of the attention matrix. They
 count one forward and backward, so recomputation does not make a run look faster. The peak of a device is its dense
@@ -8,15 +8,12 @@ count one forward and backward, so recomputation does not make a run look faster
 from __future__ import annotations
 
 import re
-import resource
-import sys
 
 import torch
 
 from megazpp.base.program import TERA
 from megazpp.model.config import GPTConfig
 
-MEBI = 1024 * 1024
 # Dense bf16 (V100: fp16) tensor rate in TFLOP/s, by words in the device's name; the first matching row is used.
 PEAK_TFLOPS = (
     ("B200", 2250.0),
@@ -108,25 +105,3 @@ def mfu_convention(flops_per_token: int, name: str, peak: float | None) -> str:
     if peak is None:
         return f"{model}; no MFU: the peak of {name} in this precision is not known"
     return f"{model}; MFU = model FLOP/s / {peak / TERA:.0f} TFLOP/s, the dense 16-bit peak of {name}"
-
-
-def memory_line(rank: int, iteration: int, device: torch.device) -> str | None:
-    """Return Megatron-LM's line about CUDA memory, which is printed after the first log interval; None without CUDA."""
-    if device.type != "cuda":
-        return None
-    sizes = {
-        "allocated": torch.cuda.memory_allocated(device),
-        "max allocated": torch.cuda.max_memory_allocated(device),
-        "reserved": torch.cuda.memory_reserved(device),
-        "max reserved": torch.cuda.max_memory_reserved(device),
-    }
-    line = f"[Rank {rank}] (after {iteration} iterations) memory (MB)"
-    return line + "".join(f" | {name}: {size / MEBI:.2f}" for name, size in sizes.items())
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak of allocated memory on a CUDA device, or the peak resident size of this process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux reports KiB, macOS bytes

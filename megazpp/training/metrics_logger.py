@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import resource
 import statistics
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -32,7 +34,6 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import existing_rows
 from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, WIRE_NAMES, WIRES
 from megazpp.training.context import RunContext
-from megazpp.training.flops import memory_line, peak_memory_bytes
 from megazpp.training.metrics import NOTHING_SENT, IntervalRecord, Meter, StepRecord, closing_lines, validation_lines
 from megazpp.training.objective import StopRequested
 from megazpp.training.timers import StepRecorder
@@ -40,6 +41,7 @@ from megazpp.training.tracking import Tracker, TrackingConfig
 from megazpp.zero.config import PrecisionConfig
 
 SPIKE, SPIKE_STEPS = 10, 10  # a gradient norm above 10 times the median is logged, once 10 steps were recorded
+MEBI = 1024 * 1024
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 
 
@@ -333,3 +335,25 @@ def traffic_table(rows: list[TrafficRow], zero3: Zero3Traffic | None) -> str:
             f"{ratio}: {zero3.formula}"
         )
     return "\n".join(text)
+
+
+def memory_line(rank: int, iteration: int, device: torch.device) -> str | None:
+    """Return Megatron-LM's line about CUDA memory, which is printed after the first log interval; None without CUDA."""
+    if device.type != "cuda":
+        return None
+    sizes = {
+        "allocated": torch.cuda.memory_allocated(device),
+        "max allocated": torch.cuda.max_memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "max reserved": torch.cuda.max_memory_reserved(device),
+    }
+    line = f"[Rank {rank}] (after {iteration} iterations) memory (MB)"
+    return line + "".join(f" | {name}: {size / MEBI:.2f}" for name, size in sizes.items())
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak of allocated memory on a CUDA device, or the peak resident size of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux reports KiB, macOS bytes

@@ -14,16 +14,9 @@ from helpers.training import GPT2_STYLE
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from megazpp.data.loader import on_device
-from megazpp.model import backends
-from megazpp.model.backends import (
-    DocumentKernel,
-    compiles_layers,
-    find_document_kernel,
-    mask_reason,
-    missing_compiler,
-    model_backends,
-    variable_length,
-)
+from megazpp.model import attention_kernels, backends
+from megazpp.model.attention_kernels import DocumentKernel, variable_length
+from megazpp.model.backends import compiles_layers, find_document_kernel, mask_reason, missing_compiler, model_backends
 from megazpp.model.gpt import GPTModel
 from megazpp.model.kv_cache import KVCache
 from megazpp.planner.trace import FORWARD, TraceRecorder
@@ -70,7 +63,7 @@ def one_by_one(
     """Replace torch's varlen_attn, which needs CUDA, by attention inside each document, and check its arguments."""
     left, right = window_size
     assert right == 0  # causal
-    assert not enable_gqa or "enable_gqa" in backends.VARLEN_ARGUMENTS
+    assert not enable_gqa or "enable_gqa" in attention_kernels.VARLEN_ARGUMENTS
     assert starts is key_starts
     assert starts.dtype == torch.int32
     lengths = starts.diff().tolist()
@@ -94,8 +87,8 @@ def one_by_one(
 def test_document_kernel_equals_the_mask(style, changes, times, arguments, monkeypatch):
     """Only the losses are rounded to fp32, hence 1e-6. Torch 2.11 has no enable_gqa, so heads are repeated there."""
     kernel = mock.Mock(side_effect=one_by_one)
-    monkeypatch.setattr(backends, "varlen_attn", kernel)
-    monkeypatch.setattr(backends, "VARLEN_ARGUMENTS", frozenset(arguments))
+    monkeypatch.setattr(attention_kernels, "varlen_attn", kernel)
+    monkeypatch.setattr(attention_kernels, "VARLEN_ARGUMENTS", frozenset(arguments))
     config = dataclasses.replace(STYLES[style], **changes)
     (losses, grads), (ours, our_grads) = (
         step(build_gpt(config, document_kernel=each).double(), packed()) for each in (None, variable_length)
@@ -116,8 +109,8 @@ WINDOWS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", WINDOWS)
 def test_window_kernel_equals_the_mask(name, in_documents, monkeypatch):
     """Only the losses are rounded to fp32, hence 1e-6. The reference applies the window by a mask."""
-    monkeypatch.setattr(backends, "varlen_attn", one_by_one)
-    monkeypatch.setattr(backends, "VARLEN_ARGUMENTS", frozenset(("window_size", "enable_gqa")))
+    monkeypatch.setattr(attention_kernels, "varlen_attn", one_by_one)
+    monkeypatch.setattr(attention_kernels, "VARLEN_ARGUMENTS", frozenset(("window_size", "enable_gqa")))
     config, batch = dataclasses.replace(STYLES["llama"], **WINDOWS[name]), packed()
     batch = batch if in_documents else batch._replace(document_starts=None)
     (losses, grads), (ours, our_grads), (whole, _) = (

@@ -16,8 +16,9 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.parameters import initialize_parameters_
-from megazpp.training.flops import memory_line, mfu_convention, model_flops_per_token, peak_flops, peak_memory_bytes
+from megazpp.training.flops import mfu_convention, model_flops_per_token, peak_flops
 from megazpp.training.metrics import INNER_LOSS, NOTHING_SENT, closing_lines, perplexity, validation_lines
+from megazpp.training.metrics_logger import memory_line, peak_memory_bytes
 
 CPU = torch.device("cpu")
 
