@@ -47,8 +47,6 @@ class Estimate(NamedTuple):
         seconds: seconds per step; None if the cluster file lacks the device or the links.
         held_up: seconds by which a synchronization delays training; 0 without local steps.
         busy: seconds per step by axis, and for the keys "compute" and "host"; {} without times.
-        exposed: for each axis, the seconds per step that would be saved if its collectives took no time; {} if not
-            requested or without times.
         muon: description of Muon's work and communication; "" for other optimizers.
     """
 
@@ -63,7 +61,6 @@ class Estimate(NamedTuple):
     seconds: float | None
     held_up: float
     busy: dict[str, float]
-    exposed: dict[str, float]
     muon: str
 
     @property
@@ -136,17 +133,30 @@ class Estimator:
         self.cluster, self.expert_load, self._device_type = cluster, expert_load, device_type
         self.calibration = calibration_for(cluster.device)
 
-    def estimate(self, config: RunConfig, *, exposed: bool = False) -> Estimate:
+    def estimate(self, config: RunConfig) -> Estimate:
         """Estimate bytes, memory and time of a run.
 
         Args:
             config: flags of the run. --zero-weight-delta auto is replaced by the choice of `choose_weight_delta`.
-            exposed: also estimate how much longer each axis makes the step, by one more simulation per axis.
 
         Raises:
             ValueError: the flags conflict, or do not fit the cluster.
         """
-        return self._estimate(config, self.choose_weight_delta(config), exposed=exposed)
+        choice, found = self._choose(config)
+        plan = plan_run(config, self.cluster, device_type=self._device_type, weight_delta=choice)
+        return self._estimate(config, plan) if found is None else found._replace(plan=plan)
+
+    def exposed(self, estimate: Estimate) -> dict[str, float]:
+        """Return for each axis the seconds per step that would be saved if its collectives took no time.
+
+        Args:
+            estimate: an estimate of this estimator. Without times the result is {}.
+        """
+        saved = dict[str, float]()
+        for axis in sorted(estimate.busy.keys() - {"compute", "host"}):
+            _, step, meeting, every = self._simulate(estimate.config, estimate.plan, free=(axis,))
+            saved[axis] = (estimate.seconds or 0.0) - step.seconds - meeting.seconds / every
+        return saved
 
     def choose_weight_delta(self, config: RunConfig, *, gigabytes: float | None = None) -> WeightDelta | None:
         """Choose lossless deltas or int8 blocks for --zero-weight-delta auto.
@@ -164,60 +174,50 @@ class Estimator:
         Raises:
             ValueError: the flags conflict, or do not fit the cluster.
         """
+        return self._choose(config, gigabytes)[0]
+
+    def _choose(self, config: RunConfig, gigabytes: float | None = None) -> tuple[WeightDelta | None, Estimate | None]:
+        """Return the choice of `choose_weight_delta`, and this estimator's estimate with it if that was computed."""
         # ---- cases without an estimate
         if not config.zero.chooses_weight_delta:
-            return None
+            return None, None
         plan = plan_run(config, self.cluster, device_type=self._device_type)
         if plan.wire.gather is None:
-            return None
+            return None, None
         default = default_weight_delta(config.precision.param_dtype)
         if not default.lossless:
-            return default
+            return default, None
         # ---- the cluster, in which a device of unknown speed computes in no time
         device = self.cluster.device or Device("unknown", math.inf, gigabytes or math.inf, math.inf)
         cluster = dataclasses.replace(self.cluster, device=device, links=known_links(plan.layout))
         if cluster.links is None and math.isinf(device.gigabytes):
-            return default
-        # ---- estimates of both formats
-        estimator = Estimator(cluster, device_type=self._device_type)
-        lossless = estimator._estimate(config, WeightDelta(True, ""))
+            return default, None
+        # ---- estimates of both formats, at an even load of experts
+        even = Estimator(cluster, device_type=self._device_type)
+        is_own = cluster == self.cluster and self.expert_load == even.expert_load
+
+        def estimate(choice: WeightDelta) -> Estimate:
+            plan = plan_run(config, cluster, device_type=self._device_type, weight_delta=choice)
+            return even._estimate(config, plan)
+
+        lossless = estimate(WeightDelta(True, ""))
         if not lossless.fits:
             needs, usable = f"{lossless.gigabytes:.3g} GB per rank", f"{lossless.usable_gigabytes:.3g} GB are usable"
-            return WeightDelta(False, f"lossless deltas would need {needs} and {usable}")
+            return WeightDelta(False, f"lossless deltas would need {needs} and {usable}"), None
         if lossless.seconds is None:
-            return default
-        int8 = estimator._estimate(config, WeightDelta(False, ""))
+            return default, lossless if is_own else None
+        int8 = estimate(WeightDelta(False, ""))
         assert int8.seconds is not None
         what = "a step" if self.cluster.device is not None else "the communication of a step"
         times = f"{lossless.seconds:.4g} s with lossless deltas and {int8.seconds:.4g} s with int8 blocks"
-        return WeightDelta(lossless.seconds <= int8.seconds, f"{what} is estimated to take {times}")
+        choice = WeightDelta(lossless.seconds <= int8.seconds, f"{what} is estimated to take {times}")
+        return choice, (lossless if choice.lossless else int8) if is_own else None
 
-    def _estimate(self, config: RunConfig, weight_delta: WeightDelta | None, *, exposed: bool = False) -> Estimate:
-        """Estimate a run with a choice of --zero-weight-delta auto that is already made."""
-        # ---- plan of the run
-        plan = plan_run(config, self.cluster, device_type=self._device_type, weight_delta=weight_delta)
-        layout, efficiency = plan.layout, self.calibration.efficiency
-        count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
-        diloco = plan.of(DilocoPlan)
-        every = 1 if diloco is None else diloco.steps
-        timed = self.cluster.device is not None and self.cluster.links is not None
-
-        # ---- simulations
-        def run(costs: Costs | None) -> tuple[StepSimulator, SimulatedStep, SimulatedStep]:
-            """Simulate an optimizer step and a synchronization of the replica groups."""
-            simulator = build_step_simulator(
-                config, plan, costs, device_type=self._device_type, expert_load=self.expert_load
-            )
-            step = measure(simulator, count)
-            return simulator, step, simulator.synchronize(step.seconds)
-
-        simulator, step, meeting = run(ClusterCosts(layout, efficiency) if timed else None)
-        seconds, hidden = step.seconds + meeting.seconds / every, dict[str, float]()
-        for axis in sorted({axis for _, axis, _ in step.traffic | meeting.traffic} if exposed and timed else ()):
-            _, faster, sooner = run(ClusterCosts(layout, efficiency, free=(axis,)))
-            hidden[axis] = seconds - faster.seconds - sooner.seconds / every
+    def _estimate(self, config: RunConfig, plan: RunPlan) -> Estimate:
+        """Estimate a run with a plan in which the choice of --zero-weight-delta auto is already made."""
+        simulator, step, meeting, every = self._simulate(config, plan)
+        layout, timed = plan.layout, self._timed
         busy = {key: step.busy.get(key, 0.0) + meeting.busy.get(key, 0.0) / every for key in step.busy | meeting.busy}
-        # ---- results
         muon = _describe_muon(config, simulator, layout)  # first, because a full step of Muon raises the memory peak
         return Estimate(
             config=config,
@@ -227,13 +227,38 @@ class Estimator:
             exchanged=sum(t.sent_bytes for (_, axis, _), t in step.traffic.items() if axis == "cp"),
             node_cross_bytes=_of_node(step.traffic, layout) + _of_node(meeting.traffic, layout) / every,
             node_replica_group_bytes=_of_node(meeting.traffic, layout),
-            micro_batches=count,
-            seconds=seconds if timed else None,
+            micro_batches=plan.batches.num_micro_batches_at(plan.batches.rampup_samples),
+            seconds=step.seconds + meeting.seconds / every if timed else None,
             held_up=meeting.seconds,
             busy=busy if timed else {},
-            exposed=hidden,
             muon=muon,
         )
+
+    def _simulate(
+        self, config: RunConfig, plan: RunPlan, free: tuple[str, ...] = ()
+    ) -> tuple[StepSimulator, SimulatedStep, SimulatedStep, int]:
+        """Simulate an optimizer step, and a synchronization of the replica groups.
+
+        Args:
+            config: flags of the run.
+            plan: plan of the run.
+            free: axes whose collectives take no time.
+
+        Returns:
+            the simulator, the step, the synchronization, and the number of steps between two synchronizations.
+        """
+        costs = ClusterCosts(plan.layout, self.calibration.efficiency, free=free) if self._timed else None
+        simulator = build_step_simulator(
+            config, plan, costs, device_type=self._device_type, expert_load=self.expert_load
+        )
+        step = measure(simulator, plan.batches.num_micro_batches_at(plan.batches.rampup_samples))
+        diloco = plan.of(DilocoPlan)
+        return simulator, step, simulator.synchronize(step.seconds), 1 if diloco is None else diloco.steps
+
+    @property
+    def _timed(self) -> bool:
+        """True if the cluster file describes what times need."""
+        return self.cluster.device is not None and self.cluster.links is not None
 
 
 def known_links(layout: Layout) -> Links | None:

@@ -55,7 +55,7 @@ def report_parts(
         ValueError: the flags conflict, do not fit the cluster, or lack --vocab-size.
     """
     config, estimator = for_planning(config, "--plan"), Estimator(cluster, device_type=device_type)
-    own = estimator.estimate(config, exposed=True)
+    own = estimator.estimate(config)
     loaded = Estimator(cluster, device_type=device_type, expert_load=expert_load or 1.0)
     parts = (
         describe_plan(own.plan, own.micro_batches),
@@ -164,7 +164,7 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
         )
     # ---- exposed communication by axis
     rows = [("axis", "busy", "hidden", "exposed")]
-    for axis, exposed in own.exposed.items():
+    for axis, exposed in estimator.exposed(own).items():
         busy = own.busy.get(axis, 0.0)
         rows.append((axis, f"{busy:.3f} s", f"{max(busy - exposed, 0.0):.3f} s", f"{max(exposed, 0.0):.3f} s"))
     yield from aligned(rows)

@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -55,6 +55,31 @@ class Clock:
     def wait_until(self, moment: float) -> None:
         """Advance to `moment`, if it is later than now."""
         self.now = max(self.now, moment)
+
+
+class KernelSeries(NamedTuple):
+    """Successive kernels without a collective between them, in numbers from which their end follows at once.
+
+    Attributes:
+        seconds: duration of all kernels together.
+        launch_seconds: time that the host takes to launch them.
+        after_launch: earliest end of the last kernel after the start of the first launch. Each kernel and the ones
+            after it start after its launch, so this is the maximum over kernels of the time of its launch plus the
+            duration of these kernels. It is minus infinity if launches take no time.
+    """
+
+    seconds: float
+    launch_seconds: float
+    after_launch: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], launch: float) -> KernelSeries:
+        """Return the series of kernels with these durations, which the host launches every `launch` seconds."""
+        left, after_launch = 0.0, -math.inf
+        for number in range(len(seconds), 0, -1):
+            left += seconds[number - 1]
+            after_launch = max(after_launch, number * launch + left)
+        return cls(left, len(seconds) * launch, after_launch if launch else -math.inf)
 
 
 class Simulation:
@@ -105,27 +130,33 @@ class Simulation:
         finally:
             self.running = before
 
-    def spend(self, seconds: float, *, axis: str | None = None, taken: float = 0.0, launched: bool = True) -> None:
+    def spend(self, seconds: float, *, axis: str | None = None, taken: float = 0.0) -> None:
         """Launch a collective or a kernel, and advance the running clock by its seconds.
 
         Args:
             seconds: duration.
             axis: axis of the collective; None for a kernel.
             taken: seconds by which the compute clock is delayed meanwhile, if another clock is running.
-            launched: False for a part of a kernel that is already launched.
         """
         clock, launch = self.running, self._costs.launch
-        if launch and launched:
+        if launch:
             self._host.now += launch
             self.busy["host"] += launch
             clock.wait_until(self._host.now)
-        start = clock.now
         clock.now += seconds
         if axis or clock is self.compute:
-            self.busy[axis or "compute"] += clock.now - start
+            self.busy[axis or "compute"] += seconds
         if clock is not self.compute and taken:
             self.compute.now += taken
             self.busy["compute"] += taken
+
+    def compute_series(self, series: KernelSeries) -> None:
+        """Launch successive kernels of the model, and advance the compute clock as `spend` does for each of them."""
+        started = self._host.now
+        self._host.now += series.launch_seconds
+        self.busy["host"] += series.launch_seconds
+        self.compute.now = max(self.compute.now + series.seconds, started + series.after_launch)
+        self.busy["compute"] += series.seconds
 
     def send(self, axis: str, collective: str, sent_bytes: int) -> None:
         """Advance the running clock by a collective, which starts when the previous one on its axis has ended."""
@@ -208,16 +239,18 @@ class Ledger:
     def __init__(self) -> None:
         self._now: Counter[Memory] = Counter()
         self.peak: Counter[Memory] = Counter()
+        self._total = self._most = 0  # bytes of all kinds, now and at the peak
 
     def add(self, kind: Memory, size: int) -> None:
         """Allocate `size` bytes, or free them if `size` is negative."""
         self._now[kind] += size
-        if size > 0 and self._now.total() > self.peak.total():
-            self.peak = self._now.copy()
+        self._total += size
+        if self._total > self._most:
+            self.peak, self._most = self._now.copy(), self._total
 
     def free(self, kind: Memory) -> None:
         """Free all bytes of this kind."""
-        self._now[kind] = 0
+        self.add(kind, -self._now[kind])
 
     def pass_through(self, kind: Memory, size: int) -> None:
         """Allocate `size` bytes and free them at once, for temporary buffers."""
@@ -254,27 +287,27 @@ class SimulatedAxis(MeshAxis):
 
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
         if self.size > 1:
-            out = x.new_empty((self.size * x.shape[0], *x.shape[1:])) if out is None else out
+            out = _empty(self.size * x.shape[0], *x.shape[1:], dtype=x.dtype) if out is None else out
             self.count("all_gather", self.ring_bytes(out))
         return x if out is None else out
 
     def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
         if self.size > 1:
             self.count("reduce_scatter", self.ring_bytes(x))
-            out = x.new_empty((x.shape[0] // self.size, *x.shape[1:])) if out is None else out
+            out = _empty(x.shape[0] // self.size, *x.shape[1:], dtype=x.dtype) if out is None else out
         return x if out is None else out
 
     def all_to_all(self, x: torch.Tensor, *, of: str = "") -> torch.Tensor:
         if self.size == 1:
             return x
         self.count("all_to_all", self.ring_bytes(x))
-        return torch.empty_like(x.contiguous())
+        return _empty(*x.shape, dtype=x.dtype)
 
     def exchange(self, x: torch.Tensor, send: list[int], receive: list[int], *, of: str = "") -> torch.Tensor:
         if self.size == 1:
             return x
         self.count("all_to_all", (x.numel() - send[self.rank]) * x.element_size())
-        return x.new_empty(sum(receive))
+        return _empty(sum(receive), dtype=x.dtype)
 
     def _all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self.size > 1:
@@ -285,6 +318,11 @@ class SimulatedAxis(MeshAxis):
         """Count a collective's bytes, and report them to `cost`."""
         super().count(collective, sent_bytes)
         self._cost(collective, sent_bytes)
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a meta tensor, without `new_empty` and `empty_like`, which run in Python for meta tensors."""
+    return torch.empty(shape, dtype=dtype, device=META)
 
 
 class SimulatedUnit(Unit):
@@ -302,6 +340,10 @@ class SimulatedUnit(Unit):
         axis: axis over whose ranks the parameters are sharded.
         version: number of optimizer steps so far, used to detect that the weights have changed.
         gathered: True if the whole parameters are in memory.
+        shard: meta tensor like this rank's shard in the dtype of gathers.
+        whole: meta tensor like the gathered parameters.
+        gradients: meta tensor like the whole gradients, in the dtype of reductions.
+        sum: meta tensor like this rank's part of the reduced gradients.
         ready: time at which a gather in flight ends; None without one.
         gather_buffer: bytes of messages that a gather holds while it runs.
         reduce_buffer: bytes of messages that the local hop of a reduction holds while it runs.
@@ -337,6 +379,11 @@ class SimulatedUnit(Unit):
         """Create the unit's gather and reduction, and compute the bytes that they hold."""
         if not self.size:
             return
+        self.shard, self.sum = (
+            torch.empty(self.size, dtype=dtype, device=META)
+            for dtype in (context.precision.param_dtype, context.precision.reduce_dtype)
+        )
+        self.whole, self.gradients = (part.new_empty(self.size * self.axis.size) for part in (self.shard, self.sum))
         self.gather, self.reduce = make_comms(self, context)
         nodes, peers, wire = context.cross.size, context.local.size, context.plan
         if isinstance(self.gather, TwoHopGather) and wire.gather is not None:
@@ -359,7 +406,7 @@ class SimulatedUnit(Unit):
         return [torch.empty(shape, device=META) for shape in self.shapes]
 
     def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
-        return (lambda: torch.empty(self.size, dtype=dtype, device=META)) if self.is_sharded else None
+        return (lambda: self.shard) if self.is_sharded else None
 
     def check_shard_reader(self, expected: torch.Tensor) -> None: ...
 

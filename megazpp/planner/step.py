@@ -33,6 +33,7 @@ from megazpp.planner.cost import Costs, Operation
 from megazpp.planner.simulator import (
     META,
     Clock,
+    KernelSeries,
     Ledger,
     Memory,
     SimulatedAxis,
@@ -43,7 +44,7 @@ from megazpp.planner.simulator import (
     Simulation,
     own_shapes,
 )
-from megazpp.planner.trace import BACKWARD, FORWARD, Documents, trace_model
+from megazpp.planner.trace import BACKWARD, FORWARD, Documents, TraceInputs, TraceSegment, trace_model
 from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.comms import CommContext
@@ -79,7 +80,7 @@ class StepSimulator:
         layout: sizes and links of the parallel axes.
         seq_length: tokens per sample.
         micro_batch_size: samples per micro-batch.
-        documents: how attention stays inside documents, see `trace_model`; None if it does not.
+        documents: how attention stays inside documents, see `TraceInputs`; None if it does not.
         costs: cost model; None to count bytes without times.
         rank: global rank to simulate.
         on_cpu: simulate a CPU process, which computes and copies on its own thread, instead of CUDA streams.
@@ -90,7 +91,7 @@ class StepSimulator:
         frozen_bits: bits of the packed matrices of frozen parameters; None for the dtype in which the model computes.
         diloco: plan of DiLoCo (local steps); None without it.
         lossless_share: size of lossless weight deltas as a share of the whole weights.
-        expert_load: load of this rank's experts, relative to the mean over experts, see `trace_model`.
+        expert_load: load of this rank's experts, relative to the mean over experts, see `TraceInputs`.
 
     Attributes:
         trace: operations and memory of the model.
@@ -127,22 +128,26 @@ class StepSimulator:
         # ---- operations and memory of the model
         self.trace = trace_model(
             spec.config,
-            vocab_size=spec.vocab_size,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            tp=layout.tp,
-            cp=layout.cp,
-            ep=layout.ep,
-            sequence_parallel=spec.sequence_parallel and layout.tp > 1,
-            dtype=precision.param_dtype,
-            documents=documents,
-            with_entropy=with_entropy,
-            prepare=prepare,
-            expert_load=expert_load,
+            TraceInputs(
+                vocab_size=spec.vocab_size,
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                dtype=precision.param_dtype,
+                tp=layout.tp,
+                cp=layout.cp,
+                ep=layout.ep,
+                sequence_parallel=spec.sequence_parallel and layout.tp > 1,
+                documents=documents,
+                with_entropy=with_entropy,
+                prepare=prepare,
+                expert_load=expert_load,
+            ),
         )
         # ---- axes
         self._moments, self._costs = moments, costs or Costs()
         self._simulation = Simulation(self._costs)
+        segments = {id(segment): segment for segment in self.trace.segments.values()}  # layers that are alike share one
+        self._parts = {key: self._parts_of(segment) for key, segment in segments.items()}
         self.counter, self.ledger = TrafficCounter(), Ledger()
         self._axes = {
             name: SimulatedAxis(
@@ -323,14 +328,26 @@ class StepSimulator:
         self.ledger.pass_through(Memory.ACTIVATIONS, segment.peak)
         self.ledger.add(Memory.ACTIVATIONS, segment.kept - segment.gradients)
         self.ledger.add(Memory.WHOLE_GRADIENTS, segment.gradients)
-        before = ""
-        for operation in segment.operations:
-            if operation.kind in ("matrix", "memory"):
-                fused = operation.kind == before == "memory"  # torch.compile fuses successive passes into one kernel
-                self._simulation.spend(self._costs.operation(operation), launched=not fused)
+        for part in self._parts[id(segment)]:
+            if isinstance(part, KernelSeries):
+                self._simulation.compute_series(part)
             else:
-                self._axes[operation.axis].count(operation.kind, operation.bytes)
+                self._axes[part.axis].count(part.kind, part.bytes)
+
+    def _parts_of(self, segment: TraceSegment) -> list[KernelSeries | Operation]:
+        """Return a segment's collectives, and the series of kernels between them."""
+        parts, seconds, before = list[KernelSeries | Operation](), list[float](), ""
+        for operation in segment.operations:
+            if operation.kind not in ("matrix", "memory"):
+                parts += [KernelSeries.of(seconds, self._costs.launch)] if seconds else []
+                parts.append(operation)
+                seconds = []
+            elif operation.kind == before == "memory":  # torch.compile fuses successive passes into one kernel
+                seconds[-1] += self._costs.operation(operation)
+            else:
+                seconds.append(self._costs.operation(operation))
             before = operation.kind
+        return parts + ([KernelSeries.of(seconds, self._costs.launch)] if seconds else [])
 
     def _has_backward(self, segment: int) -> bool:
         """Return True if backward reaches the segment; it ends at the first segment with trained parameters."""
@@ -402,6 +419,11 @@ class StepSimulator:
         return shapes
 
     @property
+    def learns_order(self) -> bool:
+        """True if the schedules learn in the first step in which order units are used."""
+        return any(isinstance(unit.gather, TwoHopGather) for unit in self.units)
+
+    @property
     def unpacked_bytes(self) -> int:
         """Bytes of all frozen weights after unpacking."""
         return sum(unit.frozen.unpacked for unit in self.units)
@@ -432,11 +454,9 @@ class StepSimulator:
             clock = Clock(compute.now) if self._context.overlap_gather else compute
         if unit.axis.size > 1:
             with self._simulation.on(clock):
-                out = self._whole(unit)
-                self.ledger.add(Memory.BUFFERS, out.nbytes)
+                self.ledger.add(Memory.BUFFERS, unit.whole.nbytes)
                 self.ledger.pass_through(Memory.BUFFERS, unit.gather_buffer)
-                shard = out.new_empty(unit.size)
-                pending = unit.gather(out, shard, unit.axis.group)  # type: ignore[arg-type]
+                pending = unit.gather(unit.whole, unit.shard, unit.axis.group)  # type: ignore[arg-type]
                 if pending is not None:
                     pending.wait()
         unit.ready = clock.now
@@ -449,7 +469,7 @@ class StepSimulator:
         if unit.gathered or unit.gather is None:
             return
         assert unit.ready is not None
-        compute, size = self._simulation.compute, self._whole(unit).nbytes
+        compute, size = self._simulation.compute, unit.whole.nbytes
         compute.wait_until(unit.ready)
         if forward:
             self._gathers.wait_until(self._copied_out)
@@ -468,7 +488,7 @@ class StepSimulator:
     def _release(self, unit: SimulatedUnit, *, when: bool) -> None:
         """Simulate FSDP2's `reshard`: free a unit's gathered parameters, if `when` is True and they are in memory."""
         if when and unit.gathered:
-            self.ledger.add(Memory.GATHERED, -self._whole(unit).nbytes)
+            self.ledger.add(Memory.GATHERED, -unit.whole.nbytes)
             unit.gathered, unit.is_sharded = False, True
 
     def _finish_unit(self, unit: SimulatedUnit, *, first: bool, last: bool) -> None:
@@ -489,7 +509,7 @@ class StepSimulator:
             self.ledger.add(Memory.WHOLE_GRADIENTS, (accumulated if first else 0) - computed)
             return
         # ---- copy gradients into the buffer of the reduction
-        simulation, compute, whole = self._simulation, self._simulation.compute, self._whole(unit, reduced=True)
+        simulation, compute, whole, result = self._simulation, self._simulation.compute, unit.gradients, unit.sum
         reductions, copies = (compute, compute) if self._on_cpu else (self._reductions, self._copies)
         compute.wait_until(reductions.now)
         self.ledger.add(Memory.BUFFERS, whole.nbytes - self._sent_from)
@@ -497,7 +517,6 @@ class StepSimulator:
         self.ledger.add(Memory.WHOLE_GRADIENTS, -computed - (accumulated if stage <= 1 and not first else 0))
         self._touch(2 * whole.nbytes)
         reductions.wait_until(compute.now)
-        result = whole.new_empty(unit.size)
         # ---- memory of the reduction
         partial = 0 if self._partial_sums_wait else unit.partial_bytes
         self.ledger.pass_through(Memory.BUFFERS, unit.reduce_buffer + partial + result.nbytes)
@@ -535,11 +554,6 @@ class StepSimulator:
             self.ledger.add(Memory.OUTER, outer.outer.nbytes * (1 if outer.momentum is None else 2))
             self.ledger.add(Memory.OUTER_FEEDBACK, 0 if outer.errors is None else outer.errors.messages.nbytes)
 
-    def _whole(self, unit: SimulatedUnit, *, reduced: bool = False) -> torch.Tensor:
-        """Return a meta tensor like the unit's gathered parameters or, with `reduced`, like its whole gradients."""
-        dtype = self._precision.reduce_dtype if reduced else self._precision.param_dtype
-        return torch.empty(unit.size * unit.axis.size, dtype=dtype, device=META)
-
     def _stage_of(self, unit: SimulatedUnit) -> int:
         return self._zero.stage_over(unit.axis.size)
 
@@ -559,7 +573,8 @@ def measure(step: StepSimulator, micro_batches: int) -> SimulatedStep:
 
     The micro-batches between the first and the last are alike, so their costs are extrapolated.
     """
-    step.run(1)  # the schedules learn the order of use
+    if step.learns_order:
+        step.run(1)
     if micro_batches <= SIMULATED_MICRO_BATCHES:
         return step.run(micro_batches)
     fewer, more = (step.run(k) for k in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES))

@@ -33,7 +33,7 @@ from megazpp.model.gpt import GPTModel, MixtureLayer
 from megazpp.optim.muon_plan import LayerMatrix, layer_matrices
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.cost import Operation
-from megazpp.planner.simulator import Parameters, SimulatedAxis
+from megazpp.planner.simulator import META, Parameters, SimulatedAxis
 from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import owned_parameters, partial_parameters
 from megazpp.topology.cluster import Cluster
@@ -42,6 +42,13 @@ from megazpp.training.flops import keys_per_token
 
 FORWARD, BACKWARD = "forward", "backward"
 Documents = Literal["kernel", "mask", "CPU's mask"]  # how attention stays inside documents
+NO_RECOMPUTE: dict[str, Any] = {
+    "recompute_activations": False,
+    "recompute_granularity": None,
+    "recompute_modules": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+}
 # Stands for float8 products: it keeps the same tensors for backward, at the same point between the collectives on tp.
 SIMULATED_FLOAT8: Product = F.linear
 MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
@@ -95,35 +102,18 @@ class Trace(NamedTuple):
         return len(self.segments) // 2
 
 
-@functools.cache
-def trace_model(
-    config: GPTConfig,
-    *,
-    vocab_size: int,
-    seq_length: int,
-    micro_batch_size: int,
-    tp: int,
-    cp: int = 1,
-    ep: int = 1,
-    sequence_parallel: bool,
-    dtype: torch.dtype,
-    documents: Documents | None = None,
-    with_entropy: bool = False,
-    prepare: Callable[[GPTModel], None] | None = None,
-    expert_load: float = 1.0,
-) -> Trace:
-    """Trace one micro-batch of the model. The result is cached for calls with equal arguments.
+class TraceInputs(NamedTuple):
+    """Everything besides the model's config on which a trace depends.
 
-    Args:
-        config: config of the model.
+    Attributes:
         vocab_size: number of tokens in the vocabulary, without padding.
         seq_length: tokens per sample.
         micro_batch_size: samples per micro-batch.
+        dtype: dtype in which the model computes.
         tp: number of tensor-parallel ranks.
         cp: number of context-parallel ranks.
         ep: number of expert-parallel ranks.
         sequence_parallel: True if the residual stream is split along the sequence over tp.
-        dtype: dtype in which the model computes.
         documents: how attention stays inside documents, which are assumed to be as long as a sample; None if attention
             does not stay inside documents.
         with_entropy: also compute the entropy of the predictions.
@@ -131,6 +121,29 @@ def trace_model(
             parameters there is no backward.
         expert_load: tokens of each expert of this rank, relative to the mean over all experts. It matters only if `ep`
             is above 1, because otherwise a rank has all experts.
+    """
+
+    vocab_size: int
+    seq_length: int
+    micro_batch_size: int
+    dtype: torch.dtype
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    documents: Documents | None = None
+    with_entropy: bool = False
+    prepare: Callable[[GPTModel], None] | None = None
+    expert_load: float = 1.0
+
+
+@functools.cache
+def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
+    """Trace one micro-batch of the model. The result is cached for calls with equal arguments.
+
+    Layers do not depend on the vocabulary, and the embedding and the head do not depend on the recomputation and the
+    expert parallelism of the layers. The head takes most of the time, because it walks over the vocabulary in small
+    blocks. So it is traced apart, once for all such variants of the layers.
 
     Raises:
         ValueError: only some layers have experts, and layers also differ in other ways.
@@ -139,58 +152,21 @@ def trace_model(
     again = 1 if config.recompute_method == "block" else None  # only the first of the layers is recomputed
     # With frozen parameters the first two layers differ from later ones: no gradient leaves the first layer, and its
     # input is freed in the second.
-    most = 2 if prepare is None else 3
+    most = 2 if inputs.prepare is None else 3
     alike: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None}  # these change only operations
     mixed = 0 < len(config.expert_layers) < config.layers
-    if mixed and (again is not None or prepare is not None):
+    if mixed and (again is not None or inputs.prepare is not None):
         other = "--recompute-method block" if again is not None else "frozen parameters"
         raise ValueError(f"the planner does not support --moe-layer-freq {config.moe_layer_freq} with {other}")
     alike["moe_layer_freq"] = "[0,1]" if mixed else "1"  # layer 0 represents dense layers, layer 1 those with experts
     shape = dataclasses.replace(config, num_layers=min(config.layers, most), recompute_num_layers=again, **alike)
-    keys = sum(keys_per_token(seq_length, span) for span in config.attention_span) / config.layers
-    recorder = TraceRecorder()
-    layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=tp * cp), tp=tp, replicas=1, cp=cp)
-    paper_axis = functools.partial(SimulatedAxis, layout, rank=0, counter=TrafficCounter())
-    of_experts = plan_layout(Cluster(num_nodes=1, ranks_per_node=ep), tp=ep, replicas=1)
-    ep_cost = recorder.note if ep == tp else functools.partial(recorder.note, axis="ep")
-    attention = FusedAttention(recorder, repeats_groups=documents == "mask", share=keys / seq_length)
-    with torch.device("meta"):
-        model = GPTModel(
-            shape,
-            vocab_size=vocab_size,
-            tp=paper_axis("tp", cost=recorder.note),
-            cp=paper_axis("cp", cost=functools.partial(recorder.note, axis="cp")),
-            ep=SimulatedAxis(of_experts, "tp", rank=0, counter=TrafficCounter(), cost=ep_cost),
-            sequence_parallel=sequence_parallel,
-            document_kernel=attention.inside_documents if documents == "kernel" else None,
-            product=SIMULATED_FLOAT8 if config.fp8_format else None,
-        )
-        if prepare is not None:
-            prepare(model)
-        for layer in model.layers:
-            if isinstance(layer, MixtureLayer):
-                layer.mlp.planned_load = expert_load
-        model.to(dtype)
-        starts = torch.empty(micro_batch_size + 1, dtype=torch.int32) if documents else None
-        tokens = torch.empty(micro_batch_size, seq_length, dtype=torch.int64)
-        mask = torch.empty(micro_batch_size, seq_length)
+    keys = sum(keys_per_token(inputs.seq_length, span) for span in config.attention_span) / config.layers
     # ---- forward and backward of a micro-batch
-    recorder.watch(model)
-    with recorder, attention, FusedNorm(recorder):
-        trained = any(parameter.requires_grad for parameter in model.parameters())
-        with torch.set_grad_enabled(trained):
-
-            def head(model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor | None) -> Any:
-                return model.token_losses(x, tokens, with_entropy=with_entropy), router_loss
-
-            (losses, _), router_loss = model(tokens, document_starts=starts, head=head)
-            loss = (losses * mask).sum()
-            if router_loss is not None:
-                loss = loss + router_loss.sum()
-        recorder.enter((BACKWARD, shape.layers + 1))
-        if trained:
-            loss.backward()
-        recorder.enter((BACKWARD, -1))
+    share = keys / inputs.seq_length
+    without = dataclasses.replace(shape, **NO_RECOMPUTE)
+    ends, _ = record_segments(without, inputs._replace(ep=1, expert_load=1.0), share, with_head=True)
+    layers, model = record_segments(shape, inputs, share, with_head=False)
+    last = shape.layers + 1
     # ---- extend the trace from the layers that were run to all layers
     kinds = [int(mixed and config.has_experts(index)) for index in range(config.layers)]  # the layer that represents it
     (units, experts), (frozen, _) = (_units(model, kinds, trained=trained) for trained in (True, False))
@@ -200,15 +176,15 @@ def trace_model(
     # With --recompute-method block, layer 0 was run with recomputation and layer 1 without it.
     twice = shape.layers > 1 and config.recompute_method == "block"
     like = [2 if twice and not config.recomputes_layer(index) else 1 for index in range(config.layers)]
-    if prepare is not None and not twice:
+    if inputs.prepare is not None and not twice:
         like = [min(index + 1, most) for index in range(config.layers)]
     if mixed:
         like = [kind + 1 for kind in kinds]
     return Trace(
         segments={
-            (phase, index): recorder.segments[phase, traced]
+            (phase, index): (ends if traced in (0, last) else layers)[phase, traced]
             for phase in (FORWARD, BACKWARD)
-            for index, traced in enumerate((0, *like, shape.layers + 1))
+            for index, traced in enumerate((0, *like, last))
         },
         units=units,
         frozen=frozen,
@@ -216,13 +192,76 @@ def trace_model(
         matrices=tuple(
             matrix._replace(name=matrix.name.replace(f"layers.{kind}.", f"layers.{index}.", 1))
             for index, kind in enumerate(kinds)
-            for matrix in layer_matrices(model, tp, ep)
+            for matrix in layer_matrices(model, inputs.tp, inputs.ep)
             if matrix.name.startswith(f"layers.{kind}.")
         ),
         tied=config.tied,
         experts=experts,
         exact=frozenset(name for unit in units for name, _ in unit if first_layer(name) in exact),
     )
+
+
+@functools.cache
+def record_segments(
+    shape: GPTConfig, inputs: TraceInputs, share: float, *, with_head: bool
+) -> tuple[dict[tuple[str, int], TraceSegment], GPTModel]:
+    """Run a micro-batch of a model of few layers on the meta device, and return its segments and the model.
+
+    Args:
+        shape: config of this model.
+        inputs: the rest on which the trace depends.
+        share: share of the S x S scores of attention that is computed, see `FusedAttention`.
+        with_head: False replaces the output layer and the loss by a sum.
+    """
+    # ---- model
+    recorder, documents, size = TraceRecorder(), inputs.documents, inputs.micro_batch_size
+    attention = FusedAttention(recorder, repeats_groups=documents == "mask", share=share)
+    tp, cp, ep = inputs.tp, inputs.cp, inputs.ep
+    layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=tp * cp), tp=tp, replicas=1, cp=cp)
+    paper_axis = functools.partial(SimulatedAxis, layout, rank=0, counter=TrafficCounter())
+    of_experts = plan_layout(Cluster(num_nodes=1, ranks_per_node=ep), tp=ep, replicas=1)
+    ep_cost = recorder.note if ep == tp else functools.partial(recorder.note, axis="ep")
+    with torch.device("meta"):
+        model = GPTModel(
+            shape,
+            vocab_size=inputs.vocab_size,
+            tp=paper_axis("tp", cost=recorder.note),
+            cp=paper_axis("cp", cost=functools.partial(recorder.note, axis="cp")),
+            ep=SimulatedAxis(of_experts, "tp", rank=0, counter=TrafficCounter(), cost=ep_cost),
+            sequence_parallel=inputs.sequence_parallel,
+            document_kernel=attention.inside_documents if documents == "kernel" else None,
+            product=SIMULATED_FLOAT8 if shape.fp8_format else None,
+        )
+        if inputs.prepare is not None:
+            inputs.prepare(model)
+        for layer in model.layers:
+            if isinstance(layer, MixtureLayer):
+                layer.mlp.planned_load = inputs.expert_load
+        model.to(inputs.dtype)
+        starts = torch.empty(size + 1, dtype=torch.int32) if documents else None
+        tokens = torch.empty(size, inputs.seq_length, dtype=torch.int64)
+        mask = torch.empty(size, inputs.seq_length)
+
+    def head(model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor | None) -> torch.Tensor:
+        """Return the sum of the losses."""
+        if with_head:
+            losses, _ = model.token_losses(x, tokens, with_entropy=inputs.with_entropy)
+            loss = (losses * mask).sum()
+        else:
+            loss = x.sum()
+        return loss if router_loss is None else loss + router_loss.sum()
+
+    # ---- forward and backward
+    recorder.watch(model)
+    with recorder, attention, FusedNorm(recorder):
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        with torch.set_grad_enabled(trained):
+            loss = model(tokens, document_starts=starts, head=head)
+        recorder.enter((BACKWARD, shape.layers + 1))
+        if trained:
+            loss.backward()
+        recorder.enter((BACKWARD, -1))
+    return recorder.segments, model
 
 
 def _units(model: GPTModel, kinds: Sequence[int], *, trained: bool) -> tuple[tuple[Parameters, ...], tuple[bool, ...]]:
@@ -281,6 +320,7 @@ class TraceRecorder(TorchDispatchMode):
         self._now = self.segments[FORWARD, 0]
         self._live = self._before = 0  # bytes of all known storages, now and at the beginning of the segment
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._done: dict[Any, _Done] = {}  # operations by function and arguments
 
     def watch(self, model: GPTModel) -> None:
         """Register the hooks on `model` that start a new segment."""
@@ -318,6 +358,10 @@ class TraceRecorder(TorchDispatchMode):
         return leave
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        key = func, _described(args), _described(tuple((kwargs or {}).items()))
+        known = self._done.get(key)
+        if known is not None:
+            return self._repeat(known, args)
         result = func(*args, **(kwargs or {}))
         given = {key: value for key, value in (kwargs or {}).items() if key != "out"}
         name, outputs, inputs = func.name().split(".")[0], _tensors(result), _tensors((args, given))
@@ -326,11 +370,33 @@ class TraceRecorder(TorchDispatchMode):
         for tensor in fresh:
             self._see(tensor.untyped_storage())
         self._now.peak = max(self._now.peak, self._live - self._before)
+        operation = None
         if name in MATRIX:
             a, b = inputs[-2:]
-            self.product(a.shape[-2], b.shape[-1], a.shape[-1], math.prod(a.shape[:-2]), _nbytes(inputs + outputs))
+            touched = _nbytes(inputs + outputs)
+            count = math.prod(a.shape[:-2])
+            operation = Operation("matrix", touched, a.shape[-2], b.shape[-1], a.shape[-1], count)
         elif not func.is_view and name not in FREE and (fresh or func._schema.is_mutable):
-            self.note("memory", _nbytes(inputs + fresh))
+            operation = Operation("memory", _nbytes(inputs + fresh))
+        if operation is not None:
+            self._now.operations.append(operation)
+        # Torch computes the shapes of results in Python, in a millisecond for some operations. A new tensor like the
+        # earlier result takes microseconds.
+        if isinstance(result, torch.Tensor) and (result is args[0] or (fresh and not func._schema.is_mutable)):
+            like = None if result is args[0] else (result.shape, result.stride(), result.dtype)
+            self._done[key] = _Done(operation, like)
+        return result
+
+    def _repeat(self, known: _Done, args: Any) -> torch.Tensor:
+        """Record an operation as at its first time, and return its first argument or a new tensor."""
+        result = args[0]
+        if known.like is not None:
+            size, stride, dtype = known.like
+            result = torch.empty_strided(size, stride, dtype=dtype, device=META)
+            self._see(result.untyped_storage())
+            self._now.peak = max(self._now.peak, self._live - self._before)
+        if known.operation is not None:
+            self._now.operations.append(known.operation)
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
@@ -343,6 +409,22 @@ class TraceRecorder(TorchDispatchMode):
             self._known.add(storage)
             count(storage.nbytes())
             weakref.finalize(storage, count, -storage.nbytes())
+
+
+class _Done(NamedTuple):
+    """Record of an operation: its cost, and the size, stride and dtype of its result (None: its first argument)."""
+
+    operation: Operation | None
+    like: tuple[torch.Size, tuple[int, ...], torch.dtype] | None
+
+
+def _described(value: Any) -> Any:
+    """Return a hashable description of an operation's argument, in which tensors are sizes, strides and dtypes."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(_described(each) for each in value)
+    return type(value), value
 
 
 class FusedAttention(TorchFunctionMode):

@@ -29,7 +29,11 @@ def config(flags: str = "") -> RunConfig:
 
 
 def estimate(run: RunConfig, cluster: Cluster = PAIR) -> Estimate:
-    return Estimator(cluster, device_type="cpu").estimate(run, exposed=True)
+    return Estimator(cluster, device_type="cpu").estimate(run)
+
+
+def exposed(estimate: Estimate) -> dict[str, float]:
+    return Estimator(estimate.plan.layout.cluster, device_type="cpu").exposed(estimate)
 
 
 def pair(links: Links | None = LINKS, device: Device | None = DEVICE) -> Cluster:
@@ -49,7 +53,7 @@ def test_node_cross_bytes_equal_the_sum_over_its_ranks(flags):
 @pytest.mark.parametrize(("links", "device", "usable"), [(None, DEVICE, 0.9), (LINKS, None, math.inf)])
 def test_bytes_and_memory_need_no_links_or_device_but_times_do(links, device, usable):
     own = estimate(config("--zeropp"), pair(links, device))
-    assert (own.seconds, own.busy, own.exposed, own.tokens_per_second) == (None, {}, {}, 0.0)
+    assert (own.seconds, own.busy, exposed(own), own.tokens_per_second) == (None, {}, {}, 0.0)
     assert own.wires["cross"] > 0
     assert own.memory.total() > 0
     assert own.usable_gigabytes == usable
@@ -61,7 +65,7 @@ def test_tokens_and_flops_per_second_follow_from_step_seconds():
     assert own.tokens_per_second == pytest.approx(32 * 128 / own.seconds)
     flops = model_flops_per_token(model, padded_vocab_size=model.padded_vocab_size(2048, 1), seq_length=128)
     assert own.teraflops == pytest.approx(flops * own.tokens_per_second / 4 * 1e-12)
-    assert 0 < own.exposed["shard"] <= own.seconds
+    assert 0 < exposed(own)["shard"] <= own.seconds
 
 
 def test_schemes_change_only_sharding_and_share_one_trace():
@@ -160,10 +164,10 @@ def test_synchronization_delays_steps_unless_its_delay_hides_it():
     slow = pair(Links(domain=Link(100.0), network=Link(0.002)))  # the messages take longer than two steps
     delays = ("", "--diloco-fragment-sync-delay 2", "--diloco-fragment-sync-delay 2 --diloco-fragments 2")
     plain, late, parts = (estimate(config(f"{EVERY} {delay}"), slow) for delay in delays)
-    assert plain.exposed["replica_group"] == pytest.approx(plain.held_up / 4, rel=0.01)
+    assert exposed(plain)["replica_group"] == pytest.approx(plain.held_up / 4, rel=0.01)
     assert plain.busy["replica_group"] == pytest.approx(late.busy["replica_group"])
     step = plain.seconds - plain.held_up / 4
-    assert 0 < plain.exposed["shard"] < step  # faster shards do not make synchronizations faster
+    assert 0 < exposed(plain)["shard"] < step  # faster shards do not make synchronizations faster
     assert late.held_up == pytest.approx(plain.held_up - 2 * step, rel=0.01)
     # each of the two fragments overlaps with two steps
     assert parts.held_up == pytest.approx(plain.held_up - 4 * step, rel=0.01)

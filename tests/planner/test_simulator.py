@@ -12,7 +12,15 @@ import torch
 
 from megazpp.kernels.formats import BlockFormat
 from megazpp.planner.cost import Costs
-from megazpp.planner.simulator import Ledger, Memory, SimulatedCodec, SimulatedQueue, SimulatedUnit, Simulation
+from megazpp.planner.simulator import (
+    KernelSeries,
+    Ledger,
+    Memory,
+    SimulatedCodec,
+    SimulatedQueue,
+    SimulatedUnit,
+    Simulation,
+)
 from megazpp.zero.wire import plan_message
 
 
@@ -108,8 +116,20 @@ def test_device_waits_for_the_host_only_when_launches_take_longer():
         simulation.spend(0.25)
     assert simulation.compute.now == 8.25
     assert simulation.busy == {"compute": 5.75, "host": 8.0}
-    simulation.spend(3.0, launched=False)  # a part of the kernel before it
-    assert (simulation.compute.now, simulation.busy["host"]) == (11.25, 8.0)
+
+
+@pytest.mark.parametrize("seconds", [[0.25, 4.0, 0.5, 0.25], [0.125, 0.125, 0.5], [8.0, 0.125]])
+@pytest.mark.parametrize("launch", [0.0, 0.5])
+def test_series_of_kernels_takes_as_long_as_its_kernels_one_by_one(seconds, launch):
+    costs = Costs()
+    costs.launch = launch
+    one_by_one, series = Simulation(costs), Simulation(costs)
+    for _ in range(3):
+        for each in seconds:
+            one_by_one.spend(each)
+        series.compute_series(KernelSeries.of(seconds, launch))
+        assert series.compute.now == one_by_one.compute.now
+        assert series.busy == one_by_one.busy | {"host": one_by_one.busy["host"]}
 
 
 def test_collectives_of_an_axis_run_in_turn_and_delay_compute(simulation):

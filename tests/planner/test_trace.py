@@ -1,7 +1,6 @@
 """Trace of the model: its operations and memory equal the whole model's, and agree with formulas."""
 
 import dataclasses
-import functools
 import itertools
 from typing import Any
 
@@ -13,20 +12,17 @@ from megazpp.model.attention_kernels import VARLEN_ARGUMENTS
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
-from megazpp.planner.trace import FORWARD, Trace, trace_model
-from megazpp.training.flops import model_flops_per_token
+from megazpp.planner import trace as module
+from megazpp.planner.trace import BACKWARD, FORWARD, Trace, TraceInputs, record_segments, trace_model
+from megazpp.training.flops import keys_per_token, model_flops_per_token
 
 VOCAB, SEQ, SAMPLES = 64, 16, 3
 STYLES = (GPT2_STYLE, LLAMA_STYLE)
-trace = functools.partial(
-    trace_model,
-    vocab_size=VOCAB,
-    seq_length=SEQ,
-    micro_batch_size=SAMPLES,
-    tp=1,
-    sequence_parallel=False,
-    dtype=torch.bfloat16,
-)
+INPUTS = TraceInputs(VOCAB, SEQ, SAMPLES, torch.bfloat16)
+
+
+def trace(config: GPTConfig, **changes: Any) -> Trace:
+    return trace_model(config, INPUTS._replace(**changes))
 
 
 def like(config: GPTConfig, **changes: Any) -> GPTConfig:
@@ -145,3 +141,25 @@ def test_every_layer_keeps_the_mask_and_on_cuda_repeated_heads():
         above = SAMPLES * heads * SEQ**2 * config.head_size  # FLOPs of the half of a product that is above the diagonal
         # five layers; 2 products in forward and 5 in backward
         assert flops(documents) - flops(plain) == 5 * (2 + 5) * above
+
+
+RECOMPUTED = {
+    "selective": like(LLAMA_STYLE, recompute_granularity="selective"),
+    "full": like(GPT2_STYLE, recompute_granularity="full"),
+    "block": like(LLAMA_STYLE, recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
+    "experts": like(MIXTURE_STYLE, recompute_granularity="full"),
+}
+
+
+@pytest.mark.parametrize("config", RECOMPUTED.values(), ids=RECOMPUTED)
+@pytest.mark.parametrize("changes", [{}, {"tp": 2, "sequence_parallel": True}, {"with_entropy": True, "ep": 2}])
+def test_layers_and_head_traced_apart_equal_a_trace_of_both_together(config, changes, monkeypatch):
+    """The expected trace also computes the shapes of every operation anew."""
+    inputs = INPUTS._replace(**changes)
+    apart = trace_model(config, inputs).segments
+    monkeypatch.setattr(module, "_described", lambda value: object())
+    share = keys_per_token(SEQ, config.attention_span[0]) / SEQ
+    together, model = record_segments(dataclasses.replace(config, num_layers=2), inputs, share, with_head=True)
+    assert len(model.layers) == 2
+    for phase, (index, same) in itertools.product((FORWARD, BACKWARD), {0: 0, 1: 1, 6: 3}.items()):
+        assert apart[phase, index] == together[phase, same], (phase, index)
