@@ -210,7 +210,7 @@ class Costs:
 
 
 class ClusterCosts(Costs):
-    """Cost model of a cluster whose file describes the device and the links.
+    """Cost model of a cluster whose file describes the device, and the links that are used.
 
     Tiles at the edge of a product's result cost as much as full ones, and so does an incomplete last wave of tiles.
 
@@ -218,15 +218,11 @@ class ClusterCosts(Costs):
         layout: sizes and links of the parallel axes.
         efficiency: shares of the data sheet's figures that programs reach.
         free: axes whose collectives take no time, to measure how much they cost.
-
-    Raises:
-        ValueError: the cluster file lacks the device, or a link that an axis uses.
     """
 
     def __init__(self, layout: Layout, efficiency: Efficiency, *, free: tuple[str, ...] = ()) -> None:
         device = layout.cluster.device
-        if device is None:
-            raise ValueError("--cluster-file: device is missing (name, teraflops, gigabytes, gigabytes_per_second)")
+        assert device is not None, "times need a device"
         self.beside = NCCL_BLOCKS / efficiency.multiprocessors
         # a device of unknown speed is described as infinitely fast, and then no host times are known either
         self.launch = 1e-6 * HOST_MICROSECONDS if math.isfinite(device.teraflops) else 0.0
@@ -260,9 +256,6 @@ class AxisCost:
         layout: sizes and links of the parallel axes.
         axis: name of the axis.
         efficiency: shares of the data sheet's figures that programs reach.
-
-    Raises:
-        ValueError: the cluster file does not describe a link that the axis uses.
     """
 
     def __init__(self, layout: Layout, axis: str, efficiency: Efficiency) -> None:
@@ -271,8 +264,7 @@ class AxisCost:
         self._size, self._byte_seconds = layout.axis_size(axis), 0.0
         # ---- seconds per byte, on the slowest link
         for kind, count in layout.links(axis).items():
-            if kind not in known:
-                raise ValueError(f"--cluster-file: links.{kind} is missing, and axis {axis} uses it")
+            assert kind in known, f"axis {axis} uses links.{kind}, whose speed is unknown"
             link, is_network = known[kind], kind == "network"
             senders = max(count / cluster.num_nodes, 1.0) if is_network else 1.0
             rate = link.gigabytes_per_second

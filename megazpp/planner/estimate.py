@@ -18,7 +18,7 @@ from megazpp.planner.step import SimulatedStep, StepSimulator, TrafficTable, mea
 from megazpp.planner.trace import Documents
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan, plan_run
-from megazpp.topology.cluster import Cluster, Device, Links
+from megazpp.topology.cluster import Cluster, Device, LinkKind, Links
 from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, WIRES, Layout
 from megazpp.training.flops import model_flops_per_token
 from megazpp.zero.config import WeightDelta, default_weight_delta
@@ -216,7 +216,7 @@ class Estimator:
     def _estimate(self, config: RunConfig, plan: RunPlan) -> Estimate:
         """Estimate a run with a plan in which the choice of --zero-weight-delta auto is already made."""
         simulator, step, meeting, every = self._simulate(config, plan)
-        layout, timed = plan.layout, self._timed
+        layout, timed = plan.layout, self._is_timed(plan.layout)
         busy = {key: step.busy.get(key, 0.0) + meeting.busy.get(key, 0.0) / every for key in step.busy | meeting.busy}
         muon = _describe_muon(config, simulator, layout)  # first, because a full step of Muon raises the memory peak
         return Estimate(
@@ -247,7 +247,14 @@ class Estimator:
         Returns:
             the simulator, the step, the synchronization, and the number of steps between two synchronizations.
         """
-        costs = ClusterCosts(plan.layout, self.calibration.efficiency, free=free) if self._timed else None
+        costs, layout = None, plan.layout
+        if self._is_timed(layout):
+            known = {} if self.cluster.links is None else self.cluster.links.known
+            for kind, axis in _used_links(layout).items():
+                if kind not in known:
+                    file = config.cluster.cluster_file
+                    raise ValueError(f"--cluster-file {file}: links.{kind} is missing, and axis {axis} uses it")
+            costs = ClusterCosts(layout, self.calibration.efficiency, free=free)
         simulator = build_step_simulator(
             config, plan, costs, device_type=self._device_type, expert_load=self.expert_load
         )
@@ -255,17 +262,21 @@ class Estimator:
         diloco = plan.of(DilocoPlan)
         return simulator, step, simulator.synchronize(step.seconds), 1 if diloco is None else diloco.steps
 
-    @property
-    def _timed(self) -> bool:
-        """True if the cluster file describes what times need."""
-        return self.cluster.device is not None and self.cluster.links is not None
+    def _is_timed(self, layout: Layout) -> bool:
+        """Return True if the cluster file describes the device, and links if the layout uses any."""
+        return self.cluster.device is not None and (self.cluster.links is not None or not _used_links(layout))
 
 
 def known_links(layout: Layout) -> Links | None:
     """Return the links of a layout's cluster; None if the speed of a link that the layout uses is unknown."""
-    links, axes = layout.cluster.links, (*AXES, NODE, *(EXPERT_AXES if layout.has_expert_axes else ()))
-    used = {kind for axis in axes for kind in layout.links(axis)}
-    return None if links is None or not used <= links.known.keys() else links
+    links = layout.cluster.links or Links()
+    return links if _used_links(layout).keys() <= links.known.keys() else None
+
+
+def _used_links(layout: Layout) -> dict[LinkKind, str]:
+    """Return the kinds of links that the layout uses, and for each kind an axis that uses it."""
+    axes = (*AXES, NODE, *(EXPERT_AXES if layout.has_expert_axes else ()))
+    return {kind: axis for axis in reversed(axes) for kind in layout.links(axis)}
 
 
 def build_step_simulator(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from megazpp.base.program import GIGA, MEGA, aligned
 from megazpp.diloco.config import DilocoPlan
+from megazpp.planner.cost import CALIBRATIONS
 from megazpp.planner.estimate import EXPOSED, Estimate, Estimator
 from megazpp.planner.simulator import Memory
 from megazpp.planner.variants import (
@@ -138,14 +139,21 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
         )
     # ---- times and their calibration
     if own.seconds is None or device is None:
-        yield "no times: the cluster file does not describe both links and device"
+        yield "no times: the cluster file does not describe the device and the links that the run uses"
         return
     calibration = estimator.calibration
     yield f"calibration of times: {calibration.rests_on}"
-    if own.tokens / own.micro_batches / gpus < calibration.tokens:
+    tokens = own.tokens / own.micro_batches / gpus
+    if device.calibration is None:
         yield (
-            "warning: this calibration was not compared with runs on this device, or with so few tokens per rank and "
-            "micro-batch; with 2048 tokens on H800, runs took 1.4 to 4.1 times as long as uncalibrated shares predict"
+            f"warning: no run on {device.name} was compared, so take the times as lower bounds; if one of the "
+            f"calibrations {', '.join(CALIBRATIONS)} is for this device, name it in the cluster file's "
+            "device.calibration"
+        )
+    elif tokens < calibration.tokens:
+        yield (
+            f"warning: a rank's micro-batch has {tokens:.0f} tokens, and runs were compared only with at least "
+            f"{calibration.tokens:.0f}, so take the times as lower bounds; a larger --micro-batch-size has more tokens"
         )
     if own.config.model.fp8_format is not None:
         yield (
@@ -283,18 +291,21 @@ def _best(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     choices = search(estimator, config)
     best = choices[0]
     if not best.fits:
-        yield "no candidate fits into memory; the smallest are:"
+        yield "no candidate fits into memory; the smallest need these flags after the given ones:"
     elif not best.speed:
-        yield "candidates; their speed is unknown, because the cluster file does not describe both links and device:"
+        yield (
+            "candidates, by the flags to append to the given ones; their speed is unknown, because the cluster file "
+            "does not describe both links and device:"
+        )
     else:
-        yield f"fastest with all other flags as given: {best.name}, {best.speed:.0f} tokens/s"
+        yield "fastest candidates, by the flags to append to the given ones:"
     for choice in choices[:SHOWN]:
-        verdict = choice.problem or "taken"
+        verdict = choice.problem or "fits"
         if choice.estimate is not None and not choice.fits:
             verdict = f"needs {choice.estimate.gigabytes:.1f} GB, a rank has {choice.estimate.usable_gigabytes:.1f}"
-        elif choice.estimate is not None and choice is not best:
-            share = 1 - choice.speed / best.speed if best.speed else 0.0
-            verdict = f"fits, {100 * share:.1f} % slower than the best" if best.speed else "fits"
-        yield f"  {choice.name}: {verdict}"
+        elif choice.speed:
+            slower = f", {100 * (1 - choice.speed / best.speed):.1f} % slower" if choice is not best else ""
+            verdict = f"{choice.speed:.0f} tokens/s{slower}"
+        yield f"  {choice.flags or 'the given flags alone'}: {verdict}"
     if len(choices) > SHOWN:
         yield f"  and {len(choices) - SHOWN} more that are slower, too large or cannot run"

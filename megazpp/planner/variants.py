@@ -10,6 +10,7 @@ import dataclasses
 import math
 from typing import Any, Literal, NamedTuple
 
+from megazpp.base.flags import as_written
 from megazpp.diloco.config import DilocoConfig, diloco_every
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.run.arguments import RunConfig
@@ -157,12 +158,12 @@ class Choice(NamedTuple):
     """Candidate of the search.
 
     Attributes:
-        name: settings that the search varies.
-        estimate: estimate of the run; None if its flags are not possible.
+        flags: flags that turn the given run into the candidate, to append to the command line; "" for the given run.
+        estimate: estimate of the candidate; None if its flags are not possible.
         problem: reason why they are not possible; "" otherwise.
     """
 
-    name: str
+    flags: str
     estimate: Estimate | None
     problem: str = ""
 
@@ -194,13 +195,44 @@ def search(estimator: Estimator, config: RunConfig) -> list[Choice]:
     domain, choices = estimator.cluster.ranks_per_domain, []
     for tp in nested_sizes(domain, domain):
         sized = changed(config, parallel={"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1})
-        for scheme, run in _searched(sized, estimator.cluster).items():
-            of_scheme = [each for size in MICRO_BATCHES for each in _recomputations(estimator, run, scheme, size)]
-            choices += of_scheme + _other_expert_sizes(estimator, run, scheme, of_scheme)
+        for run in _searched(sized, estimator.cluster):
+            of_scheme = _batch_sizes(estimator, config, run)
+            choices += of_scheme + _other_expert_sizes(estimator, config, run, of_scheme)
     return sorted(choices, key=lambda choice: choice.order)
 
 
-def _other_expert_sizes(estimator: Estimator, config: RunConfig, scheme: str, choices: list[Choice]) -> list[Choice]:
+def flags_between(given: RunConfig, other: RunConfig) -> str:
+    """Return the flags that turn the run `given` into `other`, to append to its command line."""
+    flags = []
+    for part in ("zero", "parallel", "batches", "model"):
+        before, after = getattr(given, part), getattr(other, part)
+        for field in dataclasses.fields(after):
+            if getattr(before, field.name) != getattr(after, field.name):
+                flags.append(as_written(after, field))
+    return " ".join(flags)
+
+
+def _batch_sizes(estimator: Estimator, given: RunConfig, config: RunConfig) -> list[Choice]:
+    """Return candidates like `config` with every micro-batch size.
+
+    A larger micro-batch needs more memory, so it is not tried with less recomputation than the previous size needed.
+    The exception is a single micro-batch per step, which needs no memory for sums over micro-batches.
+    """
+    choices, granularities = list[Choice](), RECOMPUTE
+    for size in MICRO_BATCHES:
+        found = _recomputations(estimator, given, config, size, granularities)
+        choices += found
+        last = found[-1].estimate if found else None
+        several = last is not None and last.micro_batches > 2
+        granularities = granularities[len(found) - 1 :] if several else RECOMPUTE
+        if several and last is not None and not last.fits:
+            break
+    return choices
+
+
+def _other_expert_sizes(
+    estimator: Estimator, given: RunConfig, config: RunConfig, choices: list[Choice]
+) -> list[Choice]:
     """Return candidates like the best of `choices`, which are of `config`, with other expert-parallel sizes.
 
     Local steps support only size 1, so with them there are none.
@@ -213,25 +245,24 @@ def _other_expert_sizes(estimator: Estimator, config: RunConfig, scheme: str, ch
     for ep in nested_sizes(domain, domain):
         if experts % ep == 0 and ep != config.parallel.expert_model_parallel_size:
             other = changed(config, parallel={"expert_model_parallel_size": ep})
-            found += _recomputations(estimator, other, scheme, size, (recompute,))
+            found += _recomputations(estimator, given, other, size, (recompute,))
     return found
 
 
-def _searched(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
-    """Return the runs that the search varies, by scheme: the run itself, and the run with other sharding schemes.
+def _searched(config: RunConfig, cluster: Cluster) -> list[RunConfig]:
+    """Return the runs that the search varies: the run with other sharding schemes, and the run itself.
 
     With local steps each replica group has one copy of the model, so schemes differ only inside groups of several
     nodes.
     """
-    named = schemes(config)
-    zero = dataclasses.replace(config.zero, zero_stage=config.zero.stage, use_distributed_optimizer=False)
-    own = next((n for n, other in named.items() if (other.zero, other.parallel) == (zero, config.parallel)), "as given")
-    others: tuple[str, ...] = SEARCHED
+    names: tuple[str, ...] = SEARCHED
     diloco = config.section(DilocoConfig)
     if diloco.asked:
-        others = ("ZeRO-3", "--zeropp") if _has_wide_replica_groups(diloco, cluster) else ()
-    runs = {name: named[name].with_section(diloco) for name in others}
-    return runs | {own: config}
+        names = ("ZeRO-3", "--zeropp") if _has_wide_replica_groups(diloco, cluster) else ()
+    named = schemes(config)
+    zero = dataclasses.replace(config.zero, zero_stage=config.zero.stage, use_distributed_optimizer=False)
+    others = [named[name].with_section(diloco) for name in names]
+    return [*(run for run in others if (run.zero, run.parallel) != (zero, config.parallel)), config]
 
 
 def _has_wide_replica_groups(diloco: DilocoConfig, cluster: Cluster) -> bool:
@@ -241,29 +272,23 @@ def _has_wide_replica_groups(diloco: DilocoConfig, cluster: Cluster) -> bool:
 
 def _recomputations(
     estimator: Estimator,
+    given: RunConfig,
     config: RunConfig,
-    scheme: str,
     size: int,
-    granularities: tuple[Recompute, ...] = RECOMPUTE,
+    granularities: tuple[Recompute, ...],
 ) -> list[Choice]:
     """Return candidates with more and more recomputation, up to the first that fits or is not possible."""
-    tp, asked = config.parallel.tensor_model_parallel_size, config.batches.global_batch_size
+    asked = config.batches.global_batch_size
     if size > 1 and asked is not None and size * estimator.cluster.world_size > asked * _ranks_of_a_sample(config):
         return []
-    sized, diloco = with_batch(config, estimator.cluster, size), config.section(DilocoConfig).asked
-    samples, local = sized.batches.global_batch_size, max(estimator.cluster.local_domain_size // tp, 1)
-    name = scheme + (diloco and f", {diloco}") + f", tp {tp}"
-    if config.model.num_experts is not None:
-        name += f", ep {config.parallel.expert_model_parallel_size}"
-    name += f", local domain {local}"
-    name += f", micro-batch {size}" + (f" of batch {samples}" if samples != asked else "")
-    choices = []
+    sized, choices = with_batch(config, estimator.cluster, size), list[Choice]()
     for recompute in granularities:
-        label = f"{name}, recompute {recompute or 'none'}"
+        candidate = with_recompute(sized, recompute)
+        flags = flags_between(given, candidate)
         try:
-            choices.append(Choice(label, estimator.estimate(with_recompute(sized, recompute))))
+            choices.append(Choice(flags, estimator.estimate(candidate)))
         except ValueError as error:
-            choices.append(Choice(label, None, str(error)))
+            choices.append(Choice(flags, None, str(error)))
         if choices[-1].estimate is None or choices[-1].fits:
             break
     return choices

@@ -99,13 +99,6 @@ def test_free_axis_costs_nothing():
     assert costs.collective("cross", "all_gather", 10**8) == 0.0
 
 
-def test_missing_cluster_figures_are_named_in_the_error():
-    with pytest.raises(ValueError, match=r"links\.network is missing, and axis cross"):
-        AxisCost(layout(Links(domain=Link(1.0))), "cross", Efficiency())
-    with pytest.raises(ValueError, match=r"--cluster-file: device is missing"):
-        ClusterCosts(layout(device=None), Efficiency())
-
-
 def test_calibration_follows_the_key_not_the_device_name():
     assert tuple(CALIBRATIONS) == CALIBRATION_NAMES  # names that a cluster file may use
     assert calibration_for(DEVICE._replace(name="H100", calibration="v100")).efficiency == DGX2_EFFICIENCY

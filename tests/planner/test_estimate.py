@@ -15,6 +15,7 @@ from megazpp.planner.variants import INT8, LOSSLESS, changed, local_steps, schem
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import plan_run
 from megazpp.topology.cluster import Cluster, Device, Link, Links
+from megazpp.topology.cluster_file import read_cluster
 from megazpp.training.flops import model_flops_per_token
 
 DEVICE = Device("a GPU", teraflops=10.0, gigabytes=1.0, gigabytes_per_second=100.0)
@@ -58,6 +59,23 @@ def test_bytes_and_memory_need_no_links_or_device_but_times_do(links, device, us
     assert own.memory.total() > 0
     assert own.usable_gigabytes == usable
     assert own.fits
+
+
+def test_one_gpu_needs_no_links_for_times():
+    alone = Cluster(num_nodes=1, ranks_per_node=1, device=DEVICE)
+    assert estimate(config(), alone).seconds > 0
+
+
+def test_missing_link_is_named_with_the_cluster_file(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text("""
+nodes: 2
+ranks_per_node: 2
+links: {network: {gigabytes_per_second: 1}}
+device: {name: a GPU, teraflops: 10, gigabytes: 1, gigabytes_per_second: 100}
+""")
+    with pytest.raises(ValueError, match=rf"--cluster-file {path}: links\.domain is missing, and axis \w+ uses it"):
+        estimate(config(f"--cluster-file {path}"), read_cluster(str(path)))
 
 
 def test_tokens_and_flops_per_second_follow_from_step_seconds():

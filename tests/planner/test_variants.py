@@ -18,75 +18,98 @@ def found(
     nodes: int = 2,
     model: str = "gpt_tiny",
 ) -> dict[str, Choice]:
-    """Return the candidates for a tiny model with ZeRO-3 on nodes of two ranks, by name, in their order."""
+    """Return the candidates for a tiny model with ZeRO-3 on nodes of two ranks, by their flags, in their order."""
     config = parse(f"@configs/{model}.args --bf16 {flags}").config
     device = Device("a GPU", teraflops=10.0, gigabytes=gigabytes, gigabytes_per_second=100.0)
     cluster = Cluster(num_nodes=nodes, ranks_per_node=2, links=links, device=device)
-    return {choice.name: choice for choice in search(Estimator(cluster, device_type="cpu"), config)}
+    return {choice.flags: choice for choice in search(Estimator(cluster, device_type="cpu"), config)}
 
 
-def heads(names: dict[str, Choice], before: str) -> set[str]:
-    return {name.split(before)[0] for name in names}
+def words(choices: dict[str, Choice], *names: str) -> set[tuple[bool, ...]]:
+    """Return for each candidate which of the flags it has."""
+    return {tuple(name in flags.split() for name in names) for flags in choices}
 
 
 def test_search_sorts_fitting_candidates_by_speed_before_the_rest():
     choices = found()
-    assert heads(choices, ",") == {"ZeRO-3", "HSDP", "--zeropp"}
-    assert heads(choices, ", micro") >= {"--zeropp, tp 1, local domain 2", "--zeropp, tp 2, local domain 1"}
+    assert words(choices, "--hsdp", "--zeropp", "--sequence-parallel") == {
+        (scheme == "HSDP", scheme == "ZeRO++", tp) for scheme in ("ZeRO-3", "HSDP", "ZeRO++") for tp in (False, True)
+    }
     fits = [choice.fits for choice in choices.values()]
     assert fits == sorted(fits, reverse=True)
     speeds = [choice.speed for choice in choices.values() if choice.fits]
     assert speeds == sorted(speeds, reverse=True)
-    best = next(iter(choices))
-    assert best.startswith("--zeropp, tp 1, local domain 2")
-    assert choices[best].estimate.plan.layout.local == 2
-    assert not any("diloco" in name for name in choices)
+    best = next(iter(choices.values()))
+    assert best.flags.startswith("--zeropp ")
+    assert best.estimate.plan.layout.local == 2
+    assert not any("diloco" in flags for flags in choices)
+
+
+@pytest.mark.parametrize("given", ["", "--zeropp --tensor-model-parallel-size 2 --recompute-granularity full"])
+def test_flags_of_a_candidate_after_the_given_ones_are_its_run(given):
+    choices = found(f"--global-batch-size 16 {given}", gigabytes=0.02)
+    assert "--recompute-granularity" in " ".join(choices)
+    for flags, choice in choices.items():
+        if choice.estimate is not None:
+            again = parse(f"@configs/gpt_tiny.args --bf16 --global-batch-size 16 {given} {flags}").config
+            assert again == choice.estimate.config, flags
 
 
 def test_search_keeps_local_steps():
     choices = found("--diloco-steps 4")
-    assert heads(choices, ", micro") == {
-        "ZeRO-3, --diloco-steps 4, tp 1, local domain 2",
-        "ZeRO-3, --diloco-steps 4, tp 2, local domain 1",
-    }
+    assert words(choices, "--zeropp", "--hsdp", "--sequence-parallel") == {(False, False, False), (False, False, True)}
     assert all(choice.estimate.node_replica_group_bytes > 0 for choice in choices.values())
 
 
 def test_search_tries_expert_parallel_sizes_of_models_with_experts():
-    choices = found("--global-batch-size 4 --num-layers 1", model="moe_tiny")
-    sizes = {f"--zeropp, tp {tp}, ep {ep}, local domain {2 // tp}" for tp in (1, 2) for ep in (1, 2)}
-    assert heads(choices, ", micro") >= sizes
-    for name, choice in choices.items():
-        assert f", ep {choice.estimate.plan.layout.ep}, " in name
-    local = found("--global-batch-size 4 --num-layers 1 --diloco-steps 4", model="moe_tiny")
-    assert all(", ep 1, " in name for name in local)
-    assert not any(", ep " in name for name in found("--global-batch-size 4 --num-layers 1"))
+    def sizes(flags: str = "", model: str = "moe_tiny") -> set[tuple[int, int]]:
+        choices = found(f"--global-batch-size 4 --num-layers 1 {flags}", model=model).values()
+        return {(c.estimate.plan.layout.tp, c.estimate.plan.layout.ep) for c in choices if c.estimate is not None}
+
+    assert sizes() == {(tp, ep) for tp in (1, 2) for ep in (1, 2)}
+    assert {ep for _, ep in sizes("--diloco-steps 4")} == {1}
+    assert {ep for _, ep in sizes(model="gpt_tiny")} == {1}
 
 
 @pytest.mark.slow
 def test_search_tries_zeropp_but_not_hsdp_inside_wide_replica_groups():
     choices = found("--diloco-steps 4 --diloco-replica-groups 2", nodes=4)
-    assert heads(choices, ",") == {"ZeRO-3", "--zeropp"}
-    assert next(iter(choices)).startswith("--zeropp, --diloco-steps 4, ")
+    assert words(choices, "--zeropp", "--hsdp") == {(False, False), (True, False)}
+    assert next(iter(choices)).startswith("--zeropp")
 
 
 def test_search_uses_nearest_batch_and_names_impossible_flags():
     choices = found("--global-batch-size 18 --num-attention-heads 1")
-    assert any("tp 1, local domain 2, micro-batch 4 of batch 16," in name for name in choices)
-    assert not any("tp 1, local domain 2, micro-batch 8" in name for name in choices)  # needs 32 samples per step
-    problems = [choice.problem for name, choice in choices.items() if "tp 2" in name]
+    sizes = {
+        (choice.estimate.config.batches.micro_batch_size, choice.estimate.config.batches.global_batch_size)
+        for choice in choices.values()
+        if choice.estimate is not None
+    }
+    assert sizes == {(1, 16), (2, 16), (4, 16)}  # 8 needs 32 samples per step
+    problems = [choice.problem for flags, choice in choices.items() if "--tensor-model-parallel-size 2" in flags]
     assert problems
     assert all("--num-attention-heads 1" in problem for problem in problems)
 
 
 @pytest.mark.slow
-def test_search_tries_more_recomputation_until_it_fits():
-    name, flags = "ZeRO-3, tp 1, local domain 2, micro-batch 1, recompute none", "--global-batch-size 4"
-    plain = found(flags)[name].estimate.gigabytes
-    for share, tried in ((0.95, ["selective"]), (0.5, ["selective", "full"])):
-        choices = found(flags, gigabytes=share * plain / 0.9)
-        assert not choices[name].fits
-        assert [word for word in ("selective", "full") if name.replace("none", word) in choices] == tried
+def test_search_tries_more_recomputation_until_it_fits_and_never_less():
+    def tried(gigabytes: float) -> list[tuple[int, str | None, bool]]:
+        choices = found("--global-batch-size 256 --micro-batch-size 1", gigabytes=gigabytes).values()
+        runs = [(choice.estimate.config, choice.fits) for choice in choices if choice.estimate is not None]
+        return [
+            (run.batches.micro_batch_size, run.model.recompute, fits)
+            for run, fits in runs
+            if not run.zero.zeropp and not run.parallel.hsdp and run.parallel.tensor_model_parallel_size == 1
+        ]
+
+    roomy = tried(100.0)
+    assert {(size, recompute) for size, recompute, _ in roomy} == {(size, None) for size in (1, 2, 4, 8, 16)}
+    config = parse("@configs/gpt_tiny.args --bf16 --global-batch-size 256 --micro-batch-size 2").config
+    needs = Estimator(Cluster(num_nodes=2, ranks_per_node=2), device_type="cpu").estimate(config).gigabytes
+    narrow = set(tried(needs * 1.01 / 0.9))
+    assert (2, None, True) in narrow
+    assert (4, None, False) in narrow
+    assert {recompute for size, recompute, _ in narrow if size > 4} <= {"selective", "full"}
 
 
 def test_search_without_links_reports_fitting_without_speeds():

@@ -451,7 +451,7 @@ def test_plan_counts_all_models(home, capsys):
         kinds = {line.split("  ")[0] for line in output.splitlines()}
         assert {"keys and values", "reward model", "total"} <= kinds
         assert ("frozen base" in kinds) == bool(lora) == ("reference model" not in kinds)
-        assert ("fastest with all other flags" in output or "speed is unknown" in output) == (not lora)
+        assert ("fastest candidates" in output or "speed is unknown" in output) == (not lora)
 
 
 def start(home: Path, flags: str, *, restarted: bool = False) -> tuple[ParsedRun, LoadSource]:
