@@ -6,9 +6,11 @@ the assistant's words are the text that each of its messages adds to the convers
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ DEFAULT_TEMPLATE = """\
 {{- '\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+RENDER_SECONDS = 10.0  # limit of the CPU time for one conversation
+MOST_CHARACTERS = 20_000_000  # limit of a conversation's text, several million tokens
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _READS_PARTS = re.compile(r"""\.type\b|\[\s*['"]type['"]\s*\]|\bis (not )?(string|iterable)\b""")
@@ -215,10 +219,33 @@ def _compiled(source: str, name: str, conversations: list[Any], **options: Any) 
     """Render conversations with transformers; an empty list only checks that the template compiles."""
     utilities = import_package("transformers", "a conversation").utils.chat_template_utils
     try:
-        return utilities.render_jinja_template(conversations=conversations, chat_template=source, **options)
+        with _time_limit():
+            texts, spans = utilities.render_jinja_template(conversations=conversations, chat_template=source, **options)
     except Exception as error:  # expressions in a template can raise errors of any type
         line = getattr(error, "lineno", None)
         raise ValueError(f"{name}{'' if line is None else f', line {line}'}: {error}") from error
+    if (length := max(map(len, texts), default=0)) > MOST_CHARACTERS:
+        raise ValueError(f"{name}: a conversation's text has {length:,} characters, more than {MOST_CHARACTERS:,}")
+    return texts, spans
+
+
+@contextlib.contextmanager
+def _time_limit() -> Iterator[None]:
+    """Return a context that raises TimeoutError after `RENDER_SECONDS` of CPU time; for the main thread only.
+
+    A template is code of whoever made the tokenizer, and may loop for hours.
+    """
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it has not rendered a conversation within {RENDER_SECONDS:g} seconds of CPU time")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _joined(message: Message) -> Message:

@@ -1,6 +1,7 @@
 """Compare text, ids and masks of conversations with transformers' apply_chat_template."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from helpers.refusals import not_refused
 
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from megazpp.data.tokenizer_folder import find_tokenizer
+from megazpp.post_training import chat
 from megazpp.post_training.chat import ChatConfig, ChatTemplate, load_chat_template, options_of
 from megazpp.post_training.formatting import DataFormatConfig, Examples, read_examples, read_prompts
 
@@ -192,3 +194,30 @@ def test_template_and_column_errors_name_their_source(tmp_path):
         ({"chat_template_kwargs": [3]}, "'chat_template_kwargs' [3] is not a JSON object"),
     ]
     assert not not_refused(columns, options_of)
+
+
+ENDLESS = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a function": "{{ lipsum(n=99999999) }}",
+    "loops in the assistant's words": "{% generation %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endgeneration %}",
+}
+
+
+@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
+def test_template_that_loops_is_stopped_with_its_name(source, monkeypatch):
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.2)
+    before = signal.getsignal(signal.SIGVTALRM)
+    template = ChatTemplate(ByteTokenizer(), source, name="a template")
+    for render in (template.render, template.render_spans):
+        with pytest.raises(ValueError, match=r"^a template: it has not rendered a conversation within 0\.2 seconds"):
+            render([ASK])
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGVTALRM) == before
+
+
+def test_template_with_too_long_a_text_is_refused(monkeypatch):
+    monkeypatch.setattr(chat, "MOST_CHARACTERS", 100)
+    assert len(ChatTemplate(ByteTokenizer(), "{{ 'a' * 100 }}").render([ASK])) == 100
+    with pytest.raises(ValueError, match="a conversation's text has 101 characters, more than 100"):
+        ChatTemplate(ByteTokenizer(), "{{ 'a' * 101 }}").render([ASK])
