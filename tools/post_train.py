@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     # ---- flags
     first_line = (__doc__ or "").partition("\n")[0]
     name = {"program": "post_train.py", "description": first_line}
-    parsed = parse_run_config(argv, ROOT, **name, features=FEATURES, extra=EXTRA, default_file=None)
+    parsed = parse_run_config(argv, ROOT, **name, features=FEATURES, extra=EXTRA, default_file=None, complete=False)
 
     # ---- the checkpoint to start from
     parsed, source, earlier = find_start(parsed, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)

@@ -34,9 +34,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from megazpp.base.flags import FlagSpec, as_words, as_written, asks, config_title, flag_name, is_union, type_hints
+from megazpp.base.flags import (
+    COMMAND_LINE,
+    FlagSpec,
+    as_words,
+    asks,
+    check_needs,
+    config_title,
+    flag_name,
+    is_union,
+    type_hints,
+)
 
-COMMAND_LINE = "command line"
 HELP, HELP_ALL = frozenset({"-h", "--help"}), "--help-all"
 MEGATRON_TABLE = Path(__file__).with_name("megatron_flags.txt")
 
@@ -143,13 +152,21 @@ class FlagParser:
                 self._actions[flag_name(field)].help = argparse.SUPPRESS
         return f"{self._argparse.format_help()}{HELP_ALL} shows all {len(fields)} flags.\n"
 
-    def read(self, argv: Sequence[str], script_dir: Path, megatron_flags: Mapping[str, MegatronFlag]) -> Parsed:
+    def read(
+        self,
+        argv: Sequence[str],
+        script_dir: Path,
+        megatron_flags: Mapping[str, MegatronFlag],
+        *,
+        complete: bool = True,
+    ) -> Parsed:
         """Parse a command line: expand, split, sift and parse, as this module's docstring describes.
 
         Args:
             argv: command line without the program name.
             script_dir: folder in which flag files are searched if the working directory does not contain them.
             megatron_flags: Megatron-LM's flags that this program ignores or rejects, by name.
+            complete: False if other flags are still unknown; the caller then calls `check_needs` itself.
 
         Raises:
             ValueError: flags are wrong. The message has one line per problem, with the origin of the flag.
@@ -196,7 +213,8 @@ class FlagParser:
         if problems:
             raise ValueError("\n".join(problems))
         parsed = Parsed(tuple(configs), {name: words[name].origin for name in values}, tuple(notices))
-        _refuse_without_effect(parsed)
+        if complete:
+            check_needs(parsed.configs, parsed.origins)
         return parsed
 
     def _read(self, given: Given) -> dict[str, Any]:
@@ -213,30 +231,6 @@ class FlagParser:
             argv = [f"{given.name}={given.values[0]}"]  # without the =, argparse would read -1e-3 as a flag
         read = vars(self._argparse.parse_args(argv, argparse.Namespace()))
         return {name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
-
-
-def _refuse_without_effect(parsed: Parsed) -> None:
-    """Raise a ValueError for flags that have no effect because the flag that they need is off (`FlagSpec.needs`).
-
-    Two kinds of such flags in flag files are accepted. If the command line itself sets the needed flag, a file's
-    dependent flags may remain. Flags with their default values may remain too, because the args.txt of a run has them.
-    """
-    origins, problems = parsed.origins, []
-    fields = {flag_name(field): (config, field) for config in parsed.configs for field in dataclasses.fields(config)}
-    for config, field in fields.values():
-        origin, spec, value = origins.get(field.name), field.metadata["flag"], getattr(config, field.name)
-        feature, *allowed = (spec.needs or "none").split()
-        is_off = value is None or (value is False and not field.default)
-        if feature not in fields or origin is None or is_off:
-            continue
-        owner, other = fields[feature]
-        state = getattr(owner, other.name)
-        stays = value == field.default or origins.get(other.name) == COMMAND_LINE
-        if not (state in allowed if allowed else state) and (origin == COMMAND_LINE or not stays):
-            instead = f", not {as_words(state)}" if allowed and state is not None else ""
-            problems.append(f"{origin}: {as_written(config, field)} needs {spec.needs}{instead}")
-    if problems:
-        raise ValueError("\n".join(problems))
 
 
 # ---- flag files and words -----------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 DEFAULT = "default"
+COMMAND_LINE = "command line"  # origin of flags that the user has typed
+CHECKPOINT = "checkpoint"  # origin of flags that a checkpoint has set
 _WIDEST = 60  # maximum width to which flags in the log are padded before their origin
 
 
@@ -208,6 +210,35 @@ def render_arguments_block(configs: Sequence[Any], origins: Mapping[str, str]) -
     shown.append(f"  and {len(fields) - len(lines)} flags at their defaults: --print-config shows all")
     title = "------------------------ arguments ------------------------"
     return "\n".join([title, *shown, "-------------------- end of arguments ---------------------"])
+
+
+def check_needs(configs: Sequence[Any], origins: Mapping[str, str]) -> None:
+    """Raise a ValueError for flags that have no effect because the flag that they need is off (`FlagSpec.needs`).
+
+    Only flags that the user has set are checked, not the values of a checkpoint or of an objective. Two kinds of such
+    flags in flag files are accepted. If the command line itself sets the needed flag, a file's dependent flags may
+    remain. Flags with their default values may remain too, because the args.txt of a run has them.
+
+    Args:
+        configs: the configs, in which every flag has its final value.
+        origins: origin of each flag that is set, by field name.
+    """
+    problems = []
+    fields = {flag_name(field): (config, field) for config in configs for field in dataclasses.fields(config)}
+    for config, field in fields.values():
+        origin, spec, value = origins.get(field.name), field.metadata["flag"], getattr(config, field.name)
+        feature, *allowed = (spec.needs or "none").split()
+        is_off = value is None or (value is False and not field.default)
+        if feature not in fields or origin is None or origin.startswith((CHECKPOINT, DEFAULT)) or is_off:
+            continue
+        owner, other = fields[feature]
+        state = getattr(owner, other.name)
+        stays = value == field.default or origins.get(other.name) == COMMAND_LINE
+        if not (state in allowed if allowed else state) and (origin == COMMAND_LINE or not stays):
+            instead = f", not {as_words(state)}" if allowed and state is not None else ""
+            problems.append(f"{origin}: {as_written(config, field)} needs {spec.needs}{instead}")
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def as_written(config: Any, field: dataclasses.Field[Any]) -> str:

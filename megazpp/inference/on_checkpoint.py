@@ -107,6 +107,7 @@ def run_on_checkpoint(
         extra=kinds,
         common=[*COMMON, *common],
         default_file=None,
+        complete=False,
     )
     given = parsed.config.checkpoint
     if given.load is None:
@@ -114,6 +115,7 @@ def run_on_checkpoint(
     folder, opener = CheckpointFolder(given.load, "--load"), weight_opener(features, parsed.config.sections)
     source, record = find_weights(folder, given.ckpt_step, fallback=given.load_fallback, opener=opener)
     parsed = with_checkpoint_flags(parsed, record, folder)
+    parsed.check_needs()
     if parsed.show.print_config:
         print(parsed.report())
         return 0

@@ -11,8 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megazpp.base.command_line import COMMAND_LINE
-from megazpp.base.flags import DEFAULT, spelling
+from megazpp.base.flags import COMMAND_LINE, DEFAULT, spelling
 from megazpp.base.program import errors_as
 from megazpp.checkpoint.folder import CheckpointFolder, iteration_of
 from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model
@@ -88,7 +87,9 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
     check_same_model(earlier.flags, parsed.config.model, source.folder.path)
     if source.continues:
         parsed = with_resumed_weight_delta(parsed, earlier, source.folder)
-    return _completed(parsed, source, earlier), source, earlier
+    parsed = _completed(parsed, source, earlier)
+    parsed.check_needs()
+    return parsed, source, earlier
 
 
 def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan) -> None:

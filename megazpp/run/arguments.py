@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from megazpp.base.command_line import COMMAND_LINE, FlagParser, read_megatron_flags
-from megazpp.base.flags import flag, render_flags
+from megazpp.base.command_line import FlagParser, read_megatron_flags
+from megazpp.base.flags import CHECKPOINT, COMMAND_LINE, check_needs, flag, render_flags
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.data.dataset import DataConfig
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig
@@ -224,9 +224,13 @@ class ParsedRun(NamedTuple):
         """
         return self._replace(
             config=dataclasses.replace(self.config, **parts),
-            origins=self.origins | dict.fromkeys(names, "checkpoint"),
+            origins=self.origins | dict.fromkeys(names, CHECKPOINT),
             notices=(*self.notices, *notices),
         )
+
+    def check_needs(self) -> None:
+        """Raise ValueError for flags without effect (`FlagSpec.needs`), when a checkpoint has completed the flags."""
+        check_needs(self.parts, self.origins)
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -255,6 +259,7 @@ def parse_run_config(
     extra: Sequence[type] = (),
     common: Collection[str] | None = None,
     default_file: str | None = DEFAULT_FLAG_FILE,
+    complete: bool = True,
 ) -> ParsedRun:
     """Parse the command line of a program that trains, with the flag files that it names.
 
@@ -267,6 +272,8 @@ def parse_run_config(
         extra: config classes that only this program has. --help lists all of their flags.
         common: names of the other fields whose flags --help lists; None for the flags that a first training run needs.
         default_file: flag file, with its `@`, that is read first if `argv` has neither a flag file nor --num-layers.
+        complete: False if a checkpoint completes the flags. The caller then calls `ParsedRun.check_needs` afterwards.
+            --use-checkpoint-args has the same effect.
 
     Raises:
         ValueError: a flag or its value is wrong; the message has one line per problem.
@@ -289,7 +296,7 @@ def parse_run_config(
         common=common,
         mutually_exclusive=MUTUALLY_EXCLUSIVE,
     )
-    (*configs, show), origins, notices = parser.read(argv, script_dir, read_megatron_flags())
+    (*configs, show), origins, notices = parser.read(argv, script_dir, read_megatron_flags(), complete=False)
 
     # ---- distribute the configs, which are in the order of `classes`
     own, rest = configs[: len(extra)], configs[len(extra) :]
@@ -301,7 +308,10 @@ def parse_run_config(
     name = Path(files[-1]).stem if files else "run"
     if implied is not None and config.checkpoint.load is not None and config.checkpoint.finetune:
         notices = (*notices, f"--finetune without a flag file: flags that are not set come from {implied[1:]}")
-    return ParsedRun(config, origins, notices, name, show, extra=tuple(own))
+    parsed = ParsedRun(config, origins, notices, name, show, extra=tuple(own))
+    if complete and not config.checkpoint.use_checkpoint_args:
+        parsed.check_needs()
+    return parsed
 
 
 def _check_choice(zero: ZeroConfig) -> None:

@@ -81,7 +81,9 @@ def with_checkpoint_args(parsed: ParsedRun, record: CheckpointMetadata | None) -
         for name in shape
         if name in parsed.origins and shape[name] != own[name]
     ]
-    return parsed.with_checkpoint(shape, notices, model=dataclasses.replace(config.model, **shape))
+    parsed = parsed.with_checkpoint(shape, notices, model=dataclasses.replace(config.model, **shape))
+    parsed.check_needs()
+    return parsed
 
 
 def with_resumed_features(parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder) -> ParsedRun:

@@ -372,6 +372,20 @@ def test_texts_of_experts_do_not_depend_on_layout_and_place_of_the_weights(home,
     assert len(said) == 1
 
 
+def test_flags_are_accepted_if_the_checkpoint_has_what_they_need(home, experts):
+    """The number of experts is in the checkpoint, not in the command line."""
+    fixed = "--micro-batch-size 8 --train-iters 1 --nproc 2 --print-config"
+    for flags in ("--objective sft --moe-aux-loss-coeff 0.01", "--objective dpo --moe-z-loss-coeff 0.001"):
+        assert asked(home, f"{fixed} --load {experts} {flags}") == 0
+    for flags, needs in (
+        ("--moe-aux-loss-coeff 0.01", "needs --num-experts"),
+        ("--label-smoothing 0.1", "needs --objective dpo"),
+        ("--lora-alpha 4.0", "needs --lora-r"),
+    ):
+        with pytest.raises(ValueError, match=f"^command line: {flags} {needs}"):
+            asked(home, f"{fixed} --load base --objective sft {flags}")
+
+
 def test_flags_that_experts_do_not_support_are_rejected(home, experts):
     rows = """
         --objective grpo --expert-model-parallel-size 2 | --expert-model-parallel-size 2 with --objective grpo: data
