@@ -41,7 +41,12 @@ def _run_on_rank(tool: str, flags: list[str], key: str) -> tuple[int, str]:
         for name in LAUNCHER_VARIABLES:
             patch.delenv(name, raising=False)
         patch.setattr(sys, "argv", [f"{tool}.py", *flags])  # error messages take flags from here
-        patch.setattr(on_checkpoint, "detect_rank_info", lambda config: replace(detect_rank_info(config), started=True))
+        # the program asks again with --nproc if it chooses the number of ranks itself
+        patch.setattr(
+            on_checkpoint,
+            "detect_rank_info",
+            lambda config: replace(detect_rank_info(config), started=config.nproc is not None),
+        )
         patch.setattr(on_checkpoint, "worker_process", on_this_rank)
         patch.setattr(on_checkpoint, "leave", lambda code: code)
         code = importlib.import_module(tool).main(flags)
