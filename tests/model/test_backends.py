@@ -171,7 +171,8 @@ def test_compiled_layer_takes_documents_in_one_graph():
         positions = torch.zeros(3, SEQ, dtype=torch.int64)
         for documents in (4, 7, 9):
             starts = torch.zeros(documents + 1, dtype=torch.int32)
-            layer(x, gpt._attention_inputs(positions, starts, None, SEQ, None)).sum().backward()
+            (inputs,) = gpt._attention_inputs(positions, starts, None, SEQ, None).values()
+            layer(x, inputs).sum().backward()
 
 
 def test_unsupported_document_kernels_give_a_reason_and_a_mask(monkeypatch):
