@@ -382,7 +382,8 @@ class TraceRecorder(TorchDispatchMode):
             self._now.operations.append(operation)
         # Torch computes the shapes of results in Python, in a millisecond for some operations. A new tensor like the
         # earlier result takes microseconds.
-        if isinstance(result, torch.Tensor) and (result is args[0] or (fresh and not func._schema.is_mutable)):
+        reusable = isinstance(result, torch.Tensor) and result.is_meta  # other tensors have values
+        if reusable and (result is args[0] or (fresh and not func._schema.is_mutable)):
             like = None if result is args[0] else (result.shape, result.stride(), result.dtype)
             self._done[key] = _Done(operation, like)
         return result
