@@ -188,6 +188,11 @@ def open_store(
     return next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
 
 
+def store_address(env: Mapping[str, str] = os.environ) -> str:
+    """Return the address of the store for messages, "host:port", with "?" for a part that is not set."""
+    return ":".join(env.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+
+
 def is_on_one_machine(place: RankInfo, env: Mapping[str, str] = os.environ) -> bool:
     """Return True if the environment shows that all ranks are on this machine.
 

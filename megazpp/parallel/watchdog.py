@@ -32,7 +32,6 @@ then names the ranks that have launched fewer collectives than the others, becau
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 import threading
@@ -46,7 +45,7 @@ import torch.distributed as dist
 
 from megazpp.base.program import EXIT_HANG, EXIT_SECONDARY, leave
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.launch import LaunchConfig, RankInfo
+from megazpp.parallel.launch import LaunchConfig, RankInfo, store_address
 from megazpp.parallel.timeline import COMPUTE, FILES, STEP, WAIT, Activity, Doing
 from megazpp.topology.layout import Layout
 
@@ -156,7 +155,7 @@ class Watchdog:
         """Write this rank's state to the store, report if this rank is the first to raise the alarm, and exit."""
         store, rank, limit = self._store, self._place.rank, self._limit
         raised_it = store.add(ALARM, 1) == 1
-        state = RankState(socket.gethostname(), self._activity.now(), self._activity.entered, python_stacks())
+        state = self._state()
         store.set(STATE.format(rank), json.dumps(state))
         if not raised_it:
             _wait_for(store, [REPORT], 2 * ANSWER_SECONDS)
@@ -187,13 +186,16 @@ class Watchdog:
         print(f"\n{report}\n{where}", file=sys.stderr, flush=True)
         leave(EXIT_HANG)
 
+    def _state(self) -> RankState:
+        """Return what this rank does now."""
+        return RankState(socket.gethostname(), self._activity.now(), self._activity.entered, python_stacks())
+
     def _end_alone(self, reason: str) -> None:
         """Print the state of this rank if it is the first of its host, and exit."""
-        state = RankState(socket.gethostname(), self._activity.now(), self._activity.entered, python_stacks())
+        state = self._state()
         if self._place.local_rank == 0:
-            address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
             print(
-                f"\nwatchdog: {reason} ({address}): the link to that machine is down, or the machine is\n"
+                f"\nwatchdog: {reason} ({store_address()}): the link to that machine is down, or the machine is\n"
                 f"  rank {self._place.rank} on {state.host}: {state.describe()}\n{state.stacks}",
                 file=sys.stderr,
                 flush=True,

@@ -50,7 +50,15 @@ from megazpp.base.program import (
     end_with,
     leave,
 )
-from megazpp.parallel.launch import LOOPBACK, RESTART_COUNT, LaunchConfig, RankInfo, is_on_one_machine, open_store
+from megazpp.parallel.launch import (
+    LOOPBACK,
+    RESTART_COUNT,
+    LaunchConfig,
+    RankInfo,
+    is_on_one_machine,
+    open_store,
+    store_address,
+)
 from megazpp.parallel.roll_call import call_roll, show_once
 from megazpp.parallel.watchdog import FAILURES, Watchdog
 
@@ -221,8 +229,7 @@ def _say_who_failed(worker: Worker) -> None:
         worker.store.set_timeout(timedelta(seconds=2 * REPORT_SECONDS))
         host, _, text = worker.store.get(f"{FAILURES.format(worker.restarts)}/text").decode().partition("\n")
     except Exception:  # the process that hosts the store has ended, or the link to it is down
-        address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        host, text = "", f"the connection to rank 0's host ({address}) was lost"
+        host, text = "", f"the connection to rank 0's host ({store_address()}) was lost"
     if host != here:
         print(f"\nrank {worker.rank} on {here} ends: {text}", file=sys.stderr)
 
