@@ -2,7 +2,7 @@
 
 A sample is a window of S + 1 tokens. The first S are inputs, and the last S are labels. Documents inside a window end
 at the tokenizer's eod token. With `--reset-attention-mask` these ends become `document_starts`, the offsets that
-variable-length attention takes, instead of Megatron's [S, S] mask (model/backends.py).
+variable-length attention takes, instead of Megatron's [S, S] mask (model/attention_kernels.py).
 
 The number of consumed samples determines the samples of a micro-batch. Micro-batch m of data rank r takes
 `micro_batch_size` samples from `consumed + (m * data_size + r) * micro_batch_size` on. The samples of a step over all

@@ -461,7 +461,7 @@ class FusedAttention(TorchFunctionMode):
         window: int | None = None,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Stand for a `DocumentKernel` (model/backends.py), with documents of `longest` tokens each."""
+        """Stand for a `DocumentKernel` (model/attention_kernels.py), with documents of `longest` tokens each."""
         batch = q.shape[0] // longest
         k, v = (varlen_groups(x, q.shape[1]) for x in (k, v))
         q, k, v = (x.unflatten(0, (batch, longest)).transpose(1, 2) for x in (q, k, v))
