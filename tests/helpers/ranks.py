@@ -47,18 +47,21 @@ class Ranks:
             except BrokenPipeError:
                 self._fail(f"rank {rank} of {len(self.pipes)} has died since the last call")
         results: list[Any] = [None] * len(self.pipes)
+        groups = [0] * len(self.pipes)
         waiting = dict(enumerate(self.pipes))
         while waiting:
             ready = wait(list(waiting.values()), timeout=SECONDS_PER_CALL)
             for rank in [r for r, pipe in waiting.items() if pipe in ready]:
                 try:
-                    failure, results[rank] = waiting.pop(rank).recv()
+                    failure, results[rank], groups[rank] = waiting.pop(rank).recv()
                 except EOFError:
                     failure = "the process died"
                 if failure:
                     self._fail(f"rank {rank} of {len(self.pipes)}:\n{failure}")
             if not ready:
                 self._fail(f"ranks {sorted(waiting)} did not answer within {SECONDS_PER_CALL} s")
+        if len(set(groups)) > 1:  # torch numbers groups per process, so the next group's constructor would hang
+            self._fail(f"{function.__name__} made process groups on some ranks only: ranks have {groups}")
         return results
 
     def stop(self) -> None:
@@ -93,6 +96,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d
 
     from megazpp.parallel.worker import keep_freed_memory, share_gloo_device
 
@@ -108,13 +112,13 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
         except EOFError:
             os._exit(0)
         try:
-            answer = ("", function(*args, **kwargs))
+            answer = ("", function(*args, **kwargs), distributed_c10d._world.group_count)
         except BaseException:
-            answer = (traceback.format_exc(), None)
+            answer = (traceback.format_exc(), None, 0)
         try:
             pipe.send(answer)
         except Exception:  # the result cannot be pickled
-            pipe.send((traceback.format_exc(), None))
+            pipe.send((traceback.format_exc(), None, 0))
 
 
 def _share_groups_between_cases() -> None:
