@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import functools
 import os
-from pathlib import Path
+from typing import Any
 
 from megazpp.base.program import LAUNCHER_PID, announce
 
 announce("pretrain_gpt.py", "megazpp")  # before the imports below, because importing torch takes seconds
 
-import megazpp
-from megazpp.base.program import leave, say_notices, user_errors
+from megazpp.base.files import HOME
+from megazpp.base.flags import COMMAND_LINE
+from megazpp.base.program import Problems, leave, say_notices, user_errors
 from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, start_of
 from megazpp.data.dataset import Samples, Splits, build_datasets, build_tokenizer, check_inputs, unigram_entropy
@@ -50,9 +51,6 @@ from megazpp.run.trainer import OpenRun, Trainer, TrainingParts, open_run
 from megazpp.training.objective import Evaluator, LanguageModelLoss
 from megazpp.training.setup import build_model, open_loader
 
-HERE = Path(__file__).resolve().parent
-HOME = HERE if (HERE / "configs").is_dir() else Path(megazpp.__file__).parent  # folder of configs/, also if installed
-
 
 @distributed_program
 def main(argv: list[str]) -> int:
@@ -69,16 +67,24 @@ def main(argv: list[str]) -> int:
             return status
 
     # ---- the checkpoint to load, which may determine further flags
-    parsed, source, earlier = find_checkpoint(parsed)
+    problems, source, earlier = Problems(), None, None
+    with problems:
+        parsed, source, earlier = find_checkpoint(parsed)
     config, place = parsed.config, detect_rank_info(parsed.config.launch)
+    has_shape = not problems or not config.checkpoint.use_checkpoint_args
 
     # ---- checks before anything is allocated or written; the plan is dropped, because workers may find other hosts
-    announced = announced_cluster(config, place)
-    plan_run(config, announced, device_type=device_type(), start=start_of(source, earlier))
-    parsed = parsed._replace(notices=(*parsed.notices, *check_uses(config, parsed.origins)))
-    check_device(config.model, device_type())
-    if LAUNCHER_PID not in os.environ:  # our launcher has checked the files for the workers that it starts
-        parsed = parsed._replace(tokenizer=check_inputs(config.data, config.tokenizer, loaded=parsed.tokenizer))
+    with problems:
+        announced = announced_cluster(config, place)
+        if has_shape:
+            plan_run(config, announced, device_type=device_type(), start=start_of(source, earlier))
+    with problems:
+        parsed = parsed._replace(notices=(*parsed.notices, *check_uses(config, parsed.origins)))
+        check_device(config.model, device_type())
+    with problems:
+        if LAUNCHER_PID not in os.environ and config.data.sources:  # our launcher has checked its workers' files
+            parsed = parsed._replace(tokenizer=check_inputs(config.data, config.tokenizer, loaded=parsed.tokenizer))
+    problems.raise_all()
     hold_run_dir(parsed)
 
     # ---- start the workers, or become one
@@ -130,8 +136,11 @@ def open_data(run: OpenRun) -> tuple[Tokenizer, Splits[Samples | None]]:
         ValueError: the data or the tokenizer cannot be used.
     """
     config, log, wanted = run.config, run.context.log, count_samples(run)
-    tokenizer = run.parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, log=log)
-    return tokenizer, build_datasets(config.data, tokenizer, num_samples=wanted, seed=config.launch.seed, log=log)
+    # the vocabulary and the split of a flag file, or of no flag, may be changed for a small text
+    sized, split = (run.parsed.origins.get(name) == COMMAND_LINE for name in ("vocab_size", "split"))
+    tokenizer = run.parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, exact=sized, log=log)
+    options: dict[str, Any] = {"num_samples": wanted, "seed": config.launch.seed, "exact": split, "log": log}
+    return tokenizer, build_datasets(config.data, tokenizer, **options)
 
 
 def count_samples(run: OpenRun) -> Splits[int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
@@ -88,7 +89,8 @@ def score_held_out(loaded: Loaded) -> dict[str, Score]:
     plan = plan_batches(config.batches, data_parallel_size=dims.data_size)
     count = config.evaluation.eval_iters * plan.global_batch_size
     wanted = Splits(train=0, valid=count, test=count)
-    datasets = build_datasets(config.data, tokenizer, num_samples=wanted, seed=config.launch.seed, log=loaded.say)
+    options: dict[str, Any] = {"num_samples": wanted, "seed": config.launch.seed, "exact": False, "log": loaded.say}
+    datasets = build_datasets(config.data, tokenizer, **options)
     scores = {}
     for where, dataset in (("", datasets.valid), (" on test set", datasets.test)):
         if dataset is None:

@@ -84,13 +84,16 @@ class GenerateConfig(ChatConfig):
 @distributed_program
 def main(argv: list[str]) -> int:
     """Load the checkpoint on all ranks and continue the prompts. Return the exit code."""
-    common = [field.name for field in dataclasses.fields(SampleConfig)]
-    return run_on_checkpoint(GenerateConfig, run, argv, check=check, features=FEATURES, common=common, spread=False)
+    options: dict[str, Any] = {"check": check, "features": FEATURES, "spread": False}
+    options["common"] = [field.name for field in dataclasses.fields(SampleConfig)]
+    return run_on_checkpoint(GenerateConfig, run, argv, defaults={"sample_tokens": DEFAULT_TOKENS}, **options)
 
 
 def check(config: RunConfig, extra: GenerateConfig) -> None:
     """Raise a ValueError if a prompt cannot be continued, before the checkpoint is loaded. Does not read stdin."""
     given, file = config.section(SampleConfig).sample_prompt, extra.prompt_file
+    if config.section(SampleConfig).sample_tokens == 0:
+        raise ValueError("--sample-tokens 0 generates nothing; give a positive number")
     if given and file is not None:
         raise ValueError("--sample-prompt and --prompt-file exclude each other; give only one of them")
     if file is not None and not Path(file).expanduser().is_file():
@@ -119,7 +122,7 @@ class Starts:
         assert config.data.seq_length is not None
         self._tokenizer, self._say, self._count, self._cuts = tokenizer, say, 0, extra.truncate_prompt
         self._longest = config.data.seq_length
-        self._tokens = config.section(SampleConfig).sample_tokens or DEFAULT_TOKENS
+        self._tokens = config.section(SampleConfig).sample_tokens
         self._template = load_chat_template(extra, tokenizer) if extra.chat else None
         if self._template is not None and self._template.is_default:
             say("note: the tokenizer has no chat template, so --chat writes ChatML in plain text (--chat-template)")
@@ -167,7 +170,6 @@ def run(loaded: Loaded) -> None:
     config, world, extra, longest = loaded.config, loaded.dims.world, loaded.extra, loaded.config.data.seq_length
     assert longest is not None
     sample = config.section(SampleConfig)
-    sample = dataclasses.replace(sample, sample_tokens=sample.sample_tokens or DEFAULT_TOKENS)
     on_host, size, batches = extra.kv_cache_device == "host", extra.prompts_at_once, iter(list[list[GivenPrompt]]())
     if world.rank == 0:
         if size == "auto":

@@ -1,6 +1,6 @@
 """Print the estimated model TFLOP/s per GPU of each sharding scheme for several cluster sizes (weak scaling).
 
-    python tools/plan.py --nodes 8 32 128 --micro-batches 1 @configs/gpt_18b.args \
+    python tools/plan.py --nodes 8 32 128 --micro-batches 1 @configs/gpt_18b.args \\
         --cluster-file configs/clusters/dgx_h100.yaml
 
 The number of tokens per GPU is the same for all sizes. A figure in brackets needs more memory than a GPU has. All other

@@ -2,8 +2,8 @@
 
 python tools/post_train.py --objective sft --load base/ --save sft/ --train-data-path chats.jsonl --train-iters 500
 python tools/post_train.py --objective dpo --load sft/ --save dpo/ --train-data-path pairs.jsonl --train-iters 200
-python tools/post_train.py --objective grpo --load sft/ --save grpo/ --train-data-path prompts.jsonl --train-iters 300 \
-    --reward-funcs my_rewards.py:correct
+python tools/post_train.py --objective grpo --load sft/ --save grpo/ --train-data-path prompts.jsonl \\
+    --train-iters 300 --reward-funcs my_rewards.py:correct
 python tools/post_train.py --objective grpo --load grpo/ --save grpo/ ...       resumes an interrupted run
 
 The checkpoint determines the model, the tokenizer and the precision. Flags for the layout and ZeRO++ are the same as
@@ -25,7 +25,7 @@ from megazpp.base.program import LAUNCHER_PID, announce, launched_rank
 
 announce("post_train.py", "megazpp-post-train")  # before the imports below, because importing torch takes seconds
 
-from megazpp.base.program import leave, say_notices, user_errors
+from megazpp.base.program import Problems, leave, say_notices, user_errors
 from megazpp.checkpoint.read import start_of
 from megazpp.features import FEATURES
 from megazpp.model.backends import check_device
@@ -34,9 +34,11 @@ from megazpp.parallel.worker import worker_process
 from megazpp.planner.feature import PlanConfig
 from megazpp.planner.report import print_report, report_parts
 from megazpp.planner.variants import changed
+from megazpp.post_training.config import DEFAULTS
 from megazpp.post_training.plan import describe_phases, plan_models
 from megazpp.post_training.setup import (
     EXTRA,
+    TAKEN,
     check_files,
     check_post_training,
     find_start,
@@ -62,9 +64,17 @@ ROOT = Path(__file__).resolve().parents[1]
 def main(argv: list[str]) -> int:
     """Post-train a model as a worker, or check the flags and start the workers. Return the exit code."""
     # ---- flags
-    first_line = (__doc__ or "").partition("\n")[0]
-    name = {"program": "post_train.py", "description": first_line}
-    parsed = parse_run_config(argv, ROOT, **name, features=FEATURES, extra=EXTRA, default_file=None, complete=False)
+    parsed = parse_run_config(
+        argv,
+        ROOT,
+        program="post_train.py",
+        description=(__doc__ or "").partition("\n")[0],
+        features=FEATURES,
+        extra=EXTRA,
+        default_file=None,
+        defaults=DEFAULTS,
+        taken=TAKEN,
+    )
 
     # ---- the checkpoint to start from
     parsed, source, earlier = find_start(parsed, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
@@ -75,15 +85,21 @@ def main(argv: list[str]) -> int:
 
     # ---- checks before anything is allocated or written; the plan is dropped, because workers may find other hosts
     config, place = parsed.config, detect_rank_info(parsed.config.launch)
-    announced = announced_cluster(config, place)
-    plan = plan_run(config, announced, device_type=device_type(), start=start_of(source, earlier))
-    check_post_training(config, post_configs(parsed), plan.batches)
-    if config.section(PlanConfig).plan:
+    problems, plans = Problems(), config.section(PlanConfig).plan
+    with problems:
+        announced = announced_cluster(config, place)
+        plan = plan_run(config, announced, device_type=device_type(), start=start_of(source, earlier))
+        check_post_training(config, post_configs(parsed), plan.batches)
+    if plans and not problems:
         show_plan(parsed, earlier.vocab_size)
         return 0
-    check_device(config.model, device_type())
-    if launched_rank() == 0 and LAUNCHER_PID not in os.environ:  # our launcher has checked the files for its workers
-        check_files(parsed, earlier)
+    with problems:
+        check_device(config.model, device_type())
+    with problems:
+        # our launcher has checked the files for its workers
+        if launched_rank() == 0 and LAUNCHER_PID not in os.environ and not plans:
+            check_files(parsed, earlier)
+    problems.raise_all()
     hold_run_dir(parsed)
 
     # ---- start the workers, or become one

@@ -28,12 +28,14 @@ import functools
 import math
 import re
 import shlex
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
+from megazpp.base.files import cause, read_small_file
 from megazpp.base.flags import (
     COMMAND_LINE,
     FlagSpec,
@@ -93,6 +95,8 @@ class FlagParser:
         common: names of the fields whose flags are common in this program; None for those that `flag` marks.
         mutually_exclusive: pairs of field names (a, b). Flag `a`, on the command line or in a later file, overrides `b`
             in an earlier file.
+        defaults: this program's defaults by field name, where they differ from the fields' defaults.
+        from_checkpoint: names of the fields whose defaults are a checkpoint's values; only --help needs them.
     """
 
     def __init__(
@@ -105,16 +109,18 @@ class FlagParser:
         shown: Sequence[type] | None = None,
         common: Collection[str] | None = None,
         mutually_exclusive: Sequence[tuple[str, str]] = (),
+        defaults: Mapping[str, Any] = types.MappingProxyType({}),
+        from_checkpoint: Collection[str] = (),
     ) -> None:
         # ---- argparse, used for single flags and for the text of --help
         self.configs, self._shown, self._common = tuple(configs), shown, common
-        self._mutually_exclusive = mutually_exclusive
+        self._mutually_exclusive, self._defaults = mutually_exclusive, defaults
         self._argparse = _RaisingParser(
             prog=program,
             usage="%(prog)s [@file ...] [--flag value ...]",
             description=description,
             epilog=epilog,
-            formatter_class=_HelpFormatter,
+            formatter_class=HelpFormatter,
             allow_abbrev=False,
             add_help=False,
             argument_default=argparse.SUPPRESS,
@@ -129,7 +135,9 @@ class FlagParser:
             group = self._argparse.add_argument_group(config_title(config))
             hints = type_hints(config)
             for field in dataclasses.fields(config):
-                action, optional = _add_flag(group, field, hints[field.name])
+                known = field.name in from_checkpoint and "(default" not in field.metadata["flag"].help
+                default = defaults.get(field.name, "the checkpoint's" if known else field.default)
+                action, optional = _add_flag(group, field, hints[field.name], default)
                 self._may_be_none |= {field.name} if optional else set()
                 self._actions |= dict.fromkeys(action.option_strings, action)
 
@@ -203,9 +211,9 @@ class FlagParser:
                 notices.append(f"{words[other].origin}: {goes} gives way to {stays} ({words[one].origin})")
 
         # ---- build the configs, which check their own fields
-        configs = []
+        configs, chosen = [], {**self._defaults, **values}
         for config in self.configs:
-            own = {field.name: values[field.name] for field in dataclasses.fields(config) if field.name in values}
+            own = {field.name: chosen[field.name] for field in dataclasses.fields(config) if field.name in chosen}
             try:
                 configs.append(config(**own))
             except ValueError as error:
@@ -270,10 +278,9 @@ def _expand(word: Word, folders: Sequence[Path], chain: tuple[Path, ...]) -> Ite
 def _read_words(path: Path) -> Iterator[Word]:
     """Yield the words of a flag file; a ValueError names the file and line of an error."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:  # keep line breaks inside quotes
-            lines = file.read().split("\n")
+        lines = read_small_file(path).decode().split("\n")  # keeps line breaks inside quotes
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{_shown(path)}: cannot be read: {error}") from None
+        raise ValueError(f"{_shown(path)}: cannot be read: {cause(error)}") from None
     first = 0  # first line of a group that is split together, because a quoted word may span lines
     for last in range(len(lines)):
         origin, text = f"{_shown(path)}:{first + 1}", "\n".join(lines[first : last + 1])
@@ -372,16 +379,23 @@ def _refusal(given: Given, flag: MegatronFlag) -> str | None:
 # ---- fields as arguments of argparse ------------------------------------------------------------------------------
 
 
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Formatter of --help: lines of at most 110 characters, and switches without their `--no-` form."""
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Formatter of --help: lines of at most 110 characters, which do not break inside a flag."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=110, max_help_position=40)
 
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        names = [name for name in action.option_strings if action.nargs != 0 or not name.startswith("--no-")]
-        value = "" if action.nargs == 0 else f" {self._format_args(action, str(action.metavar))}"
+        names = [name for name in action.option_strings if not isinstance(action, _OffSwitch) or name[:5] != "--no-"]
+        value = "" if action.nargs == 0 else f" {self._format_args(action, str(action.metavar or action.dest.upper()))}"
         return ", ".join(names) + value
+
+
+class _OffSwitch(argparse.BooleanOptionalAction):
+    """A switch that is off by default, so that --help need not list its `--no-` form."""
 
 
 class _RaisingParser(argparse.ArgumentParser):
@@ -391,12 +405,14 @@ class _RaisingParser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
 
-def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any) -> tuple[argparse.Action, bool]:
+def _add_flag(
+    group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any, default: Any
+) -> tuple[argparse.Action, bool]:
     """Add a field with annotation `hint` to argparse; return the action, and whether the field may be None."""
     spec: FlagSpec = field.metadata["flag"]
     help_text = spec.help + (f"; needs {spec.needs}" if spec.needs else "")
-    if field.default is not None and field.default is not False and field.default not in ("", ()):
-        help_text += f" (default: {as_words(field.default)})"
+    if default is not None and default is not False and default not in ("", ()):
+        help_text += f" (default: {as_words(default)})"
     settings: dict[str, Any] = {"dest": field.name, "help": help_text.replace("%", "%%")}
     parts = _parts(hint)
     optional = types.NoneType in parts
@@ -404,7 +420,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hin
         parts = _parts(kinds[0])  # a command line always yields a tuple, also for `int | tuple[int, ...]`
         settings["nargs"] = spec.nargs or ("+" if kinds[-1] is ... else len(kinds))
     if bool in parts:
-        settings["action"] = argparse.BooleanOptionalAction
+        settings["action"] = _OffSwitch if default is False else argparse.BooleanOptionalAction
     else:
         names_path = field.name.endswith(("path", "file", "dir", "folder", "model", "save", "load"))
         settings |= _one_value(parts, optional, spec.metavar or ("PATH" if names_path else None))

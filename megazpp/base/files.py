@@ -8,24 +8,71 @@ locks (flock), which are released when their process ends for any reason.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+HOME = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent  # the folder of configs/, in a wheel or not
+MOST_BYTES = 64 << 20  # largest size of a file that is read as a whole for its text
 
 
 class DamagedError(ValueError):
     """A stored file is missing, truncated or corrupt. The message names the file."""
 
 
+def find_file(path: str | Path) -> Path:
+    """Return a file that a flag names; one that the working directory lacks may be in `HOME`, like a flag file."""
+    given = Path(path).expanduser()
+    return HOME / given if not given.exists() and (HOME / given).exists() else given
+
+
+def read_small_file(path: Path) -> bytes:
+    """Return the content of a regular file of at most `MOST_BYTES`.
+
+    Raises:
+        OSError: the file cannot be read, is larger, or is no regular file. A FIFO would block for ever.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    if status.st_size > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than {MOST_BYTES}", str(path))
+    return path.read_bytes()
+
+
+def cause(error: BaseException) -> str:
+    """Return the text of an error, without the number and the path of an OSError, for a message with the path."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 def cache_folder() -> Path:
-    """Return the folder for caches: `$XDG_CACHE_HOME/megazpp` or `~/.cache/megazpp`. It may not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megazpp"
+    """Return the folder for caches: `$XDG_CACHE_HOME/megazpp` or `~/.cache/megazpp`. It may not exist.
+
+    Raises:
+        ValueError: there is no home directory, and XDG_CACHE_HOME is not set.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megazpp"
+    except RuntimeError:
+        raise ValueError("this user has no home directory for caches: set XDG_CACHE_HOME") from None
+
+
+def cache_name(path: Path, flag: str) -> str:
+    """Return what has chosen the cache folder `path`, for a message: a variable of the environment, or else `flag`."""
+    variable = "XDG_CACHE_HOME" if os.environ.get("XDG_CACHE_HOME") else "HOME"
+    with contextlib.suppress(ValueError):
+        if path.is_relative_to(cache_folder()):
+            return f"{variable}={os.environ.get(variable, '')} (without {flag})"
+    return flag
 
 
 def check_writable(path: Path, flag: str, *, overwrite: bool) -> None:

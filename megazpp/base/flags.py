@@ -78,31 +78,36 @@ def config_title(config: type) -> str:
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raise a ValueError for the first of the fields `names` that is neither None nor a finite number above 0."""
+    """Raise a ValueError for those of the fields `names` that are neither None nor a finite number above 0."""
     _check(config, names, lambda value: 0 < value < math.inf, "is not positive")
 
 
 def check_not_negative(config: Any, *names: str) -> None:
-    """Raise a ValueError for the first of the fields `names` that is neither None nor at least 0."""
+    """Raise a ValueError for those of the fields `names` that are neither None nor at least 0."""
     _check(config, names, lambda value: value >= 0, "is negative")
 
 
 def check_below_one(config: Any, *names: str) -> None:
-    """Raise a ValueError for the first of the fields `names` that is neither None nor at least 0 and below 1."""
+    """Raise a ValueError for those of the fields `names` that are neither None nor at least 0 and below 1."""
     _check(config, names, lambda value: 0 <= value < 1, "is not in [0, 1)")
 
 
 def _check(config: Any, names: Sequence[str], holds: Callable[[Any], bool], problem: str) -> None:
-    """Raise a ValueError with flag, value and `problem` for the first field that is not None and does not hold."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not holds(value):
-            raise ValueError(f"{spelling(config, name)} {value} {problem}")
+    """Raise a ValueError with flag, value and `problem` for each field that is not None and does not hold."""
+    values = {name: getattr(config, name) for name in names}
+    wrong = [name for name, value in values.items() if value is not None and not holds(value)]
+    if wrong:
+        raise ValueError("\n".join(f"{spelling(config, name)} {values[name]} {problem}" for name in wrong))
 
 
 def spelling(config: Any, name: str) -> str:
     """Return the flag, such as `--micro-batch-size`, of the field `name` of a config or config class."""
     return next(flag_name(field) for field in dataclasses.fields(config) if field.name == name)
+
+
+def in_use(config: Any, name: str, value: Any) -> str:
+    """Return a flag with the value in use, for a message; the text says so if the user has not set this value."""
+    return f"{spelling(config, name)} {value}" + ("" if getattr(config, name) == value else " (derived, not set)")
 
 
 def asks(value: Any) -> bool:

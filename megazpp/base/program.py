@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import megazpp
-from megazpp.base.command_line import FlagParser, MegatronFlag
+from megazpp.base.command_line import FlagParser, HelpFormatter, MegatronFlag
+from megazpp.base.files import cause
 from megazpp.base.launcher import find_launcher
 
 EXIT_ERROR, EXIT_USER_ERROR, EXIT_SECONDARY, EXIT_HANG = 1, 2, 3, 4  # secondary: another rank failed first
@@ -103,9 +104,7 @@ def program_of(
 
 def flags_of(description: str | None) -> argparse.ArgumentParser:
     """Return an argparse parser without flags, whose --help begins with the unformatted `description`."""
-    return argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    return argparse.ArgumentParser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
 
 
 # ---- start and end ------------------------------------------------------------------------------------------------
@@ -203,7 +202,7 @@ def errors_as(message: str, kinds: type[Exception] | tuple[type[Exception], ...]
     try:
         yield
     except kinds as error:
-        raise ValueError(f"{message}: {error}") from error
+        raise ValueError(f"{message}: {cause(error)}") from error
 
 
 def in_words(error: BaseException, command_line: Sequence[str] | None = None) -> str:
@@ -227,6 +226,31 @@ def in_words(error: BaseException, command_line: Sequence[str] | None = None) ->
         if value is not None and (value == path or value in path.parents or path in value.parents):
             return f"{flag} {word}: {path}: {error.strerror}"
     return f"{path}: {error.strerror}"
+
+
+class Problems:
+    """The errors of checks that are independent of each other, so that one report has all of them.
+
+    Each check is a `with` block of this object. `raise_all` then raises one ValueError if any of them has failed.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, (OSError, ValueError)):
+            self._lines += in_words(error).splitlines()
+        return isinstance(error, (OSError, ValueError))
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def raise_all(self) -> None:
+        """Raise a ValueError with a line for each different problem, if there are any."""
+        if self._lines:
+            raise ValueError("\n".join(dict.fromkeys(self._lines)))
 
 
 # ---- lines of text ------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ steps can be read in one place.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -134,7 +135,7 @@ def choose_source(
     Args:
         config: checkpoint flags.
         restarted: True if the launcher restarted this job after a fault. The job then resumes from its own checkpoints
-            in --save, if there are any.
+            in --save, if there are any. A job that is queued again with the same command does so too.
         opener: opener of the weights.
     Raises:
         ValueError: --save has checkpoints of another run, --finetune has the same folder for --save and --load, or
@@ -151,7 +152,7 @@ def choose_source(
                 "because a restart would resume from its checkpoints; choose another folder for --save"
             )
         there = own.iterations()
-        if there and restarted:
+        if there and (restarted or _is_requeued(config, own)):
             return LoadSource(own, optimizer=config.save_optim, rng=config.save_rng, **choices)
         if there and not saves_where_it_loads(config):
             raise ValueError(
@@ -172,6 +173,18 @@ def choose_source(
     if config.exit_on_missing_checkpoint and not source.candidates():
         raise ValueError(f"--load {config.load} has no checkpoint ({source.folder.path / TRACKER} is missing)")
     return source
+
+
+def _is_requeued(config: CheckpointConfig, own: CheckpointFolder) -> bool:
+    """Return whether the checkpoints in --save come from a run that began with the same checkpoint in --load."""
+    if config.load is None or saves_where_it_loads(config):
+        return False
+    flags: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):  # a damaged checkpoint shows nothing
+        if (record := peek(LoadSource(own, fallback=True))) is not None:
+            flags = record.flags
+    same_start = all(flags.get(name) == getattr(config, name) for name in ("finetune", "ckpt_step"))
+    return same_start and flags.get("load") is not None and same_folder(flags["load"], config.load)
 
 
 def peek(source: LoadSource | None) -> CheckpointMetadata | None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megazpp.base.program import errors_as, say
+from megazpp.base.program import Problems, errors_as, say
 from megazpp.data.cache import cache_key, load_or_save_arrays
 from megazpp.data.gpt_dataset import GPTDataset, Sequences
 from megazpp.data.identity import Source
@@ -36,13 +36,13 @@ class DataSource(NamedTuple):
     Attributes:
         sequences: the sequences.
         name: name for messages.
-        fingerprint: value for cache keys that is equal for equal sequences; None to keep indices out of the cache.
+        is_cached: True if indices of these sequences belong in the cache.
         by_tokens: True if splits take shares of the tokens and cut sequences, instead of shares of the sequences.
     """
 
     sequences: Sequences
     name: str
-    fingerprint: tuple[str | int, ...] | None
+    is_cached: bool = True
     by_tokens: bool = False
 
 
@@ -89,16 +89,18 @@ def open_sources(values: Sequence[str], *, flag_name: str) -> tuple[list[DataSou
     prefixes, weights = parse_blend(values, flag_name=flag_name)
     if len(prefixes) > MOST_DATASETS:
         raise ValueError(f"{flag_name}: {len(prefixes)} datasets, a blend has at most {MOST_DATASETS}")
-    return [indexed_source(Path(prefix).expanduser(), flag_name) for prefix in prefixes], weights
+    problems, sources = Problems(), list[DataSource]()
+    for prefix in prefixes:
+        with problems:
+            sources.append(indexed_source(Path(prefix).expanduser(), flag_name))
+    problems.raise_all()
+    return sources, weights
 
 
 def indexed_source(prefix: Path, flag_name: str) -> DataSource:
-    """Open one .bin/.idx pair. Its fingerprint holds its path and the sizes and modification times of its files."""
+    """Open one .bin/.idx pair."""
     with errors_as(f"{flag_name} {prefix}"):
-        sequences = IndexedDataset(prefix)
-    facts = [path.stat() for path in (sequences.idx_path, sequences.bin_path)]
-    numbers = [number for fact in facts for number in (fact.st_size, fact.st_mtime_ns)]
-    return DataSource(sequences, str(prefix), (str(prefix.resolve()), *numbers))
+        return DataSource(IndexedDataset(prefix), str(prefix))
 
 
 def fit_for_split(sources: Iterable[DataSource], split: Sequence[tuple[float, float]]) -> list[DataSource]:
@@ -146,9 +148,8 @@ def build_split(
 
     def sample(source: DataSource, span: tuple[int, int], count: int) -> GPTDataset:
         order = {"num_samples": count, "seq_length": seq_length, "seed": seed}
-        key = cache_key(kind="gpt-1", source=source.fingerprint, span=span, **order)
-        path, name = None if source.fingerprint is None else indices / f"gpt-{key}", f"{source.name} ({use})"
-        dataset = GPTDataset(source.sequences, span, **order, name=name, vocab_size=vocab_size, cache_path=path)
+        folder, name = indices if source.is_cached else None, f"{source.name} ({use})"
+        dataset = GPTDataset(source.sequences, span, **order, name=name, vocab_size=vocab_size, cache_path=folder)
         _ = dataset[0]  # reports ids beyond the vocabulary now instead of in the first step
         return dataset
 
@@ -292,8 +293,7 @@ def _take(source: DataSource, bounds: tuple[float, float]) -> tuple[DataSource, 
         return source, _edges(bounds, len(lengths))
     start, stop = _edges(bounds, int(lengths.sum(dtype=np.int64)))
     part = TokenRange(source.sequences, start, stop)
-    fingerprint = None if source.fingerprint is None else (*source.fingerprint, "tokens", start, stop)
-    return source._replace(sequences=part, fingerprint=fingerprint), (0, len(part.lengths))
+    return source._replace(sequences=part), (0, len(part.lengths))
 
 
 def _edges(bounds: tuple[float, float], count: int) -> tuple[int, int]:

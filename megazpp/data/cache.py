@@ -16,12 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from megazpp.base.files import locked, remove, renamed_when_done
+from megazpp.base.files import cache_name, locked, remove, renamed_when_done
 from megazpp.base.program import errors_as
 
+FLAG = "--data-cache-path"
 
-def check_cache_dir(path: Path, flag: str = "--data-cache-path") -> None:
+
+def check_cache_dir(path: Path, flag: str = FLAG) -> None:
     """Raise ValueError if a directory cannot be created. An existing one may be read-only, if it is already filled."""
+    flag = cache_name(path, flag)
     existing = next(place for place in (path, *path.parents) if place.exists())
     if not existing.is_dir():
         raise ValueError(f"{flag}: cannot write {path}: {existing} is no directory")
@@ -46,7 +49,9 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
     """
     if path.exists():
         return path
-    with errors_as(f"--data-cache-path: cannot write {path}", OSError):  # no permission, disk full, no locks, ...
+    with errors_as(
+        f"{cache_name(path, FLAG)}: cannot write {path}", OSError
+    ):  # no permission, disk full, no locks, ...
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_name(f".{path.name}.lock")):
             if not path.exists():  # another process may have built it while this one waited for the lock
@@ -77,4 +82,4 @@ def load_or_save_arrays(path: Path, build: Callable[[], Sequence[np.ndarray]]) -
         files = sorted(path.glob("*.npy"), key=lambda file: int(file.stem))
         return [np.load(file, mmap_mode="r") for file in files]
     except (OSError, ValueError) as error:
-        raise ValueError(f"--data-cache-path: {path} is damaged ({error}); delete it to rebuild it") from error
+        raise ValueError(f"{cache_name(path, FLAG)}: {path} is damaged ({error}); delete it to rebuild it") from error

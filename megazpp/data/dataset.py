@@ -19,6 +19,7 @@ import numpy as np
 
 from megazpp.base.files import cache_folder
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag
+from megazpp.base.program import Problems
 from megazpp.data.blend import (
     BlendedDataset,
     DataSource,
@@ -30,7 +31,7 @@ from megazpp.data.blend import (
     parse_blend,
 )
 from megazpp.data.cache import check_cache_dir
-from megazpp.data.gpt_dataset import GPTDataset, Sequences
+from megazpp.data.gpt_dataset import GPTDataset, Sequences, TooFewTokensError
 from megazpp.data.loader import check_eod
 from megazpp.data.text import cached_indexed_dataset, cached_sentencepiece, check_texts, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer
@@ -115,16 +116,22 @@ def check_inputs(
         The tokenizer that the flags name, or None if one is to be trained.
     """
     _require_source(config)
-    loaded, sources = loaded or load_tokenizer(tokenizer), list[DataSource]()
-    if loaded is None and not (config.text_path or config.mock_data):
-        raise ValueError(_NO_TOKENIZER)
-    if loaded is None and config.mock_data:
-        _byte_tokenizer(tokenizer)  # raises for an unsuitable --vocab-size
-    check_cache_dir(cache_dir(config))
-    if config.text_path:
-        check_texts(resolve_text_paths(config.text_path))
+    problems, sources = Problems(), list[DataSource]()
+    with problems:
+        loaded = loaded or load_tokenizer(tokenizer)
+        if loaded is None and not (config.text_path or config.mock_data):
+            raise ValueError(_NO_TOKENIZER)
+        if loaded is None and config.mock_data:
+            _byte_tokenizer(tokenizer)  # raises for an unsuitable --vocab-size
+    with problems:
+        check_cache_dir(cache_dir(config))
+    with problems:
+        if config.text_path:
+            check_texts(resolve_text_paths(config.text_path))
     for flag_name, values in {"--data-path": config.data_path, **_paths_by_use(config)}.items():
-        sources += open_sources(values, flag_name=flag_name)[0]
+        with problems:
+            sources += open_sources(values, flag_name=flag_name)[0]
+    problems.raise_all()
     if loaded is not None:
         check_special_tokens(
             [source.sequences for source in sources], loaded, " ".join(source.name for source in sources)
@@ -194,12 +201,15 @@ def _has(token: int | None, sequences: Sequences) -> bool:
     return False
 
 
-def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, log: Callable[[str], None]) -> Tokenizer:
+def build_tokenizer(
+    config: TokenizerConfig, data: DataConfig, *, exact: bool = True, log: Callable[[str], None]
+) -> Tokenizer:
     """Return the run's tokenizer.
 
     Args:
         config: flags of the tokenizer, which may name one.
         data: flags of the data. Without a named tokenizer, one is trained on --text-path, and --mock-data uses bytes.
+        exact: whether the user has typed --vocab-size; otherwise a trained tokenizer may have another size.
         log: function that prints a line.
     Raises:
         ValueError: there is no tokenizer, or it cannot be loaded.
@@ -210,7 +220,8 @@ def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, log: Callable[
     if data.text_path:
         paths = resolve_text_paths(data.text_path)
         size = DEFAULT_VOCAB_SIZE if config.vocab_size is None else config.vocab_size
-        return cached_sentencepiece(paths, size, cache_dir=cache_dir(data), log=log)
+        exact = exact and config.vocab_size is not None
+        return cached_sentencepiece(paths, size, exact=exact, cache_dir=cache_dir(data), log=log)
     if data.mock_data:
         return _byte_tokenizer(config)
     raise ValueError(_NO_TOKENIZER)
@@ -222,7 +233,13 @@ def _byte_tokenizer(config: TokenizerConfig) -> ByteTokenizer:
 
 
 def build_datasets(
-    config: DataConfig, tokenizer: Tokenizer, *, num_samples: Splits[int], seed: int, log: Callable[[str], None]
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    num_samples: Splits[int],
+    seed: int,
+    exact: bool = True,
+    log: Callable[[str], None],
 ) -> Splits[Samples | None]:
     """Build the training, validation and test data.
 
@@ -231,6 +248,7 @@ def build_datasets(
         tokenizer: tokenizer of the run.
         num_samples: number of samples of each use.
         seed: seed for the order of the samples.
+        exact: whether the user has typed --split; otherwise too few tokens for validation or test are no error.
         log: function that prints a line: one before each part that takes time to build, and one for each dataset.
     Returns:
         The datasets; None for a use that needs no samples, or that gets no data by --split.
@@ -249,7 +267,7 @@ def build_datasets(
     else:  # --split divides the sources among the uses
         if config.mock_data:
             sequences = MockSequences(vocab_size=tokenizer.vocab_size, eod=tokenizer.eod)
-            sources = [DataSource(sequences, "mock data", None)]
+            sources = [DataSource(sequences, "mock data", is_cached=False)]
         elif config.text_path:
             files = resolve_text_paths(config.text_path)
             prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(config), log=log)
@@ -274,10 +292,16 @@ def build_datasets(
     sizes = {"seq_length": config.seq_length, "vocab_size": tokenizer.vocab_size, "seed": seed}
     for use, (sources, weights), share, wanted in zip(Splits._fields, opened, bounds, num_samples, strict=True):
         if sources and wanted > 0 and share[0] < share[1]:
-            found[use] = built = build_split(
-                use, sources, weights, share, num_samples=wanted, **sizes, cache_path=cache_dir(config)
-            )
-            log(f"{use}: {built.description}")
+            try:
+                found[use] = built = build_split(
+                    use, sources, weights, share, num_samples=wanted, **sizes, cache_path=cache_dir(config)
+                )
+            except TooFewTokensError as error:
+                if exact or use == "train":
+                    raise
+                log(f"note: --split {config.split}: {error}, so there is no {use} data")
+            else:
+                log(f"{use}: {built.description}")
     return Splits(**found)
 
 

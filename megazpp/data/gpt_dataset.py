@@ -20,8 +20,9 @@ Legend: S is seq_length.
 from __future__ import annotations
 
 import functools
+import hashlib
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,10 @@ from megazpp.data.identity import Source
 PADDING = -1
 _SEPARATE_BELOW = 0.80
 _COUNT_SEQUENCES = 1024
+
+
+class TooFewTokensError(ValueError):
+    """The sequences have too few ids for a single sample."""
 
 
 class Sequences(Protocol):
@@ -72,9 +77,10 @@ class GPTDataset:
         seed: seed for the two shuffles.
         name: name of the dataset in messages.
         vocab_size: size of the vocabulary, which all ids have to be below; None checks nothing.
-        cache_path: directory for the indices, which one process builds and all map; None builds them in memory.
+        cache_path: cache directory for the indices, which one process builds and all map; None builds them in memory.
     Raises:
-        ValueError: the range holds too few ids for a single sample, or ids beyond the vocabulary.
+        TooFewTokensError: the range holds too few ids for a single sample.
+        ValueError: it holds ids beyond the vocabulary.
     """
 
     def __init__(
@@ -94,13 +100,19 @@ class GPTDataset:
         lengths = np.array(sequences.lengths[slice(*sequence_range)])  # a copy is aligned, unlike the index file
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch < seq_length + 1:
-            raise ValueError(
+            raise TooFewTokensError(
                 f"{name} has {self.tokens_per_epoch} tokens, too few for one sample of --seq-length {seq_length} + 1"
             )
-        build = functools.partial(
-            build_indices, lengths, first=sequence_range[0], num_samples=num_samples, seq_length=seq_length, seed=seed
-        )
-        self.indices = build() if cache_path is None else Indices(*load_or_save_arrays(cache_path, build))
+        facts: dict[str, Any] = {"num_samples": num_samples, "seq_length": seq_length, "seed": seed}
+        facts["first"] = sequence_range[0]
+        build = functools.partial(build_indices, lengths, **facts)
+        if cache_path is None:
+            self.indices = build()
+        else:
+            # the lengths themselves, because other documents may have the path, size and time of earlier ones
+            key = cache_key(kind="gpt-2", lengths=hashlib.blake2b(lengths.tobytes()).hexdigest(), **facts)
+            entry = cache_path / f"gpt-{key}"
+            self.indices = Indices(*load_or_save_arrays(entry, build))
 
     def __len__(self) -> int:
         return len(self.indices.shuffle)

@@ -42,7 +42,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
 _PIECE = 1 << 24  # number of ids that are checked and copied at once
-_WHOLE_INDEX, _WHOLE_IDS, _DIGEST_PIECES = 1 << 26, 1 << 20, 64  # bytes that a digest reads, and the number of pieces
+_DIGEST_BYTES, _DIGEST_PIECES = 1 << 26, 64  # bytes of a file that a digest reads, and the number of their pieces
 
 
 def optimal_dtype(vocab_size: int) -> np.dtype:
@@ -112,11 +112,11 @@ class IndexedDataset:
     def digest(self) -> str:
         """Return a digest of the content. For a large file it covers the size and evenly spaced pieces."""
         found = hashlib.blake2b(digest_size=16)
-        for path, whole in ((self.idx_path, _WHOLE_INDEX), (self.bin_path, _WHOLE_IDS)):
-            size, piece = path.stat().st_size, whole // _DIGEST_PIECES
+        for path in (self.idx_path, self.bin_path):
+            size, piece = path.stat().st_size, _DIGEST_BYTES // _DIGEST_PIECES
             found.update(str(size).encode())
             with open(path, "rb") as file:
-                if size <= whole:
+                if size <= _DIGEST_BYTES:
                     found.update(file.read())
                     continue
                 for number in range(_DIGEST_PIECES):

@@ -17,6 +17,7 @@ from typing import Any
 
 import sentencepiece
 
+from megazpp.base.program import Problems
 from megazpp.data.cache import build_once, cache_key
 from megazpp.data.documents import BadLine, check_readable, kind_of, missing_file, read_texts
 from megazpp.data.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
@@ -34,17 +35,19 @@ _FLAG = "--text-path"
 
 def resolve_text_paths(values: Sequence[str]) -> list[Path]:
     """Return the files that --text-path names; `builtin:moby_dick` names the corpus in the package."""
-    paths = []
+    paths, problems = list[Path](), Problems()
     for value in values:
         path = Path(value).expanduser()
-        if value.startswith(BUILTIN):
-            path = _CORPUS / f"{value.removeprefix(BUILTIN)}.jsonl"
-            if not path.is_file():
-                known = ", ".join(BUILTIN + file.stem for file in sorted(_CORPUS.glob("*.jsonl")))
-                raise ValueError(f"--text-path {value}: there is no such corpus; there are {known}")
-        elif not path.is_file():
-            raise ValueError(f"--text-path {missing_file(path)}")
+        with problems:
+            if value.startswith(BUILTIN):
+                path = _CORPUS / f"{value.removeprefix(BUILTIN)}.jsonl"
+                if not path.is_file():
+                    known = ", ".join(BUILTIN + file.stem for file in sorted(_CORPUS.glob("*.jsonl")))
+                    raise ValueError(f"--text-path {value}: there is no such corpus; there are {known}")
+            elif not path.is_file():
+                raise ValueError(f"--text-path {missing_file(path)}")
         paths.append(path)
+    problems.raise_all()
     return paths
 
 
@@ -76,25 +79,40 @@ def check_texts(paths: Sequence[Path], *, flag_name: str = _FLAG) -> None:
 
 
 def cached_sentencepiece(
-    paths: Sequence[Path], vocab_size: int, *, cache_dir: Path, log: Callable[[str], None]
+    paths: Sequence[Path], vocab_size: int, *, exact: bool, cache_dir: Path, log: Callable[[str], None]
 ) -> SentencePieceTokenizer:
     """Return a SentencePiece tokenizer of `vocab_size` pieces trained on these files, from the cache if possible.
 
     Args:
         paths: files of text.
         vocab_size: number of pieces.
+        exact: whether a text that does not suit `vocab_size` is an error. Otherwise the tokenizer gets the nearest
+            number of pieces that suits the text, with a note.
         cache_dir: cache directory.
-        log: function that prints a line before the training.
+        log: function that prints a line before the training, and the note.
     """
 
-    def build(file: Path) -> None:
-        file.write_bytes(train_sentencepiece(first_characters(_all_documents(paths), MAX_CHARACTERS), vocab_size))
+    def train(size: int) -> bytes:
+        return train_sentencepiece(first_characters(_all_documents(paths), MAX_CHARACTERS), size)
 
-    key = cache_key(kind="sentencepiece-1", text=content_hash(paths), vocab_size=vocab_size)
+    def build(file: Path) -> None:
+        try:
+            model = train(vocab_size)
+        except ValueError as error:
+            limit = re.search(r" (?:<=|vs) (\d+)\.", str(error))
+            if exact or limit is None:
+                raise
+            model = train(int(limit[1]))
+        file.write_bytes(model)
+
+    key = cache_key(kind="sentencepiece-1", text=content_hash(paths), vocab_size=vocab_size, exact=exact)
     path = cache_dir / "tokenizers" / f"{key}.model"
     if not path.exists():  # a process that waits for another one to build it logs this, too
         log(f"training a SentencePiece tokenizer of {vocab_size} pieces on {_names(paths)}")
-    return SentencePieceTokenizer(build_once(path, build).read_bytes())
+    tokenizer = SentencePieceTokenizer(build_once(path, build).read_bytes())
+    if tokenizer.vocab_size != vocab_size:
+        log(f"note: the tokenizer has {tokenizer.vocab_size} pieces, because {vocab_size} do not suit this text")
+    return tokenizer
 
 
 def train_sentencepiece(documents: Iterable[str], vocab_size: int, **options: Any) -> bytes:

@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.base.program import leave, user_errors
+from megazpp.base.program import Problems, leave, user_errors
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.checkpoint.read import LoadSource, find_weights, first_sound, load_weights
@@ -27,7 +28,7 @@ from megazpp.parallel.host_discovery import resolve_cluster
 from megazpp.parallel.launch import detect_rank_info, device_type
 from megazpp.parallel.worker import Worker, seed_everything, worker_process
 from megazpp.run.arguments import ParsedRun, RunConfig, parse_run_config
-from megazpp.run.checkpoint_flags import with_checkpoint_flags
+from megazpp.run.checkpoint_flags import TAKEN, with_checkpoint_flags
 from megazpp.run.checks import lay_out, plan_model
 from megazpp.run.feature import Feature, weight_opener
 from megazpp.run.start import announced_cluster, facts_of, start_workers
@@ -74,6 +75,7 @@ def run_on_checkpoint(
     check: Callable[[RunConfig, Any], None],
     features: Sequence[Feature],
     common: Sequence[str],
+    defaults: Mapping[str, Any] = types.MappingProxyType({}),
     spread: bool = True,
 ) -> int:
     """Read the command line and the checkpoint's flags, load the model on all ranks, and run `work`.
@@ -87,6 +89,7 @@ def run_on_checkpoint(
         features: the optional features, whose flags the program also accepts.
         common: names of config fields whose flags --help lists, besides COMMON, the flags of `extra` and those of the
             weights' storage.
+        defaults: this program's defaults by field name, where they differ from those of the configs.
         spread: whether to shard the model over more GPUs than tensor parallelism needs, unless --nproc says otherwise.
             False: each rank keeps its whole tensor-parallel part in the compute dtype. On a CPU, one process per
             tensor-parallel rank uses all cores in both cases.
@@ -107,7 +110,8 @@ def run_on_checkpoint(
         extra=kinds,
         common=[*COMMON, *common],
         default_file=None,
-        complete=False,
+        defaults=defaults,
+        taken=TAKEN,
     )
     given = parsed.config.checkpoint
     if given.load is None:
@@ -123,16 +127,22 @@ def run_on_checkpoint(
     # ---- checks before anything is allocated
     config = dataclasses.replace(parsed.config, features=())  # they extend only trainings
     parsed = parsed._replace(config=config)
-    check(config, parsed.extra[0])
-    if config.model.num_experts is not None and (ep := config.parallel.expert_model_parallel_size) > 1:
-        raise ValueError(
-            f"--expert-model-parallel-size {ep} is for training: data ranks generate and evaluate apart; leave it out"
-        )
+    problems = Problems()
+    with problems:
+        check(config, parsed.extra[0])
+    with problems:
+        if config.model.num_experts is not None and (ep := config.parallel.expert_model_parallel_size) > 1:
+            raise ValueError(
+                f"--expert-model-parallel-size {ep} is for training: data ranks generate and evaluate apart; leave it "
+                "out"
+            )
     place, launch = detect_rank_info(config.launch), config.launch
     if not (place.started or launch.nproc is not None or (spread and device_type() == "cuda")):
         place = detect_rank_info(dataclasses.replace(launch, nproc=config.parallel.tensor_model_parallel_size))
-    announced = announced_cluster(config, place)
-    plan_model(config, lay_out(config, announced), device_type=device_type())
+    with problems:
+        announced = announced_cluster(config, place)
+        plan_model(config, lay_out(config, announced), device_type=device_type())
+    problems.raise_all()
 
     # ---- start the workers, or become one
     if not place.started:

@@ -20,7 +20,10 @@ class SampleConfig(FeatureConfig):
     """
 
     sample_prompt: tuple[str, ...] = flag(
-        (), "texts to continue (default: an end-of-document token)", nargs="*", aliases=("--prompt",)
+        (),
+        "texts to continue (default: an end-of-document token; stdin in generate.py)",
+        nargs="*",
+        aliases=("--prompt",),
     )
     sample_tokens: int = flag(
         0, "number of tokens to generate; 0 generates no sample", aliases=("--num-tokens-to-generate",)

@@ -134,7 +134,7 @@ def score_whole(
         prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(data), log=say, flag_name="--input")
     sequences = IndexedDataset(prefix)
     check_special_tokens([sequences], tokenizer, f"--input {path}")
-    if warning := missing_ends([DataSource(sequences, f"--input {path}", None)], data, tokenizer):
+    if warning := missing_ends([DataSource(sequences, f"--input {path}")], data, tokenizer):
         say(warning)
     # The id before the first token predicts it: the tokenizer's special token at the start of a text, or else eod.
     start = None if tokenizer.special_tokens.used and tokenizer.special_tokens.before else tokenizer.eod

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megazpp.base.flags import as_words, check_below_one, check_positive, check_words, flag, spelling
+from megazpp.base.flags import as_words, check_below_one, check_positive, check_words, flag, in_use, spelling
 from megazpp.lora.peft import ALL_LINEAR, SETTINGS, AdapterSettings, default_targets, find_branches, read_adapter
 from megazpp.lora.weights import AdapterOpener
 from megazpp.model.config import GPTConfig
@@ -102,15 +102,19 @@ class LoraConfig:
             )
         self.settings(model)
         sizes = {
-            "--ffn-hidden-size": model.dense_ffn_size,
-            "--moe-shared-expert-intermediate-size": model.moe_shared_expert_intermediate_size,
-            "--num-attention-heads x --kv-channels": model.heads * model.head_size,
+            in_use(model, "ffn_hidden_size", model.dense_ffn_size): model.dense_ffn_size,
+            f"--moe-shared-expert-intermediate-size {model.moe_shared_expert_intermediate_size}": (
+                model.moe_shared_expert_intermediate_size
+            ),
+            f"--num-attention-heads {model.heads} x {in_use(model, 'kv_channels', model.head_size)}": (
+                model.heads * model.head_size
+            ),
         }
         for name, columns in ((name, size) for name, size in sizes.items() if size is not None):
             fmt = plan_rows(columns, *at_rest(bits, config.precision.param_dtype)).fmt
             if tp > 1 and fmt is not None and columns % (tp * fmt.block_size):
                 raise ValueError(
-                    f"--base-weight-bits {bits}: {name} {columns} / --tensor-model-parallel-size {tp} is no multiple "
+                    f"--base-weight-bits {bits}: {name} / --tensor-model-parallel-size {tp} is no multiple "
                     f"of {fmt.block_size}, the number of elements that share a scale"
                 )
 

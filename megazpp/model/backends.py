@@ -23,6 +23,7 @@ import shutil
 import torch
 import torch.nn.functional as F
 
+from megazpp.base.flags import in_use
 from megazpp.kernels.c_library import CLibraryError, find_compiler
 from megazpp.model.attention_kernels import DocumentKernel, variable_length
 from megazpp.model.config import GPTConfig
@@ -172,7 +173,7 @@ def check_products(config: GPTConfig, tp_size: int, device_type: str, *, bf16: b
     all_heads, with_keys = heads * config.head_size, (heads + 2 * groups) * config.head_size
     sizes = {
         f"--hidden-size {config.hidden}": config.hidden,
-        f"--ffn-hidden-size {config.ffn_size} {ranks}": config.ffn_size // tp_size,
+        f"{in_use(config, 'ffn_hidden_size', config.ffn_size)} {ranks}": config.ffn_size // tp_size,
         f"{heads} heads of {config.head_size} channels {ranks}": all_heads // tp_size,
         f"queries, keys and values of {heads} heads in {groups} group(s) {ranks}": with_keys // tp_size,
     }

@@ -20,9 +20,9 @@ from typing import Literal
 
 import torch
 
-from megazpp.base.files import cache_folder, locked
+from megazpp.base.files import cache_folder, cache_name, locked
 from megazpp.base.flags import check_not_negative, check_words, flag
-from megazpp.base.program import GIGA
+from megazpp.base.program import GIGA, errors_as
 from megazpp.checkpoint.checksums import checkpoint_digest
 from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.checkpoint.read import LoadSource
@@ -257,7 +257,8 @@ def _open_store(
     load, started = open_reader(), time.perf_counter()
 
     def write() -> WeightStore:
-        folder.mkdir(parents=True, exist_ok=True)
+        with errors_as(f"{cache_name(folder, '--weight-store')}: cannot write {folder}", OSError):
+            folder.mkdir(parents=True, exist_ok=True)
         with locked(path.with_name(path.name + ".lock")):  # ranks of emulated nodes share their files
             if (there := find()) is not None:
                 return there

@@ -50,7 +50,9 @@ GRACE_SECONDS = 3.0
 MOST_CPU_WORKERS = 4  # default limit; the default is at least 2, so that collectives are exercised
 LARGEST_SEED = 2**32 - 1  # largest seed that numpy accepts
 YEAR_SECONDS = 366 * 24 * 3600.0  # longest timeout: adding it to the current time cannot overflow a clock
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # workers finish the step, save and exit with 0
+# Signals on which workers finish the step, save and exit with 0. Batch systems send the last three as a warning: Slurm
+# what --signal names, LSF and Grid Engine SIGUSR2, or SIGXCPU at a limit of CPU time.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # torchrun and our launcher both set this variable
 LOOPBACK_NAMES = (LOOPBACK, "localhost")
 PORTS_PER_STEP = 7919  # distance between the ports of two steps of a Slurm job; jobs with near numbers do not collide
@@ -64,7 +66,12 @@ class LaunchConfig:
     Worker processes, the communication back end and the seed.
     """
 
-    nproc: int | None = flag(None, "local worker processes (default: one per GPU, or 2 to 4)", common=True)
+    nproc: int | None = flag(
+        None,
+        "local worker processes (default: one per GPU; on CPUs 2 to 4 for training, otherwise one per tensor-parallel "
+        "rank)",
+        common=True,
+    )
     max_restarts: int = flag(
         0,
         "number of times to restart all local workers after one has failed (under torchrun, use torchrun's "
@@ -242,7 +249,7 @@ def first_host(nodes: str) -> str:
 def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0) -> int:
     """Run `command` in `nproc` local worker processes. When one fails, end the others and restart all of them.
 
-    A user error is final and causes no restart. SIGTERM, SIGUSR1 and the first Ctrl-C are forwarded to the workers,
+    A user error is final and causes no restart. `STOP_SIGNALS`, of Ctrl-C only the first, are forwarded to the workers,
     which finish their step and save. After a forwarded signal nothing is restarted. A second Ctrl-C kills all workers.
 
     Args:

@@ -43,6 +43,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from megazpp.base.files import cause
 from megazpp.base.program import EXIT_HANG, EXIT_SECONDARY, leave
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import LaunchConfig, RankInfo, store_address
@@ -182,7 +183,7 @@ class Watchdog:
                 file.write_text(text)
                 where = f"the stacks of all ranks are in {file}"
             except OSError as error:  # the folder is on another host
-                where = f"(the stacks of all ranks could not be written to a file: {error})\n{text}"
+                where = f"(the stacks of all ranks could not be written to a file: {cause(error)})\n{text}"
         print(f"\n{report}\n{where}", file=sys.stderr, flush=True)
         leave(EXIT_HANG)
 

@@ -12,9 +12,9 @@ import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from megazpp.base.files import find_file, read_small_file
 from megazpp.base.flags import flag
 from megazpp.base.program import errors_as
 from megazpp.data.tokenizer import Tokenizer
@@ -195,7 +195,7 @@ def load_chat_template(config: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate
         source = tokenizer.chat_template(path)
         if source is None or source == path:  # transformers returns a name that it does not know
             with errors_as(f"{name} cannot be read", (OSError, UnicodeDecodeError)):
-                source = Path(path).expanduser().read_text(encoding="utf-8")
+                source = read_small_file(find_file(path)).decode()
         _compiled(source, name, [])
     elif tokenizer.chat_template() is None:
         name = "the default chat template"

@@ -22,7 +22,14 @@ DEFAULT_LOSS: dict[str | None, tuple[str, ...]] = {"dpo": ("sigmoid",), "grpo": 
 DEFAULT_BETA: dict[str | None, float] = {"dpo": 0.1}
 DEFAULT_RATE = {"sft": 2e-5, "reward": 1e-4, "dpo": 1e-6, "grpo": 1e-6, "ppo": 3e-6}
 # Defaults for fields of other configs. Tokens are sampled from the policy's unchanged distribution.
-DEFAULTS = {"weight_decay": 0.0, "sample_temperature": 1.0, "sample_top_k": 0, "sample_top_p": 1.0}
+DEFAULTS = {
+    "weight_decay": 0.0,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "sample_temperature": 1.0,
+    "sample_top_k": 0,
+    "sample_top_p": 1.0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

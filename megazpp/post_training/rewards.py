@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megazpp.base.files import find_file
 from megazpp.base.flags import flag
 from megazpp.post_training.config import DRAWN
 from megazpp.post_training.formatting import Prompt
@@ -181,7 +182,7 @@ def check_reward_functions(config: RewardConfig) -> None:
     """
     for value in config.reward_funcs:
         module_name = value.rpartition(":")[0]
-        path = Path(module_name).expanduser()
+        path = find_file(module_name)
         with _importing(value):
             if path.suffix == ".py":
                 compile(path.read_bytes(), path, "exec", dont_inherit=True)
@@ -191,7 +192,7 @@ def check_reward_functions(config: RewardConfig) -> None:
 
 def _load(value: str) -> Callable[..., Any]:
     module_name, _, name = value.rpartition(":")
-    path = Path(module_name).expanduser()
+    path = find_file(module_name)
     with _importing(value):
         if path.suffix == ".py":
             module = _load_file(path)

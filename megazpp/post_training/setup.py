@@ -11,8 +11,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megazpp.base.flags import COMMAND_LINE, DEFAULT, spelling
-from megazpp.base.program import errors_as
+from megazpp.base.flags import COMMAND_LINE, DEFAULT, in_use, spelling
+from megazpp.base.program import Problems, errors_as
 from megazpp.checkpoint.folder import CheckpointFolder, iteration_of
 from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, saves_where_it_loads
@@ -25,7 +25,7 @@ from megazpp.lora.config import LoraConfig, adapter_opener, with_adapters
 from megazpp.model.backends import check_products
 from megazpp.packed_weights.load import WeightsConfig
 from megazpp.post_training.chat import load_chat_template
-from megazpp.post_training.config import DEFAULT_RATE, DEFAULTS, PostTrainingConfig
+from megazpp.post_training.config import DEFAULT_RATE, PostTrainingConfig
 from megazpp.post_training.formatting import DataFormatConfig, read_examples, read_prompts
 from megazpp.post_training.reference import find_frozen, reward_config
 from megazpp.post_training.rewards import RewardConfig, check_reward_functions
@@ -69,11 +69,14 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
     Raises:
         ValueError: --objective or --load is missing, there is no checkpoint, or flags contradict it.
     """
-    if post_configs(parsed).training.objective is None:
-        raise ValueError("--objective is missing: sft, reward, dpo, grpo or ppo")
-    given = parsed.config.checkpoint
-    if given.load is None:
-        raise ValueError("--load is missing: the folder of checkpoints that post-training begins with")
+    given, problems = parsed.config.checkpoint, Problems()
+    with problems:
+        if post_configs(parsed).training.objective is None:
+            raise ValueError("--objective is missing: sft, reward, dpo, grpo or ppo")
+    with problems:
+        if given.load is None:
+            raise ValueError("--load is missing: the folder of checkpoints that post-training begins with")
+    problems.raise_all()
     if not saves_where_it_loads(given):  # a restarted job still prefers its own checkpoints
         given = dataclasses.replace(given, finetune=True)
     own = own_checkpoints(given, parsed.config.tracking, restarted=restarted)
@@ -131,14 +134,14 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         raise ValueError("--sample-temperature 0.0: all completions of a prompt would be equal")
     if not post.max_completion_length < form.max_length:
         raise ValueError(
-            f"--max-completion-length {post.max_completion_length} leaves no room for a prompt in --max-length "
-            f"{form.max_length}"
+            f"--max-completion-length {post.max_completion_length} leaves no room for a prompt within "
+            f"{form.max_length} tokens (--max-length, by default at most --max-position-embeddings)"
         )
     size = plan.global_batch_size
+    batch = in_use(config.batches, "global_batch_size", size)
     if size * post.slices % post.group_size:
         raise ValueError(
-            f"--global-batch-size {size} x --steps-per-generation {post.slices} is not divisible by --num-generations "
-            f"{post.group_size}"
+            f"{batch} x --steps-per-generation {post.slices} is not divisible by --num-generations {post.group_size}"
         )
 
 
@@ -164,23 +167,34 @@ def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
     Raises:
         ValueError: a checkpoint, tokenizer, template, reward function or line of data is missing or unsuitable.
     """
-    config, (post, form, rewards, lora, _) = parsed.config, post_configs(parsed)
+    config, (post, form, rewards, lora, _), problems = parsed.config, post_configs(parsed), Problems()
     asked = lora.lora_r is not None or post.needs_reference or not parsed.origins["ref_load"].startswith(DEFAULT)
-    if asked:
-        folder, opener = reference_folder(post), adapter_opener(config.sections)
-        source, record = find_frozen(folder, post.ref_ckpt_step, opener, scalar_head=False)
-        check_same_model(record.flags, config.model, source.checkpoint)
-        if record.vocab_size != earlier.vocab_size:
-            sizes = f"{record.vocab_size} tokens, but the policy's has {earlier.vocab_size}"
-            raise ValueError(f"{folder.name}: its tokenizer has {sizes}")
-    check_reward_functions(rewards)
+    with problems:
+        if asked:
+            folder, opener = reference_folder(post), adapter_opener(config.sections)
+            source, record = find_frozen(folder, post.ref_ckpt_step, opener, scalar_head=False)
+            check_same_model(record.flags, config.model, source.checkpoint)
+            if record.vocab_size != earlier.vocab_size:
+                sizes = f"{record.vocab_size} tokens, but the policy's has {earlier.vocab_size}"
+                raise ValueError(f"{folder.name}: its tokenizer has {sizes}")
+    with problems:
+        check_reward_functions(rewards)
     folders = {"--save": config.checkpoint.save, "--run-dir": config.tracking.run_dir}
     for flag, path in {**folders, "--data-cache-path": cache_dir(config.data)}.items():
-        if path is not None:
-            check_cache_dir(Path(path).expanduser(), flag)
-    tokenizer = parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, log=lambda line: None)
-    if post.reward_load is not None:
-        check_reward_model(config, post.reward_load, tokenizer)
+        with problems:
+            if path is not None:
+                check_cache_dir(Path(path).expanduser(), flag)
+    with problems:
+        tokenizer = parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, log=lambda line: None)
+        with problems:
+            if post.reward_load is not None:
+                check_reward_model(config, post.reward_load, tokenizer)
+        _check_data(config, post, form, tokenizer)
+    problems.raise_all()
+
+
+def _check_data(config: RunConfig, post: PostTrainingConfig, form: DataFormatConfig, tokenizer: Tokenizer) -> None:
+    """Raise ValueError if the chat template or the first lines of the data cannot be used."""
     template = load_chat_template(form, tokenizer)
     uses = [paths for paths in (train_paths(config), config.data.valid_data_path, config.data.test_data_path) if paths]
     for paths in uses:
@@ -245,7 +259,7 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
     longest = config.model.max_position_embeddings
     if longest is not None and form.max_length > longest:
         raise ValueError(f"--max-length {form.max_length} is longer than --max-position-embeddings {longest}")
-    free = DEFAULTS | {
+    free = {
         "lr": DEFAULT_RATE[post.objective],
         "ref_load": str(source.folder.path.resolve()),
         "ref_ckpt_step": earlier.progress.iteration,

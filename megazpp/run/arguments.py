@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import types
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from megazpp.zero.verify import VerifyConfig
 
 Section = TypeVar("Section", bound="FeatureConfig")
 DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"
+OF_THE_DEVICE = {"fp8_format"}  # fields that are not taken from a checkpoint: this device may not support them
 _EXCLUSIVE = (  # groups of fields that exclude each other; their configs reject two fields of one group
     ("train_iters", "train_samples"),
     ("lr_decay_iters", "lr_decay_samples"),
@@ -259,7 +261,8 @@ def parse_run_config(
     extra: Sequence[type] = (),
     common: Collection[str] | None = None,
     default_file: str | None = DEFAULT_FLAG_FILE,
-    complete: bool = True,
+    defaults: Mapping[str, Any] = types.MappingProxyType({}),
+    taken: Sequence[str] = (),
 ) -> ParsedRun:
     """Parse the command line of a program that trains, with the flag files that it names.
 
@@ -272,8 +275,9 @@ def parse_run_config(
         extra: config classes that only this program has. --help lists all of their flags.
         common: names of the other fields whose flags --help lists; None for the flags that a first training run needs.
         default_file: flag file, with its `@`, that is read first if `argv` has neither a flag file nor --num-layers.
-        complete: False if a checkpoint completes the flags. The caller then calls `ParsedRun.check_needs` afterwards.
-            --use-checkpoint-args has the same effect.
+        defaults: this program's defaults by field name, where they differ from those of the configs.
+        taken: names of the fields of `RunConfig` that a checkpoint completes, if there is one. The caller then calls
+            `ParsedRun.check_needs` afterwards, as with --use-checkpoint-args.
 
     Raises:
         ValueError: a flag or its value is wrong; the message has one line per problem.
@@ -286,6 +290,7 @@ def parse_run_config(
 
     # ---- parse
     kinds, sections = run_configs(), section_configs(features)
+    from_checkpoint = {field.name for name in taken for field in dataclasses.fields(kinds[name])} - OF_THE_DEVICE
     classes = [*extra, *kinds.values(), *sections, ShowConfig]
     parser = FlagParser(
         classes,
@@ -295,6 +300,8 @@ def parse_run_config(
         shown=extra,
         common=common,
         mutually_exclusive=MUTUALLY_EXCLUSIVE,
+        defaults=defaults,
+        from_checkpoint=from_checkpoint | ({"seed"} if taken else set()),
     )
     (*configs, show), origins, notices = parser.read(argv, script_dir, read_megatron_flags(), complete=False)
 
@@ -309,7 +316,7 @@ def parse_run_config(
     if implied is not None and config.checkpoint.load is not None and config.checkpoint.finetune:
         notices = (*notices, f"--finetune without a flag file: flags that are not set come from {implied[1:]}")
     parsed = ParsedRun(config, origins, notices, name, show, extra=tuple(own))
-    if complete and not config.checkpoint.use_checkpoint_args:
+    if not taken and not config.checkpoint.use_checkpoint_args:
         parsed.check_needs()
     return parsed
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from megazpp.base.flags import spelling
+from megazpp.base.flags import in_use, spelling
+from megazpp.base.program import Problems
 from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.data.dataset import uses_with_data
+from megazpp.data.tokenizer import names_tokenizer
 from megazpp.model.backends import check_products
 from megazpp.model.config import GPTConfig
 from megazpp.optim.apex import check_apex
@@ -146,21 +148,49 @@ def plan_run(
         ValueError: flags are missing, contradict each other, or do not fit the cluster or the device. The message
             names the flags and their values.
     """
-    # ---- the core's flags
-    _check_required(config)
     weight_delta = weight_delta or default_weight_delta(config.precision.param_dtype)
-    layout, wire, notices = _check_apart(config, cluster, device_type, weight_delta)
+    problems, saves = Problems(), config.checkpoint.saves
 
-    # ---- batches and schedule
-    batches = plan_batches(config.batches, data_parallel_size=layout.data).resumed_at(start)
-    _check_observers(config, batches.total_iterations, cluster.world_size, device_type, start=start.iteration)
-    schedule = build_schedule(
-        config.schedule,
-        weight_decay=config.optimizer.weight_decay,
-        train_iters=config.batches.train_iters,
-        train_samples=config.batches.train_samples,
-        global_batch_size=batches.global_batch_size,
-    )
+    # ---- flags that are checked by themselves
+    with problems:
+        _check_required(config)
+    complete = not problems
+    with problems:
+        if config.anomalies.loss_spike_action == "rewind" and not saves:
+            raise ValueError("--loss-spike-action rewind needs --save")
+    with problems:
+        if config.optimizer.optimizer_backend == "apex":
+            check_apex(device_type)
+
+    # ---- layout, model, batches and schedule
+    layout = None
+    with problems:
+        layout = lay_out(config, cluster)
+    if layout is not None and complete:
+        with problems:
+            wire, notices = plan_model(config, layout, device_type=device_type, weight_delta=weight_delta)
+        with problems:
+            batches = plan_batches(config.batches, data_parallel_size=layout.data).resumed_at(start)
+            total = batches.total_iterations
+            observed = _check_observers(config, total, cluster.world_size, device_type, start=start.iteration)
+            schedule = build_schedule(
+                config.schedule,
+                weight_decay=config.optimizer.weight_decay,
+                train_iters=config.batches.train_iters,
+                train_samples=config.batches.train_samples,
+                global_batch_size=batches.global_batch_size,
+            )
+    problems.raise_all()
+    assert layout is not None
+
+    # ---- notices
+    notices += observed
+    if config.optimizer.muon_full_interval and layout.cross == 1:
+        notices += (
+            f"--muon-full-interval {config.optimizer.muon_full_interval}: no matrix spans nodes, all are whole",
+        )
+    if (interval := config.checkpoint.save_interval) is not None and not saves:
+        notices += (f"--save-interval {interval} without --save: nothing is saved",)
     left = batches.dataset_samples - batches.total_samples
     if left > 0 and batches.start_iteration > 0:  # other runs drop this rest without a notice, as in Megatron-LM
         notices += (
@@ -168,58 +198,22 @@ def plan_run(
             f"{batches.batch_size_at(batches.total_samples)}, and no step takes them",
         )
 
-    # ---- optional features; one ValueError reports the problems of all of them
-    plan, problems, plans = RunPlan(layout, wire, batches, schedule, notices), list[str](), list[Any]()
+    # ---- optional features
+    plan, plans = RunPlan(layout, wire, batches, schedule, notices), list[Any]()
     for feature in config.features:
-        try:
+        with problems:
             found = feature.check(config, plan)
-        except ValueError as error:
-            problems.append(str(error))
-        else:
             plans += [] if found is None else [found]
-    if problems:
-        raise ValueError("\n".join(problems))
+    problems.raise_all()
     notices += tuple(notice for found in plans for notice in found.notices)
     return plan._replace(features=tuple(plans), notices=notices)
-
-
-def _check_apart(
-    config: RunConfig, cluster: Cluster, device_type: str, weight_delta: WeightDelta
-) -> tuple[Layout, CommPlan, tuple[str, ...]]:
-    """Run the checks that are independent of each other, and report all their problems in one ValueError.
-
-    Returns:
-        layout, wire and notices of the run's plan.
-    """
-    problems, plan = list[str](), None
-    saves = config.checkpoint.saves
-    if config.anomalies.loss_spike_action == "rewind" and not saves:
-        problems.append("--loss-spike-action rewind needs --save")
-    try:
-        if config.optimizer.optimizer_backend == "apex":
-            check_apex(device_type)
-    except ValueError as error:
-        problems.append(str(error))
-    try:
-        layout = lay_out(config, cluster)
-        plan = plan_model(config, layout, device_type=device_type, weight_delta=weight_delta)
-    except ValueError as error:
-        problems.append(str(error))
-    if plan is None or problems:
-        raise ValueError("\n".join(problems))
-    interval, (wire, notices) = config.checkpoint.save_interval, plan
-    if config.optimizer.muon_full_interval and layout.cross == 1:
-        notices += (
-            f"--muon-full-interval {config.optimizer.muon_full_interval}: no matrix spans nodes, all are whole",
-        )
-    unsaved = () if interval is None or saves else (f"--save-interval {interval} without --save: nothing is saved",)
-    return layout, wire, (*notices, *unsaved)
 
 
 def _check_required(config: RunConfig) -> None:
     """Raise a ValueError that lists all required flags that are missing."""
     model, data, batches = config.model, config.data, config.batches
     learned = model.positions == "learned_absolute"
+    tokenizer = "" if names_tokenizer(config.tokenizer) else " and --tokenizer-model"
     needed = {
         "--num-layers": model.num_layers,
         "--hidden-size": model.hidden_size,
@@ -231,7 +225,7 @@ def _check_required(config: RunConfig) -> None:
         "--train-iters (or --train-samples)": (
             batches.train_samples if batches.train_iters is None else batches.train_iters
         ),
-        "--data-path (or --text-path, or --mock-data)": data.sources or None,
+        f"--data-path{tokenizer} (or --text-path, or --mock-data)": data.sources or None,
     }
     missing = [name for name, value in needed.items() if value is None]
     if missing:
@@ -274,30 +268,29 @@ def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int
         ValueError: a size does not fit; the message names the flags and their values.
     """
     # ---- sizes that tensor and context parallelism divide
-    sizes = {"--num-attention-heads": model.heads}
-    if len(model.expert_layers) < model.layers:
-        sizes["--ffn-hidden-size"] = model.ffn_size
-    if (shared := model.moe_shared_expert_intermediate_size) is not None:
-        sizes["--moe-shared-expert-intermediate-size"] = shared
+    sizes = {"num_attention_heads": model.heads, "ffn_hidden_size": model.dense_ffn_size}
+    sizes["moe_shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size
     if model.group_query_attention:
-        sizes["--num-query-groups"] = model.num_query_groups
+        sizes["num_query_groups"] = model.num_query_groups
     for name, size in sizes.items():
-        if size % tp_size:
-            raise ValueError(f"{name} {size} is not divisible by --tensor-model-parallel-size {tp_size}")
+        if size is not None and size % tp_size:
+            raise ValueError(f"{in_use(model, name, size)} is not divisible by --tensor-model-parallel-size {tp_size}")
     if model.heads % (cp_size * tp_size):
         degrees = f"--context-parallel-size {cp_size} x --tensor-model-parallel-size {tp_size}"
         raise ValueError(f"--num-attention-heads {model.heads} is not divisible by {degrees}")
 
     # ---- sequence length
-    longest = model.max_position_embeddings
+    longest, scaled = model.max_position_embeddings, ""
     if model.rope_type == "dynamic":
         if cp_size > 1:
             raise ValueError(f"--rope-type dynamic: ranks of --context-parallel-size {cp_size} see parts of a sequence")
         longest = round((longest or 0) * model.rotary_scaling_factor)
+        scaled = f" x --rotary-scaling-factor {model.rotary_scaling_factor:g}"
     if longest is None and model.positions == "learned_absolute":
         raise ValueError("--max-position-embeddings is required")
     if longest is not None and seq_length > longest:
-        raise ValueError(f"--seq-length {seq_length} is longer than --max-position-embeddings {longest}")
+        limit = f"--max-position-embeddings {model.max_position_embeddings}{scaled}"
+        raise ValueError(f"--seq-length {seq_length} is longer than {limit}")
 
 
 def check_experts(model: GPTConfig, layout: Layout, *, zero_stage: int) -> None:
@@ -330,11 +323,12 @@ def check_experts(model: GPTConfig, layout: Layout, *, zero_stage: int) -> None:
 
 def _check_observers(
     config: RunConfig, total_iterations: int, world_size: int, device_type: str, *, start: int
-) -> None:
+) -> tuple[str, ...]:
     """Raise a ValueError for timeline and profiler flags that would record nothing in this run.
 
     Such flags name steps that a run from iteration `start` does not reach or ranks that do not exist, or need a device
-    of another type.
+    of another type. Flags for steps that earlier attempts have taken are no error, because a resumed job keeps its
+    command line; the function returns a notice for each of them.
     """
     timeline, profiler, interval = config.timing.timeline_step, config.profiler, config.stop.exit_interval
     first, last = profiler.profile_step_start, total_iterations
@@ -355,3 +349,11 @@ def _check_observers(
     for rank in profiler.profile_ranks if profiler.profile or profiler.record_memory_history else ():
         if not 0 <= rank < world_size:
             raise ValueError(f"--profile-ranks {rank}: the ranks are 0 to {world_size - 1}")
+    recorded = {f"--timeline-step {timeline}": timeline}
+    if profiler.profile:
+        recorded[f"--profile-step-end {profiler.profile_step_end}"] = profiler.profile_step_end
+    return tuple(
+        f"{flag}: nothing is recorded, because the run resumes after iteration {start}"
+        for flag, step in recorded.items()
+        if step is not None and step <= start
+    )

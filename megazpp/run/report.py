@@ -111,7 +111,8 @@ def conclude(parsed: ParsedRun, run: RunContext, progress: TrainingProgress, *, 
         run.log(f"records of this run: {run.folder.path}")
         run.log(f"tokenizer and data indices: {cache_dir(config.data)}", short="")
         stopped = progress.stop_reason is not None
-        run.log(what_next(parsed, run.folder.path, stopped=stopped, generates=generates))
+        commands = what_next(parsed, run.folder.path, stopped=stopped, generates=generates)
+        run.log(commands, short=commands)  # not wrapped on a terminal, so that they can be pasted
 
 
 def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool) -> str:

@@ -40,6 +40,7 @@ from typing import Any, Literal
 
 import yaml
 
+from megazpp.base.files import cause, find_file, read_small_file
 from megazpp.base.flags import check_words, flag, shown
 from megazpp.base.launcher import find_launcher
 from megazpp.base.program import in_words
@@ -159,9 +160,9 @@ def read_cluster(path: str | Path) -> Cluster:
             message names the file, the key and the value.
     """
     try:
-        return _cluster(yaml.load(Path(path).read_text(encoding="utf-8"), _Loader), source=str(path))
+        return _cluster(yaml.load(read_small_file(find_file(path)).decode(), _Loader), source=str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--cluster-file {path} cannot be read: {error}") from None
+        raise ValueError(f"--cluster-file {path} cannot be read: {cause(error)}") from None
     except RecursionError:
         raise ValueError(f"--cluster-file {path}: its brackets are nested too deeply") from None
     except yaml.YAMLError as error:

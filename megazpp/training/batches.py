@@ -13,7 +13,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
-from megazpp.base.flags import check_positive, flag
+from megazpp.base.flags import check_positive, flag, in_use
 from megazpp.checkpoint.metadata import TrainingProgress
 
 
@@ -178,16 +178,16 @@ def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
         size = max(total // data_parallel_size, 1)
     rank_samples = size * data_parallel_size
     global_batch_size = rank_samples if total is None else total
-    divisor = f"--micro-batch-size {size} x data-parallel size {data_parallel_size}"
+    given = "" if config.micro_batch_size is None else f"--micro-batch-size {size} x "
+    divisor = f"{given}data-parallel size {data_parallel_size}"
     if global_batch_size % rank_samples:
         raise ValueError(f"--global-batch-size {global_batch_size} is not divisible by {divisor}")
     # the ramp-up
     start, increment, samples = config.rampup_batch_size or (global_batch_size, global_batch_size, 0)
     given = f"--rampup-batch-size {start} {increment} {samples}"
     if start > global_batch_size or (global_batch_size - start) % increment:
-        raise ValueError(
-            f"{given}: --global-batch-size {global_batch_size} is not {start} plus a multiple of {increment}"
-        )
+        whole = in_use(config, "global_batch_size", global_batch_size)
+        raise ValueError(f"{given}: {whole} is not {start} plus a multiple of {increment}")
     if start % rank_samples or (start < global_batch_size and increment % rank_samples):
         raise ValueError(f"{given}: start size and increment are not divisible by {divisor}")
     return BatchPlan(

@@ -23,9 +23,11 @@ strict JSON, but Python's json module reads it.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import sys
+import textwrap
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,10 +37,11 @@ from typing import IO, Any, TextIO
 import torch
 from tqdm import tqdm
 
-from megazpp.base.files import first_free, lock_for_this_job, write_whole
+from megazpp.base.files import cause, first_free, lock_for_this_job, write_whole
 from megazpp.parallel.dims import ParallelDims
 
 FLAGS = "args.json"  # file with every flag's value, which every run folder has
+WIDTH = 120  # characters of a line on a terminal
 PROBE_BYTES = 1 << 20  # size of the file with which a folder is tested for free space
 
 
@@ -64,13 +67,13 @@ class Console:
 
         Args:
             text: the full lines.
-            short: replacement for a terminal. An empty string prints nothing there; None prints `text`.
+            short: replacement for a terminal. An empty string prints nothing there; None prints `text`, wrapped.
         """
         if not self._enabled:
             return
         self._write(text)
-        if short is not None and self._is_terminal:
-            text = short
+        if self._is_terminal:
+            text = _wrapped(text) if short is None else short
             if not text:
                 return
         if self._bar is not None:
@@ -88,7 +91,7 @@ class Console:
                 print(text, file=file)
         except OSError as error:
             print(
-                f"warning: {self._file}: {error}; no more lines are written to it, and training continues",
+                f"warning: {self._file}: {cause(error)}; no more lines are written to it, and training continues",
                 file=self._out,
             )
             self._file = Path(os.devnull)
@@ -109,6 +112,12 @@ class Console:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _wrapped(text: str) -> str:
+    """Return lines of at most WIDTH characters for a terminal; paths and flags do not break."""
+    wrap = functools.partial(textwrap.wrap, width=WIDTH, break_on_hyphens=False, break_long_words=False)
+    return "\n".join(part for line in text.splitlines() for part in wrap(line, subsequent_indent="    ") or [line])
 
 
 def default_run_dir(config_name: str, now: datetime.datetime) -> Path:

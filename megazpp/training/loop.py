@@ -1,8 +1,8 @@
 """The training loop: load a batch, run the step, record, save, evaluate, and stop when a condition is met.
 
 A run stops early after a given iteration, after a given time, or at a signal. All ranks stop after the same step.
-SIGTERM (schedulers, container runtimes, `kill`), SIGUSR1 (Slurm's --signal) and Ctrl-C stop a run cleanly, even if the
-signal reaches only one of its processes:
+Ctrl-C, SIGTERM (schedulers, container runtimes, `kill`) and the warnings of batch systems before a limit (SIGUSR1,
+SIGUSR2, SIGXCPU) stop a run cleanly, even if the signal reaches only one of its processes:
 
 - The current step is finished. With several GPUs, the next step is finished too.
 - A checkpoint is saved if --save is given. The last evaluation and the last sample are skipped.
@@ -156,6 +156,8 @@ def train(
                 micro_batches=progress.micro_batches + micro_batches,
                 stop_reason=stops.reason(iteration, step.dims, agree=met, at_once=synchronize is not None),
             )
+            if final:
+                progress = progress._replace(stop_reason=None)
             last = progress.stop_reason is not None or final
             at_once = last or recorder.logs(iteration) or any(each.due(iteration, last=last) for each in after)
             if at_once:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
-from megazpp.base.files import first_free, renamed_when_done
+from megazpp.base.files import cause, first_free, renamed_when_done
 from megazpp.base.flags import flag
 from megazpp.training.context import RunContext
 
@@ -80,7 +80,8 @@ class Profiler(AbstractContextManager["Profiler"]):
         if error is None and self._trace is not None:
             self._write_trace()
         if error is None and self._config.profile and not self._done:
-            self._log(f"--profile: training did not reach iteration {self._first}, so nothing was recorded")
+            steps = f"iterations {self._first} to {self._config.profile_step_end}"
+            self._log(f"--profile: this run took none of {steps}, so nothing was recorded")
         if self._remembers and (error is None or isinstance(error, torch.OutOfMemoryError)):
             snapshot = self._folder / Path(self._config.memory_snapshot_path).expanduser()
             path = _named_for(snapshot, f"rank{self._dims.world.rank}")
@@ -137,4 +138,4 @@ def _write(path: Path, write: Callable[[str], object]) -> None:
         with renamed_when_done(path.with_name(f".unfinished-{path.name}"), path, synced=False) as unfinished:
             write(str(unfinished))
     except OSError as error:
-        print(f"warning: {path} cannot be written: {error}", file=sys.stderr)
+        print(f"warning: {path} cannot be written: {cause(error)}", file=sys.stderr)

@@ -14,6 +14,7 @@ from megazpp.base.command_line import (
     MEGATRON_TABLE,
     FlagParser,
     Given,
+    HelpFormatter,
     expand_flag_files,
     read_megatron_flags,
     sift_flags,
@@ -143,10 +144,35 @@ def test_help_groups_flags_by_dataclass_and_shows_defaults(capsys):
         "--level {0,1,2,none}",
         "--valves {N,auto}",
         "--loud make noise",
+        "--show_lights, --no-show_lights show lights (default: True)",
     ):
         assert shown in text
     assert "--dep" not in PARSER.spellings  # abbreviated flags are not accepted
     assert {"--depth", "--velocity", "--no-loud", "--no-show_lights", "--help"} <= PARSER.spellings
+
+
+def test_help_and_configs_have_the_defaults_of_the_program_and_of_checkpoints():
+    defaults = {"speed": 2.5, "lights": False}
+    parser = FlagParser([PumpConfig, PipeConfig], program="p", defaults=defaults, from_checkpoint=("mode", "loud"))
+    text = " ".join(parser.help_text(everything=True).split())
+    for shown in (
+        "full speed (default: 2.5)",
+        "--show_lights show",
+        "way (default: the checkpoint's)",
+        "--loud, --no-",
+    ):
+        assert shown in text
+    for flags, values in (("", (2.5, False)), ("--speed 0 --show_lights", (0.0, True))):
+        (pump, _), origins, _ = parser.read(flags.split(), Path(), {})
+        assert (pump.speed, pump.lights, len(origins)) == (*values, len(flags.split()) // 3 * 2)
+
+
+def test_help_breaks_no_flag():
+    widths = range(20, 60)
+    lines = [
+        line for width in widths for line in HelpFormatter("p")._split_lines("set --a-b-c --no-d-e too " * 4, width)
+    ]
+    assert not [line for line in lines if line.endswith("-")]
 
 
 # ---- flag files ----

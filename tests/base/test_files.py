@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 from helpers.refusals import not_refused
 
-from megazpp.base.files import cache_folder, check_writable, first_free, write_whole
+from megazpp.base import files
+from megazpp.base.files import cache_folder, cache_name, check_writable, first_free, read_small_file, write_whole
 
 
 def test_unwritable_output_is_rejected(tmp_path, monkeypatch):
@@ -43,9 +44,26 @@ def test_failed_write_keeps_the_old_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_cache_folder_follows_xdg_cache_home(monkeypatch, tmp_path):
+def test_cache_folder_follows_the_environment_and_messages_name_it(monkeypatch, tmp_path):
+    own, home, name = tmp_path / "megazpp" / "x", Path("/home/ishmael/.cache/megazpp"), partial(cache_name, flag="--f")
+    monkeypatch.setenv("HOME", "/home/ishmael")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "megazpp"
+    assert (name(own), name(home)) == (f"XDG_CACHE_HOME={tmp_path} (without --f)", "--f")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/ishmael")
-    assert cache_folder() == Path("/home/ishmael/.cache/megazpp")
+    assert cache_folder() == home
+    assert (name(own), name(home)) == ("--f", "HOME=/home/ishmael (without --f)")
+    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError))
+    assert not not_refused([("set XDG_CACHE_HOME",)], cache_folder)
+    assert name(home) == "--f"
+
+
+def test_small_file_is_regular_and_bounded(monkeypatch, tmp_path):
+    path, fifo = tmp_path / "a", tmp_path / "fifo"
+    path.write_bytes(b"12345678")
+    os.mkfifo(fifo)
+    monkeypatch.setattr(files, "MOST_BYTES", 8)
+    assert read_small_file(path) == b"12345678"
+    path.write_bytes(b"123456789")
+    rows = [(path, "it has 9 bytes, more than 8"), (fifo, "no regular file"), (tmp_path, "no regular file")]
+    assert not not_refused(rows, read_small_file, OSError)

@@ -87,6 +87,24 @@ def test_unsuitable_load_or_save_folder_is_rejected(used, tmp_path, monkeypatch)
     assert not_refused(rows, lambda flags: candidates(**flags)) == []
 
 
+def test_job_with_the_same_command_resumes_from_its_own_checkpoints(tmp_path):
+    """A job that began with another checkpoint is queued again, with `--load base --save run`."""
+    own = CheckpointFolder(tmp_path / "run", "--save")
+    flags = {"load": f"{tmp_path}/base", "finetune": True, "ckpt_step": 3, "save": str(own.path)}
+    folder, record = own.of(20), record_of(Case(), progress=TrainingProgress(20, 40, 40, 20))
+    folder.mkdir(parents=True)
+    text = dataclasses.replace(record, flags=record.flags | flags).as_json()
+    write_checksums(folder, {NAME: write_durably(folder / NAME, text)})
+    own.track(20)
+    again = choose(**flags)
+    assert again is not None
+    assert (again.folder.path, again.continues, again.candidates()) == (own.path, True, [20])
+    assert candidates(**flags | {"load": f"{tmp_path}/./base/"}) == [20]
+    taken = [(flags | other, "holds checkpoints already") for other in ({"load": "other"}, {"ckpt_step": None})]
+    taken.append((flags | {"finetune": False}, "holds checkpoints already"))
+    assert not_refused(taken, lambda flags: candidates(**flags)) == []
+
+
 def test_load_takes_the_tracked_iteration_ckpt_step_or_a_fallback(used, tmp_path):
     load, missing, new = (str(tmp_path / name) for name in ("used", "missing", "new"))
     for flags, expected in (

@@ -103,12 +103,16 @@ def cached(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in (folder / "cache" / "indices").glob("[!.]*")}
 
 
-def test_fingerprint_changes_only_with_the_files(tmp_path):
-    prefix = write(tmp_path / "a", documents=3)
-    (first,), (same,) = sources_of(prefix), sources_of(f"{tmp_path}/./a")
-    assert first.fingerprint == same.fingerprint
-    os.utime(tmp_path / "a.bin", ns=(1, 1))
-    assert sources_of(prefix)[0].fingerprint != first.fingerprint
+def test_cached_indices_follow_the_lengths_and_not_path_size_and_time(tmp_path):
+    orders = [[4, 9, 30], [30, 9, 4], [9, 30, 4], [4, 9, 30]]
+    for at, lengths in enumerate(orders):
+        prefix = tmp_path / ("a" if at < 3 else "moved")
+        write_pair(prefix, [range(length) for length in lengths])
+        for suffix in (".bin", ".idx"):
+            os.utime(f"{prefix}{suffix}", ns=(1, 1))
+        dataset = split_of(tmp_path, sources_of(str(prefix)), num_samples=5)
+        assert all(len(dataset[index]) == 9 for index in range(len(dataset))), lengths
+    assert len(cached(tmp_path)) == 3
 
 
 def test_blend_takes_its_shares_and_builds_only_needed_samples(tmp_path):
@@ -128,7 +132,7 @@ def test_equal_split_is_built_once_and_another_one_separately(tmp_path):
         ((0.0, 1.0), {}, 3),  # one blend; a is in it twice with equal shares, so its indices are built once
         ((0.0, 1.0), {}, 0),
         ((0.0, 1.0), {"seed": 2}, 2),
-        ((0.0, 0.5), {}, 4),
+        ((0.0, 0.5), {}, 3),  # the halves of a and b have the same lengths, and so the same indices
         ((0.0, 1.0), {"seq_length": 7}, 4),
         ((0.0, 1.0), {"num_samples": 30}, 3),
     ):

@@ -39,10 +39,12 @@ def write(prefix: Path, *, first_id: int = 0, documents: int = 10, length: int =
     return str(write_pair(prefix, [[first_id + d] * length for d in range(documents)]))
 
 
-def build(tmp_path: Path, said: list[str] | None = None, *, num_samples=(20, 5, 5), **flags: Any) -> Splits:
+def build(
+    tmp_path: Path, said: list[str] | None = None, *, num_samples=(20, 5, 5), exact: bool = True, **flags: Any
+) -> Splits:
     config = DataConfig(**{"data_cache_path": str(tmp_path / "cache"), "seq_length": 8, **flags})
     log = ([] if said is None else said).append
-    return build_datasets(config, ByteTokenizer(), num_samples=Splits(*num_samples), seed=1, log=log)
+    return build_datasets(config, ByteTokenizer(), num_samples=Splits(*num_samples), seed=1, exact=exact, log=log)
 
 
 def ids(dataset: Any) -> set[int]:
@@ -216,13 +218,31 @@ def test_equal_content_is_tokenized_once_and_edited_content_again(tmp_path):
 def test_tokenizer_is_trained_once_per_text_and_size(tmp_path):
     path, said = write_jsonl(tmp_path / "a.jsonl", "abracadabra" * 5000), []  # 55,000 characters without a break
 
-    def train(size: int) -> SentencePieceTokenizer:
-        return cached_sentencepiece([path], size, cache_dir=tmp_path / "cache", log=said.append)
+    def train(size: int, *, exact: bool = True, source: Path = path) -> SentencePieceTokenizer:
+        return cached_sentencepiece([source], size, exact=exact, cache_dir=tmp_path / "cache", log=said.append)
 
     assert train(280).identity == train(280).identity != train(281).identity
     assert len(said) == 2
     assert len(train(281).encode("abracadabra" * 10)) < 50
     assert train_sentencepiece(iter([TEXT]), 300) == train_sentencepiece([TEXT], 300)  # nodes train the same tokenizer
+    # a size that the user has not typed is changed with a note, which also a cached tokenizer has
+    many = write_jsonl(tmp_path / "many.jsonl", "".join(chr(0x4E00 + number % 700) for number in range(70_000)))
+    for size, source, limit in ((2048, path, "<= "), (2048, path, "<= "), (300, many, "300 vs ")):
+        with pytest.raises(ValueError, match=f"--vocab-size {size} does not suit this text: .* {limit}") as refused:
+            train(size, source=source)
+        fitting = int(re.search(rf"{limit}(\d+)", str(refused.value))[1])
+        assert train(size, exact=False, source=source).vocab_size == fitting
+        assert said[-1] == f"note: the tokenizer has {fitting} pieces, because {size} do not suit this text"
+
+
+def test_split_that_was_not_typed_may_leave_evaluations_without_data(tmp_path):
+    said: list[str] = []
+    a, flags = write(tmp_path / "a"), {"seq_length": 64, "split": "90,5,5"}
+    train, valid, test = build(tmp_path, said, data_path=(a,), exact=False, **flags)
+    assert (train is None, valid, test) == (False, None, None)
+    assert sum("so there is no" in line for line in said) == 2
+    with pytest.raises(ValueError, match=r"\(valid\) has 10 tokens, too few"):
+        build(tmp_path, said, data_path=(a,), **flags)
 
 
 def test_unsuitable_vocabulary_size_is_rejected_without_sentencepieces_log():
@@ -261,6 +281,7 @@ def test_unreadable_text_is_rejected_by_name(tmp_path):
     path, empty = tmp_path / "a.jsonl", [write_jsonl(tmp_path / "empty.jsonl")]
     path.write_bytes(b'{"text": "a"}\n{"text": ""}\n{"text": \n')
     documents, cache = read_documents(path), {"cache_dir": tmp_path, "log": print}
+    sized = cache | {"exact": False}
     assert next(documents) == "a"
     rows = [
         (lambda: next(documents), f"--text-path {path}, line 3: not JSON"),
@@ -272,7 +293,7 @@ def test_unreadable_text_is_rejected_by_name(tmp_path):
         (lambda: resolve_text_paths([f"{tmp_path}/*.txt"]), "*.txt matches no file"),
         (lambda: resolve_text_paths(["builtin:hamlet"]), "there is no such corpus; there are builtin:moby_dick"),
         (lambda: cached_indexed_dataset(empty, ByteTokenizer(), **cache), "--text-path empty.jsonl holds no text"),
-        (lambda: cached_sentencepiece(empty, 300, **cache), "--text-path empty.jsonl holds no text"),
+        (lambda: cached_sentencepiece(empty, 300, **sized), "--text-path empty.jsonl holds no text"),
     ]
     assert not not_refused(rows, lambda ask: ask())
     with pytest.raises(ValueError, match=f"^--text-path {path}, line 3"):  # the vocabulary size is not blamed

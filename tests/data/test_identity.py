@@ -10,7 +10,7 @@ import pytest
 
 from megazpp.data.dataset import DataConfig, Splits, build_datasets
 from megazpp.data.identity import data_changes, describe_samples, same_sources, what_follows
-from megazpp.data.indexed_dataset import _WHOLE_IDS, IndexedDataset, IndexedDatasetBuilder
+from megazpp.data.indexed_dataset import _DIGEST_BYTES, IndexedDataset, IndexedDatasetBuilder
 from megazpp.data.tokenizer import ByteTokenizer
 
 COUNTS = Splits(300, 8, 8)
@@ -77,12 +77,12 @@ def test_changed_data_under_the_same_name_is_noticed(describe, tmp_path, kind):
 
 
 def test_large_file_is_identified_by_its_size_and_pieces(tmp_path):
-    ids = np.arange(_WHOLE_IDS, dtype=np.uint16)  # twice as many bytes as are read
+    ids = np.arange(_DIGEST_BYTES, dtype=np.uint16)  # twice as many bytes as are read
     digests = set()
-    for at in (None, 0, _WHOLE_IDS // 2, _WHOLE_IDS - 1):  # the middle is at the end of a piece
+    for at in (None, 0, _DIGEST_BYTES // 2, _DIGEST_BYTES - 1):  # the middle is at the end of a piece
         changed = ids.copy()
         if at is not None:
-            changed[max(0, at - 20000) : at + 20000] += 1
+            changed[max(0, at - 600_000) : at + 600_000] += 1
         with IndexedDatasetBuilder(tmp_path / "large", np.uint16) as builder:
             builder.add_document(changed)
             builder.finalize()

@@ -50,6 +50,14 @@ REFUSED = """
 4 | --hsdp | --hsdp makes one copy of the model per node, and there is only one node
 2 | --zero-stage 0 --use-distributed-optimizer | --use-distributed-optimizer
 2 | --global-batch-size 6 | --global-batch-size 6 is not divisible by --micro-batch-size 2
+2 | --global-batch-size 7 --micro-batch-size none | --global-batch-size 7 is not divisible by data-parallel size 2
+1 | --rampup-batch-size 1 2 9 --train-iters none --train-samples 9 | --global-batch-size 2 (derived, not set) is not 1
+1 | --position-embedding-type rope --rope-type dynamic --rotary-scaling-factor 1.5 --seq-length 128 | 64 x --rotary-sca
+1 | --fp8-format e4m3 --bf16 --hidden-size 24 --num-attention-heads 1 --ffn-hidden-size 9 | e4m3: --hidden-size 24:
+3 | --num-attention-heads 3 --kv-channels 8 --tensor-model-parallel-size 3 | --ffn-hidden-size 256 (derived, not set) is
+1 | --lr-warmup-iters 11 --seq-length 65 | --seq-length 65 is longer
+1 | --seq-length 65 --lr-warmup-iters 11 | --lr-warmup-iters 11: the warm-up
+1 | --zero-stage 0 --use-distributed-optimizer --loss-spike-sigma 5 --loss-spike-action rewind | rewind needs --save
 1 | --lr-warmup-samples 5 | --lr-warmup-samples 5 cannot be combined with --train-iters 10
 1 | --dataloader-type cyclic | --dataloader-type cyclic is not supported
 1 | --fp16 --bf16 | --fp16 and --bf16 are both set: choose one
@@ -147,6 +155,16 @@ def test_exit_interval_ends_a_resumed_run_at_the_next_multiple():
         ((9, 11), "--timeline-step 11: the run ends with iteration 10"),
     ]
     assert not not_refused(rows, lambda at: check_at(*at))
+
+
+def test_resumed_run_notes_steps_to_record_that_it_has_passed():
+    config = parse(f"{SMALL} --timeline-step 3 --profile --profile-step-start 1 --profile-step-end 4").config
+    notes = []
+    for iteration in (2, 3, 4):
+        start = TrainingProgress(iteration, 2 * iteration)
+        plan = plan_run(config, Cluster(num_nodes=1, ranks_per_node=1), device_type="cpu", start=start)
+        notes.append([notice.partition(":")[0] for notice in plan.notices if "nothing is recorded" in notice])
+    assert notes == [[], ["--timeline-step 3"], ["--timeline-step 3", "--profile-step-end 4"]]
 
 
 def test_resumed_run_of_samples_reports_the_samples_left_over():

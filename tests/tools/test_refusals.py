@@ -66,6 +66,7 @@ generate --load ours --prompt-file nowhere | --prompt-file nowhere does not exis
 generate --load ours --prompt-file blank | --prompt-file blank holds no prompt
 generate --load ours --prompt-file junk | --prompt-file junk is not text in UTF-8:
 generate --load ours --prompt-file nowhere --prompt x | --sample-prompt and --prompt-file exclude each other
+generate --load ours --sample-tokens 0 | --sample-tokens 0 generates nothing
 generate --load ours --prompts-at-once 0 | --prompts-at-once 0 is not positive
 plan | --cluster-file and --vocab-size are needed
 plan --cluster-file x.yaml --micro-batch-size none | --micro-batch-size is required

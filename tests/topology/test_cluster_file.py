@@ -1,5 +1,6 @@
 """Test cluster detection from a file, an emulation or the launcher, and the errors and round trip of cluster files."""
 
+import os
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -167,10 +168,30 @@ def test_cluster_file_error_names_file_key_and_value(path):
     assert not not_refused([*WHOLE_FILES, *lines, *named], lambda text: read_cluster(written(path, text + "\n")))
 
 
-def test_missing_or_binary_cluster_file_is_a_value_error(path):
+def test_unreadable_cluster_file_is_a_value_error(path):
     path.write_bytes(b"\xff\xfe\x00")
-    nowhere = "--cluster-file nowhere.yaml cannot be read: [Errno 2] No such file"
-    assert not not_refused([("nowhere.yaml", nowhere), (path, f"--cluster-file {path} cannot be read")], read_cluster)
+    fifo, deep = path.with_name("fifo"), path.with_name("deep.yaml")
+    os.mkfifo(fifo)
+    deep.write_text("[" * 100_000)
+    rows = [
+        ("nowhere.yaml", "--cluster-file nowhere.yaml cannot be read: No such file or directory"),
+        (path, f"--cluster-file {path} cannot be read: 'utf-8' codec can't decode"),
+        (path.parent, f"--cluster-file {path.parent} cannot be read: it is no regular file"),
+        (fifo, f"--cluster-file {fifo} cannot be read: it is no regular file"),
+        (deep, f"--cluster-file {deep}: its brackets are nested too deeply"),
+    ]
+    assert not not_refused(rows, read_cluster)
+
+
+def test_shipped_cluster_file_is_found_from_every_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped, own = "configs/clusters/dgx_h100.yaml", "configs/clusters/mine.yaml"
+    ranks = read_cluster(shipped).world_size
+    Path(own).parent.mkdir(parents=True)
+    Path(own).write_text("nodes: 3\nranks_per_node: 5")
+    assert (ranks % 8, read_cluster(own).world_size, read_cluster(shipped).world_size) == (0, 15, ranks)
+    Path(shipped).write_text("nodes: 3\nranks_per_node: 7")  # the working directory comes first
+    assert read_cluster(shipped).world_size == 21
 
 
 GPU = Device("a GPU", 989.0, 80.0, 3350.0, "its maker")

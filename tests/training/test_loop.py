@@ -62,6 +62,8 @@ def test_exit_interval_logs_the_last_step_and_observers_see_all_steps():
     assert (run.progress.iteration, run.progress.stop_reason) == (4, "--exit-interval 4")
     assert [r["iteration"] for r in run.tracker.records] == [4]
     assert run.observed == [(1, 1), (2, 1), (3, 1), (4, 1)]
+    complete = Run([1.0] * 8, log_interval=100, exit_interval=4, start=TrainingProgress(4, 8, 8, 4)).progress
+    assert (complete.iteration, complete.stop_reason) == (8, None)
 
 
 @pytest.mark.parametrize(("consumed", "steps"), [(6, 2), (7, 1), (8, 1), (9, 0), (10, 0), (12, 0)])
@@ -105,7 +107,7 @@ ALONE: Any = SimpleNamespace(world=MeshAxis("world"), mesh=SimpleNamespace(devic
 
 
 def test_signal_stops_after_the_step_and_sets_hurried():
-    for signum in (signal.SIGTERM, signal.SIGUSR1):
+    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         before = signal.getsignal(signum)
         with StopConditions(StopConfig()) as stops:
             assert stops.reason(1, ALONE) is None
