@@ -207,7 +207,7 @@ def test_classes_have_unique_names(product):
 
 # methods of our objects that torch, transformers and Python's files call
 CALLED_BY_LIBRARIES = {
-    *("get_extra_state", "set_extra_state", "on_train_begin", "post_train"),
+    *("on_save", "on_train_begin", "post_train"),
     *("_format_action_invocation", "_split_lines"),
     *("lookup_object", "create_stream"),
 }

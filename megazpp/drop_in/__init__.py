@@ -5,7 +5,7 @@ on some ranks only. This folder adds the support for that to megazpp/zero, which
 
     api.py, callback.py      the two public functions
     wrap.py                  wrapping of a model that `fully_shard` has not wrapped
-    handle.py                the handle that `zeropp` returns, and its state in checkpoints
+    handle.py                the handle that `zeropp` returns, and its state beside a program's checkpoints
     units.py, dims.py        sharding units and mesh axes that the program has made
     gather.py, writes.py     all-gathers that detect writes to weights, by checksum.py and votes of all ranks
     reduce.py, accumulate.py reduce-scatters after which gradients are as in FSDP2, and gradient accumulation

@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megazpp.drop_in.dims import GuestDims
 from megazpp.drop_in.gather import ProgramGather, ProgramRingGather
-from megazpp.drop_in.handle import Comms, Handle, KeptState
+from megazpp.drop_in.handle import Comms, Handle
 from megazpp.drop_in.reduce import ProgramContext, ProgramRingReduce, RestoringReduce
 from megazpp.drop_in.units import QUANTIZABLE, ProgramUnit
-from megazpp.drop_in.wrap import dtype_when_wrapped, mesh_to_wrap, wrap_model
+from megazpp.drop_in.wrap import ReplacedParameters, dtype_when_wrapped, mesh_to_wrap, wrap_model
 from megazpp.drop_in.writes import WatchedGather, WriteWatch
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.host_discovery import describe_host, share_survey
@@ -38,8 +38,7 @@ from megazpp.zero.units import find_units
 
 # Environment variable with the number of ranks per node. On one machine it emulates several nodes.
 RANKS_PER_NODE = "MEGAZPP_RANKS_PER_NODE"
-# Names that `zeropp` adds to the model: an attribute for the handle, and a submodule for its part of `state_dict`.
-HANDLE, STATE = "_megazpp", "_megazpp_state"
+HANDLE = "_megazpp"  # name of the model's attribute for the handle and its settings, which is no submodule
 
 
 def zeropp(
@@ -64,7 +63,8 @@ def zeropp(
         config: message formats and switches. The default is `ZeroConfig(zeropp=True, zero_error_feedback=False)`. With
             error feedback, the program must call `Handle.end_step` after each optimizer step. Weights cross nodes as
             int8 blocks also with `zero_weight_delta="auto"`, because the speed of the links is unknown here. With
-            16-bit mixed precision, "lossless" sends exact weights and adds an entry to `state_dict`.
+            16-bit mixed precision, "lossless" sends exact weights. For lossless deltas and for error feedback, a
+            resumed run is bit-identical only with `Handle.save` and `Handle.load`.
         fsdp: keyword arguments of `fully_shard` for a model that is not wrapped yet, such as `mp_policy`.
     Returns:
         The handle on the sharded model. The model keeps a reference to it, so the caller may discard it.
@@ -91,6 +91,7 @@ def zeropp(
 
     # ---- check the model, wrap it if it is not wrapped
     _check_model(model)
+    replaced: ReplacedParameters | None = None
     if isinstance(model, FSDPModule):
         if fsdp:
             raise ValueError(
@@ -106,7 +107,7 @@ def zeropp(
         mesh = mesh_to_wrap(model, fsdp)
         cluster = _find_cluster(mesh, ranks_per_node)
         plan_comm(config, plan_layout(cluster, tp=1, replicas=1), dtype_when_wrapped(model, fsdp))  # only its checks
-        wrap_model(model, mesh, fsdp)
+        replaced = wrap_model(model, mesh, fsdp)
         mesh = _mesh_of(model)
 
     # ---- plan the layout, the units and the messages
@@ -131,18 +132,12 @@ def zeropp(
             unit.refuse_gradient_hooks()
 
     # ---- install the collectives
-    handle = _install_comms(model, units, GuestDims(layout, mesh), wire, config, precision)
+    handle = _install_comms(model, units, GuestDims(layout, mesh), wire, config, precision, replaced)
     _refuse_later_comms(units)
     setattr(model, HANDLE, _Installed(handle, layout.cluster.ranks_per_node, asked))
-    if handle.keeps_state:
-        # `KeptState` must not go into a container: that would call it in its forward, or count it as one of its items
-        containers = nn.Sequential | nn.ModuleList | nn.ModuleDict
-        owner: Any = next(m for m in model.modules() if not isinstance(m, containers))
-        owner.add_module(STATE, KeptState(handle))
-        if hasattr(owner, "_keys_to_ignore_on_save"):  # transformers' save_pretrained can write only tensors
-            owner._keys_to_ignore_on_save = {*(owner._keys_to_ignore_on_save or ()), f"{STATE}._extra_state"}
     if dist.get_rank() == 0:
-        for line in (layout.describe(), wire.describe(), *wire.notices):
+        anew = "error feedback and lossless deltas begin anew, unless Handle.load loads what Handle.save has saved"
+        for line in (layout.describe(), wire.describe(), *wire.notices, *([anew] if handle.keeps_state else ())):
             print(f"megazpp: {line}", flush=True)
     return handle
 
@@ -154,6 +149,7 @@ def _install_comms(
     wire: CommPlan,
     zero: ZeroConfig,
     precision: Dtypes,
+    replaced: ReplacedParameters | None,
 ) -> Handle:
     """Replace FSDP2's collectives in a model that `fully_shard` has wrapped over the mesh of `dims`."""
     # ---- mesh axes, whose groups all ranks create in the same order
@@ -176,7 +172,7 @@ def _install_comms(
     if hosts:
         watched = [gather for gather, _ in comms if isinstance(gather, WatchedGather)]
         WriteWatch(watched, model, hosts, context.accumulation)
-    return Handle(model, units, zero, comms, dims.counter, context.accumulation)
+    return Handle(model, units, zero, comms, dims.counter, context.accumulation, dims.layout, replaced)
 
 
 def _make_comms(unit: ProgramUnit, context: ProgramContext) -> Comms:

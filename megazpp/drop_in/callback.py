@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from megazpp.drop_in.api import STATE, zeropp
+from megazpp.drop_in.api import zeropp
 from megazpp.drop_in.handle import Handle
 
 
 class trainer_callback:  # noqa: N801, because it is called like a function
     """A callback for the Trainer of transformers or TRL that calls `zeropp` when training begins.
 
-    After training has begun, its attribute `sharding` is the handle that `zeropp` returned. The checkpoints of the
-    Trainer hold no state of ZeRO++: the first step of a resumed run sends whole weights.
+    After training has begun, its attribute `sharding` is the handle that `zeropp` returned. The callback saves what
+    ZeRO++ keeps in the Trainer's checkpoints, and loads it when the Trainer resumes from a checkpoint in `output_dir`.
 
     It is a class, because the Trainer calls a class in `callbacks` to make the callback. So `callbacks=` also accepts
     `trainer_callback` without parentheses. Its keyword arguments are those of `zeropp`.
@@ -29,7 +30,9 @@ class trainer_callback:  # noqa: N801, because it is called like a function
 
 def _make_callback(arguments: Mapping[str, Any]) -> Any:
     """Return the callback of `trainer_callback` for these keyword arguments of `zeropp`."""
-    from transformers import TrainerCallback  # an optional dependency, imported only where it is used
+    # an optional dependency, imported only where it is used
+    from transformers import TrainerCallback
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
     class Zeropp(TrainerCallback):
         """The callback: installs ZeRO++ in the model that the Trainer has wrapped."""
@@ -48,9 +51,16 @@ def _make_callback(arguments: Mapping[str, Any]) -> Any:
             if compiled is not None and not isinstance(compiled, FSDPModule):
                 raise ValueError("torch_compile=True of TrainingArguments is not supported with ZeRO++: remove it")
             self.sharding = zeropp(model, **arguments)
-            # The Trainer loads a checkpoint before this call, and refuses entries that the model does not have yet.
-            for module in list(model.modules()):
-                if STATE in module._modules:
-                    delattr(module, STATE)
+            if state.global_step > 0:
+                self.sharding.load(self._folder(args, state))
+
+        def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            """Save what ZeRO++ keeps in the checkpoint that the Trainer has just written."""
+            if self.sharding is not None and not args.save_only_model:
+                self.sharding.save(self._folder(args, state))
+
+        def _folder(self, args: Any, state: Any) -> Path:
+            """Return the folder of the Trainer's checkpoint after the current step."""
+            return Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
     return Zeropp()

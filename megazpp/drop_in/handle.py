@@ -1,10 +1,17 @@
-"""The handle on a program's model that `megazpp.zeropp` returns, and ZeRO++'s part of the model's checkpoints."""
+"""The handle on a program's model that `megazpp.zeropp` returns, and the state that it saves beside a checkpoint.
+
+Nothing is added to the model's modules or to its `state_dict`. So checkpoints of plain FSDP2 load, and programs without
+ZeRO++ load the checkpoints. What ZeRO++ keeps besides the weights is saved by `Handle.save`, one file per rank.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +23,10 @@ from megazpp.drop_in.accumulate import Accumulation
 from megazpp.drop_in.gather import ProgramGather, ProgramRingGather
 from megazpp.drop_in.reduce import ProgramRingReduce, RestoringReduce
 from megazpp.drop_in.units import ProgramUnit
+from megazpp.drop_in.wrap import ReplacedParameters
 from megazpp.drop_in.writes import WatchedGather
 from megazpp.parallel.axis import TrafficCounter
+from megazpp.topology.layout import Layout
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.sharding import Sharding
 
@@ -36,6 +45,8 @@ class Handle(Sharding):
         comms: the all-gather and the reduce-scatter of each unit.
         counter: counts the bytes that this rank sends.
         accumulation: the sums of gradients that wait.
+        layout: sizes of the mesh axes.
+        replaced: the parameters of the model before `zeropp` wrapped it; None if the program has wrapped it.
     """
 
     def __init__(
@@ -46,12 +57,15 @@ class Handle(Sharding):
         comms: Sequence[Comms],
         counter: TrafficCounter,
         accumulation: Accumulation,
+        layout: Layout,
+        replaced: ReplacedParameters | None,
     ) -> None:
         super().__init__(model, units, zero, comms, counter)
-        self._accumulation = accumulation
+        self._accumulation, self._layout, self.replaced = accumulation, layout, replaced
         self._watched = [gather for gather, _ in comms if isinstance(gather, WatchedGather)]
+        self._differing = [gather for gather in self._watched if gather.secondary.sends_differences]
         self._restoring = [reduce for _, reduce in comms if isinstance(reduce, RestoringReduce)]
-        _on_steps(self)
+        _live_handles().add(self)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -103,9 +117,8 @@ class Handle(Sharding):
                 f"the optimizer steps, but gradients of {name} and others wait since accumulate(): run the last "
                 "backward of a step outside of accumulate(), or call discard()"
             )
-        for gather in self._watched:
-            if gather.secondary.sends_differences:
-                gather.before_step(held)
+        for gather in self._differing:
+            gather.before_step(held)
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Record that an optimizer has stepped: the next use of its weights sends the update to the other nodes.
@@ -132,33 +145,104 @@ class Handle(Sharding):
         for reduce in self._restoring:
             reduce.settle_errors()
 
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
     @property
     def keeps_state(self) -> bool:
-        """True if there is ZeRO++ state to save, from `secondary_state` or `rank_state`."""
-        return bool(self._residents) or any(reduce.feeds_back for reduce in self._restoring)
+        """True if `save` saves anything: if weights cross nodes as differences, or there is error feedback."""
+        return bool(self._differing) or any(reduce.feeds_back for reduce in self._restoring)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Save what ZeRO++ keeps on this rank besides the weights, so that a resumed run is bit-identical.
+
+        These are the weights to which lossless differences are added, and the error feedback. Call it on all ranks
+        between steps, when the program saves the model. It writes one file per rank, named by the layout of the ranks,
+        and nothing if nothing is kept (`keeps_state`).
+
+        Args:
+            folder: the folder of the program's checkpoint; it is created if necessary.
+        """
+        if not self.keeps_state:
+            return
+        kept = self.feedback_state()
+        for gather in self._differing:
+            kept |= {f"{gather.unit.key}.{name}": part for name, part in gather.kept().items()}
+        kept = {name: part.to("cpu", copy=True) for name, part in kept.items()}  # a file would hold more than a view
+        path = self._path(folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".tmp")
+        torch.save({"of": self._kept_by(), "kept": kept}, beside)
+        beside.replace(path)
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Load what `save` has saved. Call it on all ranks, before or after the program loads the model's weights.
+
+        If the file does not fit, all of this state starts anew, and a line in the log says so. The file fits if it was
+        saved with the same layout of ranks, units and formats. The loaded state takes effect in the next forward. A
+        unit whose weights then are not those of the save sends whole weights.
+
+        Args:
+            folder: the folder that was passed to `save`.
+        """
+        if not self.keeps_state:
+            return
+        path, kept = self._path(folder), dict[str, torch.Tensor]()
+        if path.exists():
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            kept = saved["kept"] if saved["of"] == self._kept_by() else {}
+        for name, part in self.feedback_state().items():
+            part.copy_(kept[name]) if kept else part.zero_()
+        for gather in self._differing:
+            key = f"{gather.unit.key}."
+            gather.load_kept({name.removeprefix(key): part for name, part in kept.items() if name.startswith(key)})
+        if not kept and dist.get_rank() == 0:
+            print(
+                f"megazpp: {folder} has no state of ZeRO++ for this layout of ranks, units and formats: error feedback "
+                "starts at zero, and the next forward sends whole weights",
+                flush=True,
+            )
+
+    def _path(self, folder: str | os.PathLike[str]) -> Path:
+        """Return the path of this rank's file in the folder of a checkpoint."""
+        sizes = "x".join(str(getattr(self._layout, axis)) for axis in ("cross", "local", "tp"))
+        return Path(folder, f"zeropp_{sizes}_rank{dist.get_rank()}.pt")
+
+    def _kept_by(self) -> list[Any]:
+        """Return a description of the layout of the kept state; a file with another description does not fit."""
+        axes = [getattr(self._layout, axis) for axis in ("cross", "local", "tp")]
+        ranks = [self._device.type, *axes, list(self._layout.mesh_ranks())]
+        units = [[[p.name, list(p.shape)] for p in unit.parameters] for unit in self.units]
+        errors = [[name, str(part.dtype), list(part.shape)] for name, part in self.feedback_state().items()]
+        trained = [list(reduce.unit.trained) for reduce in self._restoring if errors]
+        rows = [[gather.unit.key, str(gather.secondary.codec.dtype)] for gather in self._differing]
+        return [ranks, units, errors, trained, rows]
 
 
-def _on_steps(handle: Handle) -> None:
-    """Call the handle's methods before and after every step of any torch optimizer.
+@functools.cache
+def _live_handles() -> weakref.WeakSet[Handle]:
+    """Return the set of all handles; the first call registers one pair of hooks for the steps of all torch optimizers.
 
     The hooks are global because fused and foreach optimizer steps on DTensors move no version counter. They stay
-    registered after the model is deleted and do nothing then: removing them could happen while torch iterates over its
-    hooks.
+    registered and do nothing after all models are deleted. Torch may iterate over its hooks when a model is deleted, so
+    they cannot be removed then.
     """
-    reference = weakref.ref(handle)
+    live = weakref.WeakSet[Handle]()
 
-    def hook(method: Callable[[Handle, torch.optim.Optimizer], None]) -> Callable[..., None]:
-        """Return an optimizer hook that calls `method` while the handle exists."""
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Prepare all models for the step of an optimizer."""
+        for handle in list(live):
+            if handle.replaced is not None:
+                handle.replaced.refuse(optimizer)
+            handle.before_optimizer_step(optimizer)
 
-        def call(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            """Call the method with the optimizer that steps."""
-            if (alive := reference()) is not None:
-                method(alive, optimizer)
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Record the step of an optimizer in all models."""
+        for handle in list(live):
+            handle.after_optimizer_step(optimizer)
 
-        return call
-
-    register_optimizer_step_pre_hook(hook(Handle.before_optimizer_step))
-    register_optimizer_step_post_hook(hook(Handle.after_optimizer_step))
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+    return live
 
 
 def _ids_of(optimizer: torch.optim.Optimizer | None) -> set[int] | None:
@@ -166,55 +250,3 @@ def _ids_of(optimizer: torch.optim.Optimizer | None) -> set[int] | None:
     if optimizer is None:
         return None
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-class KeptState(nn.Module):
-    """A submodule without parameters that adds ZeRO++'s state to the model's `state_dict`.
-
-    The state lets a resumed run continue bit for bit. It holds the secondary partitions of units whose weights cross
-    nodes as differences, and the error feedback of this rank.
-    """
-
-    def __init__(self, handle: Handle) -> None:
-        super().__init__()
-        self._handle = handle
-
-    def get_extra_state(self) -> dict[str, torch.Tensor]:
-        """Return copies of ZeRO++'s state by name. State that does not exist yet is returned as zeros.
-
-        A distributed checkpoint is loaded into the tensors of an existing `state_dict`, so every entry must be present.
-        """
-        handle = self._handle
-        handle.reshard()
-        feedback = {f"rank {dist.get_rank()} {name}": part.clone() for name, part in handle.rank_state().items()}
-        return handle.secondary_targets() | handle.secondary_state() | feedback
-
-    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore the state that `get_extra_state` returned; call it after the weights have been loaded.
-
-        State that is missing or has another shape is reset. Its unit then sends whole weights at the next use.
-        """
-        handle = self._handle
-        handle.reshard()
-        complete = handle.load_secondary_state(state)
-        for name, part in handle.rank_state().items():
-            kept = state.get(f"rank {dist.get_rank()} {name}")
-            complete = complete and kept is not None and kept.shape == part.shape
-            part.zero_() if kept is None or kept.shape != part.shape else part.copy_(kept)
-        if not complete:
-            self._say_anew()
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Load the state if the checkpoint has it; `load_state_dict` calls this."""
-        if f"{prefix}_extra_state" in state_dict:
-            super()._load_from_state_dict(state_dict, prefix, *args)
-        else:  # the checkpoint comes from a run without ZeRO++
-            self._say_anew()
-
-    def _say_anew(self) -> None:
-        """Print on rank 0 that the checkpoint lacks ZeRO++'s state."""
-        if dist.get_rank() == 0:
-            print(
-                "megazpp: the checkpoint lacks ZeRO++ state for these ranks; the next forward sends whole weights",
-                flush=True,
-            )

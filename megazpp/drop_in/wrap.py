@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megazpp.drop_in.units import QUANTIZABLE
 
@@ -53,42 +52,45 @@ def dtype_when_wrapped(model: nn.Module, fsdp: Mapping[str, Any]) -> torch.dtype
     return given or next((dtype for dtype in own if dtype in QUANTIZABLE), torch.float32)
 
 
-def wrap_model(model: nn.Module, mesh: DeviceMesh, fsdp: Mapping[str, Any]) -> None:
-    """Call `fully_shard` on each repeated block and then on the whole model, over the ranks of `mesh`."""
+def wrap_model(model: nn.Module, mesh: DeviceMesh, fsdp: Mapping[str, Any]) -> ReplacedParameters:
+    """Call `fully_shard` on each repeated block and then on the whole model, over the ranks of `mesh`.
+
+    Returns:
+        The parameters that this has replaced.
+    """
     blocks, before = repeated_blocks(model), dict(model.named_parameters())
     for block in reversed(blocks):  # a block inside another one comes first
         fully_shard(block, **{**fsdp, "mesh": mesh})
     fully_shard(model, **{**fsdp, "mesh": mesh})
     kept = {id(parameter) for parameter in model.parameters()}  # those in `ignored_params`
-    _refuse_replaced_parameters({name: each for name, each in before.items() if id(each) not in kept})
+    return ReplacedParameters({name: each for name, each in before.items() if id(each) not in kept})
 
 
-def _refuse_replaced_parameters(replaced: Mapping[str, nn.Parameter]) -> None:
-    """Make the step of an optimizer raise RuntimeError if it holds parameters that `fully_shard` has replaced.
+class ReplacedParameters:
+    """The parameters that `fully_shard` has replaced in a model, by which optimizers are recognized that train nothing.
 
-    Such an optimizer was created before the model was wrapped. Its parameters get no gradients any more, so its steps
-    would change nothing.
+    Such an optimizer was created before the model was wrapped. Its parameters get no gradients any more.
 
     Args:
         replaced: the parameters by name.
     """
-    references = {id(parameter): (weakref.ref(parameter), name) for name, parameter in replaced.items()}
-    checked = weakref.WeakSet[torch.optim.Optimizer]()
 
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Check an optimizer before its first step."""
-        if optimizer in checked:
+    def __init__(self, replaced: Mapping[str, nn.Parameter]) -> None:
+        self._references = {id(parameter): (weakref.ref(parameter), name) for name, parameter in replaced.items()}
+        self._checked = weakref.WeakSet[torch.optim.Optimizer]()
+
+    def refuse(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError before the first step of an optimizer that holds such a parameter."""
+        if optimizer in self._checked:
             return
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-            reference, name = references.get(id(parameter), (None, ""))
+            reference, name = self._references.get(id(parameter), (None, ""))
             if reference is not None and reference() is parameter:
                 raise RuntimeError(
                     f"the optimizer holds {name} as it was before megazpp.zeropp wrapped the model, so it would train "
                     "nothing: create the optimizer after the call of megazpp.zeropp"
                 )
-        checked.add(optimizer)
-
-    register_optimizer_step_pre_hook(check)
+        self._checked.add(optimizer)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -33,6 +33,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -68,6 +69,7 @@ class WatchedGather(ProgramGather):
         self._trained: tuple[bool, ...] = ()  # `Unit.is_trained` when the shard was last sent
         # [2] checksums of the shards that were sent last: frozen parameters, trained parameters
         self._sums: torch.Tensor | None = None
+        self._loaded: dict[str, torch.Tensor] = {}  # given to `load_kept` and not restored yet
 
     @property
     def has_parts(self) -> bool:
@@ -150,14 +152,46 @@ class WatchedGather(ProgramGather):
             if kind > vote:
                 yield checksum(shards) != self._sums[int(trained)], kind
 
-    def restore(self, row: torch.Tensor, crossing: InterNodeMessage) -> None:
-        """Restore the resident weights from a checkpoint, and store the checksums of the loaded shards.
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint needs of the resident weights; the unit must send differences.
 
-        See `TwoHopGather.restore`.
+        The entries are this rank's row of the resident weights, the checksum of the shard that they belong to, the
+        kind of message that the next use sends, and the sizes of the last differences. There are none if the next use
+        sends whole weights.
         """
-        super().restore(row, crossing)
+        if self._loaded:
+            return self._loaded
+        crossing = self.next_crossing()
+        if crossing == InterNodeMessage.KEYFRAME:
+            return {}
+        resident, recent = self.resident(), self.lossless().recent
+        assert self._sums is not None
+        row = resident.weights[resident.cross.rank]
+        return {"row": row, "sum": self._sums[1], "crossing": torch.tensor(crossing, device="cpu"), "recent": recent}
+
+    def load_kept(self, kept: dict[str, torch.Tensor]) -> None:
+        """Make the next use send whole weights, or restore `kept` before the next forward if all ranks can."""
+        self.drop()
+        self.lossless().recent.zero_()  # equal on all ranks, because it gives the size of the next message
+        self._loaded, self.watch.has_loaded = kept, True
+
+    def fits(self) -> bool:
+        """Return True if `load_kept` got the resident weights that belong to this rank's shard as it is now."""
+        return bool(self._loaded) and bool(checksum(self.unit.padded_shards()) == self._loaded["sum"])
+
+    def restore_kept(self, *, fits: bool) -> bool:
+        """Restore the loaded resident weights if they fit on all ranks; return False if this rank's are dropped."""
+        loaded, self._loaded = self._loaded, {}
+        if not fits:
+            return not loaded
+        with self.secondary.cross.counter.paused():
+            self.restore(
+                loaded["row"].to(self.unit.padded_shards()[0].device), InterNodeMessage(int(loaded["crossing"]))
+            )
+        self.lossless().recent.copy_(loaded["recent"])
         self._trained = self.unit.is_trained
         self._keep_sums()
+        return True
 
     def _crossings(self, *, early: bool = False) -> Iterable[InterNodeMessage]:
         """Return the kinds of messages to send between nodes, as voted; see `TwoHopGather._crossings`."""
@@ -242,7 +276,11 @@ class WriteWatch:
         hosts: gloo axes that together connect all ranks of the model, over process groups that nothing else uses:
             inside a node, across nodes, and over tensor-parallel ranks if there are several.
         accumulation: the sums of gradients that wait.
+    Attributes:
+        has_loaded: whether a checkpoint's resident weights are restored before the next forward, the same on all ranks.
     """
+
+    has_loaded = False
 
     def __init__(
         self, gathers: Sequence[WatchedGather], model: nn.Module, hosts: Sequence[MeshAxis], accumulation: Accumulation
@@ -336,6 +374,9 @@ class WriteWatch:
 
     def _decide(self, gathers: Sequence[WatchedGather]) -> None:
         """Vote on which of these units must send their weights between nodes, and start the exchange of votes."""
+        if self.has_loaded:
+            self._restore()
+
         # ---- this rank's votes, and comparisons of checksums
         votes, found = [0] * len(self._gathers), []
         with torch.no_grad():
@@ -365,6 +406,23 @@ class WriteWatch:
         self._unread = None if unread is None else (ballot, *unread)
         for gather in gathers:
             gather.ballot = ballot
+
+    def _restore(self) -> None:
+        """Restore the resident weights that a checkpoint has, for the units for which they fit on all ranks.
+
+        It runs before a forward, because a program may load the model's weights after `Handle.load`.
+        """
+        self.has_loaded = False
+        gathers = [gather for gather in self._gathers if gather.secondary.sends_differences]
+        unfit = self._queue.submit(functools.partial(self._exchange, [not gather.fits() for gather in gathers])).join()
+        pairs = zip(gathers, unfit, strict=True)
+        dropped = [gather.unit.name for gather, lacks in pairs if not gather.restore_kept(fits=not lacks)]
+        if dropped and dist.get_rank() == 0:
+            print(
+                f"megazpp: {', '.join(dropped)}: whole weights are sent, because the state of ZeRO++ was saved with "
+                "other weights, or is missing on another rank",
+                flush=True,
+            )
 
     def _read_late(self) -> list[int]:
         """Return the indices of the units for which the last forward has missed a write on this rank."""

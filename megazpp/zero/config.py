@@ -406,7 +406,6 @@ def _without_effect(config: ZeroConfig, plan: CommPlan) -> str | None:
         or (config.quantizes_weights and not (plan.gather and plan.gather.differences)),
         "zero_weight_keyframe_interval": plan.gather is not None and plan.gather.differences,
         "zero_gradient_bits": two_hops,
-        "zero_error_feedback": crossing,
         "zero_error_feedback_beta": crossing and config.zero_error_feedback,
         "zero_error_feedback_reset": crossing and config.zero_error_feedback,
         "zero_accumulate_in_bf16": two_hops,

@@ -262,9 +262,12 @@ class Sharding:
         These are its error feedback, and the sizes of its last lossless differences. A checkpoint is loaded into these
         tensors in place. With another layout they start from zeros.
         """
+        sizes = {f"{gather.unit.key}.recent": gather.lossless().recent for gather in self._residents}
+        return sizes | self.feedback_state()
+
+    def feedback_state(self) -> dict[str, torch.Tensor]:
+        """Return the error feedback of this rank by name, as the tensors themselves."""
         buffers: dict[str, torch.Tensor] = {}
-        for gather in self._residents:
-            buffers[f"{gather.unit.key}.recent"] = gather.lossless().recent
         for reduce in self._reduces:
             errors = reduce.errors(self._device)
             for index, (payload, scales) in enumerate(() if errors is None else errors.segments()):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers.frameworks import FRAMEWORKS, SCENARIOS, compare, is_installed
+from helpers.frameworks import CHECKPOINTS, FRAMEWORKS, SCENARIOS, compare, is_installed
 from helpers.ranks import Ranks, ranks
 
 pytestmark = pytest.mark.slow
@@ -32,3 +32,14 @@ def test_framework_training_matches_plain_fsdp2(framework, scenario, workers):
         for losses, sent in workers[size].run(compare, framework, scenario, **how):
             assert len(losses) >= 4
             assert sent > 0
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize("framework", CHECKPOINTS)
+def test_framework_checkpoints_load_with_and_without_zeropp(framework, kind, tmp_path):
+    """A run with lossless deltas resumes bit for bit, from the state that it saves beside the framework's files."""
+    if not is_installed(framework):
+        pytest.skip(f"{framework} is not installed")
+    workers = ranks.__wrapped__(2)
+    workers.run(CHECKPOINTS[framework], str(tmp_path), kind)
+    workers.stop()

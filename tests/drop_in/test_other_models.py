@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -174,39 +172,6 @@ def test_quantized_training_of_an_unwrapped_bf16_model_sends_fewer_bytes():
     for losses, _ in [*exact, *quantized]:
         assert losses == pytest.approx(expected, rel=5e-3)
     assert sum(sent for _, sent in quantized) < 0.62 * sum(sent for _, sent in exact)  # (0.51 + 2 x 0.26) of 2 x 16
-
-
-def resume(folder: str, config: dict[str, Any]) -> None:
-    """Check that two steps equal the same steps after a checkpoint was saved and loaded by torch's own functions."""
-    policy, zero = MixedPrecisionPolicy(torch.bfloat16, torch.float32), megazpp.ZeroConfig(zeropp=True, **config)
-
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = Words()
-        megazpp.zeropp(model, ranks_per_node=2, config=zero, mp_policy=policy)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def two_steps(first: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        losses = []
-        for step in (first, first + 1):
-            loss = loss_of(model, step * RANKS + dist.get_rank())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    before, again = build(), build()
-    two_steps(0, *before)
-    dcp.save(dict(enumerate(get_state_dict(*before))), checkpoint_id=folder)
-    went_on, state = two_steps(2, *before), dict(enumerate(get_state_dict(*again)))
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(*again, model_state_dict=state[0], optim_state_dict=state[1])
-    assert two_steps(2, *again) == went_on
-
-
-@pytest.mark.parametrize("delta", [slow("none"), "lossless"])
-def test_training_from_a_torch_checkpoint_resumes_bit_for_bit(delta, tmp_path):
-    ranks(RANKS).run(resume, str(tmp_path), {"zero_weight_delta": delta, "zero_error_feedback": delta == "lossless"})
 
 
 def first_block_apart(**how: Any) -> Callable[[nn.Module], None]:

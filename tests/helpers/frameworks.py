@@ -556,6 +556,108 @@ FRAMEWORKS: dict[str, tuple[Callable[[Scenario, Connect], Training], tuple[str, 
     "TRL DPO": (trl_dpo, ("trl", "peft")),
 }
 
+# ---- checkpoints of the frameworks ----------------------------------------------------------------------------------
+
+DELTAS = megazpp.ZeroConfig(zeropp=True, zero_weight_delta="lossless", zero_error_feedback=False)
+
+
+def accelerate_checkpoints(folder: str, kind: str) -> None:
+    """Save and load checkpoints of accelerate with and without ZeRO++; `kind` is its state_dict_type."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    def run(zeropp: bool, *, load: str = "", save: str = "") -> list[float]:
+        """Return the losses of three steps that follow the checkpoint at step 3, which `save` writes."""
+        forget_accelerate()
+        wrap = {"auto_wrap_policy": "transformer_based_wrap", "state_dict_type": kind}
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
+        accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision="bf16", cpu=True)
+        model: Any = llama()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        if zeropp:
+            handle = megazpp.zeropp(model, ranks_per_node=1, config=DELTAS)
+            accelerator.register_save_state_pre_hook(lambda models, weights, folder: handle.save(folder))
+            accelerator.register_load_state_pre_hook(lambda models, folder: handle.load(folder))
+        else:
+            plainly(model)
+        if load:
+            accelerator.load_state(load)
+        losses = []
+        for step in range(3 if load else 0, 6):
+            if step == 3 and save:
+                accelerator.save_state(save)
+            loss = model(input_ids=tokens(step), labels=tokens(step)).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses[-3:]
+
+    plain, ours = run(False, save=f"{folder}/plain"), run(True, save=f"{folder}/ours")
+    assert run(True, load=f"{folder}/ours") == ours
+    assert run(False, load=f"{folder}/plain") == plain
+    near = {"rtol": 2e-3, "atol": 0.0}
+    torch.testing.assert_close(run(True, load=f"{folder}/plain"), plain, **near)
+    torch.testing.assert_close(run(False, load=f"{folder}/ours"), ours, **near)
+
+
+def trainer_checkpoints(folder: str, kind: str) -> None:
+    """Resume transformers' Trainer with and without ZeRO++ from checkpoints; `kind` is FSDP's state_dict_type."""
+    from transformers import Trainer, TrainingArguments
+
+    samples = torch.randint(128, (40, LENGTH), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": ids, "labels": ids} for ids in samples]
+
+    def run(zeropp: bool, name: str, *, resume: str | None = None) -> dict[str, torch.Tensor]:
+        """Train six steps and return the weights; `resume` continues a run after its third step."""
+        forget_accelerate()
+        arguments = TrainingArguments(
+            output_dir=f"{folder}/{name}",
+            per_device_train_batch_size=2,
+            learning_rate=1e-3,
+            max_steps=6,
+            save_steps=3,
+            report_to="none",
+            use_cpu=True,
+            bf16=True,
+            disable_tqdm=True,
+            fsdp=True,
+            fsdp_config={
+                "version": 2,
+                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+                "state_dict_type": kind,
+            },
+        )
+        callbacks = [megazpp.trainer_callback(ranks_per_node=1, config=DELTAS)] if zeropp else []
+        trainer = Trainer(model=llama(), args=arguments, train_dataset=data, callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=resume)
+        return {name: weight.full_tensor() for name, weight in trainer.model.state_dict().items()}
+
+    exact, near = {"rtol": 0.0, "atol": 0.0}, {"rtol": 1e-2, "atol": 4e-3}
+    ours, plain = run(True, "ours"), run(False, "plain")
+    torch.testing.assert_close(run(True, "ours", resume=f"{folder}/ours/checkpoint-3"), ours, **exact)
+    torch.testing.assert_close(run(False, "plain", resume=f"{folder}/plain/checkpoint-3"), plain, **exact)
+    torch.testing.assert_close(run(True, "mixed", resume=f"{folder}/plain/checkpoint-3"), plain, **near)
+    torch.testing.assert_close(run(False, "other", resume=f"{folder}/ours/checkpoint-3"), ours, **near)
+
+
+def forget_accelerate() -> None:
+    """Make accelerate run on CPUs as on GPUs, and forget its earlier states in this process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from helpers.on_cpu import accelerate_as_on_gpus
+
+    accelerate_as_on_gpus()
+    # accelerate requires these, although groups already exist
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+CHECKPOINTS: dict[str, Callable[[str, str], None]] = {
+    "accelerate": accelerate_checkpoints,
+    "Trainer": trainer_checkpoints,
+}
+
 # ---- the comparison -------------------------------------------------------------------------------------------------
 
 
@@ -569,15 +671,7 @@ def plainly(model: nn.Module) -> None:
 def train(framework: str, scenario: str, connect: Connect) -> Training:
     function, needed = FRAMEWORKS[framework]
     if "accelerate" in needed or "trl" in needed:
-        from accelerate.state import AcceleratorState, GradientState, PartialState
-        from helpers.on_cpu import accelerate_as_on_gpus
-
-        accelerate_as_on_gpus()
-        os.environ.update(
-            MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
-        )  # accelerate requires these, although groups already exist
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
+        forget_accelerate()
     if "torchtitan" in needed:
         from helpers.on_cpu import torchtitan_on_cpu
 

@@ -106,7 +106,6 @@ UNUSED: dict[str, tuple[Any, str]] = {
     "zero_weight_bits": (16, "--zero-weight-bits 16"),
     "zero_weight_keyframe_interval": (9, "--zero-weight-keyframe-interval 9"),
     "zero_gradient_bits": ((4, 4), "--zero-gradient-bits 4 4"),
-    "zero_error_feedback": (False, "--no-zero-error-feedback"),
     "zero_error_feedback_beta": (0.5, "--zero-error-feedback-beta 0.5"),
     "zero_error_feedback_reset": (9, "--zero-error-feedback-reset 9"),
     "zero_accumulate_in_bf16": (True, "--zero-accumulate-in-bf16"),
@@ -130,11 +129,17 @@ def test_flags_that_one_switch_alone_ignores_give_a_notice():
         ({"zeropp": True, "zero_weight_keyframe_interval": 9}, "--zero-weight-keyframe-interval 9"),
         ({"zero_hpz_partition_size": "auto", "zero_weight_bits": 16}, "--zero-weight-bits 16"),
         ({"zeropp": True, "zero_weight_delta": "lossless", "zero_weight_bits": 16}, "--zero-weight-bits 16"),
-        ({"zeropp": True, "zero_gradient_bits": (8, 16), "zero_error_feedback": False}, "--no-zero-error-feedback"),
         ({"zero_stage": 2, "overlap_param_gather": True}, "--overlap-param-gather"),
     ]:
         (notice,) = plan(**flags).notices
         assert notice.split(": ")[-1].split(", ")[-1].startswith(name), notice
+
+
+def test_switched_off_feature_without_effect_gives_no_notice():
+    off = {"zero_error_feedback": False, "overlap_param_gather": False, "overlap_grad_reduce": False}
+    assert plan(**off).notices == ()
+    (notice,) = plan(layout_of(nodes=1), zeropp=True, **off).notices
+    assert "no traffic crosses nodes" in notice
 
 
 def test_layout_without_inter_node_traffic_falls_back_with_a_notice():
