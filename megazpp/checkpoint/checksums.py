@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 from torch.utils import serialization
 
 from megazpp.base.files import DamagedError, write_synced
@@ -177,6 +177,19 @@ class SummingWriter(FileSystemWriter):
                 found = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
                 lines = [f"rank {rank}: {str(failure) or type(failure).__name__}" for rank, failure in found.items()]
                 raise ValueError("\n".join(lines)) from error
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        """Write the index `.metadata` so that every supported version of torch can read it.
+
+        Since torch 2.15 the properties of a tensor are pickled with its strides, and older versions fail on the sixth
+        field. Tensors of a checkpoint are contiguous, so no reader needs the strides.
+        """
+        state_of = TensorProperties.__getstate__
+        TensorProperties.__getstate__ = lambda properties: state_of(properties)[:5]  # type: ignore[method-assign]
+        try:
+            super().finish(metadata, results)
+        finally:
+            TensorProperties.__getstate__ = state_of  # type: ignore[method-assign]
 
 
 class _ReadingPlanner(DefaultSavePlanner):

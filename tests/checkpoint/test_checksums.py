@@ -1,22 +1,27 @@
 """Test the checksum file: it finds damaged files, and damage to itself."""
 
 import os
+import pickle
 import zlib
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.refusals import not_refused
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megazpp.base.files import DamagedError
 from megazpp.checkpoint.checksums import (
     NAME,
     FileSum,
+    SummingWriter,
     read_checksums,
     sum_file,
     verify_files,
     write_checksums,
     write_durably,
 )
+from megazpp.parallel.timeline import Timeline
 
 LARGE = bytes(range(256)) * (5 << 12)  # more than one chunk, with a partial last one
 
@@ -70,3 +75,18 @@ def test_checksum_file_detects_any_flipped_bit_and_any_cut_in_itself(folder):
     (folder / NAME).unlink()
     with pytest.raises(DamagedError, match=f"{NAME} cannot be read"):
         read_checksums(folder)
+
+
+def test_index_written_by_torch_2_15_is_read_by_older_versions(tmp_path, monkeypatch):
+    """torch 2.15 pickles a sixth field, with which `__setstate__` of older versions fails; newer ones take five."""
+    five_fields = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda properties: (*five_fields(properties)[:5], (1,)))
+    writer = SummingWriter(tmp_path, Timeline("cpu"))
+    writer.save({"weight": torch.arange(3.0)}, None)
+    write_checksums(tmp_path, writer.sums)
+    monkeypatch.setattr(
+        TensorProperties, "__setstate__", lambda properties, state: vars(properties).update(fields=len(state))
+    )
+    with (tmp_path / ".metadata").open("rb") as file:
+        (entry,) = pickle.load(file).state_dict_metadata.values()
+    assert entry.properties.fields == 5
