@@ -123,9 +123,10 @@ def send_some() -> list[TrafficRow]:
     cluster = Cluster(num_nodes=2, ranks_per_node=2)
     dims = ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu")
     dims.local.all_gather(torch.zeros(8, dtype=torch.uint8))
+    cross = dims.cross  # makes the group, on all ranks
     if dims.local.rank == 0:
-        dims.cross.all_to_all(torch.zeros(2, 50, dtype=torch.uint8))
-        dims.cross.all_to_all(torch.zeros(2, 50, dtype=torch.uint8))
+        cross.all_to_all(torch.zeros(2, 50, dtype=torch.uint8))
+        cross.all_to_all(torch.zeros(2, 50, dtype=torch.uint8))
     if dims.world.rank == 0:
         dims.local.count("all_gather", 100)
     return collect_traffic(dims, CPU)
