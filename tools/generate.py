@@ -223,7 +223,7 @@ def read_prompts(given: Sequence[str], file: str | None, size: int) -> Iterator[
         return
     name = "stdin" if file is None else f"--prompt-file {file}"
     with (
-        errors_as(f"{name} is not JSON", json.JSONDecodeError),
+        errors_as(f"{name} is not JSON", (json.JSONDecodeError, RecursionError)),
         errors_as(f"{name} is not text in UTF-8", UnicodeError),
     ):
         if file is None:

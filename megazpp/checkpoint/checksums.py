@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 from torch.utils import serialization
 
-from megazpp.base.files import DamagedError, write_synced
+from megazpp.base.files import DamagedError, cause, read_small_file, write_synced
 from megazpp.parallel.timeline import FILES, Timeline
 
 NAME = "checksums.txt"
@@ -63,9 +63,9 @@ def read_checksums(folder: Path) -> dict[str, FileSum]:
     """
     path = folder / NAME
     try:
-        *lines, last = path.read_bytes().decode(errors="replace").splitlines(keepends=True) or [""]
+        *lines, last = read_small_file(path).decode(errors="replace").splitlines(keepends=True) or [""]
     except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
+        raise DamagedError(f"{path} cannot be read: {cause(error)}") from error
     matches = [_LINE.fullmatch(line) for line in lines]
     if last != f"{zlib.crc32(''.join(lines).encode()):08x}  the lines above\n" or not all(matches):
         raise DamagedError(f"{path} is damaged")

@@ -33,6 +33,7 @@ from megazpp.base.files import (
     DamagedError,
     first_free,
     lock_for_this_job,
+    read_small_file,
     remove,
     renamed_when_done,
     sync_directory,
@@ -268,7 +269,7 @@ def read_tracker(tracker: Path, *, words: tuple[str, ...] = ()) -> str | None:
         DamagedError: the file cannot be read, or has any other content.
     """
     try:
-        text = tracker.read_bytes().decode(errors="replace").strip()
+        text = read_small_file(tracker).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -15,7 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megazpp.base.files import DamagedError
+from megazpp.base.files import DamagedError, read_small_file
 from megazpp.base.flags import shown, wrong_types
 from megazpp.base.program import in_words
 from megazpp.checkpoint.config import CheckpointConfig
@@ -122,12 +122,12 @@ def read_record(checkpoint: Path) -> CheckpointMetadata:
     # parse the file
     path = checkpoint / RECORD
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(read_small_file(path))
         is_readable = int(values["format"]) == FORMAT
         if is_readable:
             record = CheckpointMetadata(**values | {"progress": TrainingProgress(**values["progress"])})
             Schedule(**record.schedule)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ArithmeticError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise DamagedError(f"{path} cannot be read: {in_words(error)}") from error
     if not is_readable:
         raise ValueError(f"{path} has format {values['format']}, but this version reads only format {FORMAT}")

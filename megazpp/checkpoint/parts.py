@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megazpp.base.files import DamagedError
 from megazpp.checkpoint.state import (
     MODEL,
     OPTIMIZER,
@@ -112,16 +113,25 @@ class Moments(StatePart):
 
         A moment is sharded like its parameter. A saved state of another kind, such as Adam's moments for a parameter
         that Muon updates here, is not loaded.
+
+        Raises:
+            DamagedError: a parameter has some of its states, but lacks one that other parameters have.
         """
         parameters, targets, others = dict(self._model.named_parameters()), {}, set()
+        kinds: dict[str, set[str]] = {}
         for key, entry in under(OPTIMIZER, saved).items():
             name, _, moment = key.rpartition(".")
+            kinds.setdefault(name, set()).add(moment)
             if name in parameters and (moment == "momentum_buffer") != (parameters[name] in self._averaged):
                 others.add(name)
             elif name in parameters:
                 weight, own = parameters[name].detach(), self._optimizer.state.get(parameters[name], {})
                 new = torch.zeros_like(weight) if entry.size else torch.zeros(())  # moment, or step count
                 targets[key] = own[moment] if moment in own else new.to(entry.properties.dtype)
+        for name, found in kinds.items():
+            alike = [other for other in kinds.values() if ("momentum_buffer" in other) == ("momentum_buffer" in found)]
+            if lacking := set[str]().union(*alike) - found:
+                raise DamagedError(f"the checkpoint's optimizer states of {name} lack {', '.join(sorted(lacking))}")
         self._anew = len(others)
         return targets
 

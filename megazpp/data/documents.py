@@ -107,6 +107,8 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
     """
     if not path.exists() or path.is_dir():
         raise ValueError(missing_file(path))
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file, but it is read more than once")
     with errors_as(f"{path} cannot be read", Exception):  # each decompressor raises its own types of exceptions
         kind = kind_of(path)
         with open(path, "rb") as file:

@@ -31,7 +31,7 @@ class DilocoConfig(FeatureConfig):
     algorithm than data-parallel training.
 
     A replica group is one or several nodes that train as usual. Every --diloco-steps steps the groups synchronize their
-    weights. Evaluation, conversion and generation use the outer weights, which all groups share.
+    weights, of which checkpoints consist. Validation uses the copy of them that each group has received.
     """
 
     diloco_steps: int | None = flag(None, "steps between two synchronizations of the replica groups; enables DiLoCo")

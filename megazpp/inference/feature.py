@@ -28,7 +28,14 @@ class SampleAtEnd(Feature):
         def write_sample(weights: Callable[[], AbstractContextManager[None]]) -> None:
             with weights():
                 texts, _ = continue_texts(
-                    *parts.built, run.dims, parts.tokenizer, starts, config, max_length=longest, seed=seed
+                    *parts.built,
+                    run.dims,
+                    parts.tokenizer,
+                    starts,
+                    config,
+                    max_length=longest,
+                    seed=seed,
+                    stopped=parts.stopped,
                 )
             for start, text in zip(starts, texts, strict=True):
                 run.log(f"a sample of text:\n{start.shown}{text}")

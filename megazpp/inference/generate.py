@@ -69,6 +69,7 @@ def generate(
     first_prompt: int = 0,
     cache_on_host: bool = False,
     is_last: Callable[[int, int], bool] = lambda row, token: False,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Generated:
     """Continue each prompt by up to `config.sample_tokens` tokens; all ranks call it.
 
@@ -85,6 +86,7 @@ def generate(
         cache_on_host: whether to keep keys and values in host memory.
         is_last: function (row, token) that is called for each new token of a row in order, and returns True if the row
             ends with it. It must return the same on all tensor-parallel ranks.
+        stopped: function that returns True if this rank has caught a stop signal, which ends all rows.
     """
     # rows, their random generators, and the cache of keys and values
     started, first = time.perf_counter(), 0.0
@@ -103,18 +105,19 @@ def generate(
                 cache = None  # from now on all positions move with each token, which invalidates cached keys
             logits = _next_logits(model, cache, rows, active, max_length)
             # one rank samples, and the others add zeros in the all-reduce
-            drawn = torch.zeros(len(rows), dtype=torch.int64)
+            drawn = torch.zeros(len(rows) + 1, dtype=torch.int64)  # the last one counts ranks with a stop signal
+            drawn[-1] = stopped()
             if together.rank == 0:
                 scores = logits.float().cpu()
                 for row in itertools.compress(range(len(rows)), active):
                     drawn[row] = pick(scores[row], config, generators[row], rows[row])
-            agreed = together.all_reduce_(drawn.to(logits.device)).tolist()
+            *agreed, stops = together.all_reduce_(drawn.to(logits.device)).tolist()
             # append the tokens
             for row in itertools.compress(range(len(rows)), tuple(active)):
                 rows[row].append(agreed[row])
                 active[row] = not is_last(row, agreed[row])
             first = first or time.perf_counter() - started
-            if not any(active):
+            if stops or not any(active):
                 break
     new = [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
     return Generated(new, first, time.perf_counter() - started)
@@ -149,6 +152,7 @@ def draw_completions(
     is_last: Callable[[int, int], bool] | None = None,
     graphs: StepGraphs | None = None,
     look_every: int | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Drawn:
     """Sample a completion of each prompt, at most `config.sample_tokens` tokens long.
 
@@ -168,6 +172,8 @@ def draw_completions(
         graphs: object that runs the steps; None for eager steps.
         look_every: tokens between two checks of the host for ended rows. None: LOOK_EVERY on CUDA, where a check waits
             for the device, and 1 on a CPU. Tokens that a row samples after its end are not part of the result.
+        stopped: function that returns True if this rank has caught a stop signal. Without tensor parallelism, the
+            sampling then ends at once, and the caller drops its result.
     """
     drawing = Drawing(model, tp, prompts, config, uniform, ends=ends)
     graphs = graphs or StepGraphs(capture=False)
@@ -178,6 +184,8 @@ def draw_completions(
     try:
         for count in range(1, limit + 1):
             # one token for each row
+            if tp.size == 1 and stopped():
+                break
             if count == 1:
                 drawing.read_prompts_()
             else:

@@ -16,6 +16,7 @@ from megazpp.base.flags import check_below_one, check_not_negative, check_positi
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp_act"]
 ACTIVATIONS = ("swiglu", "squared_relu", "openai_gelu")  # fields that exclude each other; without one of them, GeLU
+MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +232,8 @@ class GPTConfig:
         check_words(self)
         check_positive(self, "num_attention_heads", "num_layers", "hidden_size", "ffn_hidden_size", "kv_channels")
         check_positive(self, "num_query_groups", "make_vocab_size_divisible_by")
+        most = f"--num-layers {self.num_layers} is more than {MOST_LAYERS}"  # a damaged file may have any number
+        _require(self.num_layers is None or self.num_layers <= MOST_LAYERS, most)
         check_positive(self, "norm_epsilon", "init_method_std", "rotary_base")
         too_small = f"--hidden-size {self.hidden_size} makes the MLP 0 channels wide: raise it or set --ffn-hidden-size"
         _require(self.hidden_size is None or self.ffn_size > 0, too_small)

@@ -23,6 +23,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -62,6 +63,7 @@ from megazpp.parallel.launch import (
 from megazpp.parallel.roll_call import call_roll, show_once
 from megazpp.parallel.watchdog import FAILURES, Watchdog
 
+WAIT_SECONDS = 15.0  # time for the other ranks to start, before a rank says that it waits for them
 REPORT_SECONDS = 1.0  # time for the rank that failed first to claim the failure, before other ranks may
 # Limit of torch's collectives. The watchdog ends a job that hangs, in every phase. A time-out of torch would end a job
 # that was suspended for longer and then continues.
@@ -126,11 +128,11 @@ def worker_process(
 
     # The process group.
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-    store, rank, world_size = open_store(place, timedelta(minutes=config.distributed_timeout_minutes))
-    restarts = int(os.environ.get(RESTART_COUNT, "0"))
-    watchdog = Watchdog(store, place, config, restarts=restarts).start()
-    name = roll_call_at_start()
-    problem = call_roll(store, place, facts, name=name)
+    restarts, name = int(os.environ.get(RESTART_COUNT, "0")), roll_call_at_start()
+    with _say_whom_it_waits_for(place):
+        store, rank, world_size = open_store(place, timedelta(minutes=config.distributed_timeout_minutes))
+        watchdog = Watchdog(store, place, config, restarts=restarts).start()
+        problem = call_roll(store, place, facts, name=name)
     if problem is not None:
         show_once(store, UserError(problem), name=name)
         leave(EXIT_USER_ERROR)
@@ -150,6 +152,33 @@ def worker_process(
     except BaseException as error:
         leave(_report_once(error, worker, alone=is_on_one_machine(place)))
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _say_whom_it_waits_for(place: RankInfo) -> Iterator[None]:
+    """Print which ranks the first rank of each host waits for, and where, if the block takes WAIT_SECONDS or longer.
+
+    Nothing is printed for workers of our own launcher, which are on one machine.
+    """
+
+    def say() -> None:
+        others = f"the other {place.world_size - 1} rank(s) to connect to" if place.rank == 0 else "rank 0 at"
+        print(
+            f"rank {place.rank} on {socket.gethostname()} has waited {WAIT_SECONDS:g} s for {others} {store_address()} "
+            "and goes on waiting. If nothing follows, that address or port is wrong, a firewall drops the packets, or "
+            "the other ranks have not started",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    timer = threading.Timer(WAIT_SECONDS, say)
+    timer.daemon = True
+    if place.world_size > 1 and place.local_rank == 0 and LAUNCHER_PID not in os.environ:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def roll_call_at_start() -> str:

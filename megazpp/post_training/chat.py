@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megazpp.base.files import find_file, read_small_file
-from megazpp.base.flags import flag
-from megazpp.base.program import errors_as
+from megazpp.base.flags import flag, shown
+from megazpp.base.program import errors_as, in_words
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.data.tokenizer_folder import import_package, with_template
 
@@ -256,8 +256,10 @@ def _joined(message: Message) -> Message:
 
 def _json(value: Any, name: str) -> Any:
     """Return a JSON value, parsed if it is a string; `name` is for messages."""
-    with errors_as(f"{name} {value} is not JSON"):
+    try:
         return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} {shown(value)} is not JSON: {in_words(error)}") from error
 
 
 def _object(value: Any, name: str) -> dict[str, Any]:

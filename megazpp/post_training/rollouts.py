@@ -255,7 +255,10 @@ class RolloutLoader(StatePart):
 
     def _each(self, batch: RolloutBatch, ask: Callable[[RolloutBatch], torch.Tensor]) -> torch.Tensor:
         """Apply `ask` to all rows, in the training's micro-batches; return the results on the CPU, padded with 0."""
-        found = [ask(part).cpu() for part in self._batches(batch)]
+        found = []
+        for part in self._batches(batch):
+            self.sampler.give_up()
+            found.append(ask(part).cpu())
         if found[0].dim() > 1:  # [B, s, ...] -> [B, S, ...]
             found = [torch.cat((x, x.new_zeros(len(x), self.max_length - x.shape[1], *x.shape[2:])), 1) for x in found]
         return torch.cat(found)
@@ -296,7 +299,7 @@ class RewardEvaluator:
     count: int
 
     def __call__(self, between_batches: Callable[[], None] = lambda: None) -> float:
-        """Return the mean reward, equal on all ranks; all prompts are one batch."""
+        """Return the mean reward, equal on all ranks; the sampler gives up at a stop signal, as in training."""
         between_batches()
         loader, sampler = self.loader, self.loader.sampler
         dims = sampler.dims

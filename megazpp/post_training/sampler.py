@@ -7,7 +7,7 @@ the weights and on a name that the caller gives to each, not on the parallel lay
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 import torch
@@ -40,6 +40,9 @@ class PolicySampler:
         seed: seed for the samples.
         at_once: completions of one batch on a data rank; None for all.
         base: handle to the frozen base of the policy; None without one.
+        stopped: function that returns True if this rank has caught a stop signal.
+        give_up: function that raises StopRequested on all ranks if one of them has caught a stop signal; all data ranks
+            call it equally often, between two batches of work.
         replays: True to replay CUDA graphs of decoding steps where `may_capture` allows them.
     Attributes:
         graphs: object that runs the decoding steps.
@@ -55,6 +58,8 @@ class PolicySampler:
     seed: int
     at_once: int | None = None
     base: WeightHandle | None = None
+    stopped: Callable[[], bool] = lambda: False
+    give_up: Callable[[], None] = lambda: None
     replays: bool = False
     graphs: StepGraphs = field(init=False)
 
@@ -125,7 +130,9 @@ class PolicySampler:
             ends=ends,
             is_last=is_last if stops else None,
             graphs=self.graphs,
+            stopped=self.stopped,
         )
+        self.give_up()
         if stops:
             for row in rows:
                 row.finish()

@@ -61,6 +61,7 @@ class PostTraining:
 
     def __init__(self, run: OpenRun) -> None:
         self.parsed, self.config, self.plan, self.run = run.parsed, run.config, run.plan, run.context
+        self._stops = run.stops
         self.post, self.form, self.rewards, self.lora, self.weights = post_configs(run.parsed)
         self._opener = adapter_opener(self.config.sections)
         self._temperature = self.config.section(SampleConfig).sample_temperature if self.post.draws else 1.0
@@ -225,6 +226,8 @@ class PostTraining:
             functions=functions,
             seed=self.config.launch.seed,
             at_once=post.rollouts_at_once,
+            stopped=lambda: self._stops.caught,
+            give_up=functools.partial(self._stops.give_up, self.run.dims),
             replays=post.rollout_graphs,
             base=None if self._adapted is None else self._adapted.base,
         )

@@ -70,7 +70,7 @@ def times(run: Run) -> np.ndarray:
     before, total, tokens, places = 0, 0.0, 0.0, []
     for row in run.rows:
         iteration = row["iteration"]
-        steps = number(row.get("steps")) or max(1, iteration - before if iteration > before else 1)
+        steps = _finite(row.get("steps")) or max(1, iteration - before if iteration > before else 1)
         total += steps * max(0.0, _finite(row.get("step_seconds")))
         tokens += _finite(row.get("tokens"))  # runs whose samples differ in length record tokens instead of a total
         places.append([iteration, _finite(row.get("consumed_tokens", tokens)), total])
@@ -249,14 +249,14 @@ def _came_out(run: Run) -> dict[str, str]:
     rows, at = run.rows, times(run)
     cross = sum(number(row.get("sent_bytes")) or 0 for row in _traffic(run) if row.get("wire") == "cross")
     summary = {key: number(value) for key, value in run.summary.items()}
-    done = max((row["iteration"] for row in rows), default=summary.get("iteration") or 0)
+    done = max((row["iteration"] for row in rows), default=_finite(summary.get("iteration")))
     wanted, samples = (number(run.flags.get(name)) for name in ("train_iters", "train_samples"))
-    consumed = max(_numbers(rows, "consumed_samples"), default=0)
+    consumed = max(map(_finite, _numbers(rows, "consumed_samples")), default=0)
     steps = f"{done:,}" + (f" of {wanted:,}" if wanted and wanted != done else "")
     if samples:
         steps += f", {consumed:,}" + (f" of {samples:,}" if samples != consumed else "") + " samples"
     seconds = float(at[2, -1]) if rows else 0.0
-    duration = f"{seconds:,.1f} s" if seconds < 3600 else str(datetime.timedelta(seconds=round(seconds)))
+    duration = f"{seconds:,.1f} s" if seconds < 3600 else str(datetime.timedelta(seconds=round(min(seconds, 1e12))))
 
     # Losses, speed and memory.
     losses, speeds = _numbers(run.validations, "lm_loss"), _numbers(rows, "tokens_per_second")

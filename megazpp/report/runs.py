@@ -7,6 +7,7 @@ and damaged files are noted and otherwise ignored. Only a folder that is not a r
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,9 @@ def _rows(file: Path, notes: list[str]) -> list[Row]:
     rows = [row for row in map(_parsed, lines) if isinstance(row, dict) and isinstance(row.get("iteration"), int)]
     if not rows and not all(line.startswith("{") for line in lines):
         raise ValueError(f"{file}: no line is a JSON object with an iteration, so it is not the file of a run")
+    for row in rows:
+        if row.get("lm_loss", 0.0) is None:  # the run writes null for a loss that is not finite
+            row["lm_loss"] = math.nan
     if bad := len(lines) - len(rows):
         notes.append(f"{file.name}: {bad} line(s) are cut or damaged and were ignored")
     return rows
@@ -128,8 +132,8 @@ def _object(file: Path, notes: list[str]) -> Mapping[str, Any]:
 
 
 def _parsed(text: str) -> Any:
-    """Return the parsed JSON, None if the text is not JSON."""
+    """Return the parsed JSON, None if the text is not JSON. Integers beyond 64 bits become infinite."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 19 else math.inf)
     except (ValueError, RecursionError):
         return None

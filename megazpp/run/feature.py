@@ -55,6 +55,7 @@ class TrainerParts:
         states: tensors of a checkpoint, in parts. A feature may add, wrap or replace parts of this list. Parts that the
             program adds to it are not in the list.
         flags: flag values that checkpoints record, by field name. A feature may add to them.
+        stopped: function that returns True once this rank has caught a stop signal.
     """
 
     config: RunConfig
@@ -67,6 +68,7 @@ class TrainerParts:
     values: RunValues
     states: list[StatePart]
     flags: dict[str, Any]
+    stopped: Callable[[], bool] = lambda: False
 
 
 @dataclass(kw_only=True)

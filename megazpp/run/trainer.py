@@ -71,7 +71,9 @@ class OpenRun:
         save: locked folder of --save; None for a run that saves nothing.
         files: axis over all ranks for checkpoint files.
         tracker: writes the run's records; None on all ranks except rank 0.
-        stops: conditions for an early stop.
+        stops: conditions for an early stop. Signals are caught from `Trainer.train` on; until then they end the process
+            at once, because nothing would be lost.
+        opened: contexts that end with the run.
         profiler: records steps and allocations.
         worker: this process.
     """
@@ -84,6 +86,7 @@ class OpenRun:
     files: MeshAxis
     tracker: Tracker | None
     stops: StopConditions
+    opened: ExitStack
     profiler: Profiler
     worker: Worker
 
@@ -156,7 +159,6 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
             worker.watchdog.write_to(folder.path)
             if config.cluster.measure_links:
                 folder.write("cluster.yaml", cluster_text(cluster))
-        stops = opened.enter_context(StopConditions(config.stop, answers=worker.rank == 0))
         if checkpoint.save_to_run_dir and save is None:
             path = dims.world.share_object(None if folder is None else str(folder.path / "checkpoints"))
             checkpoint, save = dataclasses.replace(checkpoint, save=path), CheckpointFolder(path, "--save")
@@ -175,7 +177,8 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
             save=save,
             files=files,
             tracker=tracker,
-            stops=stops,
+            stops=StopConditions(config.stop, answers=worker.rank == 0),
+            opened=opened,
             profiler=Profiler(config.profiler, context),  # before the model is built, to record all allocations
             worker=worker,
         )
@@ -302,6 +305,7 @@ class Trainer:
             values=values,
             states=states,
             flags=flags,
+            stopped=lambda: run.stops.caught,
         )
         with user_errors():
             self.attached = [feature.attach(open_parts) for feature in config.features]
@@ -400,6 +404,7 @@ class Trainer:
         """
         # ---- evaluation before the first step
         run, context, meter = self.run, self.run.context, self.recorder.meter
+        run.opened.enter_context(run.stops)
         context.log(mfu_convention(meter.flops_per_token, device_name(context.device), meter.peak_flops), short="")
         if self.parts.evaluates_first and start.progress.iteration == 0:
             self.recorder.validate(start.progress)

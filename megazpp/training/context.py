@@ -16,8 +16,8 @@ The run folder holds the records of a run, including its restarts. Rank 0 writes
     lock             lock file of the job that writes to the folder, held until that job ends
 
 Using a folder again loses nothing. The .jsonl files grow, and a file whose content would change is first copied to a
-numbered name (args.1.json is the oldest). A loss or norm that is not finite is written as NaN or Infinity. This is not
-strict JSON, but Python's json module reads it.
+numbered name (args.1.json is the oldest). A loss or norm that is not finite is written as null, because strict readers
+of JSON know neither NaN nor Infinity.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import math
 import os
 import sys
 import textwrap
@@ -120,6 +121,15 @@ def _wrapped(text: str) -> str:
     return "\n".join(part for line in text.splitlines() for part in wrap(line, subsequent_indent="    ") or [line])
 
 
+def _strict(value: Any) -> Any:
+    """Return a value for JSON in which None replaces each number that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: _strict(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def default_run_dir(config_name: str, now: datetime.datetime) -> Path:
     """Create the folder runs/<time>-<config name>, with a number appended if it exists, and return its path.
 
@@ -197,14 +207,14 @@ class RunFolder:
                 file.seek(-1, 2)
                 if file.read(1) != b"\n":
                     file.write(b"\n")
-            file.write(json.dumps(record, default=str).encode() + b"\n")
+            file.write(json.dumps(_strict(record), default=str, allow_nan=False).encode() + b"\n")
 
     def write_json(self, name: str, value: Mapping[str, Any], *, indent: int | None = None) -> Path:
         """Write an object as JSON and return the file's path.
 
         A file of that name with other content is first copied to a numbered name.
         """
-        return self.write(name, json.dumps(value, indent=indent, default=str) + "\n")
+        return self.write(name, json.dumps(_strict(value), indent=indent, default=str, allow_nan=False) + "\n")
 
     def write(self, name: str, text: str) -> Path:
         """Write a text and return the file's path.

@@ -60,6 +60,8 @@ class StopConfig:
 class Loader(Protocol):
     """Source of a step's micro-batches: a `BatchLoader`, or a loader that generates samples with the model.
 
+    A loader that takes long raises StopRequested on all ranks if a stop signal arrives meanwhile.
+
     Attributes:
         wait_seconds: total time that `step` has waited for data.
     """
@@ -133,8 +135,16 @@ def train(
             with ExitStack() as around:
                 for observer in observers:
                     around.enter_context(observer(iteration))
-                with step.dims.timeline.span(WAIT, "data"):
-                    batches = loader.step(progress.consumed_samples, batch_size)
+                try:
+                    with step.dims.timeline.span(WAIT, "data"):
+                        batches = loader.step(progress.consumed_samples, batch_size)
+                except StopRequested as stop:  # a loader that generates samples has given up; this step is not taken
+                    progress = progress._replace(stop_reason=str(stop))
+                    if before is not None:
+                        recorder.step(before.wait(), last=True)
+                    for each in after if progress.iteration > start.iteration else ():
+                        each.after_step(progress, last=True)
+                    break
                 launched = step.launch(
                     batches,
                     learning_rate=schedule.learning_rate(progress.scheduled_samples),
@@ -233,6 +243,11 @@ class StopConditions:
     def __exit__(self, *error: object) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
+
+    @property
+    def caught(self) -> bool:
+        """True once this rank has caught a signal. Other ranks may not have caught one yet."""
+        return self._caught != 0
 
     def reason(self, iteration: int, dims: ParallelDims, *, agree: bool = True, at_once: bool = False) -> str | None:
         """Return the reason to stop after `iteration`, or None: one all-reduce of two integers over all ranks.

@@ -68,7 +68,7 @@ class MetricsRecorder:
         has_perplexity: whether the "lm_loss" is a mean of nats per token.
         give_up: raises StopRequested if a stop signal has arrived; evaluations call it between two batches.
         weights_for_evaluation: returns a context manager that is entered around each evaluation. DiLoCo uses it to
-            evaluate the outer weights.
+            evaluate R, the copy of the outer weights that each replica group has.
     """
 
     config: TrackingConfig

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"schedule": {}}, " cannot be read"),
     ({"schedule": None}, " cannot be read"),
     ({"format": "x"}, " cannot be read"),
+    ({"format": math.inf}, " cannot be read"),
 ]
 
 

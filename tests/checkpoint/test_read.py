@@ -15,12 +15,18 @@ import torch
 from helpers.checkpoints import Attempt, record_of, run, schedule
 from helpers.ranks import ranks
 from helpers.training import Case
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megazpp.base.files import DamagedError
 from megazpp.base.program import UserError
 from megazpp.checkpoint.checksums import read_checksums, sum_file, verify_files, write_checksums
 from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.parts import Moments
 from megazpp.checkpoint.read import choose_source, verify
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.optim.schedule import Schedule
@@ -60,6 +66,20 @@ def try_loads(rows: list[tuple[dict[str, Any], dict[str, Any], str]]) -> None:
             said = f"{type(error).__name__}: {error}"
         assert re.search(pattern, said, re.DOTALL), (flags, own, pattern, said)
         assert "successfully loaded" in said or attempt.fingerprint() == before, (flags, own)
+
+
+def test_parameter_without_one_of_its_moments_is_named_as_damage():
+    model = torch.nn.Linear(2, 3)
+    moments, properties = Moments(model, torch.optim.AdamW(model.parameters())), TensorProperties(dtype=torch.float32)
+    keys = [
+        f"optimizer.state.{name}.{kind}" for name in ("weight", "bias") for kind in ("exp_avg", "exp_avg_sq", "step")
+    ]
+    saved = {key: TensorStorageMetadata(properties, torch.Size([3]), []) for key in keys}
+    assert len(moments.targets(saved)) == 6
+    for key in keys:
+        *_, name, kind = key.split(".")
+        with pytest.raises(DamagedError, match=f"optimizer states of {name} lack {kind}$"):
+            moments.targets({other: entry for other, entry in saved.items() if other != key})
 
 
 def damage(path: Path, how: str) -> None:

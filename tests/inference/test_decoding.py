@@ -179,6 +179,12 @@ def test_steps_of_dense_models_without_collectives_are_captured_on_cuda(cuda, tp
     assert may_capture(SimpleNamespace(embedding=SimpleNamespace(word=word), config=config, **axes)) is expected
 
 
+def test_sampling_ends_at_a_stop_signal():
+    model, calls = build_gpt(STYLES["llama"]), iter(range(100))
+    drawn = draw(model, SampleConfig(sample_tokens=LIMIT), stopped=lambda: next(calls) == 3)
+    assert drawn.lengths.tolist() == [3] * len(PROMPTS)
+
+
 def draw_on_ranks(config: SampleConfig, ends: Sequence[int], look_every: int) -> Drawn:
     return draw(build_gpt(STYLES["llama"]), config, ends=ends, look_every=look_every)
 

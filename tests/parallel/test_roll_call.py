@@ -1,5 +1,7 @@
 """Test that ranks compare their facts before they start, and that a rank's error reaches all hosts."""
 
+import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -9,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from megazpp.base.launcher import LOOPBACK
-from megazpp.base.program import UserError
-from megazpp.parallel import roll_call
+from megazpp.base.program import LAUNCHER_PID, UserError
+from megazpp.parallel import roll_call, worker
 from megazpp.parallel.launch import RankInfo, loopback_store
 from megazpp.parallel.roll_call import call_roll, show_once, tell
 
@@ -92,3 +94,26 @@ def test_failed_ranks_error_is_printed_once_on_each_host(wrong, capfd, monkeypat
     assert lines[0].startswith("[alpha] ")
     assert lines[1].startswith("[beta] ")
     assert all(line.endswith("--lr 0x is wrong") for line in lines)
+
+
+def test_first_rank_of_a_host_says_whom_it_waits_for_and_where(monkeypatch, capsys):
+    monkeypatch.setattr(worker, "WAIT_SECONDS", 0.05)
+    monkeypatch.setenv("MASTER_ADDR", "alpha")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.delenv(LAUNCHER_PID, raising=False)
+    for rank, local_rank, seconds, said in (
+        (0, 0, 0.5, "s for the other 3 rank(s) to connect to alpha:29500 and goes on waiting."),
+        (2, 0, 0.5, "s for rank 0 at alpha:29500 and goes on waiting."),
+        (3, 1, 0.2, ""),
+        (2, 0, 0.0, ""),
+    ):
+        place = RankInfo(started=True, world_size=4, rank=rank, local_rank=local_rank)
+        with worker._say_whom_it_waits_for(place):
+            time.sleep(seconds)
+        text = capsys.readouterr().err
+        assert text.startswith(f"rank {rank} on {socket.gethostname()} has waited 0.05 ") == bool(said)
+        assert said in text
+    monkeypatch.setenv(LAUNCHER_PID, "1")  # all ranks are on one machine
+    with worker._say_whom_it_waits_for(RankInfo(started=True, world_size=4)):
+        time.sleep(0.2)
+    assert capsys.readouterr().err == ""

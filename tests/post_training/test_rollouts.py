@@ -27,6 +27,7 @@ from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.rewards import RewardFunction
 from megazpp.post_training.rollouts import RolloutLoader
 from megazpp.post_training.sampler import PolicySampler
+from megazpp.training.objective import StopRequested
 from megazpp.training.setup import ShardedModel
 from megazpp.zero.config import ZeroConfig
 
@@ -106,6 +107,30 @@ def step_without_rewards(case: PostCase) -> str:
     with pytest.raises(ValueError, match="evens: None for all 8 completions of iteration 1") as error:
         loader.step(0, BATCH)
     return str(error.value)
+
+
+def give_up_generations(case: PostCase) -> None:
+    loader = open_loader(case)
+    for allowed in range(7):  # draws a batch twice, then looks back in micro-batches
+        calls = iter(range(100))
+
+        def give_up(calls: Iterator[int] = calls, allowed: int = allowed) -> None:
+            if next(calls) == allowed:
+                raise StopRequested("SIGTERM")
+
+        loader.sampler.give_up = give_up
+        if allowed == 6:
+            assert loader.step(0, BATCH)
+            assert next(calls) == 6
+            return
+        with pytest.raises(StopRequested, match="SIGTERM"):
+            loader.step(0, BATCH)
+        assert loader.tensors() == {}
+
+
+def test_generation_is_given_up_between_its_batches():
+    post = dataclasses.replace(PPO, rollouts_at_once=4)
+    ranks(1).run(give_up_generations, PostCase(post=post, micro_batch_size=2))
 
 
 def test_generation_without_any_reward_stops_the_run():

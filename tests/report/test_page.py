@@ -25,6 +25,16 @@ def data_of(html: str) -> dict[str, Any]:
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)[1])
 
 
+def test_numbers_of_any_size_make_a_page(tmp_path):
+    for at, value in enumerate((10**400, -(10**18), math.inf, math.nan, None, "x", [], True, 1e308)):
+        for name in ("iteration", "steps", "lm_loss", "consumed_samples", "tp_bytes", "peak_memory_bytes"):
+            folder = tmp_path / f"{at}-{name}"
+            summary = {"iteration": 2, "unigram_entropy": 1.0, name: value}
+            validation = [{"iteration": 2, "lm_loss": 6.0, name: value}]
+            make_run(folder, [row(2), {**row(4), name: value}], validation=validation, summary=summary)
+            assert "</html>" in report_html(read_runs([folder]), NOW)
+
+
 def varied(row: dict[str, Any], i: int) -> dict[str, Any]:
     """Return `row` with values that depend on `i`, except the bytes sent inside a node."""
     changing = ("tokens_per_second", "grad_norm", "learning_rate", "cross_bytes", "peak_memory_bytes")

@@ -1,5 +1,7 @@
 """Test reading of run folders: complete, cut short and damaged ones; other folders are rejected."""
 
+import math
+
 import pytest
 from helpers.refusals import not_refused
 from helpers.run_folders import make_run, row
@@ -51,6 +53,10 @@ def test_damaged_files_are_left_out_with_a_note(tmp_path):
     assert run.notes[0].startswith("metrics.jsonl: 1 line(s) are cut or damaged")
     noted = [note.split()[0] for note in run.notes[1:]]
     assert noted == ["not-finite-2.json", "topology.json", "args.json", "summary.json"]
+    (tmp_path / "null").mkdir()
+    (tmp_path / "null" / "metrics.jsonl").write_text('{"iteration": 2, "lm_loss": null}\n{"iteration": 4}\n')
+    first, second = read_runs([tmp_path / "null"])[0].rows
+    assert (math.isnan(first["lm_loss"]), "lm_loss" in second) == (True, False)
     folder = make_run(tmp_path / "other", [row(2)], tail='{"iter\n\x00\x00\n[1]\n{"iteration": "3"}\n')
     assert read_runs([folder])[0].notes[0].startswith("metrics.jsonl: 4 line(s) are cut or damaged")
 

@@ -103,18 +103,20 @@ def test_unwritable_log_file_is_reported_once_and_ends_nothing():
     assert out.getvalue().startswith("warning: /dev/full: No space left on device; no more lines are written to it")
 
 
-def test_restart_appends_metrics_after_a_cut_line_and_nan_is_allowed(tmp_path):
+def test_restart_appends_metrics_after_a_cut_line_and_writes_nan_as_null(tmp_path):
     file = tmp_path / "metrics.jsonl"
     for iteration in (1, 2):
         RunFolder(tmp_path).append(file.name, {"iteration": iteration})
     with file.open("a") as out:
         out.write('{"iterat')
-    RunFolder(tmp_path).append(file.name, {"lm_loss": math.nan, "grad_norm": math.inf})
+    RunFolder(tmp_path).append(
+        file.name, {"lm_loss": math.nan, "grad_norm": math.inf, "by": {"layer": [1.0, -math.inf]}}
+    )
     *lines, last = file.read_text().splitlines()
     assert lines == ['{"iteration": 1}', '{"iteration": 2}', '{"iterat']
-    record = json.loads(last)
-    assert math.isnan(record["lm_loss"])
-    assert record["grad_norm"] == math.inf
+    assert last == '{"lm_loss": null, "grad_norm": null, "by": {"layer": [1.0, null]}}'
+    RunFolder(tmp_path).write_json("summary.json", {"test_loss": math.nan})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"test_loss": None}
 
 
 def test_run_folder_is_locked_by_one_job_until_it_ends(tmp_path, monkeypatch):

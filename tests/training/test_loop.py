@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.pretended_run import Run
+from helpers.pretended_run import FakeLoader, Run
 from helpers.ranks import ranks
 from helpers.training import Case, dims_on_ranks
 
@@ -17,6 +17,7 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.training import loop
 from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.loop import StopConditions, StopConfig
+from megazpp.training.objective import StopRequested
 
 
 def test_steps_get_consecutive_samples_and_logs_follow_the_interval():
@@ -64,6 +65,23 @@ def test_exit_interval_logs_the_last_step_and_observers_see_all_steps():
     assert run.observed == [(1, 1), (2, 1), (3, 1), (4, 1)]
     complete = Run([1.0] * 8, log_interval=100, exit_interval=4, start=TrainingProgress(4, 8, 8, 4)).progress
     assert (complete.iteration, complete.stop_reason) == (8, None)
+
+
+def test_step_whose_samples_are_given_up_is_not_taken_and_the_one_before_is_saved(monkeypatch):
+    load = FakeLoader.step
+    for at, saved in ((1, []), (2, [1]), (5, [3, 4])):
+
+        def step(loader: Any, consumed: int, size: int, at: int = at) -> Any:
+            if consumed == 2 * (at - 1):
+                raise StopRequested("SIGTERM")
+            return load(loader, consumed, size)
+
+        monkeypatch.setattr(FakeLoader, "step", step)
+        events: list[str] = []
+        run = Run([1.0] * 8, events=events, log_interval=100, eval_interval=100)
+        assert (run.progress.iteration, run.progress.stop_reason) == (at - 1, "SIGTERM")
+        assert [event for event in events if event.startswith("save")] == [f"save {number}" for number in saved]
+        assert [record["iteration"] for record in run.tracker.records] == [at - 1] * (at > 1)
 
 
 @pytest.mark.parametrize(("consumed", "steps"), [(6, 2), (7, 1), (8, 1), (9, 0), (10, 0), (12, 0)])
