@@ -32,7 +32,7 @@ from megazpp.model.gpt import GPTModel
 from megazpp.model.layer_parts import SharedGenerator
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.worker import seed_everything
-from megazpp.tensor_parallel.parameters import seed_for
+from megazpp.tensor_parallel.parameters import model_state, seed_for
 from megazpp.zero.sharding import Sharding
 
 
@@ -74,8 +74,7 @@ class Weights(StatePart):
         self._model, self._sharding = model, sharding
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        parameters = {name: parameter.detach() for name, parameter in self._model.named_parameters()}
-        return {**parameters, **dict(self._model.named_buffers())}
+        return {name: tensor.detach() for name, tensor in model_state(self._model).items()}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers themselves. A scalar head that the checkpoint lacks is left out."""

@@ -101,7 +101,7 @@ def convert(
     if kind == "megazpp":
         model, record = open_checkpoint(source, config.ckpt_step, opener, merge=not config.keep_adapters)
     else:
-        model = open_megatron(source, config.ckpt_step) if kind == "megatron" else open_model(source)
+        model = open_megatron(source, config.ckpt_step) if kind == "megatron" else open_model(source, adapter=adapter)
     if adapter is not None:
         model = opener.merge(model, adapter)
     if record is None:
@@ -204,6 +204,8 @@ def bring_in(model: Model, target: Path, given: TokenizerConfig, say: Callable[[
         given: flags of the tokenizer; empty flags use the tokenizer of the model.
         say: function that prints a line.
     """
+    for line in model.notes:
+        say(f"note: {line}")
     # ---- tokenizer
     found = given if names_tokenizer(given) else model.tokenizer
     found = dataclasses.replace(found, add_special_tokens=given.add_special_tokens, eos_token=given.eos_token)

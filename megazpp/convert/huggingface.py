@@ -44,19 +44,24 @@ from megazpp.model.config import GPTConfig
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # transformers takes the first
 FILE_BYTES = 5 * 10**9  # the size limit of one file, as in transformers
+ADAPTER, SHARDS = "adapter_config.json", "shard-*-model-*-of-*.safetensors"  # files that from_pretrained uses too
 _SCORE, _CLASSIFIER = "score.weight", "ForSequenceClassification"
 Architecture = Gpt2 | Relative
 ARCHITECTURES: dict[str, Architecture] = {each.model_type: each for each in (Gpt2(), *RELATIVES, *MIXTURES)}
 
 
-def open_model(folder: Path) -> Model:
+def open_model(folder: Path, *, adapter: Path | None = None) -> Model:
     """Open the model of a folder; its weights are read later, when a conversion needs them.
 
     The exception is an output matrix that should be tied to the embedding but is stored too: both are compared now.
 
+    Args:
+        folder: folder of the model.
+        adapter: folder of an adapter that the caller merges into the model, or None.
     Raises:
         ValueError: a file is missing or damaged, or the model is not supported.
     """
+    _check_alone(folder, adapter)
     settings = _read_config(folder)
     architecture = ARCHITECTURES[settings.text("model_type")]
     settings.absent("quantization_config", "per_layer_config")
@@ -86,7 +91,25 @@ def open_model(folder: Path) -> Model:
     assert length is not None
     tensors = join_all(pieces, tensors, shapes, str(folder))
     found = Model(config, rows, tensors, length, find_tokenizer(folder))
-    return found._replace(origin=str(folder.resolve()), score_pad=settings.values.get("pad_token_id"))
+    asked, stored = settings.values.get("dtype"), str(found.dtype).removeprefix("torch.")
+    rounds = f"{CONFIG} asks for {asked}, to which from_pretrained rounds; the weights are kept in {stored}"
+    notes = () if asked in (None, stored) else (rounds,)
+    origin, score_pad = str(folder.resolve()), settings.values.get("pad_token_id")
+    return found._replace(origin=origin, score_pad=score_pad, notes=notes)
+
+
+def _check_alone(folder: Path, adapter: Path | None) -> None:
+    """Raise ValueError if `from_pretrained` would use more of a folder than config.json and the weights."""
+    if (folder / ADAPTER).is_file() and (adapter is None or adapter.resolve() != folder.resolve()):
+        raise ValueError(
+            f"{folder} also holds an adapter ({ADAPTER}), which from_pretrained applies to the weights: --adapter "
+            f"{folder} merges it; to convert the weights alone, move the files of the adapter to another folder"
+        )
+    if any(folder.glob(SHARDS)):
+        raise ValueError(
+            f"{folder} also holds a distributed checkpoint ({SHARDS}), which from_pretrained loads in place of the "
+            "other files; save the model again with save_pretrained, or move these files to another folder"
+        )
 
 
 def _read_config(folder: Path) -> Settings:

@@ -19,6 +19,7 @@ from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel.parameters import model_state
 
 WORDS, OUTPUT, HEAD = "embedding.word.weight", "output.weight", "scalar_head.weight"
 
@@ -61,6 +62,7 @@ class Model(NamedTuple):
         padded: True if rows beyond the tokenizer's vocabulary are padding.
         origin: Hugging Face folder with these weights, or None.
         score_pad: padding token of a reward model, whose score is at the last other token; None for the last token.
+        notes: differences from the other program's model, for the user.
     """
 
     config: GPTConfig
@@ -72,6 +74,7 @@ class Model(NamedTuple):
     padded: bool = False
     origin: str | None = None
     score_pad: int | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,7 +131,7 @@ def model_shapes(
             model = GPTModel(unpadded, vocab_size=rows, tp=MeshAxis("tp"), scalar_head=scalar_head)
     except (ValueError, RuntimeError, TypeError, OverflowError) as error:  # torch raises these for absurd sizes
         raise ValueError(f"{where} describes no model: {str(error).splitlines()[0]}") from error
-    return {name: tuple(tensor.shape) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    return {name: tuple(tensor.shape) for name, tensor in model_state(model).items()}
 
 
 def checked_model(config: GPTConfig, tensors: Mapping[str, Deferred], where: str) -> Model:
@@ -256,6 +259,9 @@ def split_all(pieces: Mapping[str, ForeignTensors], ours: Mapping[str, Deferred]
     """Return the other format's tensors; each is cut out of one of our tensors when it is read.
 
     A tensor of ours is read once if its parts are read in order.
+
+    Raises:
+        ValueError: the other format has no place for a tensor of ours.
     """
 
     last: list[tuple[Deferred, torch.Tensor]] = []  # the tensor of ours that was read last
@@ -268,6 +274,8 @@ def split_all(pieces: Mapping[str, ForeignTensors], ours: Mapping[str, Deferred]
             last.clear()
         return parts[index].contiguous()
 
+    if lost := sorted(ours.keys() - pieces.keys()):
+        raise ValueError(f"the other format has no place for {', '.join(lost)}")
     found = {}
     for name, piece in pieces.items():
         entry = ours[name]

@@ -140,7 +140,9 @@ class GPTConfig:
         needs="--moe-router-score-function sigmoid",
     )
     moe_router_bias_update_rate: float = flag(
-        1e-3, "change of each expert's bias per optimizer step", needs="--moe-router-enable-expert-bias"
+        1e-3,
+        "change of each expert's bias per optimizer step; 0 keeps the biases",
+        needs="--moe-router-enable-expert-bias",
     )
     moe_router_load_balancing_type: Literal["seq_aux_loss", "none"] = flag(
         "seq_aux_loss",

@@ -74,7 +74,7 @@ class Router(nn.Module):
     Attributes:
         expert_bias: [E] fp32, added to the scores for the choice only; the factors of the outputs come from the scores.
             `update_expert_bias_` changes it once per optimizer step. None without --moe-router-enable-expert-bias.
-        bias_update_rate: change of each element of `expert_bias` per optimizer step.
+        bias_update_rate: change of each element of `expert_bias` per optimizer step; 0 for a constant bias.
     """
 
     expert_bias: torch.Tensor | None
@@ -231,8 +231,12 @@ class Router(nn.Module):
 
 
 def biased_routers(model: nn.Module) -> list[Router]:
-    """Return the routers of `model` that have an expert bias."""
-    return [module for module in model.modules() if isinstance(module, Router) and module.expert_bias is not None]
+    """Return the routers of `model` whose expert bias changes with each step.
+
+    A bias is constant if its update rate is 0. It is also constant in a frozen model, which registers no buffers.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router) and module.bias_update_rate > 0.0]
+    return [router for router in routers if any(name == "expert_bias" for name, _ in router.named_buffers())]
 
 
 @torch.no_grad()

@@ -136,7 +136,7 @@ def load_frozen_model(
     units = freeze(*parts, device=place.device, dtype=dtype, bits=bits, trained=trained)
     load.fill_buffers(model, place.device)
     with place.dims.counter.paused():
-        return model, units, load.checksum(place.axis)
+        return model, units, load.checksum()
 
 
 def load_streamed_model(

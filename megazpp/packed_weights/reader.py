@@ -20,9 +20,9 @@ from megazpp.checkpoint.weights import WeightOpener, check_weights
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
-from megazpp.tensor_parallel.parameters import ParameterSpec, owned_parameters, seed_for
+from megazpp.tensor_parallel.parameters import ParameterSpec, model_state, owned_parameters, seed_for
 
-_INTEGERS = {2: torch.int16, 4: torch.int32}  # integer dtype by bytes per element
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by bytes per element
 _PIECE = 1 << 18  # largest number of elements per step of the checksum (but at least one row)
 
 
@@ -98,7 +98,7 @@ class WeightReader:
         check_same_vocabulary(record, vocab_size, checkpoint)
         place.say(f" loading weights from {checkpoint}")
         raise_on_all_ranks(files, lambda: verify_files(checkpoint, rank=files.rank, num_ranks=files.size))
-        self._reader, self._tp, self._sum = opener.open(checkpoint, record, files), model.tp, 0
+        self._reader, self._tp, self._axis, self._sum = opener.open(checkpoint, record, files), model.tp, place.axis, 0
         # compare names and shapes
         parts = {
             name: (tuple(getattr(module, attribute).shape), spec)
@@ -109,7 +109,10 @@ class WeightReader:
             MODEL + name: tuple(size * (self._tp.size if dim == _split(spec) else 1) for dim, size in enumerate(part))
             for name, (part, spec) in parts.items()
         }
-        shapes |= {MODEL + name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
+        whole = {
+            name: x for name, x in model_state(model).items() if name not in parts and not trained(name)
+        }  # buffers
+        shapes |= {MODEL + name: tuple(x.shape) for name, x in whole.items()}
         padded = {MODEL + name for name, (_, spec) in parts.items() if spec.rows is not None}
         self._parts, saved = parts, raise_on_all_ranks(files, self._reader.tensors)
         check_weights(saved, shapes, padded, record, checkpoint, any_head=True)
@@ -138,21 +141,27 @@ class WeightReader:
         return found
 
     def fill_buffers(self, model: GPTModel, device: torch.device) -> None:
-        """Load the model's buffers from the checkpoint, on `device`. They are not part of the checksum."""
-        for prefix, module in model.named_modules():
-            for attribute, _ in module.named_buffers(recurse=False):
-                setattr(module, attribute, self._reader.read_whole(f"{MODEL}{prefix}.{attribute}").to(device))
+        """Load the model's buffers from the checkpoint, on `device`, and add them to the checksum.
 
-    def checksum(self, *axes: MeshAxis) -> str:
+        Like frozen weights, they become plain tensors. Training therefore neither fills, changes nor saves them.
+        """
+        for prefix, module in model.named_modules():
+            for attribute, buffer in list(module.named_buffers(recurse=False)):
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                whole = self._reader.read_whole(MODEL + name)
+                delattr(module, attribute)
+                setattr(module, attribute, whole.to(device, buffer.dtype))
+                if self._tp.rank == self._axis.rank == 0:  # every rank reads the same values
+                    self._sum += sum_of_bits(name, whole, (0, 0), whole.shape)
+
+    def checksum(self) -> str:
         """Return the checksum of the weights: 16 hexadecimal digits that do not depend on the layout.
 
-        Call it on all ranks of `axes` and tp, after they have read every row of every parameter once.
-
-        Args:
-            *axes: axes over which the reading of rows was divided, other than tp.
+        Call it on all ranks, after the ranks of the frozen models' axis together have read every row of every parameter
+        once, and each has called `fill_buffers`.
         """
         total = torch.tensor([wrapped(self._sum)], dtype=torch.int64)
-        for axis in (*axes, self._tp):
+        for axis in (self._axis, self._tp):
             on = torch.device("cuda" if axis.timeline.device_type == "cuda" and axis.size > 1 else "cpu")
             total = axis.all_reduce_(total.to(on)).cpu()
         return spell_checksum(int(total))
@@ -165,12 +174,12 @@ def sum_of_bits(name: str, box: torch.Tensor, offsets: Sequence[int], whole: Seq
 
     Args:
         name: name of the parameter.
-        box: part of the tensor, [rows] or [rows, columns] in fp32, bf16 or fp16, on the CPU.
+        box: part of the tensor, a scalar, [rows] or [rows, columns], on the CPU.
         offsets: index of the part's first element in the whole tensor, one number per dimension.
         whole: shape of the whole tensor.
     """
     columns, first = (whole[1], offsets[1]) if box.dim() > 1 else (1, 0)
-    rows = box if box.dim() > 1 else box.unsqueeze(1)
+    rows = box if box.dim() > 1 else box.reshape(-1, 1)
     place = torch.arange(first, first + rows.shape[1]) + seed_for(name, seed=0)
     total, begin = 0, offsets[0]
     for part in rows.split(max(_PIECE // rows.shape[1], 1)):

@@ -144,6 +144,11 @@ class PostTrainingConfig:
         None, "amount subtracted from the reward of completions that reached the token limit", needs=PPO
     )
     whiten_rewards: bool = flag(False, "scale the rewards of tokens to variance 1 over the whole rollout", needs=PPO)
+    update_expert_bias: bool = flag(
+        False,
+        "move the biases of experts by --moe-router-bias-update-rate in each step, as pretraining does; by default "
+        "they are constant, as in transformers",
+    )
     eval_on_start: bool = flag(False, "also evaluate before the first step")
     log_completions: int = flag(
         2, "prompts of a generation whose completions go to the log and to completions.jsonl; 0 for none", needs=DRAWN

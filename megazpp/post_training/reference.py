@@ -36,7 +36,7 @@ from megazpp.parallel.dims import raise_on_all_ranks
 from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.data import PreferenceDataset, make_pair_batch
 from megazpp.post_training.objectives import Logps, TokenHead, scores
-from megazpp.tensor_parallel.parameters import local
+from megazpp.tensor_parallel.parameters import local, model_state
 from megazpp.training.setup import ModelSpec, ShardedModel
 
 CHUNK = 2048  # pairs between two writes
@@ -101,7 +101,7 @@ class SyncedModel(FrozenModel, StatePart):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         self.built.sharding.reshard()
-        return {name: parameter.detach() for name, parameter in self.built.model.named_parameters()}
+        return {name: tensor.detach() for name, tensor in model_state(self.built.model).items()}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
         return self.tensors()
@@ -110,7 +110,8 @@ class SyncedModel(FrozenModel, StatePart):
         """Mix a share `alpha` of the policy's weights into the reference."""
         for each in (self.built, self._policy):
             each.sharding.reshard()  # so that the parameters are shards
-        mix_(self.built.model.parameters(), self._policy.model.parameters(), alpha)
+        own, new = (model_state(each.model).values() for each in (self.built, self._policy))
+        mix_(own, new, alpha)
 
 
 @torch.no_grad()

@@ -102,6 +102,8 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         raise ValueError(f"--diloco-steps {steps} is for pretraining, not --objective {post.objective}")
     if config.model.num_experts is not None:
         _check_experts(config, configs)
+    if post.update_expert_bias and not config.model.moe_router_enable_expert_bias:
+        raise ValueError("--update-expert-bias: this model has no biases of experts (--moe-router-enable-expert-bias)")
     if config.data.mock_data or config.data.text_path:
         raise ValueError("--text-path and --mock-data are for pretraining: give JSON lines or Parquet (--data-path)")
     if form.packing and post.objective != "sft":
@@ -153,6 +155,8 @@ def _check_experts(config: RunConfig, configs: PostConfigs) -> None:
             f"--expert-model-parallel-size {ep} with --objective {post.objective}: data ranks end their completions at "
             "different times, but experts on other ranks need all of them; use --expert-model-parallel-size 1"
         )
+    if post.update_expert_bias and configs.lora.lora_r is not None:
+        raise ValueError(f"--update-expert-bias: with --lora-r {configs.lora.lora_r} the base is frozen")
     if post.rollout_graphs:
         experts = f"--num-experts {config.model.num_experts}"
         raise ValueError(f"--rollout-graphs with {experts}: a CUDA graph cannot hold products whose sizes vary")
@@ -288,6 +292,11 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
         if value != 0.0 and parsed.origins.get(name) == COMMAND_LINE:
             raise ValueError(f"{spelling(config.model, name)} {value}: post-training does not use dropout")
     values |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": form.max_length}
+    if not post.update_expert_bias:
+        if parsed.origins.get("moe_router_bias_update_rate") == COMMAND_LINE:
+            rate = f"--moe-router-bias-update-rate {config.model.moe_router_bias_update_rate}"
+            raise ValueError(f"{rate} needs --update-expert-bias: post-training keeps the biases of experts by default")
+        values["moe_router_bias_update_rate"] = 0.0
 
     def filled(part: Any) -> Any:
         names = {field.name for field in dataclasses.fields(part)}

@@ -123,6 +123,15 @@ class _Locals(torch.autograd.Function):
         ])  # fmt: skip
 
 
+def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return all tensors that belong to a model, by name: its parameters, then its buffers.
+
+    This is the only list of a model's state. Whatever copies, fills, saves, loads, mixes, sums or converts a model uses
+    it, so that buffers, such as the biases of experts, are nowhere left out.
+    """
+    return dict((*model.named_parameters(), *model.named_buffers()))
+
+
 def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, ParameterSpec]]:
     """Yield the name, the owning module, the attribute name and the specification of each parameter of `model`.
 

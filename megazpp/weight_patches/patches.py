@@ -24,7 +24,7 @@ from megazpp.base.files import renamed_when_done
 from megazpp.base.flags import check_positive, flag
 from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.convert.huggingface import choose_architecture
-from megazpp.convert.model import OUTPUT, WORDS, held
+from megazpp.convert.model import HEAD, OUTPUT, WORDS, held
 from megazpp.convert.safetensors_file import write_tensors
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
@@ -91,7 +91,8 @@ class WeightPatches:
             for name, new in self._weights():
                 if not anchor:
                     old = self._last[name]
-                    indices = (new.view(torch.int16) != old.view(torch.int16)).flatten().nonzero()[:, 0].int()
+                    bits = torch.int16 if new.itemsize == 2 else torch.int32
+                    indices = (new.view(bits) != old.view(bits)).flatten().nonzero()[:, 0].int()
                     found |= {f"{name}.indices": indices, f"{name}.values": new.flatten()[indices]}
                 self._last[name] = new
         self._step = step
@@ -104,16 +105,28 @@ class WeightPatches:
                 write_tensors(unfinished, {name: held(tensor) for name, tensor in tensors.items()}, about)
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gather the weights unit by unit on all ranks, and on rank 0 yield each with its Hugging Face name."""
+        """Gather the weights unit by unit on all ranks, and on rank 0 yield each with its Hugging Face name.
+
+        Buffers, which every rank holds whole, follow the weights in their own dtype.
+        """
         for unit in self._sharding.units:
             with unit.unsharded() as weights:
                 for entry, weight in zip(unit.parameters, weights, strict=True):
-                    whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-                    if self._dims.world.rank == 0 and entry.name in self._pieces:
-                        piece = self._pieces[entry.name]
-                        rows = whole[: self._model.vocab_size] if entry.name in (WORDS, OUTPUT) else whole
-                        for name, part in zip(piece.theirs, piece.split(rows), strict=True):
-                            yield name, part.detach().cpu().clone(memory_format=torch.contiguous_format)
+                    yield from self._as_theirs(entry.name, weight)
+        for name, buffer in self._model.named_buffers():
+            yield from self._as_theirs(name, buffer)
+
+    def _as_theirs(self, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield one of our tensors as Hugging Face's tensors, on rank 0; a scalar head is left out.
+
+        All ranks call this, because a DTensor is gathered.
+        """
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if self._dims.world.rank == 0 and name != HEAD:
+            rows = whole[: self._model.vocab_size] if name in (WORDS, OUTPUT) else whole
+            piece = self._pieces[name]
+            for theirs, part in zip(piece.theirs, piece.split(rows), strict=True):
+                yield theirs, part.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def check_patches(config: GPTConfig, precision: PrecisionConfig, wire: CommPlan) -> None:

@@ -21,6 +21,8 @@ from post_train import main
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megazpp.checkpoint.read import LoadSource
+from megazpp.convert.huggingface import open_model
+from megazpp.convert.native import open_checkpoint
 from megazpp.features import FEATURES
 from megazpp.inference.sample import SampleConfig
 from megazpp.post_training.setup import EXTRA, find_start, post_configs
@@ -362,6 +364,34 @@ def test_training_of_experts_resumes_bit_for_bit(home, experts, name, flags):
         assert straight[0]["lm_loss"] == LN_2
 
 
+def biases(folder: Path) -> list[torch.Tensor]:
+    model = open_checkpoint(folder, None)[0]
+    return [entry.read() for name, entry in model.tensors.items() if name.endswith(".expert_bias")]
+
+
+def test_biases_of_experts_are_constant_and_lora_runs_can_be_used(home):
+    """GLM's architecture: SFT keeps the biases unless a flag moves them, and adapters are merged and exported."""
+    style = "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --num-experts 4"
+    router = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1"
+    shared = "--moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16 --untie-embeddings-and-output-weights"
+    pretrained = MODEL.replace("--save base", "--save biased")
+    tool(home, "../pretrain_gpt", f"{pretrained} {style} {router} {shared}")
+    before = biases(home / "biased")
+    assert all(bias.abs().max() >= 0.1 for bias in before)
+    for name, flags, moves in (("kept", "", False), ("moved", "--update-expert-bias", True)):
+        post_train(home, name, f"{SFT} --train-iters 2 {flags}", load="biased")
+        assert all(torch.equal(*pair) != moves for pair in zip(biases(home / name), before, strict=True)), name
+    # a LoRA run
+    post_train(home, "biased-lora", f"{SFT} --train-iters 2 --lora-r 2", load="biased")
+    tool(home, "generate", "--load biased-lora --prompt Say --sample-tokens 2")
+    for name, flags in (("merged", "--to megazpp"), ("exported", ""), ("parts", "--keep-adapters")):
+        tool(home, "convert_checkpoint", f"--input biased-lora --output biased-{name} {flags}")
+    opened = [open_checkpoint(home / "biased-merged", None)[0], open_model(home / "biased-exported")]
+    for model in (*opened, open_model(home / "biased-parts")):
+        found = [entry.read() for name, entry in model.tensors.items() if name.endswith(".expert_bias")]
+        assert all(torch.equal(*pair) for pair in zip(found, before, strict=True))
+
+
 def test_texts_of_experts_do_not_depend_on_layout_and_place_of_the_weights(home, experts):
     said = {
         tool(home, "generate", f"--load {experts} --prompt Say --temperature 0 --sample-tokens 8 {flags}")
@@ -391,6 +421,7 @@ def test_flags_that_experts_do_not_support_are_rejected(home, experts):
         --objective grpo --expert-model-parallel-size 2 | --expert-model-parallel-size 2 with --objective grpo: data
         --objective ppo --expert-model-parallel-size 2 | --expert-model-parallel-size 2 with --objective ppo: data
         --objective sft --lora-r 2 --expert-model-parallel-size 2 | --expert-model-parallel-size 2 with --lora-r 2
+        --objective sft --update-expert-bias | --update-expert-bias: this model has no biases of experts
         --objective sft --lora-r 2 --lora-target-modules all-linear | all-linear with --num-experts 4: only attention
         --objective grpo --reward-funcs a:b --rollout-graphs | --rollout-graphs with --num-experts 4
     """

@@ -1,5 +1,6 @@
 """Test weight patches: an anchor file plus the patches after it equals each step's weights, bit for bit."""
 
+import dataclasses
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from helpers.ranks import ranks
 from helpers.refusals import not_refused
 from helpers.small_run import ROOT, SMALL, check
 from helpers.tiers import slow
-from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step
+from helpers.training import BIASED_STYLE, GPT2_STYLE, LLAMA_STYLE, Case, build_step
 from safetensors.torch import load_file
 
 from megazpp.checkpoint.metadata import TrainingProgress
@@ -21,7 +22,12 @@ from megazpp.weight_patches.patches import WeightPatches
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 LOSSLESS = ZeroConfig(zeropp=True, zero_weight_delta="lossless")
+GLM = dataclasses.replace(BIASED_STYLE, moe_shared_expert_intermediate_size=20, moe_aux_loss_coeff=0.0)
 Bits = dict[str, torch.Tensor]
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)
 
 
 def train(case: Case, folder: Path, restart_after: int) -> list[Bits]:
@@ -34,9 +40,10 @@ def train(case: Case, folder: Path, restart_after: int) -> list[Bits]:
         step(case.batches(index, dims), learning_rate=1e-3, weight_decay=0.01)
         patches.after_step(TrainingProgress(iteration=index + 1), last=False)
         ours = {name: p.full_tensor().detach().bfloat16() for name, p in step.model.named_parameters()}
+        ours |= {name: buffer.clone() for name, buffer in step.model.named_buffers()}  # fp32, as in transformers
         ours |= {name: ours[name][: step.model.vocab_size] for name in (WORDS, OUTPUT) if name in ours}
         theirs = split_all(pieces, {name: held(tensor) for name, tensor in ours.items()})
-        expected.append({name: entry.read().view(torch.int16) for name, entry in theirs.items()})
+        expected.append({name: bits_of(entry.read()) for name, entry in theirs.items()})
     return expected
 
 
@@ -53,13 +60,14 @@ def follow(folder: Path, steps: int) -> list[Bits]:
             for name, weight in weights.items():
                 assert changes[f"{name}.indices"].dtype == torch.int32
                 weight.view(-1)[changes[f"{name}.indices"]] = changes[f"{name}.values"]
-        found.append({name: weight.view(torch.int16).clone() for name, weight in weights.items()})
+        found.append({name: bits_of(weight).clone() for name, weight in weights.items()})
     return found
 
 
 CASES: list[Any] = [
     (2, {"nodes": 2, "zero": LOSSLESS, "model": LLAMA_STYLE}),
     slow(4, {"nodes": 2, "tp": 2, "zero": LOSSLESS, "model": GPT2_STYLE, "micro_batches": 2}),
+    (2, {"zero": ZeroConfig(), "model": GLM}),
     slow(4, {"tp": 2, "zero": ZeroConfig(), "model": LLAMA_STYLE}),
 ]
 

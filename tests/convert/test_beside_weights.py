@@ -1,0 +1,60 @@
+"""Test Hugging Face folders of which `from_pretrained` uses more than the weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.hf_models import TOKENS, convert_folder, make_model, our_logits, save
+
+from megazpp.convert.huggingface import open_model
+from megazpp.convert.native import open_checkpoint
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+
+def add_adapter(folder: Path) -> torch.Tensor:
+    """Add an adapter to a folder with a model, and return the logits of `from_pretrained`, which applies it."""
+    torch.manual_seed(0)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    peft.get_peft_model(base, config).save_pretrained(folder)
+    both = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return both(TOKENS).logits
+
+
+def test_adapter_beside_the_weights_is_refused_or_merged(tmp_path):
+    folder = save(make_model("llama"), tmp_path / "base")
+    alone, expected = our_logits(open_model(folder)), add_adapter(folder)
+    assert (expected - alone).abs().max() > 0.01
+    with pytest.raises(ValueError, match=f"adapter_config.json.*--adapter {folder} merges it"):
+        convert_folder(folder, tmp_path / "refused")
+    with pytest.raises(ValueError, match="also holds an adapter"):  # another adapter than the one beside the weights
+        open_model(folder, adapter=tmp_path)
+    merged = convert_folder(folder, tmp_path / "merged", adapter=str(folder))
+    torch.testing.assert_close(our_logits(open_checkpoint(merged, None)[0]), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("adapter_config.json", {"peft_type": "PROMPT_TUNING"}, "also holds an adapter"),
+        ("shard-00000-model-00001-of-00002.safetensors", {}, "also holds a distributed checkpoint"),
+    ],
+)
+def test_files_that_change_the_loaded_model_are_refused(tmp_path, name, content, message):
+    folder = save(make_model("llama"), tmp_path / "base")
+    (folder / name).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        open_model(folder)
+
+
+def test_note_names_a_dtype_to_which_from_pretrained_would_round(tmp_path):
+    folder = save(make_model("llama"), tmp_path / "base")
+    assert open_model(folder).notes == ()
+    values = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(values))
+    assert "bfloat16" in open_model(folder).notes[0]
+    assert open_model(folder).dtype == torch.float32
