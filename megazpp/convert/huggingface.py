@@ -137,7 +137,8 @@ def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> 
         token_ids: entries of config.json about special tokens.
     """
     architecture, scores = choose_architecture(model.config), HEAD in model.tensors
-    tensors = to_files(architecture, split_all(_pieces(architecture, model.config, scores=scores), model.tensors))
+    kept = {name: entry for name, entry in model.tensors.items() if not (scores and name == OUTPUT)}
+    tensors = to_files(architecture, split_all(_pieces(architecture, model.config, scores=scores), kept))
     hub = import_package("huggingface_hub", "a Hugging Face folder")
     files = hub.split_state_dict_into_shards_factory(
         tensors,

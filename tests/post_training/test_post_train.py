@@ -374,10 +374,10 @@ def test_biases_of_experts_are_constant_and_lora_runs_can_be_used(home):
     style = "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --num-experts 4"
     router = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1"
     shared = "--moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16 --untie-embeddings-and-output-weights"
-    pretrained = MODEL.replace("--save base", "--save biased")
+    pretrained = MODEL.replace("--save base", "--save biased").replace("--train-iters 2", "--train-iters 3")
     tool(home, "../pretrain_gpt", f"{pretrained} {style} {router} {shared}")
     before = biases(home / "biased")
-    assert all(bias.abs().max() >= 0.1 for bias in before)
+    assert all(bias.any() for bias in before)
     for name, flags, moves in (("kept", "", False), ("moved", "--update-expert-bias", True)):
         post_train(home, name, f"{SFT} --train-iters 2 {flags}", load="biased")
         assert all(torch.equal(*pair) != moves for pair in zip(biases(home / name), before, strict=True)), name
