@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Results must equal the reference bit for bit, so -ffast-math and fused multiply-adds are off.
 FLAGS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -28,33 +28,30 @@ SECONDS = 120  # timeout; a compilation takes about a second, but every rank of 
 
 
 class CLibraryError(Exception):
-    """Raised or returned if a library is not available; the message says why, for the log's table of back ends."""
+    """Raised if a library cannot be compiled or loaded."""
 
 
 class CLibrary(NamedTuple):
-    """A loaded library, and the compiler that built it, such as "gcc 12.2.0"."""
+    """A C library of this machine, which may be missing.
 
-    functions: ctypes.CDLL
-    compiler: str
+    Attributes:
+        functions: the loaded `ctypes.CDLL`; None if the library is missing.
+        compiler: the compiler that built it, such as "gcc 12.2.0".
+        missing: reason why the library is missing, for the log's table of back ends; "" if it is loaded.
+    """
+
+    functions: Any = None
+    compiler: str = ""
+    missing: str = ""
 
 
 @cache
-def find_c_library(source: Path) -> CLibrary | CLibraryError:
-    """Return the library of `source`, or the error that explains why it is not available.
-
-    Each source is compiled and loaded once per process.
-    """
+def find_c_library(source: Path) -> CLibrary:
+    """Return the library of `source`, or why it is missing. It is compiled and loaded once per process."""
     try:
         return load_c_library(source)
     except CLibraryError as error:
-        return error
-
-
-def functions_of(library: CLibrary | CLibraryError) -> ctypes.CDLL:
-    """Return the functions of a result of `find_c_library`, or raise the error if it is one."""
-    if isinstance(library, CLibraryError):
-        raise library
-    return library.functions
+        return CLibrary(missing=str(error))
 
 
 def load_c_library(source: Path) -> CLibrary:

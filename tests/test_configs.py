@@ -12,6 +12,7 @@ import torch
 from megazpp.diloco.config import DilocoPlan
 from megazpp.features import FEATURES
 from megazpp.model.gpt import GPTModel
+from megazpp.model.layer_parts import LayerSettings
 from megazpp.parallel.axis import MeshAxis
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.variants import for_planning
@@ -76,9 +77,9 @@ def test_shipped_config_passes_every_check_with_and_without_local_steps():
 def dry_build(name: str, tp: MeshAxis) -> int:
     """Count the parameters on one rank of `tp` of the model that the config describes, without allocating them."""
     config = read(name).config
-    parallel = {"tp": tp, "sequence_parallel": config.parallel.sequence_parallel}
+    settings = LayerSettings(tp=tp, sequence_parallel=config.parallel.sequence_parallel)
     with torch.device("meta"):
-        model = GPTModel(config.model, vocab_size=config.tokenizer.vocab_size, **parallel)
+        model = GPTModel(config.model, settings, vocab_size=config.tokenizer.vocab_size)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

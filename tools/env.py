@@ -26,9 +26,8 @@ import megazpp
 from megazpp.base.files import cache_folder
 from megazpp.base.program import aligned, flags_of, launched_rank, program
 from megazpp.kernels.block_quant import backend, native
-from megazpp.kernels.c_library import CLibraryError
 from megazpp.optim.apex import check_apex
-from megazpp.optim.optimizer import OptimizerConfig, optimizer_backends
+from megazpp.optim.build import OptimizerConfig, optimizer_backends
 from megazpp.parallel.host_discovery import describe_host
 from megazpp.parallel.launch import device_type
 from megazpp.topology.hosts import cluster_from_hosts
@@ -141,7 +140,7 @@ def back_ends() -> Section:
     found = {"device": f"{device}, collectives by {'nccl' if device == 'cuda' else 'gloo'}"}
     found |= {piece: f"{implementation} ({why})" for piece, implementation, why in rows}
     library = native.library()
-    found["C library"] = f"no: {library}" if isinstance(library, CLibraryError) else f"compiled by {library.compiler}"
+    found["C library"] = f"no: {library.missing}" if library.missing else f"compiled by {library.compiler}"
     found["cache"] = str(cache_folder())
     return found
 
@@ -167,7 +166,7 @@ def missing() -> Section:
     for name, use in (dict.fromkeys(REQUIRED, "needed") | OPTIONAL).items():
         if name not in unneeded and _version(name) is None:
             found[name] = f"{use}: pip install {name}"
-    if isinstance(native.library(), CLibraryError):
+    if native.library().missing:
         found["C compiler"] = "needed for fast block quantization on the CPU: apt install gcc, or conda install gcc"
     return found
 

@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 import megazpp.kernels.blend_order.native as native
 import megazpp.kernels.blend_order.reference as reference
-from megazpp.kernels.c_library import CLibraryError
 
 __all__ = ["MOST_DATASETS", "blend_order"]
 
@@ -44,10 +43,10 @@ def blend_order(
     assert 0 < len(weights) <= MOST_DATASETS, f"{len(weights)} datasets"
     shares, at_once, how = np.array(weights) / np.sum(weights), _AT_ONCE, ""
     planner: native.NativePlanner | reference.PythonPlanner
-    try:
+    if missing := native.library().missing:
+        planner, at_once, how = reference.PythonPlanner(shares), _AT_ONCE // 16, f" in Python ({missing})"
+    else:
         planner = native.NativePlanner(shares)
-    except CLibraryError as error:
-        planner, at_once, how = reference.PythonPlanner(shares), _AT_ONCE // 16, f" in Python ({error})"
     datasets, numbers = np.empty(num_samples, dtype=np.int16), np.empty(num_samples, dtype=np.int64)
     started = said = clock()
     for first in range(0, num_samples, at_once):

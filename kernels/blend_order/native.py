@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megazpp.kernels.c_library import find_c_library, functions_of
+from megazpp.kernels.c_library import find_c_library
 
 library = partial(find_c_library, Path(__file__).with_name("native.c"))
 AT_ONCE = 16  # equal to AT_ONCE in native.c
@@ -32,16 +32,14 @@ class _Plan(Structure):
 
 
 class NativePlanner:
-    """Plans the samples of a blend in their order.
+    """Plans the samples of a blend in their order. It needs the library.
 
     Args:
         shares: [D] shares of the datasets, with sum 1.
-    Raises:
-        CLibraryError: there is no C compiler.
     """
 
     def __init__(self, shares: npt.NDArray[np.float64]) -> None:
-        self._function = functions_of(library()).megazpp_blend_order
+        self._function = library().functions.megazpp_blend_order
         distinct, starts, members = _groups_of(shares)
         size = len(distinct)
         own: tuple[npt.NDArray[Any], ...] = (distinct, np.zeros(size), starts, members, np.zeros(size, dtype=np.int32))

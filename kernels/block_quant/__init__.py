@@ -32,7 +32,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 import megazpp.kernels.block_quant.native as native
 import megazpp.kernels.block_quant.reference as reference
 from megazpp.kernels.block_quant.range_table import Feedback, RangeTable, range_table, rescale_
-from megazpp.kernels.c_library import CLibraryError
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 TRITON: ModuleType | None = importlib.import_module("megazpp.kernels.block_quant.triton") if HAS_TRITON else None
@@ -181,8 +180,8 @@ def backend(device_type: str) -> tuple[str, str, str]:
     piece = "block quantization"
     if device_type == "cpu":
         library = native.library()
-        if isinstance(library, CLibraryError):
-            return piece, "the reference in torch", f"{library}; compiled C is 3 to 11 times as fast"
+        if library.missing:
+            return piece, "the reference in torch", f"{library.missing}; compiled C is 3 to 11 times as fast"
         return piece, f"C, compiled by {library.compiler}", "CPU tensors"
     if device_type == "cuda" and TRITON is not None:
         return piece, f"Triton {TRITON.VERSION}", "CUDA tensors"
@@ -197,7 +196,7 @@ def _implementation(tensor: Tensor) -> ModuleType | None:
     if isinstance(tensor, FakeTensor):
         return None
     if device_type == "cpu":
-        return reference if isinstance(native.library(), CLibraryError) else native
+        return reference if native.library().missing else native
     if device_type != "cuda" or TRITON is None:
         backend(device_type)  # raises the error that says which package is missing
     return TRITON

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megazpp.kernels.block_quant.range_table import Feedback, RangeTable
-from megazpp.kernels.c_library import find_c_library, functions_of
+from megazpp.kernels.c_library import find_c_library
 
 library = partial(find_c_library, Path(__file__).with_name("native.c"))
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -29,7 +29,7 @@ def pack(
     beta: float = 0.0,
 ) -> None:
     """Pack rows x [A, B, n] into messages [A, B, M]; see `megazpp.kernels.block_quant.pack`."""
-    functions_of(library()).megazpp_pack(
+    library().functions.megazpp_pack(
         byref(_Shape(1, *x.shape[:2])),
         byref(_table(table)),
         byref(_data(x)),
@@ -44,7 +44,7 @@ def pack(
 
 def unpack_sum(messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool) -> None:
     """Unpack messages [K, A, B, M] and sum them over K into out [A, B, n]; see `reference.unpack_sum`."""
-    functions_of(library()).megazpp_unpack_sum(
+    library().functions.megazpp_unpack_sum(
         byref(_Shape(messages.shape[0], *out.shape[:2])),
         byref(_table(table)),
         byref(_messages(messages)),

@@ -26,7 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import megazpp.kernels.weight_delta.native as native
 import megazpp.kernels.weight_delta.reference as reference
-from megazpp.kernels.c_library import CLibraryError
 from megazpp.kernels.formats import align
 from megazpp.kernels.weight_delta.reference import BLOCK, EXPONENTS
 
@@ -131,7 +130,7 @@ def _implementation(tensor: Tensor) -> ModuleType | None:
     if isinstance(tensor, FakeTensor) or tensor.numel() == 0:
         return None
     if tensor.device.type == "cpu":
-        return reference if isinstance(native.library(), CLibraryError) else native
+        return reference if native.library().missing else native
     if TRITON is None:
         raise ValueError(f"weight deltas of {tensor.device.type} tensors need Triton: pip install triton")
     return TRITON

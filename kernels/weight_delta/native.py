@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megazpp.kernels.c_library import find_c_library, functions_of
+from megazpp.kernels.c_library import find_c_library
 
 library = partial(find_c_library, Path(__file__).with_name("native.c"))
 
@@ -21,11 +21,11 @@ def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor
     """Encode the difference between old and new weights; see `reference.encode`."""
     data, table = ([c_void_p(x.data_ptr()) for x in group] for group in ((new, old), (kinds, halves, body)))
     size, capacity, fp16 = c_int64(len(new)), c_int64(len(body)), c_int64(new.dtype == torch.float16)
-    functions_of(library()).megazpp_encode(*data, size, fp16, *table, capacity, c_void_p(numbers.data_ptr()))
+    library().functions.megazpp_encode(*data, size, fp16, *table, capacity, c_void_p(numbers.data_ptr()))
 
 
 def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None:
     """Turn old weights into new ones, in place; see `reference.decode`."""
     places = [c_void_p(x.data_ptr()) for x in (kinds, halves, body)]
     size, capacity, fp16 = c_int64(len(weights)), c_int64(len(body)), c_int64(weights.dtype == torch.float16)
-    functions_of(library()).megazpp_decode(*places, capacity, size, fp16, c_void_p(weights.data_ptr()))
+    library().functions.megazpp_decode(*places, capacity, size, fp16, c_void_p(weights.data_ptr()))

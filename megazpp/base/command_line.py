@@ -417,7 +417,7 @@ def _add_flag(
     parts = _parts(hint)
     optional = types.NoneType in parts
     if kinds := next((typing.get_args(part) for part in parts if typing.get_origin(part) is tuple), None):
-        parts = _parts(kinds[0])  # a command line always yields a tuple, also for `int | tuple[int, ...]`
+        parts = _parts(kinds[0])
         settings["nargs"] = spec.nargs or ("+" if kinds[-1] is ... else len(kinds))
     if bool in parts:
         settings["action"] = _OffSwitch if default is False else argparse.BooleanOptionalAction

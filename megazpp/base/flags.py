@@ -4,8 +4,7 @@ A config is a frozen dataclass whose fields are created by `flag()`. It is defin
 
 - One field is one flag. The field `micro_batch_size` is the flag `--micro-batch-size`.
 - The annotation is the type: `int`, `float`, `str`, `bool`, `Literal[...]`, `int | Literal["auto"]` or
-  `tuple[int, ...]`, each optionally with `| None`. With `int | tuple[int, ...]`, Python code may pass one int as
-  well.
+  `tuple[int, ...]`, each optionally with `| None`.
 - A bool has the two flags `--name` and `--no-name`.
 - A field that may be None accepts the word `none`, so that the command line can undo a flag file.
 - Floats are finite, and ints fit in 64 bits.

@@ -24,13 +24,13 @@ from megazpp.base.program import GIGA, user_errors
 from megazpp.checkpoint.checksums import SummingWriter, write_checksums, write_durably
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD, CheckpointFolder, kept_iterations, write_tokenizer
-from megazpp.checkpoint.metadata import CheckpointMetadata, TrainingProgress
+from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.checkpoint.read import CheckpointReader, LoadSource, Resumed, Verified, verify
 from megazpp.checkpoint.state import TrainState
-from megazpp.optim.schedule import Schedule
+from megazpp.optim.schedule import Schedule, TrainingProgress
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import raise_on_all_ranks
-from megazpp.parallel.worker import threads_on
+from megazpp.parallel.host import threads_on
 
 # torch 2.11 and 2.12 close a stager after its first copy, so each save needs a new stager and allocates new memory
 STAGER_IS_REUSABLE = TorchVersion(torch.__version__) >= TorchVersion("2.13")
@@ -83,14 +83,13 @@ class Checkpoints:
     ) -> None:
         self._config, self._state, self._record, self._axis, self._say = config, state, record, axis, say
         self._folder, self._tokenizer = folder, tokenizer
-        self._saved: int | None = None
         self._thread = threads_on(state.device, 1, "checkpoint") if config.async_save else None
         on_gpu = state.device.type == "cuda"
         self._staging = StagingOptions(
             use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
         )
         self._stager: DefaultStager | None = None
-        self._writing: Future[str] | None = None
+        self._writing: Future[None] | None = None
 
     def check_space(self) -> None:
         """Raise a ValueError on all ranks if the disk of --save has too little space for a checkpoint."""
@@ -123,32 +122,52 @@ class Checkpoints:
         resumed = reader.read(verified, schedule)
         self._record = dataclasses.replace(self._record, schedule=resumed.schedule.state_dict())
         folder, iteration = self._folder, resumed.progress.iteration
-        if folder is not None and folder.of(iteration).resolve() == verified.path.resolve():
-            self._saved = iteration
-            if verified.source.iteration is not None:  # a later restart must also resume from this iteration
-                raise_on_all_ranks(self._axis, lambda: folder.track(iteration) if self._axis.rank == 0 else None)
+        own = folder is not None and folder.of(iteration).resolve() == verified.path.resolve()
+        if folder is not None and own and verified.source.iteration is not None:
+            # a later restart must also resume from this iteration
+            raise_on_all_ranks(self._axis, lambda: folder.track(iteration) if self._axis.rank == 0 else None)
         return resumed
 
-    def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
-        """Save a checkpoint if one is due (see `due`), and report an asynchronous save that has completed.
+    def save(self, progress: TrainingProgress) -> None:
+        """Write a checkpoint of the current state to the folder of --save, in the background with --async-save.
 
-        Args:
-            progress: progress after the step.
-            last: True if the run ends after this step.
+        Raises:
+            UserError: the checkpoint, or with --async-save the one before it, could not be written.
         """
-        if self._writing is not None and self._writing.done():
-            self._finish_writing()
-        if self._folder is not None and self.due(progress.iteration, last=last):
-            self._save(self._folder, progress)
+        # wait for the previous save, because only one save is written at a time
+        started, folder = time.perf_counter(), self._folder
+        assert folder is not None, "a save needs --save"
+        self._finish_writing()
+        # collect the tensors and the metadata
+        config, iteration = self._config, progress.iteration
+        self._say(f"saving checkpoint at iteration {iteration:7d} to {folder.path}")
+        tensors = self._state.tensors(optimizer=config.save_optim, rng=config.save_rng)
+        saved = {"has_optimizer": config.save_optim, "has_rng": config.save_rng} | self._state.values.state_dict()
+        record = dataclasses.replace(self._record, progress=progress, **saved)
 
-    def due(self, iteration: int, *, last: bool) -> bool:
-        """Return True if `after_step` will save a checkpoint of this iteration.
+        def write(tensors: Mapping[str, torch.Tensor]) -> None:
+            self._say(
+                write_checkpoint(
+                    record,
+                    tensors,
+                    folder,
+                    self._axis,
+                    keep_last=config.keep_last,
+                    retain_interval=config.save_retain_interval,
+                    tokenizer=self._tokenizer,
+                )
+            )
 
-        A save is due every --save-interval iterations and after the last step, but only once per iteration.
-        """
-        interval = self._config.save_interval
-        due = last or (interval is not None and iteration % interval == 0)
-        return due and self._folder is not None and iteration != self._saved
+        # write now, or copy the tensors and write in the thread
+        if self._thread is None:
+            with user_errors():
+                write(tensors)
+            return
+        self._writing = self._thread.submit(write, self._stage(tensors))
+        self._say(
+            f"  scheduled an async checkpoint save at iteration {iteration:7d} to {folder.path}"
+            f" | training waited {time.perf_counter() - started:.3f} s"
+        )
 
     def rewind(self) -> TrainingProgress:
         """Load the latest checkpoint of the --save folder into the state, and return its progress.
@@ -176,41 +195,6 @@ class Checkpoints:
         if self._folder is not None:
             self._folder.unlock()
 
-    def _save(self, folder: CheckpointFolder, progress: TrainingProgress) -> None:
-        """Write a checkpoint of the current state, in the background with --async-save."""
-        # wait for the previous save, because only one save is written at a time
-        started = time.perf_counter()
-        self._finish_writing()
-        # collect the tensors and the metadata
-        config, iteration = self._config, progress.iteration
-        self._say(f"saving checkpoint at iteration {iteration:7d} to {folder.path}")
-        tensors = self._state.tensors(optimizer=config.save_optim, rng=config.save_rng)
-        saved = {"has_optimizer": config.save_optim, "has_rng": config.save_rng} | self._state.values.state_dict()
-        record = dataclasses.replace(self._record, progress=progress, **saved)
-
-        def write(tensors: Mapping[str, torch.Tensor]) -> str:
-            return write_checkpoint(
-                record,
-                tensors,
-                folder,
-                self._axis,
-                keep_last=config.keep_last,
-                retain_interval=config.save_retain_interval,
-                tokenizer=self._tokenizer,
-            )
-
-        # write now, or copy the tensors and write in the thread
-        self._saved = iteration
-        if self._thread is None:
-            with user_errors():
-                self._say(write(tensors))
-            return
-        self._writing = self._thread.submit(write, self._stage(tensors))
-        self._say(
-            f"  scheduled an async checkpoint save at iteration {iteration:7d} to {folder.path}"
-            f" | training waited {time.perf_counter() - started:.3f} s"
-        )
-
     def _stage(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Copy the tensors to host memory and return the copies. Blocks until all copies are complete."""
         if self._stager is None or not STAGER_IS_REUSABLE:
@@ -220,11 +204,11 @@ class Checkpoints:
         return copies
 
     def _finish_writing(self) -> None:
-        """Wait for the asynchronous save, if there is one, and print its result. Raise its error if it failed."""
+        """Wait for the asynchronous save, if there is one, and raise its error if it failed."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             with user_errors():
-                self._say(writing.result())
+                writing.result()
 
 
 def write_checkpoint(

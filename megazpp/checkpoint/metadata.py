@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megazpp.base.files import DamagedError, read_small_file
 from megazpp.base.flags import shown, wrong_types
@@ -22,29 +22,10 @@ from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD, iteration_of
 from megazpp.data.identity import data_changes, same_sources, what_follows
 from megazpp.model.config import GPTConfig
-from megazpp.optim.schedule import Schedule
+from megazpp.optim.schedule import Schedule, TrainingProgress
 
 FORMAT = 2  # version of run.json
 MOST = 2**60  # largest number of samples or steps; sums of larger ones would not fit in 64 bits
-
-
-class TrainingProgress(NamedTuple):
-    """The progress of training, from which a resumed run continues.
-
-    Attributes:
-        iteration: number of completed steps, including skipped ones.
-        consumed_samples: number of samples in these steps.
-        scheduled_samples: position in the learning-rate schedule, in samples. Skipped steps do not advance it. A run
-            with --train-iters that resumes with another global batch size rescales it, see `schedule_ratio`.
-        micro_batches: number of micro-batches that one rank has processed in all steps.
-        stop_reason: reason why the loop ended before its last iteration; None if it did not.
-    """
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    scheduled_samples: int = 0
-    micro_batches: int = 0
-    stop_reason: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,8 @@ from megazpp.model.gpt import GPTModel
 from megazpp.model.layer_parts import SharedGenerator
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.worker import seed_everything
-from megazpp.tensor_parallel.parameters import model_state, seed_for
+from megazpp.tensor_parallel.initialize import seed_for
+from megazpp.tensor_parallel.parameters import model_state
 from megazpp.zero.sharding import Sharding
 
 
@@ -60,7 +61,7 @@ def training_parts(
         Moments(model, optimizer),
         ErrorFeedback(sharding, dims, values),
         SecondaryPartition(sharding),
-        RandomGenerators(model.shared_generator, next(model.parameters()).device, dims, seed=seed),
+        RandomGenerators(model.settings.generator, next(model.parameters()).device, dims, seed=seed),
     ]
 
 

@@ -25,7 +25,6 @@ from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD, TRACKER, CheckpointFolder
 from megazpp.checkpoint.metadata import (
     CheckpointMetadata,
-    TrainingProgress,
     agreed_schedule,
     batch_size_of,
     check_same_model,
@@ -42,7 +41,7 @@ from megazpp.checkpoint.state import RunValues, TrainState
 from megazpp.checkpoint.weights import WHOLE_WEIGHTS, WeightOpener, check_weights
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.loss_scale import LossScaler
-from megazpp.optim.schedule import Schedule
+from megazpp.optim.schedule import Schedule, TrainingProgress
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
 from megazpp.zero.sharding import Sharding

@@ -33,11 +33,11 @@ from typing import IO, Any
 import torch
 
 from megazpp.checkpoint.folder import TRACKER, read_tracker
-from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.convert.model import OUTPUT, WORDS, Deferred, Model, check_tensors, checked_model, fuse_qkv, model_config
 from megazpp.convert.settings import Settings
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
+from megazpp.optim.schedule import TrainingProgress
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 _TRUTHS = (  # arguments that are fields of GPTConfig

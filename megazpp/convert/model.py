@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from megazpp.base.program import errors_as
-from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.parallel.axis import MeshAxis
+from megazpp.optim.schedule import TrainingProgress
 from megazpp.tensor_parallel.parameters import model_state
 
 WORDS, OUTPUT, HEAD = "embedding.word.weight", "output.weight", "scalar_head.weight"
@@ -128,7 +127,7 @@ def model_shapes(
     unpadded = dataclasses.replace(config, make_vocab_size_divisible_by=1)
     try:
         with torch.device("meta"):
-            model = GPTModel(unpadded, vocab_size=rows, tp=MeshAxis("tp"), scalar_head=scalar_head)
+            model = GPTModel(unpadded, vocab_size=rows, scalar_head=scalar_head)
     except (ValueError, RuntimeError, TypeError, OverflowError) as error:  # torch raises these for absurd sizes
         raise ValueError(f"{where} describes no model: {str(error).splitlines()[0]}") from error
     return {name: tuple(tensor.shape) for name, tensor in model_state(model).items()}

@@ -22,8 +22,7 @@ import numpy.typing as npt
 
 from megazpp.base.program import Problems, errors_as, say
 from megazpp.data.cache import cache_key, load_or_save_arrays
-from megazpp.data.gpt_dataset import GPTDataset, Sequences
-from megazpp.data.identity import Source
+from megazpp.data.gpt_dataset import GPTDataset, Sequences, Source
 from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
 from megazpp.kernels.blend_order import MOST_DATASETS, blend_order
 

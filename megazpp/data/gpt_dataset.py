@@ -12,8 +12,6 @@ length and the seed:
 If less than 80 % of the last epoch's samples are needed, that epoch is shuffled separately and comes last. No document
 is then repeated earlier than necessary. Nothing depends on the number of ranks.
 
-`WholeText` cuts differently: it yields all tokens in order, for a test.
-
 Legend: S is seq_length.
 """
 
@@ -28,9 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megazpp.data.cache import cache_key, load_or_save_arrays
-from megazpp.data.identity import Source
 
-PADDING = -1
 _SEPARATE_BELOW = 0.80
 _COUNT_SEQUENCES = 1024
 
@@ -64,6 +60,24 @@ class Indices(NamedTuple):
     documents: np.ndarray
     samples: np.ndarray
     shuffle: np.ndarray
+
+
+class Source(NamedTuple):
+    """A dataset of a training.
+
+    Attributes:
+        name: name for messages.
+        digest: digest of the tokens.
+        share: fraction of the training samples that come from the dataset.
+        epoch: samples in one epoch of the dataset.
+        order: digest of the dataset's samples in their order.
+    """
+
+    name: str
+    digest: str
+    share: float
+    epoch: int
+    order: str
 
 
 class GPTDataset:
@@ -178,48 +192,6 @@ class GPTDataset:
             if left <= 0:
                 break
         return counts
-
-
-class WholeText:
-    """All ids of sequences in order, in windows of S + 1 ids, so that each id is predicted exactly once.
-
-    The sequences are concatenated after an eod, from which the first id is predicted. Window k holds ids k * S to
-    (k + 1) * S: the last id of a window is the first input of the next. The last window is filled with `PADDING`.
-
-    Args:
-        sequences: sequences of ids.
-        seq_length: S, the number of predicted ids of a window.
-        eod: id before the first one; None to begin without one, and not to predict the first id.
-        vocab_size: size of the vocabulary, which all ids have to be below.
-        name: name of the dataset in messages.
-    """
-
-    def __init__(self, sequences: Sequences, *, seq_length: int, eod: int | None, vocab_size: int, name: str) -> None:
-        self._sequences, self._seq_length, self._vocab_size, self._name = sequences, seq_length, vocab_size, name
-        self._before = np.array([] if eod is None else [eod], dtype=np.int64)
-        self._ends = np.cumsum(sequences.lengths, dtype=np.int64)
-        self.num_tokens = int(self._ends[-1]) + len(self._before) - 1  # predicted tokens
-        if self.num_tokens < 1:
-            raise ValueError(f"{name} has no token that could be predicted")
-
-    def __len__(self) -> int:
-        """Return the number of windows with a token to predict."""
-        return -(-self.num_tokens // self._seq_length)
-
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        """Return window `index`: [S + 1] int64. Windows beyond the last one hold `PADDING` only."""
-        start = index * self._seq_length - len(self._before)  # position in the concatenated sequences
-        stop = start + self._seq_length + 1
-        parts, at = [self._before[: max(-start, 0)]], max(start, 0)
-        sequence = int(np.searchsorted(self._ends, at, side="right"))
-        while at < stop and sequence < len(self._ends):
-            end = int(self._ends[sequence])
-            size = int(self._sequences.lengths[sequence])
-            parts.append(self._sequences.get(sequence, at - end + size, min(stop, end) - at))
-            at, sequence = max(at, min(stop, end)), sequence + 1
-        ids = np.concatenate(parts, dtype=np.int64)
-        check_vocabulary(ids, f"{self._name}: window {index}", self._vocab_size)
-        return np.pad(ids, (0, self._seq_length + 1 - len(ids)), constant_values=PADDING)
 
 
 def check_vocabulary(ids: np.ndarray, where: str, vocab_size: int) -> None:

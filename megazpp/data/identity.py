@@ -4,7 +4,7 @@ A checkpoint keeps this description in its run.json:
 
     count           number of training samples
     order           digest that is equal for equal samples in an equal order, for any `count`
-    sources         `Source` of each dataset; comparisons ignore its name
+    sources         `Source` (gpt_dataset.py) of each dataset; comparisons ignore its name
     valid, test     order and count of the held-out samples
     per_prompt      completions per prompt times the passes over them, if completions are sampled; otherwise 1
 
@@ -14,27 +14,11 @@ Digests depend on the data and not on its path, so moved files are still the sam
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+
+from megazpp.data.gpt_dataset import Source
 
 HELD_OUT = ("valid", "test")
-
-
-class Source(NamedTuple):
-    """A dataset of a training.
-
-    Attributes:
-        name: name for messages.
-        digest: digest of the tokens.
-        share: fraction of the training samples that come from the dataset.
-        epoch: samples in one epoch of the dataset.
-        order: digest of the dataset's samples in their order.
-    """
-
-    name: str
-    digest: str
-    share: float
-    epoch: int
-    order: str
 
 
 class Identified(Protocol):

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from megazpp.data.gpt_dataset import PADDING
-from megazpp.parallel.worker import threads_on
+from megazpp.parallel.host import threads_on
 
 Batch = TypeVar("Batch", bound="tuple[Any, ...]")
 
@@ -214,12 +213,6 @@ def make_micro_batch(
             offsets = is_start.flatten().nonzero().flatten()
             starts = torch.cat([offsets, offsets.new_tensor([tokens.numel()])]).to(torch.int32)
     return MicroBatch(tokens, labels, loss_mask, positions.contiguous(), starts)
-
-
-def make_padded_batch(samples: torch.Tensor, **options: Any) -> MicroBatch:
-    """Make a micro-batch of samples that may hold `PADDING`, which has no loss; options as of `make_micro_batch`."""
-    batch = make_micro_batch(samples.clamp(min=0), **options)
-    return batch._replace(loss_mask=batch.loss_mask * (samples[:, 1:] != PADDING))
 
 
 def check_eod(eod: int | None, **flags: bool) -> None:

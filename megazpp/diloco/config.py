@@ -13,8 +13,10 @@ from megazpp.base.flags import check_below_one, check_not_negative, check_positi
 from megazpp.kernels.formats import BlockFormat
 from megazpp.run.arguments import FeatureConfig
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import local_domains, numbers
-from megazpp.zero.config import DIFFERENCE_BLOCK, GRADIENT_BLOCK, ZeroConfig, block_format
+from megazpp.topology.layout import local_domains
+from megazpp.topology.plan import numbers
+from megazpp.zero.config import ZeroConfig
+from megazpp.zero.plan import DIFFERENCE_BLOCK, GRADIENT_BLOCK, block_format
 
 T = TypeVar("T")
 

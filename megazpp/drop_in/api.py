@@ -30,8 +30,9 @@ from megazpp.drop_in.writes import WatchedGather, WriteWatch
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.host_discovery import describe_host, share_survey
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import plan_layout
-from megazpp.zero.config import CommPlan, Dtypes, ZeroConfig, plan_comm
+from megazpp.topology.plan import plan_layout
+from megazpp.zero.config import CommPlan, Dtypes, ZeroConfig
+from megazpp.zero.plan import plan_comm
 from megazpp.zero.schedule import in_backward
 from megazpp.zero.sharding import use_comms
 from megazpp.zero.units import find_units

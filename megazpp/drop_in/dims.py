@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -52,7 +50,6 @@ class GuestDims(ParallelDims):
     _axis_class = GuestAxis
 
     def __init__(self, layout: Layout, mesh: DeviceMesh) -> None:
-        self._first_timeout = first_group_timeout(mesh.device_type)
         super().__init__(layout, device_type=mesh.device_type, mesh=mesh)
 
     @functools.cached_property
@@ -94,10 +91,7 @@ class GuestDims(ParallelDims):
         options = None if backend else axis_options(axis, self.layout, NcclConfig())
         if options is None:
             backend = backend or dist.get_backend()  # an explicit back end prevents reuse of the default group
-        elif self._first_timeout is not None:
-            options._timeout = self._first_timeout
-        groups = list(self.layout.axis_groups(axis))
-        return make_group(groups, name, options, backend=backend, timeout=self._first_timeout)
+        return make_group(list(self.layout.axis_groups(axis)), name, options, backend=backend)
 
 
 def find_group(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup | None:
@@ -107,11 +101,3 @@ def find_group(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup | None:
     mine = (group for group in groups if isinstance(group, dist.ProcessGroup))
     named = (group for group in mine if group.group_desc == name)
     return next((group for group in named if tuple(dist.get_process_group_ranks(group)) == ranks), None)
-
-
-def first_group_timeout(device_type: str) -> timedelta | None:
-    """Return the default process group's timeout for collectives of tensors on this device type, None if unknown."""
-    world = dist.group.WORLD
-    assert world is not None
-    options = getattr(world._get_backend(torch.device(device_type)), "options", None)
-    return getattr(options, "_timeout", None)

@@ -27,7 +27,7 @@ from megazpp.model.gpt import GPTModel
 from megazpp.model.kv_cache import KVCache
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
-from megazpp.tensor_parallel.parameters import seed_for
+from megazpp.tensor_parallel.initialize import seed_for
 from megazpp.zero.sharding import WeightHandle
 
 LOOK_EVERY = 8  # tokens between two waits of the host for the device

@@ -18,12 +18,12 @@ import torch
 
 from megazpp.data.blend import DataSource
 from megazpp.data.dataset import DataConfig, batch_options, cache_dir, check_special_tokens, missing_ends
-from megazpp.data.gpt_dataset import PADDING, WholeText
 from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
-from megazpp.data.loader import BatchLoader, Dataset, make_padded_batch
+from megazpp.data.loader import BatchLoader, Dataset
 from megazpp.data.text import cached_indexed_dataset, check_texts, read_documents, resolve_text_paths
 from megazpp.data.token_bytes import TokenBytes
 from megazpp.data.tokenizer import Tokenizer
+from megazpp.inference.whole_text import PADDING, WholeText, make_padded_batch
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.training.metrics import validation_lines

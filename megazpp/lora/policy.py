@@ -7,6 +7,7 @@ transformers' names (peft.py).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -120,10 +121,10 @@ def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGener
             assert isinstance(linear, Linear), name
             linear.adapter = _adapter(model, linear, branches, settings, agreeing)
     if agreeing is not None:  # recomputation and checkpoints need the generator's state
-        model.shared_generator = agreeing
+        model.settings = dataclasses.replace(model.settings, generator=agreeing)
         for layer in model.layers:
             assert isinstance(layer, TransformerLayer)
-            layer.shared = agreeing
+            layer.settings = model.settings
 
 
 def _adapter(

@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megazpp.model.attention_kernels import DocumentKernel, masked_attention
+from megazpp.model.attention_kernels import masked_attention
 from megazpp.model.config import GPTConfig
 from megazpp.model.kv_cache import LayerCache
-from megazpp.model.layer_parts import HeadsNorm, Norm, mark_varying, normed, recomputed
+from megazpp.model.layer_parts import HeadsNorm, LayerSettings, Norm, mark_varying, normed, recomputed
 from megazpp.parallel.axis import MeshAxis
-from megazpp.tensor_parallel.layers import ColumnParallelLinear, Product, RowParallelLinear
+from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megazpp.tensor_parallel.regions import exchange
 
 # --use-rope-scaling: channels that turn at most LOW_TURNS times over the original context are slowed down in full,
@@ -76,40 +76,27 @@ class SelfAttention(nn.Module):
 
     Args:
         config: config of the model.
-        tp: tensor-parallel axis.
-        sequence_parallel: True if the residual stream is split along the sequence over tp.
+        settings: axes and implementations.
         output_std: standard deviation of the initial weights of the output projection.
-        cp: context-parallel axis; None for no context parallelism.
-        document_kernel: kernel for attention inside documents; None if masks are used instead.
-        product: matrix product of the linear layers; None for 16-bit products that overlap with collectives on tp.
         window: number of tokens that a token attends to, itself included; None for all earlier tokens.
     """
 
     def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        tp: MeshAxis,
-        sequence_parallel: bool,
-        output_std: float,
-        cp: MeshAxis | None = None,
-        document_kernel: DocumentKernel | None = None,
-        product: Product | None = None,
-        window: int | None = None,
+        self, config: GPTConfig, settings: LayerSettings, *, output_std: float, window: int | None = None
     ) -> None:
         super().__init__()
+        tp = settings.tp
         self.window, self.scale = window, config.attention_multiplier
-        self.cp = cp or MeshAxis("cp")
+        self.cp, self.document_kernel = settings.cp, settings.document_kernel
         self.context_parallel = self.cp.size > 1
         self.head_size = config.head_size
         self.groups = config.query_groups // tp.size
         self.queries_per_group = config.heads // config.query_groups
         self.dropout = config.attention_dropout
-        self.document_kernel = document_kernel
         self.recompute_norm, self.recompute_core = config.recomputes("layernorm"), config.recomputes("core_attn")
         rows = config.query_groups * (self.queries_per_group + 2) * self.head_size
-        split: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel, "product": product}
-        self.qkv = ColumnParallelLinear(config.hidden, rows, std=config.init_method_std, bias=config.qkv_bias, **split)
+        std = config.init_method_std
+        self.qkv = ColumnParallelLinear(config.hidden, rows, std=std, bias=config.qkv_bias, **settings.linear)
         fused = (self.queries_per_group * self.head_size, self.head_size, self.head_size)
         self.qkv.specs["weight"] = dataclasses.replace(self.qkv.specs["weight"], matrices=fused)
         self.q_norm: Norm | HeadsNorm | None = None
@@ -120,7 +107,9 @@ class SelfAttention(nn.Module):
             heads = config.heads, config.query_groups
             self.q_norm, self.k_norm = (HeadsNorm(config, count * self.head_size, tp=tp) for count in heads)
         columns = config.heads * self.head_size
-        self.proj = RowParallelLinear(columns, config.hidden, std=output_std, bias=config.linear_bias, **split)
+        self.proj = RowParallelLinear(
+            columns, config.hidden, std=output_std, bias=config.linear_bias, **settings.linear
+        )
 
     def forward(
         self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None, *, norm: Norm | None = None

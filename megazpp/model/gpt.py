@@ -22,15 +22,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from megazpp.model.attention import AttentionInputs, SelfAttention, config_angles, document_mask, window_mask
-from megazpp.model.attention_kernels import DocumentKernel, shared_mask
+from megazpp.model.attention_kernels import shared_mask
 from megazpp.model.config import GPTConfig
 from megazpp.model.kv_cache import KVCache, LayerCache
-from megazpp.model.layer_parts import MLP, Dropout, Norm, SharedGenerator, compile_layer, mark_varying
+from megazpp.model.layer_parts import MLP, Dropout, LayerSettings, Norm, compile_layer, mark_varying
 from megazpp.model.moe import MoE
 from megazpp.model.router import Kept
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.cross_entropy import linear_cross_entropy
-from megazpp.tensor_parallel.layers import Product, VocabParallelEmbedding
+from megazpp.tensor_parallel.layers import VocabParallelEmbedding
 from megazpp.tensor_parallel.parameters import ParameterSpec, local, local_parameters, places_of
 from megazpp.tensor_parallel.regions import collect_sequence, enter_region, reduce_from_region_
 
@@ -56,60 +56,26 @@ class GPTModel(nn.Module):
 
     Args:
         config: config of the model.
+        settings: axes and implementations; None for one rank.
         vocab_size: number of tokens in the vocabulary, without padding.
-        tp: tensor-parallel axis.
-        cp: context-parallel axis; None for no context parallelism.
-        ep: expert-parallel axis; None for one rank.
-        sequence_parallel: split the residual stream along the sequence over tp.
-        shared_generator: generator of the dropout masks that must be equal on all tp ranks; None without dropout.
-        document_kernel: kernel for attention inside documents; None if masks are used instead.
-        product: matrix product of the layers' linear layers; None for 16-bit products that overlap with collectives on
-            tp.
         scalar_head: add a head that computes one number per token, for reward models and for the values of PPO.
-        grouped: compute the products of all experts of a layer in one kernel.
-        compiled: compile the layers; None compiles them only if --compile is set explicitly.
-        varying_sizes: compile the layers at once for any batch size and sequence length, instead of once for each of
-            the first few sizes.
     """
 
     def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        vocab_size: int,
-        tp: MeshAxis,
-        cp: MeshAxis | None = None,
-        ep: MeshAxis | None = None,
-        sequence_parallel: bool = False,
-        shared_generator: SharedGenerator | None = None,
-        document_kernel: DocumentKernel | None = None,
-        product: Product | None = None,
-        scalar_head: bool = False,
-        grouped: bool = False,
-        compiled: bool | None = None,
-        varying_sizes: bool = False,
+        self, config: GPTConfig, settings: LayerSettings | None = None, *, vocab_size: int, scalar_head: bool = False
     ) -> None:
         super().__init__()
-        self.config, self.vocab_size, self.tp, self.cp = config, vocab_size, tp, cp or MeshAxis("cp")
-        self.document_kernel = document_kernel
-        self.compiled = config.compile is True if compiled is None else compiled
-        self.sequence_parallel = sequence_parallel and tp.size > 1
-        self.context_parallel = self.cp.size > 1
-        # without sequence parallelism all tp ranks hold the same residual stream and need the same dropout masks
-        shared = shared_generator if tp.size > 1 and not self.sequence_parallel else None
-        self.shared_generator = shared
-        self.embedding = Embedding(config, vocab_size, tp, self.sequence_parallel, shared)
-        parts = (tp, self.cp, self.sequence_parallel, shared, document_kernel, product, self.compiled, varying_sizes)
-        mixture = functools.partial(MoE, cp=self.cp, ep=ep or MeshAxis("ep"), grouped=grouped, compiled=self.compiled)
+        self.config, self.vocab_size = config, vocab_size
+        self.settings = settings = (settings or LayerSettings()).used_by(config)
+        self.tp, self.cp, self.context_parallel = settings.tp, settings.cp, settings.cp.size > 1
+        self.embedding = Embedding(config, settings, vocab_size=vocab_size)
         self.layers = nn.ModuleList(
-            MixtureLayer(config, index, *parts, mlp=mixture)
-            if config.has_experts(index)
-            else TransformerLayer(config, index, *parts, mlp=MLP)
+            (MixtureLayer if config.has_experts(index) else TransformerLayer)(config, settings, index=index)
             for index in range(config.layers)
         )
-        self.final_norm = Norm(config, config.hidden, tp=tp, split=self.sequence_parallel)
-        self.output = None if config.tied else OutputLayer(config, vocab_size, tp)
-        self.scalar_head = ScalarHead(config, tp) if scalar_head else None
+        self.final_norm = Norm(config, config.hidden, tp=self.tp, split=settings.sequence_parallel)
+        self.output = None if config.tied else OutputLayer(config, vocab_size, self.tp)
+        self.scalar_head = ScalarHead(config, self.tp) if scalar_head else None
         kinds = [(config.has_window(index), config.rotates(index)) for index in range(config.layers)]
         self.kinds: list[tuple[bool, bool]] = kinds  # for each layer: has a window, applies rotary embeddings
 
@@ -171,7 +137,7 @@ class GPTModel(nn.Module):
                 router_losses.append(x[1])
                 x = x[0]
         x = self.final_norm(x)
-        x = enter_region(x, self.tp, sequence_parallel=self.sequence_parallel)
+        x = enter_region(x, self.tp, sequence_parallel=self.settings.sequence_parallel)
         # ---- result
         if head is not None:
             return head(self, x, self._summed(router_losses) if router_losses else None)
@@ -198,7 +164,7 @@ class GPTModel(nn.Module):
             vocab_size=self.vocab_size,
             temperature=temperature,
             with_entropy=with_entropy,
-            fuse=self.compiled,
+            fuse=bool(self.settings.compiled),
         )
         losses, entropy = self._multiplied(x, compute)
         return self._by_rows(losses), None if entropy is None else self._whole(entropy).t()
@@ -267,7 +233,8 @@ class GPTModel(nn.Module):
         counted: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> dict[tuple[bool, bool], AttentionInputs]:
         """Make the attention inputs of each kind of layer, see `kinds`; `counted` is their field of this name."""
-        rotary = config_angles(self.config, position_ids) if self.config.positions == "rope" else None
+        rotates = any(rotated for _, rotated in self.kinds)
+        rotary = config_angles(self.config, position_ids) if rotates else None
         limits = {windowed: self._limits(position_ids, starts, cache, seq, windowed) for windowed, _ in self.kinds}
         return {
             (windowed, rotated): AttentionInputs(
@@ -288,7 +255,7 @@ class GPTModel(nn.Module):
         if cache is not None:
             return cache.mask(position_ids, window), None
         window = None if window is not None and seq <= window else window
-        if self.document_kernel is not None:
+        if self.settings.document_kernel is not None:
             if window is not None and starts is None:
                 # the kernel applies the window itself; it takes each row as one document
                 starts = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=device)
@@ -312,49 +279,27 @@ class TransformerLayer(nn.Module):
 
     Args:
         config: config of the model.
+        settings: axes and implementations.
         index: index of the layer, from 0.
-        tp: tensor-parallel axis.
-        cp: context-parallel axis.
-        sequence_parallel: True if the residual stream is split along the sequence over tp.
-        shared: generator of dropout masks that must be equal on all tp ranks; None if masks may differ.
-        document_kernel: kernel for attention inside documents; None if masks are used instead.
-        product: matrix product of the linear layers; None for 16-bit products that overlap with collectives on tp.
-        compiled: compile the layer.
-        varying_sizes: compile it at once for any batch size and sequence length.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        index: int,
-        tp: MeshAxis,
-        cp: MeshAxis,
-        sequence_parallel: bool,
-        shared: SharedGenerator | None,
-        document_kernel: DocumentKernel | None,
-        product: Product | None,
-        compiled: bool,
-        varying_sizes: bool,
-        *,
-        mlp: Callable[..., nn.Module],
-    ) -> None:
+    mlp_class: type[nn.Module] = MLP
+
+    def __init__(self, config: GPTConfig, settings: LayerSettings, *, index: int) -> None:
         super().__init__()
         # Megatron-LM's scaled initialization: the residual stream is a sum of 2 x num_layers outputs
         output_std = config.init_method_std / math.sqrt(2.0 * config.layers)
-        self.recompute = config.recomputes_layer(index)
-        self.shared = shared
-        self.attention_norm = Norm(config, config.hidden, tp=tp, split=sequence_parallel)
-        linear: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel, "product": product}
+        self.recompute, self.settings = config.recomputes_layer(index), settings
         window = config.window if config.has_window(index) else None
-        parts: dict[str, Any] = {"cp": cp, "document_kernel": document_kernel, "window": window}
-        self.attention = SelfAttention(config, output_std=output_std, **parts, **linear)
-        self.mlp_norm = Norm(config, config.hidden, tp=tp, split=sequence_parallel)
-        self.mlp = mlp(config, output_std=output_std, **linear)
-        self.dropout = Dropout(config.hidden_dropout, shared)
+        # the order of the modules is the order of their parameters in the unit's messages
+        self.attention_norm = Norm(config, config.hidden, tp=settings.tp, split=settings.sequence_parallel)
+        self.attention = SelfAttention(config, settings, output_std=output_std, window=window)
+        self.mlp_norm = Norm(config, config.hidden, tp=settings.tp, split=settings.sequence_parallel)
+        self.mlp = self.mlp_class(config, settings, output_std=output_std)
+        self.dropout = Dropout(config.hidden_dropout, settings.generator)
         self.norm_after, self.multiplier = config.norm_after_block, config.residual_multiplier
         # Only the inner function is compiled: FSDP2's hooks and the checkpoint of full recomputation stay outside.
-        self.run = compile_layer(self._run) if compiled else self._run
-        self.tp, self.compiled, self.varying_sizes = tp, compiled, varying_sizes
+        self.run = compile_layer(self._run) if settings.compiled else self._run
 
     def forward(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> Any:
         """Run the layer on x with attention's `inputs`, with a key-value cache or with full recomputation if needed."""
@@ -364,7 +309,8 @@ class TransformerLayer(nn.Module):
             return self._run(x, inputs, cache=cache) if eager else self._marked_and_run(x, inputs, cache=cache)
         if not (self.recompute and self.training):
             return self._drawn_and_run(x, inputs)
-        contexts = noop_context_fn if self.shared is None else self.shared.checkpoint_contexts
+        shared = self.settings.generator
+        contexts = noop_context_fn if shared is None else shared.checkpoint_contexts
         return checkpoint(self._drawn_and_run, x, inputs, *self._kept(), use_reentrant=False, context_fn=contexts)
 
     def _kept(self) -> tuple[Any, ...]:
@@ -384,9 +330,9 @@ class TransformerLayer(nn.Module):
         *kept: Any,
     ) -> Any:
         """Run the layer, compiled or not; tell torch.compile first which sizes vary."""
-        if self.compiled:
+        if self.settings.compiled:
             mark_varying(inputs.document_starts, 0)  # the number of documents differs between batches
-        if self.compiled and (self.varying_sizes or cache is not None):
+        if self.settings.compiled and (self.settings.varying_sizes or cache is not None):
             inputs.mark_varying()
             for tensor in (x, *masks, *(cache.kept or () if cache is not None else ())):
                 mark_varying(tensor, 0, 1)
@@ -401,7 +347,7 @@ class TransformerLayer(nn.Module):
 
         None if the layer is not compiled, or if there is no tensor parallelism.
         """
-        return places_of(self) if self.compiled and self.tp.size > 1 else None
+        return places_of(self) if self.settings.compiled and self.settings.tp.size > 1 else None
 
     def _run(
         self, x: torch.Tensor, inputs: AttentionInputs, masks: Masks = (None, None), cache: LayerCache | None = None
@@ -429,16 +375,17 @@ class MixtureLayer(TransformerLayer):
     """
 
     mlp: MoE
+    mlp_class = MoE
 
-    def __init__(self, *parts: Any, mlp: Callable[..., MoE]) -> None:
-        super().__init__(*parts, mlp=mlp)
+    def __init__(self, config: GPTConfig, settings: LayerSettings, *, index: int) -> None:
+        super().__init__(config, settings, index=index)
         self.run = self._run
-        self.attend = compile_layer(self._attend) if self.compiled else self._attend
+        self.attend = compile_layer(self._attend) if settings.compiled else self._attend
 
     @functools.cached_property
     def places(self) -> list[tuple[dict[str, Any], str]] | None:
         """The DTensor parameters of attention; the experts are another sharding unit, gathered later."""
-        if not (self.compiled and self.tp.size > 1):
+        if not (self.settings.compiled and self.settings.tp.size > 1):
             return None
         return [*places_of(self.attention_norm), *places_of(self.attention)]
 
@@ -471,10 +418,9 @@ class Embedding(nn.Module):
     The output is [S/T, B, H] with sequence parallelism. Collectives on tp: only VocabParallelEmbedding's.
     """
 
-    def __init__(
-        self, config: GPTConfig, vocab_size: int, tp: MeshAxis, sequence_parallel: bool, shared: SharedGenerator | None
-    ) -> None:
+    def __init__(self, config: GPTConfig, settings: LayerSettings, *, vocab_size: int) -> None:
         super().__init__()
+        tp, sequence_parallel = settings.tp, settings.sequence_parallel
         self.word = VocabParallelEmbedding(
             config.padded_vocab_size(vocab_size, tp.size),
             config.hidden,
@@ -485,7 +431,7 @@ class Embedding(nn.Module):
         )
         learned = config.positions == "learned_absolute"
         self.position = PositionEmbedding(config, tp, sequence_parallel) if learned else None
-        self.dropout, self.multiplier = Dropout(config.hidden_dropout, shared), config.embedding_multiplier
+        self.dropout, self.multiplier = Dropout(config.hidden_dropout, settings.generator), config.embedding_multiplier
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         x = self.word(tokens.t())

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,15 +23,60 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megazpp.model.attention_kernels import DocumentKernel
 from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel.initialize import seed_for
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, Product, RowParallelLinear, column_parallel
-from megazpp.tensor_parallel.parameters import ParameterSpec, local, seed_for
+from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import copy_to_region, reduce_from_region_
 
 # Compiled graphs that torch may keep of the layers' common forward function. Torch's limit of 8 is too low: it needs a
 # graph for each combination of model (up to four), gradients, training mode, one row or several, and decoding.
 MOST_GRAPHS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings:
+    """Settings that all layers of a model share: mesh axes, and implementations for a device. The default is one rank.
+
+    Attributes:
+        tp: tensor-parallel axis.
+        cp: context-parallel axis.
+        ep: expert-parallel axis.
+        sequence_parallel: whether the residual stream is split along the sequence over tp.
+        generator: generator of the dropout masks that must be equal on all tp ranks; None if masks may differ.
+        document_kernel: kernel for attention inside documents; None if masks are used instead.
+        product: matrix product of the linear layers; None for 16-bit products that overlap with collectives on tp.
+        grouped: whether one grouped kernel multiplies the rows of all experts of a layer (`find_grouped_product`).
+        compiled: whether to compile the layers; None compiles them only if --compile is set explicitly.
+        varying_sizes: whether to compile the layers at once for any batch size and sequence length, instead of once for
+            each of the first few sizes.
+    """
+
+    tp: MeshAxis = field(default_factory=lambda: MeshAxis("tp"))
+    cp: MeshAxis = field(default_factory=lambda: MeshAxis("cp"))
+    ep: MeshAxis = field(default_factory=lambda: MeshAxis("ep"))
+    sequence_parallel: bool = False
+    generator: SharedGenerator | None = None
+    document_kernel: DocumentKernel | None = None
+    product: Product | None = None
+    grouped: bool = False
+    compiled: bool | None = None
+    varying_sizes: bool = False
+
+    def used_by(self, config: GPTConfig) -> LayerSettings:
+        """Return the settings in which a model of `config` uses only what it needs on these axes."""
+        # with sequence parallelism tp ranks hold different parts of the residual stream, and need different masks
+        splits = self.sequence_parallel and self.tp.size > 1
+        generator = self.generator if self.tp.size > 1 and not splits else None
+        compiled = config.compile is True if self.compiled is None else self.compiled
+        return replace(self, sequence_parallel=splits, generator=generator, compiled=compiled)
+
+    @property
+    def linear(self) -> dict[str, Any]:
+        """The arguments of column- and row-parallel layers."""
+        return {"tp": self.tp, "sequence_parallel": self.sequence_parallel, "product": self.product}
 
 
 class Norm(nn.Module):
@@ -166,22 +212,13 @@ class MLP(nn.Module):
 
     Args:
         config: config of the model.
-        tp: tensor-parallel axis.
-        sequence_parallel: True if the residual stream is split along the sequence over tp.
+        settings: axes and implementations.
         output_std: standard deviation of the initial weights of the second matrix.
-        product: matrix product of the linear layers; None for 16-bit products that overlap with collectives on tp.
         inner: feed-forward size, F; None for the config's.
     """
 
     def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        tp: MeshAxis,
-        sequence_parallel: bool,
-        output_std: float,
-        product: Product | None = None,
-        inner: int | None = None,
+        self, config: GPTConfig, settings: LayerSettings, *, output_std: float, inner: int | None = None
     ) -> None:
         super().__init__()
         self.recompute_norm, self.recompute_activation = config.recomputes("layernorm"), config.recomputes("mlp_act")
@@ -189,8 +226,7 @@ class MLP(nn.Module):
         self.gelu_approximation = "tanh" if config.openai_gelu else "none"
 
         hidden, inner, std = config.hidden, inner or config.ffn_size, config.init_method_std
-        split: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel, "product": product}
-        split["bias"] = config.linear_bias
+        split = settings.linear | {"bias": config.linear_bias}
         self.gate = ColumnParallelLinear(hidden, inner, std=std, **split) if config.swiglu else None
         self.fc1 = ColumnParallelLinear(hidden, inner, std=std, **split)
         self.fc2 = RowParallelLinear(inner, hidden, std=output_std, **split)

@@ -31,11 +31,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megazpp.model.config import GPTConfig
-from megazpp.model.layer_parts import MLP, Norm, compile_layer, mark_varying
+from megazpp.model.layer_parts import MLP, LayerSettings, Norm, compile_layer, mark_varying
 from megazpp.model.router import Kept, Router, Sizes
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.host_copy import HostCopy
-from megazpp.tensor_parallel.layers import Product
+from megazpp.parallel.host import HostCopy
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import enter_region, exchange_rows, leave_region, take_rows
 
@@ -64,10 +63,8 @@ class Experts(nn.Module):
 
     Args:
         config: shape of the model.
-        ep: expert-parallel axis.
-        grouped: whether one grouped kernel multiplies the rows of all experts (`find_grouped_product` of backends.py).
-            It needs no row counts on the host. Otherwise a loop multiplies expert by expert.
-        compiled: whether to compile the gating between the products.
+        settings: the expert-parallel axis, and the implementations. A grouped kernel needs no row counts on the host.
+            Otherwise a loop multiplies expert by expert.
         output_std: standard deviation of the initial values of `fc2`.
     """
 
@@ -75,12 +72,13 @@ class Experts(nn.Module):
     fc1: nn.Parameter
     fc2: nn.Parameter
 
-    def __init__(self, config: GPTConfig, *, ep: MeshAxis, grouped: bool, compiled: bool, output_std: float) -> None:
+    def __init__(self, config: GPTConfig, settings: LayerSettings, *, output_std: float) -> None:
         super().__init__()
+        ep = settings.ep
         assert config.num_experts is not None
         assert config.num_experts % ep.size == 0, f"{config.num_experts} experts over {ep.size} ranks"
         self.ep, self.num_experts, self.inner = ep, config.num_experts // ep.size, config.expert_ffn_size
-        self.grouped, self.gated = grouped, Gating(compiled=compiled)
+        self.grouped, self.gated = settings.grouped, Gating(compiled=bool(settings.compiled))
         self.specs = {}
         for name, std in {"gate": config.init_method_std, "fc1": config.init_method_std, "fc2": output_std}.items():
             self.register_parameter(name, nn.Parameter(torch.empty(self.num_experts * self.inner, config.hidden)))
@@ -129,43 +127,24 @@ class MoE(nn.Module):
 
     Args:
         config: shape of the model.
-        tp: tensor-parallel axis.
-        cp: context-parallel axis.
-        ep: expert-parallel axis.
-        sequence_parallel: whether activations are split along the sequence over tp outside of this layer.
-        grouped: whether one grouped kernel applies all experts; see `Experts`.
-        compiled: whether to compile the gating between the products.
+        settings: axes and implementations.
         output_std: standard deviation of the initial values of output matrices.
-        product: matrix product of the shared MLP; None for the default 16-bit product.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        tp: MeshAxis,
-        cp: MeshAxis,
-        ep: MeshAxis,
-        sequence_parallel: bool,
-        grouped: bool,
-        compiled: bool,
-        output_std: float,
-        product: Product | None = None,
-    ) -> None:
+    def __init__(self, config: GPTConfig, settings: LayerSettings, *, output_std: float) -> None:
         super().__init__()
-        self.tp, self.ep, self.sequence_parallel = tp, ep, sequence_parallel
+        tp, self.sequence_parallel = settings.tp, settings.sequence_parallel
+        self.tp, self.ep = tp, settings.ep
         self.planned_load = 1.0  # load of this rank's experts, relative to the mean, that --plan assumes
-        self.length_factor = cp.size * (tp.size if sequence_parallel else 1)
-        self.router = Router(config, tp=tp, cp=cp)
-        self.experts = Experts(config, ep=ep, grouped=grouped, compiled=compiled, output_std=output_std)
+        self.length_factor = settings.cp.size * (tp.size if self.sequence_parallel else 1)
+        self.router = Router(config, tp=tp, cp=settings.cp)
+        self.experts = Experts(config, settings, output_std=output_std)
         self.shared: MLP | None = None
         self.shared_gate: SharedGate | None = None
         if (inner := config.moe_shared_expert_intermediate_size) is not None:
-            linear: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel, "product": product}
-            self.shared = MLP(config, output_std=output_std, inner=inner, **linear)
-            self.shared_gate = (
-                SharedGate(config, tp=tp, split=sequence_parallel) if config.moe_shared_expert_gate else None
-            )
+            self.shared = MLP(config, settings, output_std=output_std, inner=inner)
+            if config.moe_shared_expert_gate:
+                self.shared_gate = SharedGate(config, tp=tp, split=self.sequence_parallel)
 
     def forward(
         self,

@@ -32,7 +32,7 @@ from megazpp.optim.muon_plan import LayerMatrix, MatrixBlock, block_cost, plan_b
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
 from megazpp.topology.layout import Layout
-from megazpp.zero.config import block_format
+from megazpp.zero.plan import block_format
 from megazpp.zero.wire import Codec, own_rows, plan_message, plan_segments
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c of Newton-Schulz's polynomial a x + b x^3 + c x^5

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 
@@ -85,6 +85,25 @@ class ScheduleConfig:
             raise ValueError(f"--weight-decay-incr-style {style} needs {needed}")
         if start is not None and end is not None and not 0.0 <= start <= end:
             raise ValueError(f"--start-weight-decay {start} is not between 0 and --end-weight-decay {end}")
+
+
+class TrainingProgress(NamedTuple):
+    """The progress of training, from which a resumed run continues.
+
+    Attributes:
+        iteration: number of completed steps, including skipped ones.
+        consumed_samples: number of samples in these steps.
+        scheduled_samples: position in the learning-rate schedule, in samples. Skipped steps do not advance it. A run
+            with --train-iters that resumes with another global batch size rescales it, see `schedule_ratio`.
+        micro_batches: number of micro-batches that one rank has processed in all steps.
+        stop_reason: reason why the loop ended before its last iteration; None if it did not.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    scheduled_samples: int = 0
+    micro_batches: int = 0
+    stop_reason: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

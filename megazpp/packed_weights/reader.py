@@ -20,7 +20,8 @@ from megazpp.checkpoint.weights import WeightOpener, check_weights
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
-from megazpp.tensor_parallel.parameters import ParameterSpec, model_state, owned_parameters, seed_for
+from megazpp.tensor_parallel.initialize import seed_for
+from megazpp.tensor_parallel.parameters import ParameterSpec, model_state, owned_parameters
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by bytes per element
 _PIECE = 1 << 18  # largest number of elements per step of the checksum (but at least one row)

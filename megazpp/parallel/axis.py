@@ -356,24 +356,19 @@ _all_to_all_operator = define_operator(
 
 
 def make_group(
-    partition: Sequence[tuple[int, ...]],
-    name: str,
-    options: Any = None,
-    *,
-    backend: str | None = None,
-    timeout: timedelta | None = None,
+    partition: Sequence[tuple[int, ...]], name: str, options: Any = None, *, backend: str | None = None
 ) -> dist.ProcessGroup:
     """Create a process group for each part of a partition of all ranks, and return the group of this rank's part.
 
-    Every rank calls this function with the same parts in the same order. Parts whose ranks do not ascend need a torch
-    whose `new_group` has the argument `sort_ranks` (2.13), see `can_order_groups`.
+    Collectives of the groups have the timeout of the default process group. Every rank calls this function with the
+    same parts in the same order. Parts whose ranks do not ascend need a torch whose `new_group` has the argument
+    `sort_ranks` (2.13), see `can_order_groups`.
 
     Args:
         partition: disjoint parts that cover all ranks. Rank i of a group is the i-th rank of its part.
         name: description of the groups, `group_desc` in torch.
         options: the back end's options for this rank's group, for instance ProcessGroupNCCL.Options.
         backend: back end of the groups; None uses the default process group's.
-        timeout: timeout of the groups' collectives. None uses the back end's default, not the default group's timeout.
     Returns:
         A new group, or the default group if this rank's part is all ranks in ascending order and neither `options` nor
         `backend` is given.
@@ -384,6 +379,9 @@ def make_group(
     assert world is not None
     if options is backend is None and mine == tuple(range(dist.get_world_size())):
         return world
+    timeout = default_timeout(world)
+    if options is not None and timeout is not None:
+        options._timeout = timeout
     if len(mine) == 1:
         # A group of one rank sends nothing, so it needs no NCCL communicator. The other ranks need not take part.
         own = "gloo" if nccl else None
@@ -398,6 +396,12 @@ def make_group(
     settings: dict[str, Any] = {"backend": backend, "timeout": timeout, "pg_options": options, "group_desc": name}
     settings |= {} if ascending else {"sort_ranks": False}
     return [dist.new_group(list(ranks), **settings) for ranks in partition][partition.index(mine)]
+
+
+def default_timeout(world: dist.ProcessGroup) -> timedelta | None:
+    """Return the timeout of the default process group's collectives, which no new group inherits; None if unknown."""
+    options = (getattr(world._get_backend(device), "options", None) for device in world._device_types)
+    return next((each._timeout for each in options if each is not None), None)
 
 
 def can_order_groups() -> bool:

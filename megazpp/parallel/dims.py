@@ -1,4 +1,4 @@
-"""Parallel degrees, the device mesh that they define, and this rank's mesh axes.
+"""The device mesh of a layout, and this rank's mesh axes.
 
 Only this file creates process groups, and drop_in/dims.py for models of other programs.
 
@@ -29,129 +29,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from megazpp.base.files import DamagedError
-from megazpp.base.flags import check_positive, flag
 from megazpp.base.program import in_words
 from megazpp.parallel.axis import (
     MeshAxis,
     TrafficCounter,
-    can_order_groups,
     make_group,
 )
 from megazpp.parallel.comm_queue import CommQueue
 from megazpp.parallel.environment import NcclConfig, axis_options, check_connections, order_launches
 from megazpp.parallel.timeline import Timeline
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout, plan_layout
+from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout
 
 T = TypeVar("T")
-# torch 2.14 made this function public. Earlier versions have only the private one.
-set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 MESH_AXES, HOPS = ("replica_group", "replicate", "shard", "tp"), ("local", "cross")
 EXPERT_NAMES = dict(zip(("tp", "local", "shard"), EXPERT_AXES, strict=True))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """Parallelism.
-
-    The degrees of tensor, context and data parallelism.
-    """
-
-    tensor_model_parallel_size: int = flag(1, "number of ranks that split the matrices of every layer", common=True)
-    pipeline_model_parallel_size: int = flag(1, "pipeline stages; only 1 is supported")
-    context_parallel_size: int = flag(
-        1,
-        "number of ranks of a node that split the tokens of every sample and exchange them for heads in attention "
-        "(Ulysses, arXiv 2309.14509); divides the data-parallel size, but not the number of parameter shards",
-    )
-    allow_cp_across_nodes: bool = flag(
-        False, "allow context-parallel groups that span nodes, whose activations then cross the network"
-    )
-    expert_model_parallel_size: int = flag(
-        1, "ranks of a node that share out the experts of each layer; divides --num-experts"
-    )
-    sequence_parallel: bool = flag(False, "split activations along the sequence between tensor-parallel regions")
-    num_distributed_optimizer_instances: int = flag(
-        1, "number of copies of the sharded model (HSDP): shard inside a copy, all-reduce gradients between copies"
-    )
-    hsdp: bool = flag(False, "keep one copy of the sharded model per node (per NVLink domain, if that is larger)")
-
-    def __post_init__(self) -> None:
-        if (size := self.pipeline_model_parallel_size) != 1:
-            raise ValueError(
-                f"--pipeline-model-parallel-size {size} is not supported; split the model by "
-                "--tensor-model-parallel-size and --zero-stage 3 (the default) instead"
-            )
-        check_positive(self, "tensor_model_parallel_size", "context_parallel_size")
-        check_positive(self, "num_distributed_optimizer_instances", "expert_model_parallel_size")
-
-
-def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, num_replica_groups: int = 1) -> Layout:
-    """Return the layout of ranks that the flags request on `cluster`.
-
-    Args:
-        config: parallel degrees.
-        cluster: nodes and ranks of the job.
-        zero_stage: ZeRO stage, 0 to 3. Stage 0 shards nothing, so every data rank is a replica.
-        num_replica_groups: number of DiLoCo's replica groups, which each train a copy of the model.
-    Raises:
-        ValueError: flags do not fit the cluster or each other, or torch is too old for the order of the ranks.
-    """
-    # A replica group of DiLoCo has one sharded copy, so flags that ask for several copies conflict with it.
-    instances, tp = config.num_distributed_optimizer_instances, config.tensor_model_parallel_size
-    copies = "--hsdp" if config.hsdp else f"--num-distributed-optimizer-instances {instances}"
-    if num_replica_groups > 1 and (config.hsdp or instances > 1 or zero_stage == 0):
-        asked = copies if config.hsdp or instances > 1 else "--zero-stage 0"
-        raise ValueError(
-            f"{asked} cannot be combined with --diloco-steps: a replica group has one copy of the model, sharded "
-            "over its ranks"
-        )
-
-    # --hsdp fixes the number of copies.
-    if config.hsdp and instances not in (1, cluster.num_local_domains):
-        raise ValueError(
-            f"--hsdp makes one copy per node ({cluster.num_local_domains} copies), but "
-            f"--num-distributed-optimizer-instances asks for {instances}; give one of the two flags"
-        )
-    if config.hsdp and tp > cluster.local_domain_size:
-        raise ValueError(
-            f"--hsdp makes one copy per node of {cluster.local_domain_size} ranks, but --tensor-model-parallel-size "
-            f"{tp} spreads a copy over several nodes"
-        )
-
-    # Stage 0 replicates the model on every data rank.
-    replicas = cluster.num_local_domains if config.hsdp else instances
-    if zero_stage == 0:
-        if replicas != 1:
-            raise ValueError(f"{copies} needs --zero-stage 1 or more: stage 0 shards nothing")
-        replicas = cluster.world_size // max(tp, 1)
-
-    # Fit the degrees onto the cluster, and check that torch can create the groups.
-    layout = plan_layout(
-        cluster,
-        tp=tp,
-        replicas=max(replicas, 1),
-        num_replica_groups=num_replica_groups,
-        cp=config.context_parallel_size,
-        cp_across=config.allow_cp_across_nodes,
-        ep=config.expert_model_parallel_size,
-    )
-    if not can_order_groups() and not layout.groups_ascend:
-        raise ValueError(
-            f"torch {torch.__version__} cannot create process groups for this placement of ranks (its new_group has no "
-            "sort_ranks); use torch 2.13 or newer, or let the launcher number the ranks node by node"
-        )
-    return layout
 
 
 class ParallelDims:
@@ -161,7 +59,6 @@ class ParallelDims:
         layout: sizes of the axes and placement of the ranks.
         device_type: "cuda" or "cpu".
         nccl: options of the NCCL process groups; None uses the defaults.
-        timeout: timeout of every collective. None uses torch's default (10 minutes on NCCL, 30 on gloo).
         threads: True runs the hops of CPU tensors in threads, where they overlap with compute. False runs each hop in
             the thread that submits it.
         mesh: existing mesh [shard] or [shard, tp], under any dimension names; None creates a mesh.
@@ -175,6 +72,7 @@ class ParallelDims:
         counter: counter of the bytes that this rank sends.
         timeline: recorder of the collectives of all axes.
         world: axis of all ranks, for logging and barriers. Its bytes count under the wire "world".
+        data_size: number of shares into which each batch's samples are split, over all replica groups.
     """
 
     _axis_class = MeshAxis
@@ -185,7 +83,6 @@ class ParallelDims:
         *,
         device_type: str,
         nccl: NcclConfig | None = None,
-        timeout: timedelta | None = None,
         threads: bool = True,
         mesh: DeviceMesh | None = None,
         dense: ParallelDims | None = None,
@@ -193,8 +90,7 @@ class ParallelDims:
         if device_type == "cuda":
             check_connections()
             order_launches(layout)
-        self.layout, self._nccl, self._threads, self._timeout = layout, nccl or NcclConfig(), threads, timeout
-        self._dense = dense
+        self.layout, self._nccl, self._threads, self._dense = layout, nccl or NcclConfig(), threads, dense
         if dense is None:
             self.counter, self.timeline = TrafficCounter(), Timeline(device_type)
         else:
@@ -213,6 +109,7 @@ class ParallelDims:
         self.tp, self.cp, self.shard, self.replicate, self.replica_group = [
             self._axis(name, self._name(name), self._group(name)) for name in AXES if name not in HOPS
         ]
+        self.data_size = layout.data
         world = tuple(range(layout.cluster.world_size))
         group = dist.group.WORLD if len(world) > 1 else None
         self.world = MeshAxis(
@@ -224,8 +121,8 @@ class ParallelDims:
         """The axes of experts' parameters on the same ranks; made on first use, on all ranks."""
         if not self.layout.has_expert_axes:
             return self
-        settings: dict[str, Any] = {"nccl": self._nccl, "timeout": self._timeout, "threads": self._threads}
-        return ParallelDims(self.layout.for_experts(), device_type=self.timeline.device_type, dense=self, **settings)
+        settings: dict[str, Any] = {"nccl": self._nccl, "threads": self._threads, "dense": self}
+        return ParallelDims(self.layout.for_experts(), device_type=self.timeline.device_type, **settings)
 
     def twin(self, axis: str, name: str) -> MeshAxis:
         """Return another axis over the ranks of `axis`, with a separate process group and queue. All ranks call this.
@@ -269,8 +166,6 @@ class ParallelDims:
             return getattr(self._dense, axis)
         rank = dist.get_rank()
         ranks = self.layout.axis_ranks(axis, rank)
-        if group is not None and self._timeout is not None:
-            set_timeout(self._timeout, group)  # a new group does not inherit the default group's timeout
         return self._axis_class(
             name,
             ranks=ranks,
@@ -337,11 +232,6 @@ class ParallelDims:
         Two ranks differ in it if they have different samples, or different tokens of the same samples (cp).
         """
         return (self.replica_group.rank * self.replicate.size + self.replicate.rank) * self.shard.size + self.shard.rank
-
-    @property
-    def data_size(self) -> int:
-        """The number of shares into which each batch's samples are split, over all replica groups."""
-        return self.layout.data
 
     def sum_over_data_(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` in place over the data ranks of this rank's replica group, which take optimizer steps together.

@@ -41,7 +41,15 @@ import torch.distributed as dist
 
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 from megazpp.base.launcher import LOOPBACK, find_address, find_launcher
-from megazpp.base.program import EXIT_ERROR, EXIT_HANG, EXIT_READER_GONE, EXIT_SECONDARY, EXIT_USER_ERROR, LAUNCHER_PID
+from megazpp.base.program import (
+    EXIT_ERROR,
+    EXIT_HANG,
+    EXIT_READER_GONE,
+    EXIT_SECONDARY,
+    EXIT_USER_ERROR,
+    LAUNCHER_PID,
+    handling,
+)
 
 POLL_SECONDS = 0.05
 # A rank whose collective breaks reports a secondary failure. The launcher then waits this long for the rank that failed
@@ -177,10 +185,8 @@ def loopback_store(port: int = 0, *, timeout: timedelta = timedelta(minutes=5)) 
     )
 
 
-def open_store(
-    place: RankInfo, timeout: timedelta, env: MutableMapping[str, str] = os.environ
-) -> tuple[dist.Store, int, int]:
-    """Open the store for the rendezvous, and return it with this worker's rank and the number of ranks.
+def open_store(place: RankInfo, timeout: timedelta, env: MutableMapping[str, str] = os.environ) -> dist.Store:
+    """Open and return the store for the rendezvous.
 
     Args:
         place: this process's place in the job.
@@ -188,11 +194,12 @@ def open_store(
         env: environment; MASTER_ADDR and MASTER_PORT are added if the launcher has left them out.
     """
     if place.world_size == 1:
-        return dist.HashStore(), 0, 1
+        return dist.HashStore()
     _set_missing_address(env)
     if place.rank == 0 and env["MASTER_ADDR"] in LOOPBACK_NAMES and env.get(AGENT_STORE) != "True":
-        return loopback_store(int(env["MASTER_PORT"]), timeout=timeout), 0, place.world_size
-    return next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+        return loopback_store(int(env["MASTER_PORT"]), timeout=timeout)
+    store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+    return store
 
 
 def store_address(env: Mapping[str, str] = os.environ) -> str:
@@ -383,12 +390,8 @@ def _passing_signals_to(workers: list[subprocess.Popen[bytes]]) -> Iterator[list
         for worker in workers:
             worker.send_signal(signum)
 
-    before = {signum: signal.signal(signum, pass_on) for signum in STOP_SIGNALS}
-    try:
+    with handling(STOP_SIGNALS, pass_on):
         yield passed
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def _ended_by(signum: signal.Signals) -> int:

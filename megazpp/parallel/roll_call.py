@@ -74,7 +74,7 @@ def report_failure(place: RankInfo, error: JobError, *, name: str) -> None:
     if place.local_rank == 0:
         error.show()
     try:
-        store, _, _ = open_store(place, timedelta(seconds=OPEN_SECONDS))
+        store = open_store(place, timedelta(seconds=OPEN_SECONDS))
         tell(store, place, error, name=name)
     except (dist.DistError, OSError, RuntimeError, ValueError):  # nobody else is there, or can be reached
         time.sleep(CLAIM_SECONDS)  # a launcher kills the first rank, which prints, as soon as another rank exits

@@ -1,4 +1,4 @@
-"""The timeline of a rank: spans of work on tracks, and the share of communication that compute hides.
+"""The timeline of a rank: spans of work on tracks.
 
 A track is a row of a trace. Its name is "compute", the name of a mesh axis ("tp", "local", "cross", "shard", ...),
 "wait" (the computing thread waits for a pending task), "files" (a write to a checkpoint's file) or "step" (a whole
@@ -7,13 +7,15 @@ optimizer step). Spans may nest and overlap, and may come from any thread.
     Timeline        passes each span to its listeners; without a listener a span costs half a microsecond
     SpanRecording   a listener that records the spans that have ended
     Activity        a listener that keeps track of the spans that are open
-    functions       how long each track was busy, and how much of that time was hidden behind other work
+
+training/spans.py computes how long each track was busy, and how much of that time was hidden behind other work.
 
 On the CPU a span is measured by two readings of the monotonic clock. On CUDA it is measured by two events on the
 current stream, so the span ends when the device finishes the work, not when the host has launched it.
 
 All times are seconds of the host's monotonic clock (CLOCK_MONOTONIC on Linux). Processes and containers of one host
-share this clock, so their spans are directly comparable. `align` puts the spans of several hosts on one clock.
+share this clock, so their spans are directly comparable. `align` in training/spans.py puts the spans of several hosts
+on one clock.
 
 FSDP2's own all-reduce between replicas (HSDP) does not use a mesh axis, so the timeline does not show it.
 """
@@ -23,14 +25,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 STEP, COMPUTE, WAIT, FILES = "step", "compute", "wait", "files"
-Interval = tuple[float, float]
 
 
 class Span(NamedTuple):
@@ -221,107 +222,3 @@ class Activity:
             spans[-1]._replace(seconds=now - self._moved[thread]) for thread, spans in list(self._open.items()) if spans
         ]
         return sorted(innermost, key=lambda doing: -doing.seconds)
-
-
-def track_seconds(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the seconds in which each track was busy.
-
-    The time of "compute" excludes the waits and blocking collectives inside it.
-    """
-    busy = {track: _busy(s for s in spans if s.track == track) for track in dict.fromkeys(s.track for s in spans)}
-    seconds = {track: total(intervals) for track, intervals in busy.items()}
-    if COMPUTE in busy:
-        seconds[COMPUTE] -= total(intersection(busy[COMPUTE], _stalls(spans)))
-    return seconds
-
-
-def hidden_shares(spans: Sequence[Span], track: str) -> tuple[float, float] | None:
-    """Return how much of a track's time was hidden by overlap, or None if the track was never busy.
-
-    Args:
-        spans: all spans of the rank.
-        track: the track to examine, usually an axis.
-    Returns:
-        Two shares of the track's time, 0 to 1. The first is hidden behind compute: the computing thread was neither
-        waiting nor in a blocking collective. The second is hidden behind any work: the thread computed, or another
-        track ran a collective.
-    """
-    busy = _busy(s for s in spans if s.track == track)
-    if not total(busy):
-        return None
-    exposed = intersection(busy, _stalls(spans))
-    elsewhere = _busy(s for s in spans if s.track not in (STEP, COMPUTE, WAIT, track))
-    seconds, alone = total(busy), total(exposed) - total(intersection(exposed, elsewhere))
-    return 1.0 - total(exposed) / seconds, 1.0 - alone / seconds
-
-
-def _stalls(spans: Sequence[Span]) -> list[Interval]:
-    """Return the intervals in which the computing thread waited or was inside a blocking collective."""
-    return _busy(s for s in spans if s.track == WAIT or (s.blocking and s.track not in (STEP, COMPUTE)))
-
-
-def _busy(spans: Iterable[Span]) -> list[Interval]:
-    """Return the intervals that at least one of the spans covers."""
-    return union((s.start_seconds, s.end_seconds) for s in spans)
-
-
-def clip(spans: Iterable[Span], start_seconds: float, end_seconds: float) -> list[Span]:
-    """Return the spans cut to the interval from `start_seconds` to `end_seconds`, without those outside it."""
-    cut = []
-    for span in spans:
-        start, end = max(span.start_seconds, start_seconds), min(span.end_seconds, end_seconds)
-        if start < end:
-            cut.append(span._replace(start_seconds=start, seconds=end - start))
-    return cut
-
-
-def align(
-    spans_by_rank: Sequence[Sequence[Span]], hosts: Sequence[str], barrier_ends: Sequence[float]
-) -> list[list[Span]]:
-    """Return the spans of all ranks on one clock.
-
-    All ranks have left the same barrier. On each host, zero is the moment when its first rank left the barrier. Spans
-    from one host stay exactly aligned. Different hosts are aligned up to a few network latencies.
-
-    Args:
-        spans_by_rank: spans of each rank, on its host's monotonic clock.
-        hosts: identifier of each rank's host, for instance its boot ID.
-        barrier_ends: moment when each rank left the barrier, on its host's monotonic clock.
-    """
-    zeros: dict[str, float] = {}
-    for host, end in zip(hosts, barrier_ends, strict=True):
-        zeros[host] = min(end, zeros.get(host, end))
-    return [
-        [span._replace(start_seconds=span.start_seconds - zeros[host]) for span in spans]
-        for host, spans in zip(hosts, spans_by_rank, strict=True)
-    ]
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge intervals that overlap or touch, and return the disjoint result sorted by start."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        elif end > start:
-            merged.append((start, end))
-    return merged
-
-
-def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Return the intervals that lie in both `a` and `b`, each sorted and disjoint as `union` returns them."""
-    shared, i, j = [], 0, 0
-    while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < end:
-            shared.append((start, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return shared
-
-
-def total(intervals: Iterable[Interval]) -> float:
-    """Return the total length in seconds of disjoint intervals."""
-    return sum(end - start for start, end in intervals)

@@ -27,7 +27,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -72,23 +71,18 @@ TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8  # M_TRIM_THRESHOLD, M_MMAP_MAX
 NEVER = 2**31 - 1  # trim threshold that is never reached
 
 
-@dataclass(frozen=True)
-class Worker:
+@dataclass(frozen=True, kw_only=True)
+class Worker(RankInfo):
     """A worker process after its process group has been initialized."""
 
     device: torch.device
-    rank: int
-    world_size: int
-    local_rank: int  # index among the ranks of the node, as the launcher numbers them
     store: dist.Store  # store of the default process group
-    timeout: timedelta  # timeout of the default process group's collectives
     watchdog: Watchdog
     restarts: int = 0  # number of times that the launcher has restarted the job
 
     def compare(self, facts: Mapping[str, str], *, name: str) -> None:
         """Raise a UserError on all ranks if facts differ between them; `name` is another one in each call."""
-        place = RankInfo(started=True, world_size=self.world_size, rank=self.rank, local_rank=self.local_rank)
-        problem = call_roll(self.store, place, facts, name=f"{name}/{self.restarts}")
+        problem = call_roll(self.store, self, facts, name=f"{name}/{self.restarts}")
         if problem is not None:
             raise UserError(problem)
 
@@ -130,7 +124,7 @@ def worker_process(
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     restarts, name = int(os.environ.get(RESTART_COUNT, "0")), roll_call_at_start()
     with _say_whom_it_waits_for(place):
-        store, rank, world_size = open_store(place, timedelta(minutes=config.distributed_timeout_minutes))
+        store = open_store(place, timedelta(minutes=config.distributed_timeout_minutes))
         watchdog = Watchdog(store, place, config, restarts=restarts).start()
         problem = call_roll(store, place, facts, name=name)
     if problem is not None:
@@ -140,10 +134,11 @@ def worker_process(
     if device.type == "cpu":
         keep_freed_memory()
     bound = device if device.type == "cuda" else None
+    rank, world_size = place.rank, place.world_size
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT, device_id=bound
     )
-    worker = Worker(device, rank, world_size, place.local_rank, store, COLLECTIVE_TIMEOUT, watchdog, restarts)
+    worker = Worker(**vars(place), device=device, store=store, watchdog=watchdog, restarts=restarts)
 
     # The work of the block, and its end.
     try:
@@ -200,21 +195,6 @@ def seed_everything(seed: int, *, data_rank: int, tp_rank: int) -> None:
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
     torch.manual_seed(mixed)
-
-
-def threads_on(device: torch.device, num_threads: int, name: str) -> ThreadPoolExecutor:
-    """Return an executor whose threads have `device` as their current CUDA device.
-
-    CUDA's current device is per thread, and a new thread starts with the first GPU.
-
-    Args:
-        device: CUDA device or CPU.
-        num_threads: largest number of threads.
-        name: prefix of the threads' names.
-    """
-    if device.type != "cuda":
-        return ThreadPoolExecutor(num_threads, name)
-    return ThreadPoolExecutor(num_threads, name, initializer=torch.cuda.set_device, initargs=(device,))
 
 
 def _report_once(error: BaseException, worker: Worker, *, alone: bool) -> int:

@@ -21,7 +21,7 @@ from megazpp.run.checks import RunPlan, plan_run
 from megazpp.topology.cluster import Cluster, Device, LinkKind, Links
 from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, WIRES, Layout
 from megazpp.training.flops import model_flops_per_token
-from megazpp.zero.config import WeightDelta, default_weight_delta
+from megazpp.zero.plan import WeightDelta, default_weight_delta
 
 EXPOSED = 0.05  # share of the training time that DiLoCo's synchronizations may take in `sufficient_gigabits`
 USABLE_MEMORY = 0.9  # assumed share of device memory for tensors; CUDA, NCCL and fragmentation take the rest

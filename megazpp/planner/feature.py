@@ -13,7 +13,7 @@ from megazpp.run.arguments import FeatureConfig, ParsedRun, RunConfig
 from megazpp.run.feature import Feature
 from megazpp.run.start import planned_cluster
 from megazpp.topology.cluster import Cluster
-from megazpp.zero.config import WeightDelta
+from megazpp.zero.plan import WeightDelta
 
 # Tokens of a vocabulary whose size becomes known only when the tokenizer is opened. The wire formats differ by the same
 # factor for all weights, so this number hardly matters for the choice between them.

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from megazpp.model.attention_kernels import repeated, varlen_groups
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel, MixtureLayer
+from megazpp.model.layer_parts import LayerSettings
 from megazpp.optim.muon_plan import LayerMatrix, layer_matrices
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.cost import Operation
@@ -37,7 +38,7 @@ from megazpp.planner.simulator import META, Parameters, SimulatedAxis
 from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import owned_parameters, partial_parameters
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import plan_layout
+from megazpp.topology.plan import plan_layout
 from megazpp.training.flops import keys_per_token
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -221,17 +222,16 @@ def record_segments(
     paper_axis = functools.partial(SimulatedAxis, layout, rank=0, counter=TrafficCounter())
     of_experts = plan_layout(Cluster(num_nodes=1, ranks_per_node=ep), tp=ep, replicas=1)
     ep_cost = recorder.note if ep == tp else functools.partial(recorder.note, axis="ep")
+    settings = LayerSettings(
+        tp=paper_axis("tp", cost=recorder.note),
+        cp=paper_axis("cp", cost=functools.partial(recorder.note, axis="cp")),
+        ep=SimulatedAxis(of_experts, "tp", rank=0, counter=TrafficCounter(), cost=ep_cost),
+        sequence_parallel=inputs.sequence_parallel,
+        document_kernel=attention.inside_documents if documents == "kernel" else None,
+        product=SIMULATED_FLOAT8 if shape.fp8_format else None,
+    )
     with torch.device("meta"):
-        model = GPTModel(
-            shape,
-            vocab_size=inputs.vocab_size,
-            tp=paper_axis("tp", cost=recorder.note),
-            cp=paper_axis("cp", cost=functools.partial(recorder.note, axis="cp")),
-            ep=SimulatedAxis(of_experts, "tp", rank=0, counter=TrafficCounter(), cost=ep_cost),
-            sequence_parallel=inputs.sequence_parallel,
-            document_kernel=attention.inside_documents if documents == "kernel" else None,
-            product=SIMULATED_FLOAT8 if shape.fp8_format else None,
-        )
+        model = GPTModel(shape, settings, vocab_size=inputs.vocab_size)
         if inputs.prepare is not None:
             inputs.prepare(model)
         for layer in model.layers:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 
 from megazpp.data.cache import cache_key
-from megazpp.data.identity import Source
+from megazpp.data.gpt_dataset import Source
 from megazpp.data.loader import MicroBatch
 from megazpp.post_training.batch import PairBatch, shortened
 from megazpp.post_training.formatting import Examples, Prompt

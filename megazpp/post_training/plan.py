@@ -22,6 +22,7 @@ import torch
 from megazpp.base.program import aligned
 from megazpp.lora.policy import add_adapters
 from megazpp.model.gpt import GPTModel
+from megazpp.model.layer_parts import LayerSettings
 from megazpp.packed_weights.streamed import plan_stream
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.estimate import build_step_simulator
@@ -146,7 +147,7 @@ def _streamed_bytes(config: RunConfig, configs: PostConfigs, plan: RunPlan, rank
     tp = SimulatedAxis(plan.layout, "tp", rank=rank, counter=TrafficCounter(), cost=lambda collective, sent_bytes: None)
     assert config.tokenizer.vocab_size is not None
     with torch.device("meta"):
-        model = GPTModel(config.model, vocab_size=config.tokenizer.vocab_size, tp=tp)
+        model = GPTModel(config.model, LayerSettings(tp=tp), vocab_size=config.tokenizer.vocab_size)
     stream = plan_stream(model, list(model.layers), plan.layout.axis_size("local"), *weights.at_rest(config.precision))
     fetched = weights.weights_device == "disk" or (weights.weights_device == "host" and not on_cpu)
     return stream.device_bytes(weights.prefetch_layers, fetched=fetched)

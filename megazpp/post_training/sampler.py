@@ -22,7 +22,7 @@ from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims, raise_on_all_ranks
 from megazpp.post_training.formatting import Prompt
 from megazpp.post_training.rewards import RewardFunction, judge
-from megazpp.tensor_parallel.parameters import seed_for
+from megazpp.tensor_parallel.initialize import seed_for
 from megazpp.zero.sharding import Sharding, WeightHandle
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megazpp.topology.layout import Layout, layout_from_record
+from megazpp.topology.layout import Layout
+from megazpp.topology.plan import layout_from_record
 
 Row = dict[str, Any]
 

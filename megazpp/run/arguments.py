@@ -21,10 +21,10 @@ from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.data.dataset import DataConfig
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig
 from megazpp.model.config import ACTIVATIONS, GPTConfig
+from megazpp.optim.build import OptimizerConfig
 from megazpp.optim.loss_scale import LossScaleConfig
-from megazpp.optim.optimizer import OptimizerConfig
 from megazpp.optim.schedule import ScheduleConfig
-from megazpp.parallel.dims import ParallelConfig
+from megazpp.parallel.config import ParallelConfig
 from megazpp.parallel.environment import NcclConfig
 from megazpp.parallel.launch import LaunchConfig
 from megazpp.topology.cluster import Cluster

@@ -17,7 +17,7 @@ from megazpp.checkpoint.folder import RECORD, CheckpointFolder, read_tokenizer
 from megazpp.checkpoint.metadata import CheckpointMetadata, shape_of
 from megazpp.data.tokenizer import load_tokenizer, names_tokenizer
 from megazpp.run.arguments import MUTUALLY_EXCLUSIVE, OF_THE_DEVICE, ParsedRun
-from megazpp.zero.config import default_weight_delta
+from megazpp.zero.plan import default_weight_delta
 
 # Parts of RunConfig that describe a model and its training data. Flags for the devices and for the sharding are not
 # taken, because the program that loads the checkpoint may run on another cluster.

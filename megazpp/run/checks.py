@@ -11,26 +11,19 @@ from typing import Any, NamedTuple, TypeVar
 
 from megazpp.base.flags import in_use, spelling
 from megazpp.base.program import Problems
-from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.data.dataset import uses_with_data
 from megazpp.data.tokenizer import names_tokenizer
 from megazpp.model.backends import check_products
 from megazpp.model.config import GPTConfig
 from megazpp.optim.apex import check_apex
-from megazpp.optim.schedule import Schedule, build_schedule
-from megazpp.parallel.dims import plan_dims
+from megazpp.optim.schedule import Schedule, TrainingProgress, build_schedule
+from megazpp.parallel.config import plan_dims
 from megazpp.run.arguments import RunConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout
 from megazpp.training.batches import BatchPlan, plan_batches
-from megazpp.zero.config import (
-    CommPlan,
-    WeightDelta,
-    ZeroConfig,
-    default_weight_delta,
-    plan_comm,
-    wire_backends,
-)
+from megazpp.zero.config import CommPlan, ZeroConfig
+from megazpp.zero.plan import WeightDelta, default_weight_delta, plan_comm, wire_backends
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from megazpp.training.loop import AfterStep
 from megazpp.training.objective import Objective
 from megazpp.training.setup import ShardedModel
 from megazpp.training.step import LaunchedStep
-from megazpp.zero.config import WeightDelta
+from megazpp.zero.plan import WeightDelta
 
 
 class FeaturePlan(Protocol):

@@ -13,18 +13,20 @@ import torch
 import megazpp
 from megazpp.base.flags import render_arguments_block
 from megazpp.base.program import aligned
-from megazpp.checkpoint.metadata import CheckpointMetadata, TrainingProgress
+from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.data.dataset import cache_dir
 from megazpp.data.text import BUILTIN
 from megazpp.model.backends import model_backends
-from megazpp.optim.optimizer import optimizer_backends
+from megazpp.optim.build import optimizer_backends
+from megazpp.optim.schedule import TrainingProgress
 from megazpp.run.arguments import ParsedRun
 from megazpp.run.checks import RunPlan
 from megazpp.run.start import RUN_DIR
-from megazpp.topology.layout import layout_record
+from megazpp.topology.plan import layout_record
 from megazpp.training.context import FLAGS, RunContext, RunFolder, default_run_dir
-from megazpp.training.tracking import Tracker, open_sinks, run_tags
-from megazpp.zero.config import wire_backends
+from megazpp.training.sinks import open_sinks, run_tags
+from megazpp.training.tracking import Tracker
+from megazpp.zero.plan import wire_backends
 
 
 def open_tracker(

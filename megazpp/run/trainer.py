@@ -24,14 +24,15 @@ import torch
 from megazpp.base.program import GIGA, errors_as, user_errors
 from megazpp.checkpoint.checkpoints import Checkpoints, take_folder
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.metadata import SAMPLES, CheckpointMetadata, TrainingProgress, found_from_anywhere
+from megazpp.checkpoint.metadata import SAMPLES, CheckpointMetadata, found_from_anywhere
 from megazpp.checkpoint.parts import training_parts
 from megazpp.checkpoint.read import LoadSource, Resumed, Verified, verify
 from megazpp.checkpoint.state import RunValues, StatePart, TrainState
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.backends import find_product
+from megazpp.optim.build import build_optimizer
 from megazpp.optim.loss_scale import build_loss_scaler
-from megazpp.optim.optimizer import build_optimizer, build_orthogonalizer
+from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
 from megazpp.parallel.host_discovery import resolve_cluster
@@ -47,16 +48,17 @@ from megazpp.topology.cluster_file import cluster_text
 from megazpp.training.anomalies import Guard, LossHistory
 from megazpp.training.context import Console, RunContext
 from megazpp.training.flops import device_name, mfu_convention, model_flops_per_token, peak_flops
-from megazpp.training.loop import AfterStep, Evaluations, Loader, Observer, StopConditions, train
+from megazpp.training.loop import AfterStep, Loader, Observer, StopConditions, train
 from megazpp.training.metrics import Meter
-from megazpp.training.metrics_logger import MetricsRecorder, Validation, zero3_traffic
+from megazpp.training.metrics_logger import MetricsRecorder, Validation
 from megazpp.training.objective import Objective
 from megazpp.training.profiler import Profiler
+from megazpp.training.results import record_results, zero3_traffic
 from megazpp.training.setup import ShardedModel
 from megazpp.training.step import TrainStep
 from megazpp.training.timers import StepRecorder
 from megazpp.training.tracking import Tracker
-from megazpp.zero.config import WeightDelta, default_weight_delta
+from megazpp.zero.plan import WeightDelta, default_weight_delta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +127,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
         cluster = resolve_cluster(worker, config.cluster, announced, on_one_machine=on_one_machine)
         find_product(config.model, worker.device)  # checks that the device supports --fp8-format
         layout = lay_out(config, cluster)
-    dims = ParallelDims(layout, device_type=worker.device.type, nccl=config.nccl, timeout=worker.timeout)
+    dims = ParallelDims(layout, device_type=worker.device.type, nccl=config.nccl)
     worker.watchdog.watch(dims)
     seed_everything(config.launch.seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
     if config.cluster.measure_links:
@@ -177,7 +179,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
             save=save,
             files=files,
             tracker=tracker,
-            stops=StopConditions(config.stop, answers=worker.rank == 0),
+            stops=StopConditions(config.stop),
             opened=opened,
             profiler=Profiler(config.profiler, context),  # before the model is built, to record all allocations
             worker=worker,
@@ -274,9 +276,7 @@ class Trainer:
         model, sharding = parts.built
 
         # ---- optimizer, loss scale, guard
-        matrices = build_orthogonalizer(model, config.optimizer, dims, config.precision.param_dtype)
-        named = list(model.named_parameters())
-        optimizer = build_optimizer(named, config.optimizer, context.device, orthogonalizer=matrices)
+        optimizer = build_optimizer(model, config.optimizer, dims=dims, dtype=config.precision.param_dtype)
         scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
         losses, flags = LossHistory(), run.parsed.values() | {"zero_weight_delta": plan.weight_delta(config.zero)}
         rewinds = config.anomalies.loss_spike_action == "rewind"  # to the last checkpoint
@@ -305,7 +305,7 @@ class Trainer:
             values=values,
             states=states,
             flags=flags,
-            stopped=lambda: run.stops.caught,
+            stopped=lambda: run.stops.caught != 0,
         )
         with user_errors():
             self.attached = [feature.attach(open_parts) for feature in config.features]
@@ -366,11 +366,9 @@ class Trainer:
             context,
             meter,
             model=model,
-            zero3=functools.partial(zero3_traffic, sharding.shard_elements, dims, config.precision),
             tracker=run.tracker,
-            timers=self.step_recorder,
+            report_timers=self.step_recorder.report_timers,
             validation=parts.validation,
-            test=parts.test,
             metric=parts.validation_metric,
             has_perplexity=parts.has_perplexity,
             give_up=functools.partial(run.stops.give_up, dims),
@@ -404,21 +402,27 @@ class Trainer:
         """
         # ---- evaluation before the first step
         run, context, meter = self.run, self.run.context, self.recorder.meter
-        run.opened.enter_context(run.stops)
+        run.opened.enter_context(run.stops.catching(answers=run.worker.rank == 0))
         context.log(mfu_convention(meter.flops_per_token, device_name(context.device), meter.peak_flops), short="")
         if self.parts.evaluates_first and start.progress.iteration == 0:
             self.recorder.validate(start.progress)
         if self.parts.batches is None or run.config.stop.skip_train:
             return start.progress
 
-        # ---- kernels, actions after steps
+        # ---- kernels, actions after steps, observers of steps
         if context.device.type == "cuda":  # the CPU kernels are already compiled
             self.parts.built.sharding.compile_kernels(context.device)
-        after: list[AfterStep] = [self.checkpoints]
+        after, observers = list[AfterStep](), [*self.parts.observers]
+        if run.save is not None:
+            after.append(AfterStep(self.checkpoints.save, run.config.checkpoint.save_interval, at_end=True))
         for attached in self.attached:
             after += attached.after_step
         if self.parts.validation is not None:
-            after.append(Evaluations(self.recorder, run.config.evaluation.eval_interval, run.stops))
+            after.append(AfterStep(self.validate, run.config.evaluation.eval_interval))
+        if run.config.profiler.profile:
+            observers.append(run.profiler.step)
+        if run.config.timing.records_steps:
+            observers.append(self.step_recorder.step)
 
         # ---- training loop
         with self.parts.batches as batches, run.profiler:
@@ -429,7 +433,7 @@ class Trainer:
                 start.schedule,
                 self.recorder,
                 run.stops,
-                (*self.parts.observers, run.profiler.step, self.step_recorder.step),
+                observers,
                 start=start.progress,
                 after=after,
                 synchronize=next((each.synchronize for each in self.attached if each.synchronize is not None), None),
@@ -439,6 +443,11 @@ class Trainer:
             self.step_recorder.close()
             self.checkpoints.finish()
         return progress
+
+    def validate(self, progress: TrainingProgress) -> None:
+        """Evaluate the validation data, unless a signal has ended the training."""
+        if not self.run.stops.hurried:
+            self.recorder.validate(progress)
 
     def finish(self, progress: TrainingProgress, *, unigram_entropy: float | None = None) -> None:
         """Evaluate held-out data once more, log and record the results of the run, and say what to run next.
@@ -450,7 +459,15 @@ class Trainer:
             unigram_entropy: entropy of the validation text in nats per token; None if unknown.
         """
         run = self.run
-        self.recorder.finish(progress, evaluate=not run.stops.hurried, unigram_entropy=unigram_entropy)
+        elements, config = self.parts.built.sharding.shard_elements, run.config
+        record_results(
+            self.recorder,
+            progress,
+            evaluate=not run.stops.hurried,
+            test=self.parts.test,
+            unigram_entropy=unigram_entropy,
+            zero3=functools.partial(zero3_traffic, elements, run.context.dims, config.precision),
+        )
         if not run.stops.hurried:
             for attached in self.attached:
                 attached.finish(self.weights_for_evaluation)

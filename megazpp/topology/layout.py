@@ -29,12 +29,10 @@ axis has one rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
-from megazpp.base.flags import wrong_types
-from megazpp.topology.cluster import LINK_KINDS, Cluster, LinkKind, nested_sizes
+from megazpp.topology.cluster import LINK_KINDS, Cluster, LinkKind
 
 AXES = ("tp", "cp", "local", "cross", "shard", "replicate", "replica_group")
 NODE = "node"  # axis tp x local: the ranks of a node that share a model copy; only Muon communicates along it
@@ -44,7 +42,6 @@ WIRES = ("tp", "local", "cross")  # classes of counted traffic; other axes count
 # names of the wires, and of the bytes between replica groups, in texts
 WIRE_NAMES = {"tp": "tp", "local": "intra-node", "cross": "inter-node", "replica_group": "replica-group"}
 COORDINATES = ("replicate", "cross", "local", "tp")  # coordinates of a rank in its replica group, outermost first
-CLUSTER_SIZES = ("num_nodes", "ranks_per_node", "domain_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,113 +245,6 @@ class Layout:
         }[axis]
 
 
-def plan_layout(
-    cluster: Cluster,
-    *,
-    tp: int,
-    replicas: int,
-    num_replica_groups: int = 1,
-    cp: int = 1,
-    cp_across: bool = False,
-    ep: int = 1,
-) -> Layout:
-    """Return the layout with the given parallel degrees on a cluster.
-
-    Args:
-        cluster: nodes and placement of ranks.
-        tp: tensor-parallel degree. It divides the ranks of a local domain, or is a multiple of them.
-        replicas: number of copies of the sharded model in a replica group (HSDP). Without sharding it is the number of
-            data ranks.
-        num_replica_groups: number of DiLoCo's replica groups, equal parts of the cluster that consist of whole local
-            domains.
-        cp: context-parallel degree. It divides the data ranks of a local domain.
-        cp_across: True also allows `cp` to be a multiple of the data ranks of a local domain.
-        ep: expert-parallel degree. It divides the ranks of a local domain that share a copy of the model.
-    Raises:
-        ValueError: a degree does not fit. The message names the flag and the values that would fit.
-    """
-    # Tensor parallelism.
-    domain, world = cluster.local_domain_size, cluster.world_size
-    domains = cluster.num_local_domains
-    assert domains % num_replica_groups == 0, f"{num_replica_groups} groups of {domains} local domains"
-    group_size = world // num_replica_groups  # ranks of a replica group
-    if tp < 1 or (domain % tp and (tp % domain or group_size % tp)):
-        raise ValueError(
-            f"--tensor-model-parallel-size {tp} must divide the {domain} ranks of a {local_domains(cluster)[:-1]} or "
-            f"span several whole ones ({cluster.num_nodes} node(s) x {cluster.ranks_per_node} ranks"
-            + (f", {num_replica_groups} replica groups" if num_replica_groups > 1 else "")
-            + f"); {numbers(nested_sizes(domain, group_size))} would fit"
-            + (f", or a multiple of {tp} ranks on each node (--nproc)" if tp > 1 else "")
-        )
-
-    # Context parallelism.
-    per_domain = max(domain // tp, 1)  # data ranks of a local domain
-    data = group_size // tp
-    inside, beyond = nested_sizes(per_domain, per_domain), nested_sizes(per_domain, data)
-    if cp not in (beyond if cp_across else inside):
-        more = [size for size in beyond if size not in inside]
-        raise ValueError(
-            f"--context-parallel-size {cp} does not divide the {per_domain} ranks of a {local_domains(cluster)[:-1]} "
-            f"that --tensor-model-parallel-size {tp} leaves; {numbers(inside)} would fit"
-            + (f", and {numbers(more)} with --allow-cp-across-nodes" if more and not cp_across else "")
-        )
-
-    # Copies of the sharded model.
-    fitting = [data // size for size in reversed(nested_sizes(per_domain, data))]
-    if replicas not in fitting:
-        raise ValueError(
-            f"--num-distributed-optimizer-instances {replicas} does not divide the {data} data ranks into equal copies "
-            f"of whole {local_domains(cluster)} or equal parts of one ({per_domain} data ranks each); "
-            f"{numbers(fitting)} would fit"
-        )
-
-    # Each copy is sharded over local x cross ranks.
-    local = min(data // replicas, per_domain)
-    cross = data // replicas // local
-    if ep not in (fitting := nested_sizes(min(tp * local, domain), min(tp * local, domain))):
-        raise ValueError(
-            f"--expert-model-parallel-size {ep} does not divide the {min(tp * local, domain)} ranks of a "
-            f"{local_domains(cluster)[:-1]} that share a copy of the model; {numbers(fitting)} would fit"
-        )
-    return Layout(
-        cluster=cluster,
-        replicate=replicas,
-        cross=cross,
-        local=local,
-        tp=tp,
-        replica_group=num_replica_groups,
-        cp=cp,
-        ep=ep,
-    )
-
-
-def layout_record(layout: Layout) -> dict[str, Any]:
-    """Return the layout as a dict of integers for JSON, without the figures of links and devices."""
-    cluster = {name: getattr(layout.cluster, name) for name in (*CLUSTER_SIZES, "order")}
-    names = (*layout.coordinates, *(axis for axis in ("cp", "ep") if getattr(layout, axis) > 1))
-    return cluster | {name: getattr(layout, name) for name in names}
-
-
-def layout_from_record(record: Mapping[str, Any]) -> Layout:
-    """Return the layout that `layout_record` has converted to a dict.
-
-    Raises:
-        ValueError: a field is missing or not an integer, or the sizes contradict each other.
-    """
-    of_cluster: dict[str, Any] = {name: record.get(name) for name in (*CLUSTER_SIZES, "order")}
-    of_layout: dict[str, Any] = {name: record.get(name) for name in COORDINATES}
-    of_layout |= {name: record.get(name, 1) for name in ("cp", "ep", "replica_group")}
-    if wrong_types(Cluster, of_cluster) or wrong_types(Layout, of_layout):
-        raise ValueError(f"{dict(record)} is not the record of a layout")
-    order = of_cluster["order"]
-    cluster = Cluster(**of_cluster | {"order": order and tuple(order)})
-    layout = Layout(cluster=cluster, **of_layout)
-    if min(of_layout.values()) < 1 or layout.data * layout.cp * layout.tp != cluster.world_size:
-        sizes = " x ".join(map(str, of_layout.values()))
-        raise ValueError(f"axes of {sizes} ranks do not match the {cluster.world_size} ranks of the cluster")
-    return layout
-
-
 def _by_kind(total: int, in_domain: int, in_local_domain: int) -> dict[LinkKind, int]:
     """Return the nonzero counts by kind of link, from cumulative counts: in a domain, in a local domain, in total."""
     counts = (in_domain, in_local_domain - in_domain, total - in_local_domain)
@@ -364,8 +254,3 @@ def _by_kind(total: int, in_domain: int, in_local_domain: int) -> dict[LinkKind,
 def local_domains(cluster: Cluster) -> str:
     """Return the word for local domains in messages: "nodes", or "domains" if a fast domain spans several nodes."""
     return "nodes" if cluster.local_domain_size == cluster.ranks_per_node else "domains"
-
-
-def numbers(values: list[int]) -> str:
-    """Return the numbers separated by commas."""
-    return ", ".join(map(str, values))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megazpp.base.flags import check_positive, flag, in_use
-from megazpp.checkpoint.metadata import TrainingProgress
+from megazpp.optim.schedule import TrainingProgress
 
 
 @dataclass(frozen=True, kw_only=True)

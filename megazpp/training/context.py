@@ -38,7 +38,7 @@ from typing import IO, Any, TextIO
 import torch
 from tqdm import tqdm
 
-from megazpp.base.files import cause, first_free, lock_for_this_job, write_whole
+from megazpp.base.files import first_free, lock_for_this_job, write_whole
 from megazpp.parallel.dims import ParallelDims
 
 FLAGS = "args.json"  # file with every flag's value, which every run folder has
@@ -92,7 +92,7 @@ class Console:
                 print(text, file=file)
         except OSError as error:
             print(
-                f"warning: {self._file}: {cause(error)}; no more lines are written to it, and training continues",
+                f"warning: {self._file}: {error.strerror}; no more lines are written to it, and training continues",
                 file=self._out,
             )
             self._file = Path(os.devnull)

@@ -21,17 +21,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from megazpp.base.flags import check_positive, flag
-from megazpp.checkpoint.metadata import TrainingProgress
-from megazpp.optim.schedule import Schedule
+from megazpp.base.program import handling
+from megazpp.optim.schedule import Schedule, TrainingProgress
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.host_copy import HostCopy
+from megazpp.parallel.host import HostCopy
 from megazpp.parallel.launch import STOP_SIGNALS
-from megazpp.parallel.timeline import WAIT
+from megazpp.parallel.timeline import STEP, WAIT
 from megazpp.training.batches import BatchPlan
 from megazpp.training.metrics_logger import MetricsRecorder
 from megazpp.training.objective import StopRequested
@@ -77,17 +77,22 @@ class Loader(Protocol):
         """
 
 
-class AfterStep(Protocol):
-    """An action after some of the steps, for example a save or an evaluation; every rank calls every method."""
+class AfterStep(NamedTuple):
+    """An action after some of the steps, for example a save or an evaluation; every rank runs it.
+
+    Attributes:
+        run: function of the progress after the step. The host waits for the step's results before it.
+        interval: number of iterations from one run to the next; None for none but the last one.
+        at_end: whether it runs after the last step of the run in any case.
+    """
+
+    run: Callable[[TrainingProgress], None]
+    interval: int | None
+    at_end: bool = False
 
     def due(self, iteration: int, *, last: bool) -> bool:
-        """Return whether the action runs after the step of `iteration`.
-
-        If it does, the host first waits for the step's results.
-        """
-
-    def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
-        """Run the action if it is due; called after every step, with `last` True after the last step of the run."""
+        """Return whether the action follows the step of `iteration`, which is the `last` one or not."""
+        return (last and self.at_end) or (self.interval is not None and iteration % self.interval == 0)
 
 
 def train(
@@ -114,14 +119,14 @@ def train(
         stops: conditions for an early stop.
         observers: context managers around each step, entered in this order.
         start: progress from which the run starts or resumes.
-        after: actions after steps, run in this order.
+        after: actions after some steps, run in this order.
         synchronize: synchronizes DiLoCo's replica groups, which skip steps independently but share one schedule. It is
             called with a step, its iteration, and True for the last step of the run. It returns whether all groups have
             waited for each other.
     Returns:
         the progress at the end of the run.
     """
-    progress = start
+    progress, timeline = start, step.dims.timeline
     if plan.is_complete(progress):
         recorder.run.log(f"training is complete: {_length_of(plan, progress)}")
     recorder.run.console.start_bar(plan.total_iterations, progress.iteration)
@@ -135,15 +140,17 @@ def train(
             with ExitStack() as around:
                 for observer in observers:
                     around.enter_context(observer(iteration))
+                around.enter_context(timeline.span(STEP, f"step {iteration}"))  # by which the watchdog sees progress
                 try:
-                    with step.dims.timeline.span(WAIT, "data"):
+                    with timeline.span(WAIT, "data"):
                         batches = loader.step(progress.consumed_samples, batch_size)
                 except StopRequested as stop:  # a loader that generates samples has given up; this step is not taken
                     progress = progress._replace(stop_reason=str(stop))
                     if before is not None:
                         recorder.step(before.wait(), last=True)
-                    for each in after if progress.iteration > start.iteration else ():
-                        each.after_step(progress, last=True)
+                    for action in after if progress.iteration > start.iteration else ():
+                        if action.at_end and not action.due(progress.iteration, last=False):
+                            action.run(progress)
                     break
                 launched = step.launch(
                     batches,
@@ -169,7 +176,8 @@ def train(
             if final:
                 progress = progress._replace(stop_reason=None)
             last = progress.stop_reason is not None or final
-            at_once = last or recorder.logs(iteration) or any(each.due(iteration, last=last) for each in after)
+            due = [action for action in after if action.due(iteration, last=last)]
+            at_once = last or recorder.logs(iteration) or bool(due)
             if at_once:
                 launched.check()
 
@@ -187,8 +195,8 @@ def train(
             before = None if at_once else launched
 
             # ---- save and evaluate
-            for each in after:
-                each.after_step(progress, last=last)
+            for action in due:
+                action.run(progress)
     recorder.run.console.stop_bar()
     return progress
 
@@ -202,52 +210,34 @@ def _length_of(plan: BatchPlan, progress: TrainingProgress) -> str:
     return f"{progress.consumed_samples} of --train-samples {plan.train_samples} are consumed{rest if left > 0 else ''}"
 
 
-@dataclass
-class Evaluations:
-    """Runs a validation every `interval` iterations, except after a signal that ends the run."""
-
-    recorder: MetricsRecorder
-    interval: int
-    stops: StopConditions
-
-    def due(self, iteration: int, *, last: bool) -> bool:
-        """Return whether a validation follows the step of `iteration`."""
-        return iteration % self.interval == 0 and not self.stops.hurried
-
-    def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
-        """Run a validation if it is due."""
-        if self.due(progress.iteration, last=last):
-            self.recorder.validate(progress)
-
-
 class StopConditions:
-    """Catches stop signals while entered, and decides after each step whether to stop.
+    """Decides after each step whether to stop.
 
     Args:
         config: the flags.
-        answers: True on the rank that prints a confirmation of Ctrl-C.
     Attributes:
+        caught: number of the last stop signal that this rank has caught; 0 without one.
         hurried: True once a signal has ended the training. Work that is not needed is then skipped.
     """
 
-    def __init__(self, config: StopConfig, *, answers: bool = False) -> None:
-        self._config, self._began, self._caught, self._answers = config, time.monotonic(), 0, answers
-        self._before: dict[signal.Signals, Any] = {}
+    def __init__(self, config: StopConfig) -> None:
+        self._config, self._began = config, time.monotonic()
         self._agreed: HostCopy | None = None
-        self.hurried = False
+        self.caught, self.hurried = 0, False
 
-    def __enter__(self) -> StopConditions:
-        self._before = {signum: signal.signal(signum, self._catch) for signum in STOP_SIGNALS}
-        return self
+    @contextmanager
+    def catching(self, *, answers: bool = False) -> Iterator[None]:
+        """Catch stop signals in the block; `answers` is True on the rank that prints a confirmation of Ctrl-C."""
 
-    def __exit__(self, *error: object) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
+        def catch(signum: int, frame: FrameType | None) -> None:
+            self.caught = signum
+            if signum == signal.SIGINT:
+                signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process even in a blocked collective
+                if answers:
+                    print("\nfinishing this step; press Ctrl-C again to stop now", file=sys.stderr)
 
-    @property
-    def caught(self) -> bool:
-        """True once this rank has caught a signal. Other ranks may not have caught one yet."""
-        return self._caught != 0
+        with handling(STOP_SIGNALS, catch):
+            yield
 
     def reason(self, iteration: int, dims: ParallelDims, *, agree: bool = True, at_once: bool = False) -> str | None:
         """Return the reason to stop after `iteration`, or None: one all-reduce of two integers over all ranks.
@@ -265,7 +255,7 @@ class StopConditions:
         """
         config, minutes = self._config, self._config.exit_duration_in_mins
         over = minutes is not None and time.monotonic() - self._began > 60 * minutes
-        mine = [self._caught, int(over)]
+        mine = [self.caught, int(over)]
         caught, some_over = self._agree(mine, dims, at_once=at_once) if agree else (0, 0)
         if caught:
             self.hurried = True
@@ -279,7 +269,7 @@ class StopConditions:
 
         Call it on all ranks between two parts of work that takes long and that a run can do without.
         """
-        (caught,) = self._agree([self._caught], dims, at_once=True)
+        (caught,) = self._agree([self.caught], dims, at_once=True)
         if caught:
             self.hurried = True
             raise StopRequested(signal.Signals(caught).name)
@@ -296,13 +286,6 @@ class StopConditions:
         largest = dims.world.max_(torch.tensor(mine, dtype=torch.int32).pin_memory().to("cuda", non_blocking=True))
         before, self._agreed = self._agreed, HostCopy(largest)
         return [0] * len(mine) if before is None else [int(number) for number in before.wait()]
-
-    def _catch(self, signum: int, frame: FrameType | None) -> None:
-        self._caught = signum
-        if signum == signal.SIGINT:
-            signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process even in a blocked collective
-            if self._answers:
-                print("\nfinishing this step; press Ctrl-C again to stop now", file=sys.stderr)
 
 
 @contextmanager

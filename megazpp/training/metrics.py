@@ -350,33 +350,3 @@ def validation_lines(where: str, loss: float, *, metric: str = "lm_loss", has_pe
 def perplexity(loss: float) -> float:
     """Return exp(loss), with the loss capped at 20 as in Megatron-LM; NaN stays NaN."""
     return math.exp(loss if math.isnan(loss) else min(20.0, loss))
-
-
-def closing_lines(summary: Mapping[str, Any], *, trained: bool) -> str:
-    """Return the closing report of a run as text for the log.
-
-    Args:
-        summary: content of summary.json.
-        trained: True if the run has taken steps.
-    """
-    lines = []
-    if summary["stop_reason"]:
-        lines.append(f"stopped by {summary['stop_reason']}")
-    if trained:
-        lines.append(
-            f"trained {summary['iterations']} iterations in {summary['seconds']:.1f} s: "
-            f"{summary['tokens_per_second']:.0f} tokens/s, {summary['cpu_seconds_per_token'] * 1e6:.1f} CPU "
-            f"microseconds per token, {summary['data_wait_share']:.1%} of the time waiting for data"
-        )
-        if "synchronizations" in summary:
-            lines.append(
-                f"replica groups synchronized {summary['synchronizations']} times, "
-                f"{summary.get('replica_group_bytes_per_step', 0) / MEGA:.3f} MB per node and step between them; inner "
-                f"loss {summary[INNER_LOSS]:.4f}"
-            )
-        lines.append(f"training loss of the last log interval: {summary['final_loss']:.4f} nats per token")
-    if summary["validation_loss"] is not None:
-        entropy = summary["unigram_entropy"]
-        of_text = "" if entropy is None else f"; unigram entropy of the validation text: {entropy:.4f} nats per token"
-        lines.append(f"validation loss: {summary['validation_loss']:.4f}{of_text}")
-    return "\n".join(lines)

@@ -15,10 +15,11 @@ from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.backends import compiles_layers, find_document_kernel, find_grouped_product, find_product
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.model.layer_parts import SharedGenerator
+from megazpp.model.layer_parts import LayerSettings, SharedGenerator
+from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
+from megazpp.tensor_parallel.initialize import distribute_parameters, initialize_parameters_, share_parameters_
 from megazpp.tensor_parallel.layers import Product
-from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_, share_parameters_
 from megazpp.training.batches import BatchPlan
 from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
 from megazpp.zero.sharding import Sharding, shard_model
@@ -70,7 +71,7 @@ def build_model(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Sh
         dims: mesh axes of the job.
         device: device on which the model runs.
     """
-    return fill(shard_on_meta(spec, dims, device), spec, dims, device)
+    return fill(shard_built(model_on_meta(spec, dims, device), spec, dims), spec, dims, device)
 
 
 def fill(built: ShardedModel, spec: ModelSpec, dims: ParallelDims, device: torch.device) -> ShardedModel:
@@ -90,11 +91,6 @@ def fill(built: ShardedModel, spec: ModelSpec, dims: ParallelDims, device: torch
     return built
 
 
-def shard_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> ShardedModel:
-    """Build and shard the model without allocating memory; `device` is where it will run."""
-    return shard_built(model_on_meta(spec, dims, device), spec, dims)
-
-
 def model_on_meta(
     spec: ModelSpec, dims: ParallelDims, device: torch.device, *, whole_experts: bool = False
 ) -> GPTModel:
@@ -107,26 +103,21 @@ def model_on_meta(
         whole_experts: True to give this rank all experts of each layer, as frozen models need. False: the experts of
             its expert-parallel rank.
     """
-    product = spec.product or find_product(spec.config, device)
-    # These two make process groups and compute, so they need tensors with values.
-    ep = dims.experts.tp if spec.config.num_experts and not whole_experts else None
-    grouped = find_grouped_product(spec.config, device, spec.precision.param_dtype)
+    config, dtype = spec.config, spec.precision.param_dtype
+    settings = LayerSettings(  # outside of the meta device, because some make process groups and compute
+        tp=dims.tp,
+        cp=dims.cp,
+        ep=dims.experts.tp if config.num_experts and not whole_experts else MeshAxis("ep"),
+        sequence_parallel=spec.sequence_parallel,
+        generator=SharedGenerator(device, seed=spec.seed, data_rank=dims.dropout_rank),
+        document_kernel=find_document_kernel(config, device, dtype),
+        product=spec.product or find_product(config, device),
+        grouped=find_grouped_product(config, device, dtype),
+        compiled=compiles_layers(config, device.type)[0],
+        varying_sizes=spec.varying_sizes,
+    )
     with torch.device("meta"):
-        return GPTModel(
-            spec.config,
-            vocab_size=spec.vocab_size,
-            tp=dims.tp,
-            cp=dims.cp,
-            ep=ep,
-            sequence_parallel=spec.sequence_parallel,
-            shared_generator=SharedGenerator(device, seed=spec.seed, data_rank=dims.dropout_rank),
-            document_kernel=find_document_kernel(spec.config, device, spec.precision.param_dtype),
-            product=product,
-            scalar_head=spec.scalar_head,
-            grouped=grouped,
-            compiled=compiles_layers(spec.config, device.type)[0],
-            varying_sizes=spec.varying_sizes,
-        )
+        return GPTModel(spec.config, settings, vocab_size=spec.vocab_size, scalar_head=spec.scalar_head)
 
 
 def shard_built(model: GPTModel, spec: ModelSpec, dims: ParallelDims) -> ShardedModel:

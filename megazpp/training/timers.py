@@ -33,21 +33,10 @@ import torch
 
 from megazpp.base.flags import check_positive, check_words, flag
 from megazpp.base.program import MEGA
-from megazpp.parallel.timeline import (
-    COMPUTE,
-    STEP,
-    WAIT,
-    Span,
-    SpanRecording,
-    align,
-    clip,
-    hidden_shares,
-    total,
-    track_seconds,
-    union,
-)
+from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Span, SpanRecording
 from megazpp.topology.layout import DATA_AXES, WIRES
 from megazpp.training.context import RunContext
+from megazpp.training.spans import align, clip, hidden_shares, total, track_seconds, union
 
 TRACKS = (STEP, COMPUTE, WAIT, *WIRES)  # tracks from top to bottom; other tracks follow in alphabetical order
 MAIN_TIMERS = ("forward-backward", "params-all-gather", "grads-reduce-scatter", "optimizer")
@@ -90,9 +79,14 @@ class TimingConfig:
         check_words(self)
         check_positive(self, "timeline_step")
 
+    @property
+    def records_steps(self) -> bool:
+        """True if one of the flags needs the spans of some steps."""
+        return self.timing_log_level > 0 or self.log_straggler or self.timeline_step is not None
+
 
 class StepRecorder:
-    """Records the steps that the flags select, and marks the span of every step, by which the watchdog sees progress.
+    """Records the spans of the steps that the flags select.
 
     Args:
         config: the flags.
@@ -125,8 +119,7 @@ class StepRecorder:
             self._recording = timeline.start(after=before)
         elif before is not None:
             timeline.detach(before)
-        with timeline.span(STEP, f"step {iteration}"):
-            yield
+        yield
         # pass the spans to the readers
         if self._recording is None:
             return

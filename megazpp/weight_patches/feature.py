@@ -7,6 +7,7 @@ from pathlib import Path
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan
 from megazpp.run.feature import Attached, Feature, TrainerParts
+from megazpp.training.loop import AfterStep
 from megazpp.weight_patches.patches import PatchesConfig, WeightPatches, check_patches
 
 
@@ -27,12 +28,13 @@ class WeightPatchesFeature(Feature):
         check_patches(config.model, config.precision, plan.wire)
 
     def attach(self, parts: TrainerParts) -> Attached:
-        """Return the object that writes a file after every step; nothing without --save-weight-patches."""
+        """Return the action that writes a file after every step; nothing without --save-weight-patches."""
         flags = parts.config.section(PatchesConfig)
         if flags.save_weight_patches is None:
             return Attached()
         folder, interval = Path(flags.save_weight_patches), flags.weight_anchor_interval
-        return Attached(after_step=(WeightPatches(folder, interval, *parts.built, parts.run.dims),))
+        patches = WeightPatches(folder, interval, *parts.built, parts.run.dims)
+        return Attached(after_step=(AfterStep(patches.write, interval=1),))
 
 
 FEATURE = WeightPatchesFeature()

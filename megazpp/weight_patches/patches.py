@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from megazpp.base.files import renamed_when_done
 from megazpp.base.flags import check_positive, flag
-from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.convert.huggingface import choose_architecture
 from megazpp.convert.model import HEAD, OUTPUT, WORDS, held
 from megazpp.convert.safetensors_file import write_tensors
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
+from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.dims import ParallelDims
 from megazpp.run.arguments import FeatureConfig
 from megazpp.zero.config import CommPlan, PrecisionConfig
@@ -69,21 +69,8 @@ class WeightPatches:
         self._last: dict[str, torch.Tensor] = {}  # on rank 0, the weights of the last file
         self._step: int | None = None
 
-    def due(self, iteration: int, *, last: bool) -> bool:
-        """Return True, so that a file is written after every step.
-
-        The training loop then waits for each step's results before the file is written, so every file belongs to a step
-        that has succeeded.
-        """
-        return True
-
-    def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
-        """Write the weights that the step has changed, or an anchor. All ranks call this.
-
-        Args:
-            progress: progress of the training, which gives the step.
-            last: True after the last step; ignored.
-        """
+    def write(self, progress: TrainingProgress) -> None:
+        """Write the weights that the last step has changed, or an anchor. All ranks call this after every step."""
         step, base = progress.iteration, self._step
         anchor = base is None or step != base + 1 or step % self._interval == 0
         found: dict[str, torch.Tensor] = {}

@@ -104,7 +104,7 @@ class Pending(dist.Work):
     It derives from `dist.Work` because FSDP2 silently ignores handles of other classes.
     """
 
-    def __init__(self, work: Work[None]) -> None:
+    def __init__(self, work: Work[Any]) -> None:
         super().__init__()
         self._work = work
 
@@ -125,16 +125,12 @@ class CountedGather(DefaultAllocMixin, AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Pending | None:
         """Gather the parameters; FSDP2 calls this as its all-gather."""
-        done = self._queue.submit(lambda: self._gather(input_tensor, output_tensor))
+        done = self._queue.submit(lambda: self.axis.all_gather(input_tensor, out=output_tensor, of=self._of))
         if self._overlap and self._queue.blocks_host:
             return Pending(done)
         # On CUDA this makes FSDP2's gather stream wait. Returning a Work would make the compute stream wait instead.
         done.wait()
         return None
-
-    def _gather(self, shard: torch.Tensor, out: torch.Tensor) -> None:
-        """Gather the shards; runs in the shard axis's communication queue."""
-        self.axis.all_gather(shard, out=out, of=self._of)
 
 
 class SummingReduce(DefaultAllocMixin, ReduceScatter):

@@ -329,57 +329,42 @@ def shard_model(
     Returns:
         The handle on the sharded model.
     """
+    # ---- FSDP2
     zero, precision = zero or ZeroConfig(), precision or PrecisionConfig()
     assert zero.stage > 0 or dims.shard.size == 1, "stage 0 replicates: dims must have shards of one rank"
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False
     )
-    for module in experts:
+    for unit_of_experts in experts:
         stage = zero.stage_over(dims.experts.shard.size)
-        fully_shard(module, mesh=dims.experts.data_mesh, reshard_after_forward=stage == 3, mp_policy=policy)
+        fully_shard(unit_of_experts, mesh=dims.experts.data_mesh, reshard_after_forward=stage == 3, mp_policy=policy)
     stage = zero.stage_over(dims.shard.size)
-    for unit in [*units, [model]]:
-        target = unit[0] if len(unit) == 1 else list(unit)
+    for group in [*units, [model]]:
+        target = group[0] if len(group) == 1 else list(group)
         fully_shard(target, mesh=dims.data_mesh, reshard_after_forward=stage == 3, mp_policy=policy)
-    return _install_comms(model, dims, wire, zero, precision, experts=experts)
 
-
-def _install_comms(
-    model: nn.Module,
-    dims: ParallelDims,
-    wire: CommPlan,
-    zero: ZeroConfig,
-    precision: PrecisionConfig,
-    *,
-    experts: Sequence[nn.Module],
-) -> Sharding:
-    """Replace FSDP2's collectives in a model that `fully_shard` has wrapped; the arguments are those of `shard_model`.
-
-    Gradients are sums, and a trained parameter without a gradient gets zeros.
-    """
+    # ---- the collectives of each unit
     replicate = dims.replicate
 
     def count_all_reduce(reduced: torch.Tensor) -> None:
         """Count the bytes of FSDP2's own all-reduce over replicas."""
         replicate.count("all_reduce", 2 * replicate.ring_bytes(reduced))
 
-    units = find_units(model, unit_class=Unit, data_dims=dims.data_mesh.ndim)
+    sharded = find_units(model, unit_class=Unit, data_dims=dims.data_mesh.ndim)
     context = CommContext(*_axes_of_hops(dims, wire), plan=wire, zero=zero, precision=precision)
     of_experts = context.over(*_axes_of_hops(dims.experts, wire)) if experts else context
     comms = []
-    for unit in units:
-        # ---- how FSDP2 scales gradients
-        for module in unit.modules:
+    for unit in sharded:
+        for module in unit.modules:  # gradients are sums
             if unit.num_shards * replicate.size > 1:  # with one rank FSDP2 does not divide
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if replicate.size > 1:
                 module.set_all_reduce_hook(count_all_reduce)
-        # ---- one all-gather and one reduce-scatter per unit
         if unit.num_shards > 1:  # with one rank FSDP2 calls no collectives
             comms.append(make_comms(unit, of_experts if unit.modules[0] in experts else context))
             use_comms(unit, *comms[-1])
-    return Sharding(model, units, zero, comms, dims.counter)
+    return Sharding(model, sharded, zero, comms, dims.counter)
 
 
 def _axes_of_hops(dims: ParallelDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxis, MeshAxis]:

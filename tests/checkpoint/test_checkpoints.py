@@ -21,7 +21,8 @@ from megazpp.checkpoint import checkpoints
 from megazpp.checkpoint.checkpoints import STAGER_IS_REUSABLE, Checkpoints, take_folder
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.metadata import TrainingProgress
+from megazpp.optim.schedule import TrainingProgress
+from megazpp.training.loop import AfterStep
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 SETTINGS: list[tuple[dict[str, Any], int, list[int]]] = [  # flags, number of saves, kept iterations
@@ -41,8 +42,10 @@ def save_seven_steps(home: Path) -> list[list[str]]:
         folder = CheckpointFolder(config.save, "--save")
         take_folder(folder, attempt.axis, lines.append)
         checkpoints = Checkpoints(config, attempt.state, record_of(Case()), attempt.axis, lines.append, folder=folder)
-        for iteration in (*range(1, 8), 7):  # a repeated iteration is not saved twice
-            checkpoints.after_step(TrainingProgress(iteration=iteration), last=iteration == 7)
+        saves = AfterStep(checkpoints.save, config.save_interval, at_end=True)
+        for iteration in range(1, 8):
+            if saves.due(iteration, last=iteration == 7):
+                checkpoints.save(TrainingProgress(iteration=iteration))
         checkpoints.finish()
         found.append(lines)
     return found

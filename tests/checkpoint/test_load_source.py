@@ -15,8 +15,8 @@ from megazpp.checkpoint.checksums import write_checksums, write_durably
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD as NAME
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
-from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.checkpoint.read import LoadSource, choose_source, peek
+from megazpp.optim.schedule import TrainingProgress
 from megazpp.run.start import RUN_DIR, own_checkpoints
 from megazpp.training.tracking import TrackingConfig
 

@@ -18,7 +18,6 @@ from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD as NAME
 from megazpp.checkpoint.metadata import (
     CheckpointMetadata,
-    TrainingProgress,
     agreed_schedule,
     batch_size_of,
     check_same_model,
@@ -29,7 +28,7 @@ from megazpp.checkpoint.metadata import (
     rows_problem,
     schedule_ratio,
 )
-from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
+from megazpp.optim.schedule import Schedule, ScheduleConfig, TrainingProgress, build_schedule
 
 WHERE = Path("iter_0000007")
 RECORD = record_of(Case())

@@ -22,8 +22,9 @@ from megazpp.base.program import UserError
 from megazpp.checkpoint.checkpoints import write_checkpoint
 from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.metadata import TrainingProgress, read_record
+from megazpp.checkpoint.metadata import read_record
 from megazpp.checkpoint.safe_reader import SafeReader
+from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
 
 KILLS = 30
@@ -141,7 +142,7 @@ def fill_and_save(disk: Path, left: int, **flags: Any) -> tuple[str, int | None,
 
     def save(iteration: int) -> str:
         try:
-            attempt.checkpoints.after_step(progress._replace(iteration=iteration), last=True)
+            attempt.checkpoints.save(progress._replace(iteration=iteration))
             attempt.checkpoints._finish_writing()
         except UserError as error:
             return str(error)

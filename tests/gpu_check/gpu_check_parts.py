@@ -32,7 +32,7 @@ from megazpp.base.program import EXIT_USER_ERROR, GIGA, MEGA, TERA, end_with
 from megazpp.features import FEATURES
 from megazpp.run.arguments import parse_run_config
 from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
-from megazpp.zero.config import GRADIENT_BLOCK, WEIGHT_BLOCK
+from megazpp.zero.plan import GRADIENT_BLOCK, WEIGHT_BLOCK
 
 T = TypeVar("T")
 # NCCL rejects two ranks of one host on the same GPU. These variables make it treat each rank as a separate host. The

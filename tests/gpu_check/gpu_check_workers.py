@@ -49,16 +49,17 @@ from megazpp.features import FEATURES
 from megazpp.model.backends import find_product
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import TransformerLayer
+from megazpp.optim.build import build_optimizer
 from megazpp.optim.loss_scale import build_loss_scaler
-from megazpp.optim.optimizer import build_optimizer, build_orthogonalizer
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import StreamQueue, ThreadQueue, Work
-from megazpp.parallel.dims import ParallelDims, plan_dims
+from megazpp.parallel.config import plan_dims
+from megazpp.parallel.dims import ParallelDims
 from megazpp.run.arguments import RunConfig, parse_run_config
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import build_model
 from megazpp.training.step import TrainStep
-from megazpp.zero.config import plan_comm
+from megazpp.zero.plan import plan_comm
 
 PRETENDED = Cluster(num_nodes=2, ranks_per_node=8)
 MOST_SECONDS, CYCLES_PER_SECOND = 1e-3, 1.5e9  # longest delay, and its conversion to GPU clock cycles
@@ -217,9 +218,7 @@ def our_step(config: RunConfig, rows: int, dims: ParallelDims, device: torch.dev
     """
     wire = plan_comm(config.zero, dims.layout, config.precision.param_dtype)
     built = build_model(config.model_spec(rows, wire), dims, device)
-    matrices = build_orthogonalizer(built.model, config.optimizer, dims, config.precision.param_dtype)
-    named = list(built.model.named_parameters())
-    optimizer = build_optimizer(named, config.optimizer, device, orthogonalizer=matrices)
+    optimizer = build_optimizer(built.model, config.optimizer, dims=dims, dtype=config.precision.param_dtype)
     scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
     return TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)
 

@@ -17,7 +17,6 @@ from helpers.program import ROOT, Program
 from megazpp.base.program import EXIT_USER_ERROR
 from megazpp.features import FEATURES
 from megazpp.model.gpt import GPTModel
-from megazpp.parallel.axis import MeshAxis
 from megazpp.run.arguments import parse_run_config
 
 
@@ -166,7 +165,7 @@ def test_baseline_has_as_many_parameters_as_our_model():
     for name in ("gpt_125m", "llama_1b", "llama_8b"):
         config = parse_run_config([f"@configs/{name}.args"], ROOT, features=FEATURES).config
         with torch.device("meta"):
-            ours = GPTModel(config.model, vocab_size=50304, tp=MeshAxis("tp"))
+            ours = GPTModel(config.model, vocab_size=50304)
             theirs = gpu_check_workers.PlainModel(config.model, 50304, config.data.seq_length)
         counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (ours, theirs)]
         assert counts[0] == counts[1], name

@@ -15,16 +15,17 @@ from torch.distributed.tensor import DTensor
 from megazpp.checkpoint.checkpoints import Checkpoints, take_folder
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.metadata import CheckpointMetadata, TrainingProgress
+from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.checkpoint.parts import training_parts
 from megazpp.checkpoint.read import choose_source, verify
 from megazpp.checkpoint.state import RunValues, TrainState
 from megazpp.data.loader import MicroBatch
 from megazpp.diloco.state import replica_group_parts
-from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
+from megazpp.optim.schedule import Schedule, ScheduleConfig, TrainingProgress, build_schedule
 from megazpp.packed_weights.reader import FrozenPlace, open_frozen_place
 from megazpp.parallel.dims import ParallelDims, open_axis
 from megazpp.training.anomalies import LossHistory
+from megazpp.training.loop import AfterStep
 
 
 class Attempt:
@@ -47,6 +48,7 @@ class Attempt:
         self.checkpoints = Checkpoints(
             self.config, self.state, record_of(case), self.axis, self.lines.append, folder=self.folder
         )
+        self.saves = AfterStep(self.checkpoints.save, self.config.save_interval, at_end=True)
 
     def load(self, *, restarted: bool = False) -> TrainingProgress:
         """Open the folder of --save, and resume from a checkpoint if the flags name one."""
@@ -78,8 +80,8 @@ class Attempt:
             self.progress = self.progress._replace(iteration=now, consumed_samples=done, scheduled_samples=done)
             if evaluates:
                 self.evaluate(batches[0])
-            if saves:
-                self.checkpoints.after_step(self.progress, last=now == steps)
+            if saves and self.folder is not None and self.saves.due(now, last=now == steps):
+                self.checkpoints.save(self.progress)
         return results
 
     def evaluate(self, batch: MicroBatch) -> None:

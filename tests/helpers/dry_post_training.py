@@ -29,7 +29,7 @@ from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.setup import PostConfigs
 from megazpp.run.arguments import RunConfig
 from megazpp.topology.cluster import Cluster
-from megazpp.training.setup import ModelSpec, model_on_meta, shard_built, shard_on_meta
+from megazpp.training.setup import ModelSpec, model_on_meta, shard_built
 from megazpp.zero.config import CommPlan, ZeroConfig
 
 
@@ -75,7 +75,7 @@ def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *,
         if post.needs_reference and lora.lora_r is None and not post.precompute_ref_log_probs:
             if post.sync_ref_model:
                 exact = dataclasses.replace(spec, zero=ZeroConfig(), wire=CommPlan())
-                model = shard_on_meta(exact, dims, CPU).model
+                model = shard_built(model_on_meta(exact, dims, CPU), exact, dims).model
                 with fake:
                     model.to_empty(device=CPU)
             else:

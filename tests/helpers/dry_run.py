@@ -34,8 +34,8 @@ from torch.utils._pytree import tree_leaves
 from megazpp.data.loader import make_micro_batch
 from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.outer import ReplicaGroups
+from megazpp.optim.build import build_optimizer
 from megazpp.optim.loss_scale import build_loss_scaler
-from megazpp.optim.optimizer import build_optimizer, build_orthogonalizer
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.estimate import Estimator, build_step_simulator
 from megazpp.planner.simulator import Memory
@@ -53,7 +53,7 @@ from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan, plan_run
 from megazpp.topology.cluster import Cluster
 from megazpp.training.objective import Objective
-from megazpp.training.setup import ModelSpec, ShardedModel, shard_on_meta
+from megazpp.training.setup import ModelSpec, ShardedModel, model_on_meta, shard_built
 from megazpp.training.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
     planned = measure(simulator, count).traffic, simulator.synchronize().traffic
 
     def language_model(spec: ModelSpec, dims: ParallelDims, fake: FakeTensorMode) -> DryTask:
-        built = shard_on_meta(spec, dims, CPU)
+        built = shard_built(model_on_meta(spec, dims, CPU), spec, dims)
         with fake:
             built.model.to_empty(device=CPU)
             return language_model_task(config, plan, built)
@@ -181,11 +181,10 @@ def count_step(
             replica_groups = None
             if (diloco := plan.of(DilocoPlan)) is not None:
                 replica_groups = ReplicaGroups(task.built.sharding, dims, diloco, config.precision)
-            model, dtype = task.built.model, config.precision.param_dtype
-            matrices = build_orthogonalizer(model, config.optimizer, dims, dtype)
+            dtype = config.precision.param_dtype
             step = TrainStep(
                 *task.built,
-                build_optimizer(list(model.named_parameters()), config.optimizer, CPU, orthogonalizer=matrices),
+                build_optimizer(task.built.model, config.optimizer, dims=dims, dtype=dtype),
                 build_loss_scaler(config.loss_scale, fp16=config.precision.fp16),
                 dims,
                 clip_grad=config.optimizer.clip_grad,

@@ -17,7 +17,6 @@ from megazpp.convert.model import Model
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.features import FEATURES
 from megazpp.model.gpt import GPTModel
-from megazpp.parallel.axis import MeshAxis
 from megazpp.run.checks import check_model
 from megazpp.run.feature import weight_opener
 
@@ -117,7 +116,7 @@ def our_model(model: Model, seq_length: int = SEQ) -> GPTModel:
     config = dataclasses.replace(model.config, make_vocab_size_divisible_by=1)
     check_model(config, tp_size=1, seq_length=seq_length)
     scalar_head = "scalar_head.weight" in model.tensors
-    ours = GPTModel(config, vocab_size=model.rows, tp=MeshAxis("tp"), scalar_head=scalar_head).eval()
+    ours = GPTModel(config, vocab_size=model.rows, scalar_head=scalar_head).eval()
     ours.load_state_dict({name: entry.read() for name, entry in model.tensors.items()})
     return ours
 

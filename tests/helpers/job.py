@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megazpp.base.program import JobError, UserError, leave
-from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.parallel.config import ParallelConfig, plan_dims
+from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import LaunchConfig, detect_rank_info, launch_workers
 from megazpp.parallel.timeline import STEP
 from megazpp.parallel.worker import Worker, worker_process

@@ -15,7 +15,6 @@ from helpers.refusals import table
 
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.parallel.axis import MeshAxis
 
 VOCAB, PADDED = 300, 384
 # parts of our names, and Megatron's names in three generations, replaced in this order; "/" is a nested dict
@@ -44,7 +43,7 @@ _NAMES = {
 
 def make_weights(config: GPTConfig) -> dict[str, torch.Tensor]:
     """Return random weights of one process with a padded vocabulary, in which no two numbers are equal."""
-    model, generator = GPTModel(config, vocab_size=VOCAB, tp=MeshAxis("tp")), torch.Generator().manual_seed(4)
+    model, generator = GPTModel(config, vocab_size=VOCAB), torch.Generator().manual_seed(4)
     return {name: 0.1 * torch.randn(x.shape, generator=generator) for name, x in model.named_parameters()}
 
 

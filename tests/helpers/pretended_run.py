@@ -12,15 +12,14 @@ from unittest import mock
 import torch
 from helpers.metrics import meter
 
-from megazpp.checkpoint.metadata import TrainingProgress
-from megazpp.optim.schedule import ScheduleConfig, build_schedule
+from megazpp.optim.schedule import ScheduleConfig, TrainingProgress, build_schedule
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.batches import BatchConfig, plan_batches
 from megazpp.training.context import Console, RunContext
-from megazpp.training.loop import Evaluations, StopConditions, StopConfig, train
+from megazpp.training.loop import AfterStep, StopConditions, StopConfig, train
 from megazpp.training.metrics import StepRecord
 from megazpp.training.metrics_logger import MetricsRecorder
 from megazpp.training.tracking import TrackingConfig
@@ -106,7 +105,6 @@ class Run:
         self.dims, self.out = FakeDims(), io.StringIO()
         self.fake = FakeStep(self.dims, losses, norms, bad, events=events)
         self.observed: list[tuple[int, int]] = []
-        self.zero3_asked: list[int] = []
         self.tracker = SimpleNamespace(records=[], validations=[], step=lambda record: None)
         self.tracker.interval = lambda record: self.tracker.records.append(record.fields)
         self.tracker.validation = lambda loss, at, **how: self.tracker.validations.append((at.iteration, loss))
@@ -115,7 +113,6 @@ class Run:
             RunContext(dims=self.dims, device=CPU, console=Console(enabled=True, out=self.out)),
             meter(total_iterations=steps, total_samples=2 * steps, seq_length=4, world_size=1, flops_per_token=1),
             model=torch.nn.Module(),
-            zero3=self.zero3_asked.append,
             tracker=self.tracker,
             validation=self.evaluate,
         )
@@ -134,15 +131,14 @@ class Run:
                 stops,
                 [self.step],  # observer
                 start=start,
-                after=[self, Evaluations(self.recorder, eval_interval, stops)],
+                after=[
+                    AfterStep(self.save, 3, at_end=True),
+                    AfterStep(self.recorder.validate, eval_interval),
+                ],
             )
 
-    def due(self, iteration: int, *, last: bool) -> bool:
-        return last or iteration % 3 == 0
-
-    def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
-        if self.due(progress.iteration, last=last):
-            self.fake.events.append(f"save {progress.iteration}")
+    def save(self, progress: TrainingProgress) -> None:
+        self.fake.events.append(f"save {progress.iteration}")
 
     @contextlib.contextmanager
     def step(self, iteration: int) -> Iterator[None]:

@@ -15,17 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from megazpp.data.loader import MicroBatch
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.model.layer_parts import SharedGenerator
+from megazpp.model.layer_parts import LayerSettings, SharedGenerator
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.worker import seed_everything
-from megazpp.tensor_parallel.parameters import (
-    distribute_parameters,
-    initialize_parameters_,
-    local,
-    owned_parameters,
-    partial_parameters,
-    sum_partial_gradients_,
-)
+from megazpp.tensor_parallel.initialize import distribute_parameters, initialize_parameters_
+from megazpp.tensor_parallel.parameters import local, owned_parameters, partial_parameters, sum_partial_gradients_
 
 VOCAB, SEQ = 101, 16
 STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}  # llama uses grouped-query attention
@@ -87,12 +81,13 @@ def saved_tensors() -> Iterator[list[torch.Tensor]]:
         yield kept
 
 
-def build_gpt(config: GPTConfig, *, dropout_seed: int = 11, **options: Any) -> GPTModel:
+def build_gpt(config: GPTConfig, *, dropout_seed: int = 11, scalar_head: bool = False, **options: Any) -> GPTModel:
     """Build a GPT on all ranks of the job; weights are always the same, dropout masks follow from the seed."""
     tp = tp_axis()
     seed_everything(dropout_seed, data_rank=0, tp_rank=tp.rank)
     shared = SharedGenerator(CPU, seed=dropout_seed, data_rank=0)
-    model = GPTModel(config, vocab_size=VOCAB, tp=tp, shared_generator=shared, **options)
+    settings = LayerSettings(tp=tp, generator=shared, **options)
+    model = GPTModel(config, settings, vocab_size=VOCAB, scalar_head=scalar_head)
     if tp.size > 1:
         distribute_parameters(model, tp_mesh())
     initialize_parameters_(model, seed=7, draw_device=CPU)
@@ -121,6 +116,15 @@ def local_gradients(model: torch.nn.Module, tp: MeshAxis | None = None) -> dict[
     parts = [SimpleNamespace(grad=grad) for name, grad in grads.items() if name in partial]
     sum_partial_gradients_(parts, tp or model.tp)  # in place
     return grads
+
+
+def layer_on(kind: Callable[..., torch.nn.Module], config: GPTConfig, *, sequence_parallel: bool) -> Callable[..., Any]:
+    """Return a function that builds a layer of this class on a `tp` axis, as `compare_slices` calls it."""
+
+    def make(*, tp: MeshAxis) -> torch.nn.Module:
+        return kind(config, LayerSettings(tp=tp, sequence_parallel=sequence_parallel), output_std=1.0)
+
+    return make
 
 
 def compare_slices(

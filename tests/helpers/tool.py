@@ -7,7 +7,6 @@ import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 import torch
@@ -29,13 +28,14 @@ def run_tool(tool: str, *flags: object, world: int = 1) -> tuple[int, str]:
 
 def _run_on_rank(tool: str, flags: list[str], key: str) -> tuple[int, str]:
     rank, world_size, said = dist.get_rank(), dist.get_world_size(), io.StringIO()
-    store, timeout = dist.PrefixStore(key, _get_default_store()), timedelta(minutes=3)
+    store = dist.PrefixStore(key, _get_default_store())
 
     @contextlib.contextmanager
     def on_this_rank(place: RankInfo, launch: LaunchConfig, facts: object) -> Iterator[Worker]:
         assert place.world_size == world_size
         watchdog = Watchdog(store, place, launch, restarts=0)  # not started
-        yield Worker(torch.device("cpu"), rank, world_size, rank, store, timeout, watchdog)
+        own = replace(place, started=True, rank=rank, local_rank=rank)
+        yield Worker(**vars(own), device=torch.device("cpu"), store=store, watchdog=watchdog)
 
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), pytest.MonkeyPatch.context() as patch:
         for name in LAUNCHER_VARIABLES:

@@ -11,18 +11,19 @@ from megazpp.diloco.outer import ReplicaGroups
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import Float8Format, float8_product
 from megazpp.model.gpt import GPTModel
+from megazpp.optim.build import OptimizerConfig, build_optimizer
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
-from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, build_orthogonalizer
-from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.parallel.config import ParallelConfig, plan_dims
+from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.worker import seed_everything
+from megazpp.tensor_parallel.initialize import initialize_parameters_
 from megazpp.tensor_parallel.layers import Product
-from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout
 from megazpp.training.setup import ModelSpec, build_model
 from megazpp.training.step import TrainStep
-from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig, plan_comm
+from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
+from megazpp.zero.plan import plan_comm
 
 EOD = 3
 CPU = torch.device("cpu")
@@ -135,7 +136,7 @@ class FixedBatches:
 
 def train_plain(case: Case) -> dict[str, list[float]]:
     """Train in one process as a reference: no sharding, torch's own clipping, the whole batch at once."""
-    model = GPTModel(case.model, vocab_size=case.vocab_size, tp=MeshAxis("tp"))
+    model = GPTModel(case.model, vocab_size=case.vocab_size)
     initialize_parameters_(model, seed=case.seed, draw_device=CPU)
     decay = [p for p in model.parameters() if p.dim() > 1]
     no_decay = [p for p in model.parameters() if p.dim() == 1]
@@ -198,9 +199,7 @@ def build_on_ranks(case: Case) -> tuple[GPTModel, Any, ParallelDims]:
 
 def build_step(case: Case) -> tuple[TrainStep, ParallelDims]:
     model, sharding, dims = build_on_ranks(case)
-    matrices = build_orthogonalizer(model, case.optimizer, dims, case.precision.param_dtype)
-    named = list(model.named_parameters())
-    optimizer = build_optimizer(named, case.optimizer, CPU, orthogonalizer=matrices)
+    optimizer = build_optimizer(model, case.optimizer, dims=dims, dtype=case.precision.param_dtype)
     scaler = build_loss_scaler(LossScaleConfig(initial_loss_scale=2.0**12), fp16=case.precision.fp16)
     return TrainStep(model, sharding, optimizer, scaler, dims, clip_grad=CLIP), dims
 

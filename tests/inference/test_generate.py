@@ -17,8 +17,7 @@ from megazpp.inference.generate import draw_completions, generate
 from megazpp.inference.sample import SampleConfig
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.parallel.axis import MeshAxis
-from megazpp.tensor_parallel.parameters import initialize_parameters_
+from megazpp.tensor_parallel.initialize import initialize_parameters_
 from megazpp.zero.config import ZeroConfig
 
 PROMPTS = ((5, 1, 100), (7,), (2, 3, 5, 7, 11, 13), tuple(range(30, 50)))  # the last one exceeds the longest input
@@ -44,7 +43,7 @@ def plain_loop(model: GPTModel, prompt: tuple[int, ...], num_tokens: int) -> lis
 
 @functools.cache
 def greedy_reference(style: GPTConfig, prompt: tuple[int, ...]) -> list[int]:
-    model = GPTModel(style, vocab_size=101, tp=MeshAxis("tp")).eval()
+    model = GPTModel(style, vocab_size=101).eval()
     initialize_parameters_(model, seed=5, draw_device=CPU)
     return plain_loop(model, prompt, GREEDY.sample_tokens)
 

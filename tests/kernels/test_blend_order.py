@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megazpp.kernels import blend_order as module
 from megazpp.kernels import c_library
 from megazpp.kernels.blend_order import blend_order, native, reference
-from megazpp.kernels.c_library import CLibraryError
+from megazpp.kernels.c_library import CLibrary
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, c_library.COMPILERS)), reason="needs a C compiler")
 PLANNERS = [
@@ -101,7 +101,7 @@ def test_planner_matches_megatrons_loop_for_any_weights_and_parts(planner, weigh
 
 def test_blend_order_without_compiler_uses_python_and_logs_progress(monkeypatch):
     moments, lines = itertools.count(step=2.0), list[str]()
-    monkeypatch.setattr(native, "library", lambda: CLibraryError("no C compiler found"))
+    monkeypatch.setattr(native, "library", lambda: CLibrary(missing="no C compiler found"))
     monkeypatch.setattr(module, "_AT_ONCE", 1600)
     datasets, numbers = blend_order([0.2, 0.3, 0.5], 450, say=lines.append, clock=lambda: next(moments))
     expected = megatrons_loop(np.array([0.2, 0.3, 0.5]), 450)

@@ -26,7 +26,7 @@ from megazpp.kernels.block_quant import (
     unpack_sum,
 )
 from megazpp.kernels.block_quant.range_table import RangeTable
-from megazpp.kernels.c_library import CLibrary, CLibraryError
+from megazpp.kernels.c_library import CLibrary
 from megazpp.kernels.formats import BlockFormat, plan_row
 
 SIZES = (0, 1, 63, 257)
@@ -139,7 +139,7 @@ def test_without_c_compiler_reference_runs_and_backend_says_why(monkeypatch):
     x, table = torch.randn(257), table_of(257)
     expected, got = empty(table=table), empty(table=table)
     reference.pack(x, table, expected)
-    monkeypatch.setattr(native, "library", lambda: CLibraryError("no C compiler found"))
+    monkeypatch.setattr(native, "library", lambda: CLibrary(missing="no C compiler found"))
     monkeypatch.delattr(native, "pack")
     row = ("block quantization", "the reference in torch", "no C compiler found; compiled C is 3 to 11 times as fast")
     assert backend("cpu") == row

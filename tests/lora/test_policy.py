@@ -22,12 +22,11 @@ from megazpp.lora.layers import LowRankAdapter, adapters_off
 from megazpp.lora.policy import AdaptedPolicy, add_adapters, load_adapted, save_adapter
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
+from megazpp.optim.build import OptimizerConfig, build_optimizer
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
-from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
 from megazpp.packed_weights.format import plan_rows
-from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
-from megazpp.tensor_parallel.parameters import initialize_parameters_
+from megazpp.tensor_parallel.initialize import initialize_parameters_
 from megazpp.training.step import TrainStep
 
 STEPS = 4
@@ -54,7 +53,7 @@ def adapt(case: Case, lora: LoraConfig, load: str, **options: bool) -> tuple[Ada
 
 def train(policy: AdaptedPolicy, dims: ParallelDims, case: Case) -> list[tuple[float, float]]:
     """Train and return (loss, gradient norm) of each step."""
-    optimizer = build_optimizer(list(policy.built.model.named_parameters()), OptimizerConfig(), CPU)
+    optimizer = build_optimizer(policy.built.model, OptimizerConfig())
     scaler = build_loss_scaler(LossScaleConfig(), fp16=False)
     step = TrainStep(*policy.built, optimizer, scaler, dims, clip_grad=CLIP)
     batches = [case.batches(index, dims) for index in range(STEPS)]
@@ -203,7 +202,7 @@ def test_dropout_masks_agree_over_tp_and_in_recomputation(loads, layout):
 
 
 def test_adapter_adds_its_product_times_alpha_over_rank():
-    layer = GPTModel(LLAMA_STYLE, vocab_size=101, tp=MeshAxis("tp"))
+    layer = GPTModel(LLAMA_STYLE, vocab_size=101)
     add_adapters(layer, dataclasses.replace(ALL, lora_alpha=12.0).settings(LLAMA_STYLE), None)
     adapter = layer.get_submodule("layers.0.mlp.fc2.adapter").to_empty(device=CPU)
     with torch.no_grad():

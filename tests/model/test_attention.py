@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.ranks import ranks
-from helpers.tensor_parallel import REGION, compare_slices, draw, saved_tensors, tp_axis
+from helpers.tensor_parallel import REGION, compare_slices, draw, layer_on, saved_tensors, tp_axis
 
 from megazpp.model.attention import AttentionInputs, SelfAttention, config_angles, document_mask, rotate
 from megazpp.model.config import GPTConfig
-from megazpp.parallel.axis import MeshAxis
+from megazpp.model.layer_parts import LayerSettings
 
 RESTARTING = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 0, 1]])
 FAR = torch.arange(2000, 2009).expand(2, 9)
@@ -116,7 +116,7 @@ def compare_with_formula() -> None:
     for name, mask, split in itertools.product(SHAPES, (None, documents), (False, True)):
         config = GPTConfig(hidden_size=8, num_attention_heads=4, attention_dropout=0.0, **SHAPES[name])
         if config.query_groups % tp_axis().size == 0:
-            make = functools.partial(SelfAttention, config, sequence_parallel=split, output_std=1.0)
+            make = layer_on(SelfAttention, config, sequence_parallel=split)
             whole = functools.partial(attention_by_heads, config, causal if mask is None else mask.squeeze(1))
             inputs = AttentionInputs(rotary=None, mask=mask)
             compare_slices((name, mask is None), make, whole, x, inputs, **REGION[split])
@@ -130,7 +130,7 @@ def test_attention_on_any_layout_equals_its_formula_per_head(size):
 def keeps_fused_product(inputs: AttentionInputs, **changes: Any) -> bool:
     """Return True if autograd keeps the output of the fused projection; queries, keys and values are views of it."""
     config = GPTConfig(hidden_size=8, num_attention_heads=4, attention_dropout=0.0, **changes)
-    attention = SelfAttention(config, tp=MeshAxis("tp"), sequence_parallel=False, output_std=1.0).double()
+    attention = SelfAttention(config, LayerSettings(), output_std=1.0).double()
     outputs: list[torch.Tensor] = []
     attention.qkv.register_forward_hook(lambda module, args, output: outputs.append(output))
     with saved_tensors() as kept:

@@ -14,7 +14,6 @@ from megazpp.convert.huggingface import open_model
 from megazpp.model.attention import config_angles
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.parallel.axis import MeshAxis
 
 MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "gpt2": make_gpt2,
@@ -33,7 +32,7 @@ def test_logits_and_gradients_equal_transformers(name, tmp_path):
     theirs = MODELS[name]()
     source = open_model(save(theirs, tmp_path / "weights"))
     sizes = {"make_vocab_size_divisible_by": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    ours = GPTModel(dataclasses.replace(source.config, **sizes), vocab_size=source.rows, tp=MeshAxis("tp"))
+    ours = GPTModel(dataclasses.replace(source.config, **sizes), vocab_size=source.rows)
     ours.load_state_dict({key: entry.read() for key, entry in source.tensors.items()})
     labels = TOKENS.roll(-1, dims=1)
 

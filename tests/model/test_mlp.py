@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from helpers.ranks import ranks
-from helpers.tensor_parallel import REGION, compare_slices, draw
+from helpers.tensor_parallel import REGION, compare_slices, draw, layer_on
 
 from megazpp.model.config import GPTConfig
 from megazpp.model.layer_parts import MLP
@@ -35,7 +35,7 @@ def compare_with_the_formula() -> None:
     sizes = {"hidden_size": 5, "num_attention_heads": 1, "ffn_hidden_size": 12}
     for kind, bias, split in itertools.product(KINDS, (False, True), (False, True)):
         config = GPTConfig(**sizes, disable_bias_linear=not bias, **KINDS[kind][0])
-        make = functools.partial(MLP, config, sequence_parallel=split, output_std=1.0)
+        make = layer_on(MLP, config, sequence_parallel=split)
         whole = functools.partial(by_formula, kind)
         compare_slices((kind, bias), make, whole, draw(0, 8, 3, 5), **REGION[split])
 

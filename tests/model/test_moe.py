@@ -17,9 +17,9 @@ from megazpp.model.moe import Gating, _grouped_products, _looped_products, weigh
 from megazpp.model.router import Router, biased_routers, router_metrics, update_expert_bias_
 from megazpp.parallel.axis import MeshAxis
 from megazpp.run.checks import check_experts
-from megazpp.tensor_parallel.parameters import initialize_parameters_
+from megazpp.tensor_parallel.initialize import initialize_parameters_
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import plan_layout
+from megazpp.topology.plan import plan_layout
 
 SWIGLU = {"swiglu": True, "disable_bias_linear": True}
 
@@ -103,7 +103,7 @@ def test_loop_over_experts_has_a_reason(capability, dtype, changes, reason):
 
 def test_router_metrics_equal_their_formulas():
     """Compute loads, entropy and balance from the router's own weights for two micro-batches."""
-    model = GPTModel(MIXTURE_STYLE, vocab_size=101, tp=MeshAxis("tp"))
+    model = GPTModel(MIXTURE_STYLE, vocab_size=101)
     initialize_parameters_(model, seed=3, draw_device=torch.device("cpu"))
     router, seen = model.layers[0].mlp.router, []
     router.register_forward_pre_hook(lambda module, given: seen.append(given[0].detach()))
@@ -157,7 +157,7 @@ def test_expert_bias_changes_choices_but_not_weights_and_moves_towards_an_even_l
 
 
 def test_router_metrics_do_not_sum_the_totals_of_biased_routers_again():
-    model = GPTModel(BIASED_STYLE, vocab_size=101, tp=MeshAxis("tp"))
+    model = GPTModel(BIASED_STYLE, vocab_size=101)
     initialize_parameters_(model, seed=3, draw_device=torch.device("cpu"))
     tokens = torch.randint(101, (2, 3, 16), generator=torch.Generator().manual_seed(2))
     for batch in tokens:
@@ -178,7 +178,7 @@ def test_router_losses_leave_out_uncounted_tokens(recompute):
     tokens = torch.randint(101, (3, 9), generator=torch.Generator().manual_seed(2))
     lengths, results = [4, 9, 1], []
     for padded in (True, False):
-        model = GPTModel(style, vocab_size=101, tp=MeshAxis("tp"))
+        model = GPTModel(style, vocab_size=101)
         initialize_parameters_(model, seed=3, draw_device=torch.device("cpu"))
         if padded:
             counted = torch.arange(9) < torch.tensor(lengths).unsqueeze(1)

@@ -17,7 +17,8 @@ from megazpp.model.gpt import GPTModel
 from megazpp.optim import clip
 from megazpp.optim.clip import clip_divisor, divide_grads_, global_grad_norm
 from megazpp.parallel.axis import MeshAxis
-from megazpp.tensor_parallel.parameters import existing_rows, initialize_parameters_
+from megazpp.tensor_parallel.initialize import initialize_parameters_
+from megazpp.tensor_parallel.parameters import existing_rows
 from megazpp.training.metrics import StepRecord
 
 ONE = MeshAxis("tp"), MeshAxis("shard")
@@ -81,7 +82,7 @@ def test_vocabulary_padding_enters_no_statistic(style):
     Of four ranks, one then holds rows with and without padding, and others hold only padding.
     """
     case = Case(model=replace(style, make_vocab_size_divisible_by=128), steps=1)
-    plain = GPTModel(replace(style, make_vocab_size_divisible_by=1), vocab_size=101, tp=ONE[0])
+    plain = GPTModel(replace(style, make_vocab_size_divisible_by=1), vocab_size=101)
     initialize_parameters_(plain, seed=case.seed, draw_device=CPU)
     expected_norm = math.sqrt(sum(p.double().square().sum().item() for p in plain.parameters()))
     batch = case.batch(0, 0, case.global_batch)

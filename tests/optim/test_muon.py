@@ -25,10 +25,11 @@ from torch.distributed.tensor import distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megazpp.kernels.formats import BlockFormat
+from megazpp.optim.build import OptimizerConfig, build_optimizer
 from megazpp.optim.muon import newton_schulz
 from megazpp.optim.muon_plan import LayerMatrix, plan_blocks, products
-from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, build_orthogonalizer, set_rates_, update_
-from megazpp.parallel.dims import ParallelConfig, plan_dims
+from megazpp.optim.optimizer import set_rates_, update_
+from megazpp.parallel.config import ParallelConfig, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.wire import Codec, plan_message, plan_segments
@@ -107,8 +108,7 @@ def by_torch(
 
 def build(case: Case) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model, _, dims = build_on_ranks(case)
-    matrices = build_orthogonalizer(model, case.optimizer, dims, case.precision.param_dtype)
-    return model, build_optimizer(list(model.named_parameters()), case.optimizer, CPU, orthogonalizer=matrices)
+    return model, build_optimizer(model, case.optimizer, dims=dims, dtype=case.precision.param_dtype)
 
 
 @torch.no_grad()

@@ -14,10 +14,11 @@ from helpers.sharded import full_state, one_process_model, sharded_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megazpp.optim import optimizer as optimizers
+from megazpp.optim import build as optimizers
 from megazpp.optim.apex import check_apex
+from megazpp.optim.build import OptimizerConfig, build_optimizer
 from megazpp.optim.clip import divide_grads_
-from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, parameter_groups, set_rates_, update_
+from megazpp.optim.optimizer import parameter_groups, set_rates_, skips_on_device, update_
 
 CPU = torch.device("cpu")
 
@@ -47,7 +48,7 @@ def build(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(FusedAdam=FakeFusedAdam))
         patch.setattr(optimizers, "check_apex", lambda device_type: None)
-        return build_optimizer(model.named_parameters(), config, CPU)
+        return build_optimizer(model, config)
 
 
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 1) -> None:
@@ -113,7 +114,7 @@ def test_fused_adamw_matches_torch_on_divided_gradients(tp, replicas):
 
 def test_only_fused_adam_skips_without_the_host():
     adam, sgd = (build(nn.Linear(3, 2), kind) for kind in ("adam", "sgd"))
-    assert [optimizers.skips_on_device(each) for each in (adam, sgd)] == [True, False]
+    assert [skips_on_device(each) for each in (adam, sgd)] == [True, False]
     with pytest.raises(AssertionError, match="cannot skip a step on the device"):
         update_(sgd, torch.tensor(1.0), torch.tensor(0.0))
 

@@ -15,9 +15,11 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from megazpp.packed_weights.format import LoadRows, at_rest, plan_rows
 from megazpp.packed_weights.frozen import FrozenUnits, freeze
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.parallel.config import ParallelConfig, plan_dims
+from megazpp.parallel.dims import ParallelDims
 from megazpp.topology.cluster import Cluster
-from megazpp.zero.config import ZeroConfig, plan_comm
+from megazpp.zero.config import ZeroConfig
+from megazpp.zero.plan import plan_comm
 from megazpp.zero.sharding import shard_model
 
 WIDTH = 101  # not divisible by the number of ranks or a block size

@@ -11,7 +11,8 @@ from helpers.ranks import ranks
 
 from megazpp.parallel.axis import MeshAxis, _reduce_scatter_single, make_group
 from megazpp.parallel.comm_queue import CommQueue, StreamQueue, ThreadQueue, Work
-from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.parallel.config import ParallelConfig, plan_dims
+from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
 
@@ -108,7 +109,7 @@ def test_nccl_groups_are_split_in_one_call_if_possible(partition, bound, expecte
         assert options.get("sort_ranks", True) == all(list(part) == sorted(part) for part in partition)
         return ranks
 
-    world = SimpleNamespace(bound_device_id="cuda:2" if bound else None)
+    world = SimpleNamespace(bound_device_id="cuda:2" if bound else None, _device_types=[])
     for fake in (split_group, new_group):
         monkeypatch.setattr(dist, fake.__name__, fake)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))

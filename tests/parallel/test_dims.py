@@ -14,7 +14,8 @@ from helpers.torch_versions import needs_any_order
 from helpers.training import Case, train_on_ranks
 
 from megazpp.parallel.axis import can_order_groups, make_group
-from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.parallel.config import ParallelConfig, plan_dims
+from megazpp.parallel.dims import ParallelDims, open_axis
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 
@@ -83,15 +84,16 @@ def test_only_rank_orders_that_torch_cannot_group_are_rejected(monkeypatch):
     plan_dims(ParallelConfig(tensor_model_parallel_size=2), cyclic, zero_stage=3)
 
 
-def timeouts(minutes: int) -> list[timedelta]:
+def timeouts() -> list[timedelta]:
     layout = plan_dims(ParallelConfig(), Cluster(num_nodes=2, ranks_per_node=2), zero_stage=3)
-    dims = ParallelDims(layout, device_type="cpu", timeout=timedelta(minutes=minutes))
-    groups = [axis.group for axis in (dims.shard, dims.local, dims.cross, dims.twin("shard", "further"), dims.node)]
+    dims = ParallelDims(layout, device_type="cpu")
+    axes = dims.shard, dims.local, dims.cross, dims.twin("shard", "further"), dims.node, open_axis(dims)
+    groups = [axis.group for axis in axes]
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups if group is not None]
 
 
-def test_timeout_reaches_all_groups_including_later_ones():
-    assert ranks(4).run(timeouts, 7) == [[timedelta(minutes=7)] * 5] * 4
+def test_timeout_of_the_first_group_reaches_all_later_ones():
+    assert ranks(4).run(timeouts) == [[timedelta(seconds=180)] * 6] * 4  # the timeout of these workers
 
 
 def groups_made(zero: ZeroConfig) -> list[str]:

@@ -24,7 +24,8 @@ from megazpp.parallel.environment import (
 )
 from megazpp.run.start import distributed_program
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import Layout, plan_layout
+from megazpp.topology.layout import Layout
+from megazpp.topology.plan import plan_layout
 
 
 @pytest.fixture(autouse=True)

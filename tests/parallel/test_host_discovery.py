@@ -6,7 +6,6 @@ import pickle
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +56,7 @@ def test_invalid_host_raises_the_same_error_on_every_rank():
 def worker(rank: int, world_size: int, store: dist.Store) -> Worker:
     place = RankInfo(started=True, world_size=world_size, rank=rank, local_rank=rank)
     watchdog = Watchdog(store, place, LaunchConfig(), restarts=0)  # not started
-    return Worker(CPU, rank, world_size, rank, store, timedelta(minutes=1), watchdog)
+    return Worker(**vars(place), device=CPU, store=store, watchdog=watchdog)
 
 
 def never() -> Cluster:

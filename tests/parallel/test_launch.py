@@ -160,17 +160,17 @@ def test_launchers_store_listens_on_loopback_only_and_workers_connect(monkeypatc
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), AGENT_STORE: "True"}.items():
         monkeypatch.setenv(name, value)
     place = RankInfo(started=True, world_size=2, rank=1)
-    opened, rank, size = open_store(place, TIMEOUT)
+    opened = open_store(place, TIMEOUT)
     opened.set("key", "value")
-    assert (store.get("key"), rank, size) == (b"value", 1, 2)
+    assert store.get("key") == b"value"
     assert is_on_one_machine(place)
 
 
 def test_rank_0_store_listens_on_loopback_only_and_one_process_nowhere():
-    assert isinstance(open_store(RankInfo(started=True, world_size=1), TIMEOUT, {})[0], dist.HashStore)
+    assert isinstance(open_store(RankInfo(started=True, world_size=1), TIMEOUT, {}), dist.HashStore)
     before = listening()
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    store, _, _ = open_store(RankInfo(started=True, world_size=2, rank=0), TIMEOUT, env)
+    store = open_store(RankInfo(started=True, world_size=2, rank=0), TIMEOUT, env)
     assert listening() - before == {("127.0.0.1", store.port)}
 
 

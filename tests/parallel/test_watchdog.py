@@ -14,7 +14,7 @@ from helpers.program import Program
 from megazpp.parallel.timeline import Doing
 from megazpp.parallel.watchdog import RankState, describe_hang
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import plan_layout
+from megazpp.topology.plan import plan_layout
 
 JOB = str(Path(__file__).parents[1] / "helpers" / "job.py")
 SECONDS = 30  # for a loaded machine; the watchdog's limit is 1.5 s, and an unresponsive rank is waited for for 5 s

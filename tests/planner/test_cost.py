@@ -17,7 +17,8 @@ from megazpp.planner.cost import (
     calibration_for,
 )
 from megazpp.topology.cluster import CALIBRATION_NAMES, Cluster, Device, Link, Links
-from megazpp.topology.layout import Layout, plan_layout
+from megazpp.topology.layout import Layout
+from megazpp.topology.plan import plan_layout
 
 LINKS = Links(domain=Link(100.0, 2.0), network=Link(10.0, 5.0))
 FAST = Links(domain=Link(100.0, 2.0), network=Link(20.0, 5.0))

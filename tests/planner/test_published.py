@@ -41,9 +41,10 @@ from megazpp.planner.cost import CALIBRATIONS, ClusterCosts, Operation
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.step import StepSimulator, measure
 from megazpp.topology.cluster import Cluster, Device, Link, Links
-from megazpp.topology.layout import plan_layout
+from megazpp.topology.plan import plan_layout
 from megazpp.training.setup import ModelSpec
-from megazpp.zero.config import CommPlan, GatherPlan, PrecisionConfig, ReducePlan, ZeroConfig, plan_comm
+from megazpp.zero.config import CommPlan, GatherPlan, PrecisionConfig, ReducePlan, ZeroConfig
+from megazpp.zero.plan import plan_comm
 
 V100 = Device("V100-SXM3-32GB", 125.0, 34.36, 900.0, calibration="v100")
 H800 = Device("H800", 989.0, 85.9, 3350.0, calibration="h800")

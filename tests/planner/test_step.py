@@ -23,13 +23,14 @@ from helpers.training import (
 )
 
 from megazpp.diloco.config import DilocoConfig
-from megazpp.optim.optimizer import OptimizerConfig
-from megazpp.parallel.dims import ParallelConfig, plan_dims
+from megazpp.optim.build import OptimizerConfig
+from megazpp.parallel.config import ParallelConfig, plan_dims
 from megazpp.planner.simulator import Memory
 from megazpp.planner.step import StepSimulator, TrafficTable, measure, traffic_between
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import DATA_AXES
-from megazpp.zero.config import GRADIENT_BLOCK, PrecisionConfig, ZeroConfig
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
+from megazpp.zero.plan import GRADIENT_BLOCK
 
 BF16 = PrecisionConfig(bf16=True)
 ALL = ZeroConfig(zeropp=True)

@@ -11,7 +11,6 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, MIXTURE_STYLE
 from megazpp.model.attention_kernels import VARLEN_ARGUMENTS
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.parallel.axis import MeshAxis
 from megazpp.planner import trace as module
 from megazpp.planner.trace import BACKWARD, FORWARD, Trace, TraceInputs, record_segments, trace_model
 from megazpp.training.flops import keys_per_token, model_flops_per_token
@@ -98,7 +97,7 @@ def test_units_hold_every_parameter_once_by_name():
     for config in (*STYLES, dataclasses.replace(LLAMA_STYLE, qk_layernorm=True, add_qkv_bias=True)):
         found = trace(like(config))
         with torch.device("meta"):
-            model = GPTModel(like(config), vocab_size=VOCAB, tp=MeshAxis("tp"))
+            model = GPTModel(like(config), vocab_size=VOCAB)
         named = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
         assert sorted(entry for unit in found.units for entry in unit) == sorted(named)
         assert found.tied == config.tied

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from helpers.training import CLIP, CPU, GPT2_STYLE, MIXTURE_STYLE, Case, build_on_ranks
+from helpers.training import CLIP, GPT2_STYLE, MIXTURE_STYLE, Case, build_on_ranks
 
 from megazpp.model.config import GPTConfig
+from megazpp.optim.build import OptimizerConfig, build_optimizer
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
-from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
 from megazpp.parallel.dims import ParallelDims
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.training.setup import ShardedModel
@@ -52,7 +52,7 @@ def train(
 ) -> list[dict[str, float]]:
     """Train on micro-batches of each step and return loss, gradient norm and metrics by step."""
     # SGD, since Adam turns gradients that are only rounding into full-size updates
-    optimizer = build_optimizer(list(built.model.named_parameters()), OptimizerConfig(optimizer="sgd"), CPU)
+    optimizer = build_optimizer(built.model, OptimizerConfig(optimizer="sgd"))
     scaler = build_loss_scaler(LossScaleConfig(), fp16=False)
     step = TrainStep(*built, optimizer, scaler, dims, clip_grad=CLIP, objective=objective)
     results = [step(batches, learning_rate=0.1, weight_decay=0.0) for batches in steps]

@@ -20,7 +20,7 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, dims_on_ranks, spec_
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.packed_weights.load import WeightsConfig
-from megazpp.parallel.dims import ParallelConfig
+from megazpp.parallel.config import ParallelConfig
 from megazpp.post_training import reference
 from megazpp.post_training.data import PreferenceDataset
 from megazpp.post_training.formatting import Examples

@@ -15,7 +15,7 @@ from helpers.run_folders import make_run, row
 from megazpp.report.page import report_html, write_report
 from megazpp.report.runs import read_runs
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import layout_record, plan_layout
+from megazpp.topology.plan import layout_record, plan_layout
 
 NOW = datetime.datetime(2026, 1, 2, 3, 4)
 BAD = "</script><img src=x onerror=alert(1)>&\"'"

@@ -8,7 +8,7 @@ from helpers.run_folders import make_run, row
 
 from megazpp.report.runs import read_runs
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import layout_record, plan_layout
+from megazpp.topology.plan import layout_record, plan_layout
 
 
 def test_all_records_of_a_run_are_read(tmp_path):

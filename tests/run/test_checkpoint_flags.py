@@ -11,11 +11,12 @@ from helpers.refusals import not_refused
 
 from megazpp.base.files import DamagedError
 from megazpp.checkpoint.folder import CheckpointFolder, write_tokenizer
-from megazpp.checkpoint.metadata import CheckpointMetadata, TrainingProgress
+from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.data.tokenizer import HFTokenizer, load_tokenizer
 from megazpp.diloco.config import DilocoConfig
 from megazpp.features import FEATURES
 from megazpp.inference.sample import SampleConfig
+from megazpp.optim.schedule import TrainingProgress
 from megazpp.run.arguments import ParsedRun, parse_run_config
 from megazpp.run.checkpoint_flags import (
     with_checkpoint_flags,

@@ -5,10 +5,11 @@ import torch
 from helpers.refusals import not_refused, table
 from helpers.small_run import SMALL, check, parse
 
-from megazpp.checkpoint.metadata import TrainingProgress
+from megazpp.optim.schedule import TrainingProgress
 from megazpp.run.checks import check_uses, plan_run
 from megazpp.topology.cluster import Cluster
-from megazpp.zero.config import CommPlan, ZeroConfig, plan_comm
+from megazpp.zero.config import CommPlan, ZeroConfig
+from megazpp.zero.plan import plan_comm
 
 # ranks on one node | flags | message
 REFUSED = """

@@ -19,17 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel import parameters
-from megazpp.tensor_parallel.parameters import (
-    ParameterSpec,
-    draw_parameter,
-    initialize_parameters_,
-    local,
-    local_parameters,
-    owned_parameters,
-    places_of,
-)
+from megazpp.tensor_parallel.initialize import draw_parameter, initialize_parameters_
+from megazpp.tensor_parallel.parameters import ParameterSpec, local, local_parameters, owned_parameters, places_of
 from megazpp.zero.verify import verify_weights
 
 VOCABULARY = ("embedding.word.weight", "output.weight")
@@ -37,7 +29,7 @@ VOCABULARY = ("embedding.word.weight", "output.weight")
 
 @functools.cache
 def one_process_weights(model: GPTConfig, seed: int = 5) -> dict[str, torch.Tensor]:
-    built = GPTModel(model, vocab_size=VOCAB, tp=MeshAxis("tp"))
+    built = GPTModel(model, vocab_size=VOCAB)
     for parameter in built.parameters():
         parameter.detach().fill_(float("nan"))
     initialize_parameters_(built, seed=seed, draw_device=CPU)
@@ -107,7 +99,7 @@ def drawn(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def test_weights_depend_on_seed_and_name_not_on_default_generator():
     torch.manual_seed(1)
-    model = GPTModel(GPT2_STYLE, vocab_size=VOCAB, tp=MeshAxis("tp"))
+    model = GPTModel(GPT2_STYLE, vocab_size=VOCAB)
     state = torch.get_rng_state()
     initialize_parameters_(model, seed=5, draw_device=CPU)
     assert torch.equal(torch.get_rng_state(), state)
@@ -164,7 +156,7 @@ def test_padding_rows_and_constants_follow_their_spec():
 def test_every_parameter_has_a_spec_and_is_on_a_leaf_module():
     """FSDP2's flat order equals that of `named_parameters()` only if no parameter is on a module with children."""
     for style in STYLES.values():
-        model = GPTModel(style, vocab_size=VOCAB, tp=MeshAxis("tp"))
+        model = GPTModel(style, vocab_size=VOCAB)
         owned = list(owned_parameters(model))
         assert [name for name, *_ in owned] == [name for name, _ in model.named_parameters()]
         for name, module, attribute, spec in owned:
@@ -183,7 +175,7 @@ def units_on_ranks(case: Case) -> list[list[str]]:
 
 @pytest.mark.parametrize(("style", "tp"), [("gpt2", 1), ("llama", 2)])
 def test_fsdp2_flat_order_equals_named_parameters(style, tp):
-    model = GPTModel(STYLES[style], vocab_size=VOCAB, tp=MeshAxis("tp"))
+    model = GPTModel(STYLES[style], vocab_size=VOCAB)
     names = {parameter: name for name, parameter in model.named_parameters()}
     units = [[names.pop(p) for module in unit for p in module.parameters()] for unit in model.sharding_units()]
     rest = [[*names.values()]] if names else []

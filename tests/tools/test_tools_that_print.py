@@ -10,7 +10,7 @@ import plan
 import show_topology
 from env import collect
 
-from megazpp.kernels.c_library import CLibraryError
+from megazpp.kernels.c_library import CLibrary
 
 SECTIONS = ["versions", "devices", "back ends", "environment", "missing"]
 
@@ -36,7 +36,7 @@ def test_only_the_first_rank_prints_the_env_report(run_main, monkeypatch):
 
 def test_missing_packages_are_listed_with_the_command_that_installs_them(monkeypatch):
     monkeypatch.setattr(env_report, "_version", lambda name: None if name in ("wandb", "pyarrow", "triton") else "1")
-    monkeypatch.setattr(env_report.native, "library", lambda: CLibraryError("no C compiler found"))
+    monkeypatch.setattr(env_report.native, "library", lambda: CLibrary(missing="no C compiler found"))
     monkeypatch.setattr(env_report.torch, "__version__", "2.9.1")
     report = collect()
     assert report["missing"]["wandb"] == "needed: pip install wandb"

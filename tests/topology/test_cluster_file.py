@@ -12,7 +12,7 @@ from helpers.small_run import ROOT
 from megazpp.topology import cluster_file
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 from megazpp.topology.cluster_file import NO_DEVICE, ClusterConfig, cluster_text, detect_cluster, read_cluster
-from megazpp.topology.layout import plan_layout
+from megazpp.topology.plan import plan_layout
 
 CYCLIC = (0, 2, 4, 6, 1, 3, 5, 7)
 

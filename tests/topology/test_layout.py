@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazpp.topology.cluster import Cluster, nested_sizes
-from megazpp.topology.layout import AXES, Layout, layout_from_record, layout_record, plan_layout
+from megazpp.topology.layout import AXES, Layout
+from megazpp.topology.plan import layout_from_record, layout_record, plan_layout
 
 CYCLIC = (0, 2, 4, 6, 1, 3, 5, 7)
 

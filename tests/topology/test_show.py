@@ -1,7 +1,7 @@
 """Test the printed topology: it lists every rank with its coordinates, and the links of every axis."""
 
 from megazpp.topology.cluster import Cluster, Link, Links
-from megazpp.topology.layout import plan_layout
+from megazpp.topology.plan import plan_layout
 from megazpp.topology.show import axis_wires, topology_text
 
 

@@ -6,7 +6,7 @@ from helpers.refusals import not_refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazpp.checkpoint.metadata import TrainingProgress
+from megazpp.optim.schedule import TrainingProgress
 from megazpp.training.batches import BatchConfig, BatchPlan, plan_batches
 
 

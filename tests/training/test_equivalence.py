@@ -29,8 +29,8 @@ from helpers.training import (
 from megazpp.diloco.config import DilocoConfig
 from megazpp.model.attention import heads_for_tokens, tokens_for_heads
 from megazpp.model.config import GPTConfig
+from megazpp.optim.build import OptimizerConfig
 from megazpp.optim.loss_scale import LossScaler
-from megazpp.optim.optimizer import OptimizerConfig
 from megazpp.training.metrics import StepRecord
 from megazpp.training.objective import Evaluator
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
@@ -90,7 +90,7 @@ def test_losses_and_norms_equal_one_process(case):
     assert_equal_to_plain(4, case)
 
 
-ZEROPP_16 = ZeroConfig(zeropp=True, zero_weight_bits=(16, 16), zero_gradient_bits=(16, 16))
+ZEROPP_16 = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))
 BIASES = llama(qk_layernorm=True, add_qkv_bias=True)
 CORE = llama(recompute_granularity="selective", recompute_modules=("core_attn",))
 OLMO = llama(norm_after_block=True, qk_layernorm_all_heads=True, logits_scaling=0.5)

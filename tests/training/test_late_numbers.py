@@ -12,10 +12,11 @@ from helpers.tiers import chosen, slow
 from helpers.training import BIASED_STYLE, Case, build_step
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megazpp.optim.build import OptimizerConfig, build_optimizer
 from megazpp.optim.clip import clip_divisor, divide_grads_, global_grad_norm
-from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, set_rates_, update_
+from megazpp.optim.optimizer import set_rates_, update_
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.host_copy import HostCopy
+from megazpp.parallel.host import HostCopy
 from megazpp.training.objective import LanguageModelLoss
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
@@ -116,7 +117,7 @@ def test_infinite_loss_skips_the_update_though_gradients_are_finite():
 @pytest.mark.gpu
 def test_cuda_step_does_not_wait_and_its_numbers_arrive_later():
     parameter = torch.nn.Parameter(torch.ones(1000, device="cuda"))
-    optimizer = build_optimizer([("p", parameter)], OptimizerConfig(), parameter.device)
+    optimizer = build_optimizer(torch.nn.ParameterDict({"p": parameter}), OptimizerConfig())
     set_rates_(optimizer, learning_rate=1.0, weight_decay=0.0)
     copies = []
     torch.cuda.set_sync_debug_mode("error")

@@ -33,7 +33,7 @@ def train(
         if (iteration, dims.world.rank) == (2, poisoned):
             poison_gradient(step.model.final_norm)
         if (iteration, dims.world.rank) == (2, signalled):
-            stops._caught = 15
+            stops.caught = 15
         with mock.patch.object(dims.replica_group, "count") as groups, mock.patch.object(dims.world, "count") as world:
             launched = launch(step, case, iteration - 1)
             try:

@@ -12,7 +12,7 @@ from helpers.pretended_run import FakeLoader, Run
 from helpers.ranks import ranks
 from helpers.training import Case, dims_on_ranks
 
-from megazpp.checkpoint.metadata import TrainingProgress
+from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
 from megazpp.training import loop
 from megazpp.training.anomalies import NotFiniteError
@@ -127,7 +127,8 @@ ALONE: Any = SimpleNamespace(world=MeshAxis("world"), mesh=SimpleNamespace(devic
 def test_signal_stops_after_the_step_and_sets_hurried():
     for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         before = signal.getsignal(signum)
-        with StopConditions(StopConfig()) as stops:
+        stops = StopConditions(StopConfig())
+        with stops.catching():
             assert stops.reason(1, ALONE) is None
             os.kill(os.getpid(), signum)
             assert not stops.hurried  # the current step continues
@@ -139,7 +140,8 @@ def test_signal_stops_after_the_step_and_sets_hurried():
 
 def reasons(signalled_rank: int) -> list[str | None]:
     dims = dims_on_ranks(Case(tp=2))
-    with StopConditions(StopConfig()) as stops:
+    stops = StopConditions(StopConfig())
+    with stops.catching():
         first = stops.reason(1, dims)
         if dims.world.rank == signalled_rank:
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -162,7 +164,8 @@ def test_cuda_ranks_stop_one_step_later_without_waiting_for_the_device():
     world = SimpleNamespace(size=2, max_=lambda numbers: numbers)
     dims: Any = SimpleNamespace(world=world, mesh=SimpleNamespace(device_type="cuda"))
     found = []
-    with StopConditions(StopConfig()) as stops:
+    stops = StopConditions(StopConfig())
+    with stops.catching():
         for iteration in (1, 2, 3):
             if iteration == 2:
                 os.kill(os.getpid(), signal.SIGUSR1)

@@ -14,11 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.parallel.axis import MeshAxis
-from megazpp.tensor_parallel.parameters import initialize_parameters_
+from megazpp.tensor_parallel.initialize import initialize_parameters_
 from megazpp.training.flops import mfu_convention, model_flops_per_token, peak_flops
-from megazpp.training.metrics import INNER_LOSS, NOTHING_SENT, closing_lines, perplexity, validation_lines
+from megazpp.training.metrics import INNER_LOSS, NOTHING_SENT, perplexity, validation_lines
 from megazpp.training.metrics_logger import memory_line, peak_memory_bytes
+from megazpp.training.results import closing_lines
 
 CPU = torch.device("cpu")
 
@@ -192,7 +192,7 @@ def test_memory_line_matches_megatrons():
 
 def test_model_flops_count_matrix_products_and_half_of_the_attention():
     for config in (GPT2_STYLE, LLAMA_STYLE):
-        model, ids = GPTModel(config, vocab_size=96, tp=MeshAxis("tp")), torch.arange(17).unsqueeze(0)
+        model, ids = GPTModel(config, vocab_size=96), torch.arange(17).unsqueeze(0)
         initialize_parameters_(model, seed=1, draw_device=CPU)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model(ids[:, :-1], ids[:, 1:]).sum().backward()

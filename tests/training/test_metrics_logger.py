@@ -11,16 +11,18 @@ from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import LLAMA_STYLE, Case, build_step
 
-from megazpp.checkpoint.metadata import TrainingProgress
-from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.optim.schedule import TrainingProgress
+from megazpp.parallel.config import ParallelConfig, plan_dims
+from megazpp.parallel.dims import ParallelDims
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import plan_layout
+from megazpp.topology.plan import plan_layout
 from megazpp.training.context import Console, RunContext
-from megazpp.training.metrics_logger import (
-    MetricsRecorder,
+from megazpp.training.metrics_logger import MetricsRecorder
+from megazpp.training.results import (
     TrafficRow,
     Zero3Traffic,
     collect_traffic,
+    record_results,
     traffic_table,
     zero3_traffic,
 )
@@ -47,8 +49,8 @@ def test_closing_lines_and_summary_report_the_results_of_the_run():
     run = Run([3.0, 2.0, 1.0])
     summaries: list[dict[str, Any]] = []
     run.tracker.summary = lambda values: summaries.append(values)
-    run.recorder.test = lambda _: 8.0
-    run.recorder.finish(run.progress, evaluate=True, unigram_entropy=6.0)
+    entropy: Any = {"unigram_entropy": 6.0, "zero3": lambda count: None}
+    record_results(run.recorder, run.progress, evaluate=True, test=lambda _: 8.0, **entropy)
     (summary,) = summaries
     assert summary["validation_loss"] == 7.0
     assert summary["unigram_entropy"] == 6.0
@@ -70,8 +72,9 @@ def test_closing_lines_and_summary_report_the_results_of_the_run():
 def test_resumed_run_is_compared_with_zero3_for_the_same_steps():
     run = Run([3.0, 2.0, 1.0], start=TrainingProgress(iteration=1, consumed_samples=2, micro_batches=50))
     run.tracker.summary = lambda values: None
-    run.recorder.finish(run.progress, evaluate=False, unigram_entropy=6.0)
-    assert run.zero3_asked == [2]  # steps 2 and 3 with one micro-batch each
+    asked: list[int] = []
+    record_results(run.recorder, run.progress, evaluate=False, unigram_entropy=6.0, zero3=asked.append)
+    assert asked == [2]  # steps 2 and 3 with one micro-batch each
 
 
 def test_gradient_norm_above_ten_medians_is_logged():
@@ -98,9 +101,7 @@ def record_uneven_rows() -> tuple[list[dict[str, Any]], dict[str, Any]]:
     run = RunContext(dims=dims, device=CPU, console=Console(enabled=False))
     filled, records = meter(whole_samples=False), list[dict[str, Any]]()
     tracker: Any = SimpleNamespace(step=lambda record: None, interval=lambda record: records.append(record.fields))
-    recorder = MetricsRecorder(
-        TrackingConfig(log_interval=2), run, filled, model=torch.nn.Module(), zero3=lambda count: None, tracker=tracker
-    )
+    recorder = MetricsRecorder(TrackingConfig(log_interval=2), run, filled, model=torch.nn.Module(), tracker=tracker)
     for iteration, tokens in enumerate((10, 100, 7), start=1):
         recorder.step(step(iteration, tokens=(dims.data_rank + 1) * tokens), last=iteration == 3)
     assert dims.counter.table() == {}

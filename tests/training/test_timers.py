@@ -5,8 +5,9 @@ import gzip
 import json
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ from helpers.pretended_run import FakeDims
 from helpers.ranks import ranks
 from helpers.training import Case, build_step, dims_on_ranks
 
-from megazpp.parallel.timeline import COMPUTE, Span, Timeline
+from megazpp.parallel.timeline import COMPUTE, STEP, Span, Timeline
 from megazpp.training.profiler import Profiler, ProfilerConfig
 from megazpp.training.timers import (
     MAIN_TIMERS,
@@ -40,12 +41,19 @@ def heard(timeline: Timeline) -> bool:
     return timeline.span("", "") is not Timeline().span("", "")
 
 
+@contextlib.contextmanager
+def recorded_step(recorder: StepRecorder, dims: Any, iteration: int) -> Iterator[None]:
+    """Surround a step by the recorder and by its span, as the training loop does."""
+    with recorder.step(iteration), dims.timeline.span(STEP, f"step {iteration}"):
+        yield
+
+
 def test_timeline_has_the_requested_step_and_spans_in_flight_before_it(tmp_path):
     dims, gather, recorded = FakeDims(), contextlib.ExitStack(), []
     run, said = context(dims, tmp_path)
     recorder = StepRecorder(TimingConfig(timeline_step=3), run, interval=1)
     for iteration in range(1, 6):
-        with recorder.step(iteration), dims.timeline.span(COMPUTE, f"forward {iteration}"):
+        with recorded_step(recorder, dims, iteration), dims.timeline.span(COMPUTE, f"forward {iteration}"):
             recorded.append(heard(dims.timeline))
             if iteration == 2:
                 gather.enter_context(dims.timeline.span("cross", "gather"))
@@ -70,7 +78,8 @@ def test_step_is_recorded_once_for_all_readers_and_timers_are_means():
     recorder, begin = StepRecorder(everyone, run, interval=2), time.perf_counter()
     with mock.patch.object(dims.timeline, "start", wraps=dims.timeline.start) as start:
         for iteration in (1, 2, 3):
-            with recorder.step(iteration), dims.timeline.span(COMPUTE, "forward"), dims.timeline.span(COMPUTE, "norm"):
+            step = recorded_step(recorder, dims, iteration)
+            with step, dims.timeline.span(COMPUTE, "forward"), dims.timeline.span(COMPUTE, "norm"):
                 assert start.call_count == iteration
                 time.sleep(0.001)
     assert [line.split(":")[0] for line in said] == ["compute seconds of iteration 2"]
@@ -102,7 +111,7 @@ def train(folder: Path, timing: TimingConfig, profiling: ProfilerConfig, *iterat
     recorder, listened, losses = StepRecorder(timing, run, interval=1), [], []
     with Profiler(profiling, run) as profiler:
         for iteration in iterations:
-            with recorder.step(iteration), profiler.step(iteration):
+            with recorded_step(recorder, dims, iteration), profiler.step(iteration):
                 listened.append(heard(dims.timeline))
                 losses.append(launch(step, case, iteration).wait().loss)
     recorder.close()
@@ -259,7 +268,7 @@ def steps_with_a_slow_rank() -> list[str]:
     run, said = context(dims)
     recorder = StepRecorder(TimingConfig(log_straggler=True), run, interval=2)
     for iteration in range(1, 5):
-        with recorder.step(iteration), dims.timeline.span(COMPUTE, "forward"):
+        with recorded_step(recorder, dims, iteration), dims.timeline.span(COMPUTE, "forward"):
             time.sleep(0.3 if dims.world.rank == 2 and iteration % 2 == 0 else 0.01)
             dims.shard.all_reduce_(torch.ones(1))
     return said

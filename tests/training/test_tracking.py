@@ -22,12 +22,13 @@ from helpers.refusals import not_refused
 from helpers.wandb_files import offline_runs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megazpp.checkpoint.metadata import TrainingProgress
+from megazpp.optim.schedule import TrainingProgress
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import plan_layout
-from megazpp.training import tracking
+from megazpp.topology.plan import plan_layout
+from megazpp.training import sinks, tracking
 from megazpp.training.context import RunFolder
-from megazpp.training.tracking import Sink, TensorBoardSink, Tracker, TrackingConfig, WandbSink, open_sinks
+from megazpp.training.sinks import TensorBoardSink, WandbSink, open_sinks
+from megazpp.training.tracking import Sink, Tracker, TrackingConfig
 
 
 def tracker(folder: Path, *sinks: Any, **flags: Any) -> Tracker:
@@ -114,8 +115,8 @@ def test_full_disk_does_not_end_training_and_is_used_again_later(tmp_path, capsy
 def test_tags_describe_the_layout_of_the_run():
     cluster = Cluster(num_nodes=2, ranks_per_node=4)
     plain, split = plan_layout(cluster, tp=1, replicas=1), plan_layout(cluster, tp=2, replicas=2)
-    assert tracking.run_tags(plain, zero_stage=3, zeropp=True) == ["zeropp", "2 nodes x 4 ranks"]
-    assert tracking.run_tags(split, zero_stage=1, zeropp=False) == ["zero1", "2 nodes x 4 ranks", "tp2", "replicas2"]
+    assert sinks.run_tags(plain, zero_stage=3, zeropp=True) == ["zeropp", "2 nodes x 4 ranks"]
+    assert sinks.run_tags(split, zero_stage=1, zeropp=False) == ["zero1", "2 nodes x 4 ranks", "tp2", "replicas2"]
 
 
 def test_sinks_open_independently_and_import_only_on_request(tmp_path, monkeypatch, capsys):
@@ -134,7 +135,7 @@ def test_sinks_open_independently_and_import_only_on_request(tmp_path, monkeypat
 
 def test_wandb_without_tensorboard_receives_its_settings_and_flags(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    monkeypatch.setattr(tracking, "WandbSink", lambda tags, **settings: {"tags": tags, **settings})
+    monkeypatch.setattr(sinks, "WandbSink", lambda tags, **settings: {"tags": tags, **settings})
     run, elsewhere = RunFolder(tmp_path / "the_run"), str(tmp_path / "elsewhere")
     for flags, name, folder in (
         ({}, "the_run", str(tmp_path / "the_run")),
@@ -269,7 +270,7 @@ def test_wandb_is_online_only_with_credentials(tmp_path):
         ({"NETRC": str(broken)}, "offline"),
     ):
         with mock.patch.dict(os.environ, env):
-            assert tracking.wandb_mode() == mode, env
+            assert sinks.wandb_mode() == mode, env
 
 
 class FakeWandb:
@@ -305,7 +306,7 @@ class FakeWandb:
 def test_resumed_wandb_run_is_rewound_or_keeps_its_steps(monkeypatch, capsys, last, rewinds, expected):
     server = FakeWandb(last, rewinds=rewinds)
     monkeypatch.setitem(sys.modules, "wandb", server)
-    monkeypatch.setattr(tracking, "wandb_mode", lambda: "online")
+    monkeypatch.setattr(sinks, "wandb_mode", lambda: "online")
     sink = open_wandb(Path())
     sink.resume(TrainingProgress(30, 240))
     for iteration in (31, 45, 46):

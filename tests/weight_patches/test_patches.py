@@ -15,9 +15,9 @@ from helpers.tiers import slow
 from helpers.training import BIASED_STYLE, GPT2_STYLE, LLAMA_STYLE, Case, build_step
 from safetensors.torch import load_file
 
-from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.convert.huggingface import choose_architecture
 from megazpp.convert.model import OUTPUT, WORDS, held, split_all
+from megazpp.optim.schedule import TrainingProgress
 from megazpp.weight_patches.patches import WeightPatches
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
@@ -38,7 +38,7 @@ def train(case: Case, folder: Path, restart_after: int) -> list[Bits]:
         if patches is None or index == restart_after:
             patches = WeightPatches(folder, 4, step.model, step.sharding, dims)
         step(case.batches(index, dims), learning_rate=1e-3, weight_decay=0.01)
-        patches.after_step(TrainingProgress(iteration=index + 1), last=False)
+        patches.write(TrainingProgress(iteration=index + 1))
         ours = {name: p.full_tensor().detach().bfloat16() for name, p in step.model.named_parameters()}
         ours |= {name: buffer.clone() for name, buffer in step.model.named_buffers()}  # fp32, as in transformers
         ours |= {name: ours[name][: step.model.vocab_size] for name in (WORDS, OUTPUT) if name in ours}

@@ -19,9 +19,10 @@ from megazpp.diloco.config import DilocoConfig, DilocoPlan, plan_diloco
 from megazpp.diloco.outer import ReplicaGroups, send_fragment
 from megazpp.kernels.formats import BlockFormat
 from megazpp.model.gpt import GPTModel
-from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, set_rates_
+from megazpp.optim.build import OptimizerConfig, build_optimizer
+from megazpp.optim.optimizer import set_rates_
 from megazpp.parallel.axis import MeshAxis
-from megazpp.tensor_parallel.parameters import initialize_parameters_
+from megazpp.tensor_parallel.initialize import initialize_parameters_
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.wire import plan_message
@@ -45,7 +46,7 @@ def train_replica_groups(
 ) -> Iterator[tuple[TrainStep, ReplicaGroups, float]]:
     """Train with DiLoCo, and yield the step, the outer weights (`ReplicaGroups`) and the loss after each step."""
     step, dims = build_step(case)
-    step.optimizer = build_optimizer(list(step.model.named_parameters()), config, CPU)
+    step.optimizer = build_optimizer(step.model, config)
     step.clip_grad = clip
     replica_groups = build_diloco(case, step, dims)
     size = case.global_batch // dims.data_size
@@ -88,7 +89,7 @@ def seen_on_replica_groups(case: Case, config: OptimizerConfig = ADAM, clip: flo
 
 
 def first_model(case: Case) -> GPTModel:
-    model = GPTModel(case.model, vocab_size=case.vocab_size, tp=MeshAxis("tp"))
+    model = GPTModel(case.model, vocab_size=case.vocab_size)
     initialize_parameters_(model, seed=case.seed, draw_device=CPU)
     return model
 
@@ -113,7 +114,7 @@ def simulate(case: Case, fragments: list[list[str]]) -> tuple[list[Weights], lis
     """Simulate replica groups in one process. Return R after each step and each group's losses."""
     first, count = first_model(case), case.num_replica_groups
     models = [first, *(copy.deepcopy(first) for _ in range(count - 1))]
-    optimizers = [build_optimizer(list(model.named_parameters()), ADAM, CPU) for model in models]
+    optimizers = [build_optimizer(model, ADAM) for model in models]
     replica_groups = diloco_reference.ReplicaGroups(models, fragments, diloco_plan(case))
     size, common, losses = case.global_batch // count, [], [[] for _ in models]
     for index in range(case.steps):

@@ -17,12 +17,14 @@ from megazpp.model.gpt import GPTModel, Head, MixtureLayer
 from megazpp.model.router import Router, biased_routers, update_expert_bias_
 from megazpp.optim.clip import global_grad_norm
 from megazpp.optim.optimizer import ShardedAdamW
-from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
-from megazpp.tensor_parallel.parameters import initialize_parameters_, partial_parameters, sum_partial_gradients_
+from megazpp.parallel.config import ParallelConfig, plan_dims
+from megazpp.parallel.dims import ParallelDims
+from megazpp.tensor_parallel.initialize import initialize_parameters_
+from megazpp.tensor_parallel.parameters import partial_parameters, sum_partial_gradients_
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec, build_model
-from megazpp.zero.config import PrecisionConfig, ZeroConfig, plan_comm
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
+from megazpp.zero.plan import plan_comm
 
 VOCAB, SEQ, BATCH, STEPS = 61, 8, 16, 3
 TWO_HOPS = {"zeropp": True, "zero_weight_bits": 16, "zero_gradient_bits": (16, 16), "zero_error_feedback": False}
@@ -109,7 +111,7 @@ def both_losses(labels: torch.Tensor) -> Head:
 @functools.cache
 def reference(config: GPTConfig) -> tuple[list[float], list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Train in one process. Return losses and norms of all steps, the first step's gradients, and the final weights."""
-    model = GPTModel(config, vocab_size=VOCAB, tp=MeshAxis("tp"))
+    model = GPTModel(config, vocab_size=VOCAB)
     initialize_parameters_(model, seed=7, draw_device=torch.device("cpu"))
     for layer in model.layers:
         if hasattr(layer.mlp, "experts"):

@@ -15,9 +15,11 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step, train_on
 from torch import nn
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.parallel.config import ParallelConfig, plan_dims
+from megazpp.parallel.dims import ParallelDims
 from megazpp.topology.cluster import Cluster
-from megazpp.zero.config import PrecisionConfig, ZeroConfig, plan_comm
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
+from megazpp.zero.plan import plan_comm
 from megazpp.zero.schedule import GatherSchedule
 from megazpp.zero.sharding import Sharding, shard_model
 

@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor
 from zero.test_launches import Launches
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.parallel.config import ParallelConfig, plan_dims
+from megazpp.parallel.dims import ParallelDims
 from megazpp.topology.cluster import Cluster
-from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig, plan_comm
+from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
+from megazpp.zero.plan import plan_comm
 from megazpp.zero.sharding import Sharding, shard_model
 
 EXACT = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))

@@ -25,8 +25,8 @@ from megazpp.data.loader import make_micro_batch
 from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.outer import ReplicaGroups
 from megazpp.features import FEATURES
+from megazpp.optim.build import build_optimizer
 from megazpp.optim.loss_scale import build_loss_scaler
-from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import LaunchConfig, detect_rank_info
 from megazpp.parallel.worker import Worker, seed_everything, worker_process
@@ -81,7 +81,7 @@ class VariantRun:
         vocab_size = config.tokenizer.vocab_size
         assert vocab_size is not None
         built = build_model(config.model_spec(vocab_size, plan.wire), dims, CPU)
-        optimizer = build_optimizer(list(built.model.named_parameters()), config.optimizer, CPU)
+        optimizer = build_optimizer(built.model, config.optimizer)
         scaler = build_loss_scaler(config.loss_scale, fp16=False)
         self._step = TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)
         diloco = plan.of(DilocoPlan)

@@ -1,7 +1,8 @@
-"""Copies of a few numbers from the device to the host that do not stall either of them."""
+"""Work on the host beside the device: threads, and copies of a few numbers that stall neither of the two."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -26,3 +27,18 @@ class HostCopy:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values.tolist()
+
+
+def threads_on(device: torch.device, num_threads: int, name: str) -> ThreadPoolExecutor:
+    """Return an executor whose threads have `device` as their current CUDA device.
+
+    CUDA's current device is per thread, and a new thread starts with the first GPU.
+
+    Args:
+        device: CUDA device or CPU.
+        num_threads: largest number of threads.
+        name: prefix of the threads' names.
+    """
+    if device.type != "cuda":
+        return ThreadPoolExecutor(num_threads, name)
+    return ThreadPoolExecutor(num_threads, name, initializer=torch.cuda.set_device, initargs=(device,))

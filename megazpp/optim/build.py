@@ -1,0 +1,194 @@
+"""The optimizer that the flags select; the matrix operations of Muon are in muon.py.
+
+Torch's fused SGD does not accept DTensors (torch 2.13: "no sharding strategy registered"), so SGD uses the multi-tensor
+implementation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from megazpp.base.flags import check_below_one, check_not_negative, check_positive, check_words, flag
+from megazpp.optim.apex import ApexAdam, check_apex
+from megazpp.optim.muon import JointOrthogonalizer, MuonConfig, Orthogonalizer, row_dtype
+from megazpp.optim.muon_plan import layer_matrices
+from megazpp.optim.optimizer import DeviceOptimizer, ShardedAdamW, parameter_groups
+from megazpp.parallel.dims import ParallelDims
+from megazpp.tensor_parallel.parameters import local
+
+ADAM = "--optimizer adam muon"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(MuonConfig):
+    """Optimizer.
+
+    Kind of optimizer, its implementation and parameters, and gradient clipping.
+    """
+
+    optimizer: Literal["adam", "sgd", "muon"] = flag(
+        "adam",
+        "kind of optimizer: adam (AdamW, with decoupled weight decay), sgd (with momentum), or muon (Muon for the "
+        "matrices of the layers, AdamW for all other parameters)",
+    )
+    optimizer_backend: Literal["torch", "apex"] = flag(
+        "torch", "library whose fused kernels the optimizer uses: torch, or apex (NVIDIA apex with its CUDA extensions)"
+    )
+    weight_decay: float = flag(
+        0.01, "coefficient of weight decay, which does not apply to biases and one-dimensional parameters"
+    )
+    adam_beta1: float = flag(0.9, "decay rate of Adam's running average of the gradient", needs=ADAM)
+    adam_beta2: float = flag(0.999, "decay rate of Adam's running average of the squared gradient", needs=ADAM)
+    adam_eps: float = flag(1e-8, "constant that Adam adds to the denominator of its update", needs=ADAM)
+    sgd_momentum: float = flag(0.9, "momentum of SGD", needs="--optimizer sgd")
+    clip_grad: float = flag(
+        1.0, "largest global L2 norm of the gradients, to which they are scaled down; 0 for no limit"
+    )
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values out of their range, and for apex with an optimizer that it does not support."""
+        check_words(self)
+        check_below_one(self, "adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum")
+        check_positive(self, "adam_eps")  # with 0, elements whose gradients are all 0 (unused tokens) would become NaN
+        check_positive(self, "muon_num_ns_steps", "muon_extra_scale_factor", "muon_adam_lr_multiple")
+        check_not_negative(self, "weight_decay", "clip_grad", "muon_full_interval")
+        if self.optimizer_backend == "apex" and self.optimizer != "adam":
+            raise ValueError(f"--optimizer-backend apex supports only --optimizer adam, not {self.optimizer}")
+
+
+def build_optimizer(
+    model: nn.Module,
+    config: OptimizerConfig,
+    *,
+    dims: ParallelDims | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.optim.Optimizer:
+    """Build the optimizer that `config` selects; its learning rate is 0 until `set_rates_` is called.
+
+    Args:
+        model: sharded model. Parameters that do not require a gradient are left out.
+        config: flags of the optimizer.
+        dims: parallel axes, which only Muon needs.
+        dtype: dtype in which the model computes, which only Muon needs.
+
+    Raises:
+        ValueError: --optimizer-backend apex, but apex is not installed or the device is not CUDA.
+    """
+    named = list(model.named_parameters())
+    if config.optimizer == "muon":
+        assert dims is not None, "--optimizer muon needs the parallel axes"
+        return Muon(dict(named), build_orthogonalizer(model, config, dims, dtype), config)
+    groups, betas = parameter_groups(named, config.weight_decay), (config.adam_beta1, config.adam_beta2)
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, foreach=True)
+    if config.optimizer_backend == "apex":
+        check_apex(named[0][1].device.type)
+        return ApexAdam(groups, betas=betas, eps=config.adam_eps)
+    return ShardedAdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True, foreach=False)
+
+
+def build_orthogonalizer(
+    model: nn.Module, config: OptimizerConfig, dims: ParallelDims, dtype: torch.dtype
+) -> Orthogonalizer | JointOrthogonalizer:
+    """Build the part of --optimizer muon that orthogonalizes matrices.
+
+    Args:
+        model: sharded model.
+        config: flags of the optimizer.
+        dims: parallel axes.
+        dtype: dtype in which the model computes.
+    """
+    matrices, rows = layer_matrices(model, dims.tp.size, dims.layout.ep), row_dtype(dtype)
+    dense = [matrix for matrix in matrices if not matrix.expert]
+    joined = Orthogonalizer(dense, config, dims.layout, node=dims.node, cross=dims.cross, dtype=rows)
+    if len(dense) == len(matrices):
+        return joined
+    # Each ep rank has whole experts. So an expert's rows are split only over the axis `local` of the experts' mesh.
+    axes, layout = dims.experts, dataclasses.replace(dims.experts.layout, tp=1)
+    experts = [matrix for matrix in matrices if matrix.expert]
+    return JointOrthogonalizer(
+        [joined, Orthogonalizer(experts, config, layout, node=axes.local, cross=axes.cross, dtype=rows)]
+    )
+
+
+def optimizer_backends(config: OptimizerConfig, device_type: str) -> list[tuple[str, str, str]]:
+    """Return the optimizer's rows (part, implementation, reason) for the table of implementations in the log."""
+    implementation, why = "torch.optim.AdamW(fused=True)", f"torch has a fused kernel on {device_type}"
+    if config.optimizer_backend == "apex":
+        implementation, why = "apex.optimizers.FusedAdam", "selected by --optimizer-backend apex"
+    elif config.optimizer == "sgd":
+        implementation, why = "torch.optim.SGD(foreach=True)", "torch's fused SGD does not support DTensors"
+    elif config.optimizer == "muon":
+        implementation = "Muon for the layers' matrices, in batches of one shape; " + implementation
+    return [("optimizer", implementation, why)]
+
+
+class Muon(DeviceOptimizer):
+    """Muon for the matrices of the layers, which must have gradients, and fused AdamW for all other parameters.
+
+    The state of a matrix has the entry "momentum_buffer", sharded like the parameter. Other parameters have AdamW's
+    state. The first group, with the entry "matrices" True, holds Muon's matrices. The learning rate of the other groups
+    is multiplied by --muon-adam-lr-multiple.
+
+    Args:
+        named: all parameters by name.
+        orthogonalizer: orthogonalization of the matrices; its `parameters` are those that Muon trains.
+        config: flags of the optimizer.
+    """
+
+    def __init__(
+        self,
+        named: dict[str, nn.Parameter],
+        orthogonalizer: Orthogonalizer | JointOrthogonalizer,
+        config: OptimizerConfig,
+    ) -> None:
+        names = [matrix.name for matrix in orthogonalizer.parameters]
+        groups = parameter_groups([(name, named[name]) for name in names], config.weight_decay)
+        rest = [(name, parameter) for name, parameter in named.items() if name not in names]
+        for group in parameter_groups(rest, config.weight_decay):
+            groups.append(group | {"lr_mult": config.muon_adam_lr_multiple, "matrices": False})
+        betas = (config.adam_beta1, config.adam_beta2)
+        super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": config.adam_eps, "fused": True, "matrices": True})
+        self._orthogonalizer, self._config = orthogonalizer, config
+
+    def _update_(
+        self, group: dict[str, Any], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None, iteration: int
+    ) -> None:
+        """Update a group of matrices by Muon, and other groups by AdamW.
+
+        Args:
+            group: the group of parameters.
+            grad_scale: see `step`.
+            found_inf: see `step`.
+            iteration: number of the step. At multiples of --muon-full-interval, matrices that span nodes are
+                orthogonalized as a whole.
+        """
+        if not group["matrices"]:
+            super()._update_(group, grad_scale, found_inf, iteration)
+            return
+        # ---- momentum
+        updates, momentum = list[torch.Tensor](), self._config.muon_momentum
+        taken = None if found_inf is None else found_inf == 0.0
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            buffer, gradient = local(state["momentum_buffer"]), local(parameter.grad)
+            if grad_scale is not None:
+                gradient = gradient / grad_scale
+            if taken is not None:
+                # in a skipped step the momentum is averaged with itself, which leaves it bit-identical
+                gradient = gradient.where(taken, buffer)
+            buffer.lerp_(gradient, 1.0 - momentum)
+            updates.append(gradient.lerp(buffer, momentum) if self._config.muon_use_nesterov else buffer)
+        # ---- weights
+        decay, rate = 1.0 - group["lr"] * group["weight_decay"], group["lr"]
+        for parameter, x in zip(group["params"], self._orthogonalizer(updates, iteration=iteration), strict=True):
+            weight = local(parameter)
+            updated = (weight * decay).sub_(x, alpha=rate)
+            weight.copy_(updated if taken is None else updated.where(taken, weight))

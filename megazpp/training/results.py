@@ -1,0 +1,213 @@
+"""The results of a run at its end: the last evaluations, the bytes of all steps, and the lines that print them.
+
+The table of the bytes that the training steps sent over each wire compares the bytes between nodes with ZeRO-3. The
+bytes of the table are counted at each collective (parallel/axis.py). Only ZeRO-3's figure is calculated, from the sizes
+of the shards:
+
+    k micro-batches, W data ranks, M_w bytes of weights (compute dtype), M_g bytes of gradients (reduction dtype):
+    a ring sends (W - 1) / W x k x (2 M_w + M_g) over each node's uplink, with N > 1 nodes. This is about 3 k M bytes
+    if both have 16 bits and M bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from megazpp.base.program import MEGA, aligned, times_fewer
+from megazpp.optim.schedule import TrainingProgress
+from megazpp.parallel.axis import Traffic
+from megazpp.parallel.dims import ParallelDims
+from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, WIRE_NAMES, WIRES
+from megazpp.training.metrics import INNER_LOSS, validation_lines
+from megazpp.training.metrics_logger import MetricsRecorder, Validation, peak_memory_bytes
+from megazpp.zero.config import PrecisionConfig
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+
+
+def record_results(
+    recorder: MetricsRecorder,
+    progress: TrainingProgress,
+    *,
+    evaluate: bool,
+    test: Validation | None = None,
+    unigram_entropy: float | None,
+    zero3: Callable[[int], Zero3Traffic | None],
+) -> None:
+    """Run the last evaluations, then print the results of the run and write them to summary.json. All ranks call this.
+
+    Losses and the entropy of the validation text are nats per token. The training loss is the mean of the last log
+    interval. Values that were not measured are None.
+
+    Args:
+        recorder: recorder of the run's steps.
+        progress: progress at the end of the run.
+        evaluate: whether to run the last validation and the test.
+        test: function that evaluates the test data; None without such data.
+        unigram_entropy: entropy of the validation text's tokens, in nats per token; None if unknown.
+        zero3: returns ZeRO-3's traffic for a number of micro-batches.
+    """
+    # the last evaluations
+    run, meter, metric = recorder.run, recorder.meter, recorder.metric
+    if evaluate and (recorder.last_validation is None or recorder.last_validation[0] != progress.iteration):
+        recorder.validate(progress)
+    test_loss = recorder.evaluate(test) if evaluate else None
+    if test_loss is not None:
+        where, how = f"iteration {progress.iteration} on test set", {"has_perplexity": recorder.has_perplexity}
+        for line in validation_lines(where, test_loss, metric=metric, **how):
+            run.log(line)
+    # results, combined over ranks
+    measured = None if recorder.last_validation is None else recorder.last_validation[1]
+    used = torch.tensor(meter.cpu_seconds, dtype=torch.float64, device=run.device)
+    peak = torch.tensor(float(peak_memory_bytes(run.device)), dtype=torch.float64, device=run.device)
+    summary = meter.summary(cpu_seconds=float(run.dims.world.all_reduce_(used))) | {
+        "final_loss": None if recorder.last_interval is None else recorder.last_interval.loss,
+        "validation_loss": measured if metric == "lm_loss" else None,
+        "unigram_entropy": unigram_entropy,
+        "peak_memory_bytes": int(run.dims.world.max_(peak)),
+        "iteration": progress.iteration,
+        "test_loss": test_loss,
+        "stop_reason": progress.stop_reason,
+    }
+    if metric != "lm_loss" and measured is not None:
+        summary[f"validation_{metric}"] = measured
+    # traffic of all training steps
+    rows, compared = collect_traffic(run.dims, run.device), zero3(meter.micro_batches)
+    if rows:
+        run.log(traffic_table(rows, compared), short=traffic_in_words(rows, compared))
+    summary |= {
+        "traffic": [row._asdict() for row in rows],
+        "zero3": None if compared is None else compared._asdict(),
+    }
+    # output
+    run.log(closing_lines(summary, trained=recorder.last_interval is not None))
+    if recorder.tracker is not None:
+        recorder.tracker.summary(summary)
+
+
+class TrafficRow(NamedTuple):
+    """The traffic of one collective on one mesh axis and one wire, over all training steps."""
+
+    collective: str
+    axis: str
+    wire: str
+    calls: int  # number of calls on one rank
+    sent_bytes: int  # bytes sent by all ranks of a node, mean over nodes
+
+
+class Zero3Traffic(NamedTuple):
+    """The bytes that ZeRO-3 would have sent between nodes in the same steps."""
+
+    weight_bytes: int  # M_w: weights of the whole model in the compute dtype, with the padding of the shards
+    gradient_bytes: int  # M_g: gradients of the whole model in the reduction dtype, with the same padding
+    micro_batches: int  # micro-batches per rank in all steps together
+    cross_bytes: int  # bytes over one node's uplink
+    formula: str  # the formula of `cross_bytes`, with its numbers
+
+
+def collect_traffic(dims: ParallelDims, device: torch.device) -> list[TrafficRow]:
+    """Return the counted traffic, equal on all ranks; rows without bytes are omitted.
+
+    Args:
+        dims: mesh axes of the job, with this rank's counter.
+        device: device for the reduction over ranks.
+    """
+    table = dims.counter.table()
+    keys = list(itertools.product(WIRES, (*AXES, NODE, *EXPERT_AXES), COLLECTIVES))
+    mine = [table.get(key, Traffic(0, 0)) for key in keys]
+    calls = dims.world.max_(torch.tensor([t.calls for t in mine], dtype=torch.int64, device=device))
+    sent = dims.world.all_reduce_(torch.tensor([t.sent_bytes for t in mine], dtype=torch.int64, device=device))
+    num_nodes = dims.layout.cluster.num_nodes
+    return [
+        TrafficRow(collective, axis, wire, int(n), int(total) // num_nodes)
+        for (wire, axis, collective), n, total in zip(keys, calls, sent, strict=True)
+        if total
+    ]
+
+
+def zero3_traffic(
+    shard_elements: int, dims: ParallelDims, precision: PrecisionConfig, micro_batches: int
+) -> Zero3Traffic | None:
+    """Calculate ZeRO-3's traffic between nodes for the same ranks and micro-batches.
+
+    Args:
+        shard_elements: padded elements of all parameters on one rank.
+        dims: mesh axes of the job.
+        precision: dtypes of the compute and of the gradient reduction.
+        micro_batches: micro-batches per rank in all steps together.
+    Returns:
+        the traffic, or None if each copy of the model is within one node.
+    """
+    layout = dims.layout
+    if layout.cross * layout.replica_group == 1:
+        return None
+    elements = shard_elements * layout.shard * layout.tp
+    weights, gradients = elements * precision.param_dtype.itemsize, elements * precision.reduce_dtype.itemsize
+    ranks = layout.shard * layout.replica_group
+    formula = (
+        f"(W - 1)/W x k x (2 M_w + M_g) with W = {ranks} data ranks, k = {micro_batches} micro-batches in all, "
+        f"M_w = {weights / MEGA:.3f} MB of weights, M_g = {gradients / MEGA:.3f} MB of gradients"
+    )
+    cross = micro_batches * (2 * weights + gradients) * (ranks - 1) // ranks
+    domains, nodes = layout.cross * layout.replicate * layout.replica_group, layout.cluster.num_nodes
+    if domains != nodes:  # NVLink domains or tensor parallelism over several nodes: these share a ring's bytes
+        formula += f", over {nodes // domains} nodes each"
+        cross = cross * domains // nodes
+    return Zero3Traffic(weights, gradients, micro_batches, cross, formula)
+
+
+def traffic_in_words(rows: list[TrafficRow], zero3: Zero3Traffic | None) -> str:
+    """Return one line about the bytes between nodes; "" if none were sent or less than 5 % was saved against ZeRO-3."""
+    cross = sum(row.sent_bytes for row in rows if row.wire == "cross")
+    fewer = times_fewer(cross, 0 if zero3 is None else zero3.cross_bytes)
+    return f"between nodes: {cross / MEGA:,.1f} MB per node, {fewer} than ZeRO-3" if fewer else ""
+
+
+def traffic_table(rows: list[TrafficRow], zero3: Zero3Traffic | None) -> str:
+    """Return the traffic rows as an aligned table, with the comparison with ZeRO-3 below."""
+    header = ("collective", "axis", "wire", "calls", "MB sent per node")
+    cells = ((r.collective, r.axis, WIRE_NAMES[r.wire], str(r.calls), f"{r.sent_bytes / MEGA:.3f}") for r in rows)
+    lines = [header, *cells]
+    text = list(aligned(lines))
+    if zero3 is not None:
+        cross = sum(row.sent_bytes for row in rows if row.wire == "cross")
+        ratio = f", {zero3.cross_bytes / cross:.1f} times as much" if cross else ""
+        text.append(
+            f"between nodes: {cross / MEGA:.3f} MB per node; ZeRO-3 would have sent {zero3.cross_bytes / MEGA:.3f} MB"
+            f"{ratio}: {zero3.formula}"
+        )
+    return "\n".join(text)
+
+
+def closing_lines(summary: Mapping[str, Any], *, trained: bool) -> str:
+    """Return the closing report of a run as text for the log.
+
+    Args:
+        summary: content of summary.json.
+        trained: True if the run has taken steps.
+    """
+    lines = []
+    if summary["stop_reason"]:
+        lines.append(f"stopped by {summary['stop_reason']}")
+    if trained:
+        lines.append(
+            f"trained {summary['iterations']} iterations in {summary['seconds']:.1f} s: "
+            f"{summary['tokens_per_second']:.0f} tokens/s, {summary['cpu_seconds_per_token'] * 1e6:.1f} CPU "
+            f"microseconds per token, {summary['data_wait_share']:.1%} of the time waiting for data"
+        )
+        if "synchronizations" in summary:
+            lines.append(
+                f"replica groups synchronized {summary['synchronizations']} times, "
+                f"{summary.get('replica_group_bytes_per_step', 0) / MEGA:.3f} MB per node and step between them; inner "
+                f"loss {summary[INNER_LOSS]:.4f}"
+            )
+        lines.append(f"training loss of the last log interval: {summary['final_loss']:.4f} nats per token")
+    if summary["validation_loss"] is not None:
+        entropy = summary["unigram_entropy"]
+        of_text = "" if entropy is None else f"; unigram entropy of the validation text: {entropy:.4f} nats per token"
+        lines.append(f"validation loss: {summary['validation_loss']:.4f}{of_text}")
+    return "\n".join(lines)

@@ -1,0 +1,182 @@
+"""The plan of the collectives that replace FSDP2's, made from the flags of ZeRO and ZeRO++ and a layout of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from megazpp.base.flags import as_written
+from megazpp.kernels.block_quant import backend
+from megazpp.kernels.formats import BlockFormat
+from megazpp.topology.layout import Layout
+from megazpp.zero.config import CommPlan, GatherPlan, ReducePlan, ZeroConfig
+
+# Elements per quantization block. DIFFERENCE_BLOCK is for the quantized weight differences of DiLoCo.
+WEIGHT_BLOCK, DIFFERENCE_BLOCK, GRADIENT_BLOCK = 256, 128, 128
+
+
+class WeightDelta(NamedTuple):
+    """The format that --zero-weight-delta auto has chosen for the weights that cross nodes.
+
+    Attributes:
+        lossless: True for lossless deltas, False for int8 blocks.
+        reason: reason for the choice, as a clause for the log.
+    """
+
+    lossless: bool
+    reason: str
+
+    def describe(self) -> str:
+        """Return one line for the log with the choice and its reason."""
+        chosen = "lossless deltas" if self.lossless else "int8 blocks"
+        return f"--zero-weight-delta auto: weights cross nodes as {chosen}, because {self.reason}"
+
+
+def default_weight_delta(param_dtype: torch.dtype) -> WeightDelta:
+    """Return the choice of --zero-weight-delta auto if nothing is known about the links: lossless deltas if possible.
+
+    Args:
+        param_dtype: dtype in which weights are gathered and layers compute.
+    """
+    if param_dtype.itemsize != 2:
+        dtype = str(param_dtype).removeprefix("torch.")
+        return WeightDelta(False, f"with {dtype} compute nearly all weights change in every step")
+    return WeightDelta(True, "the speed of the links is unknown")
+
+
+def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, lossless: bool = False) -> CommPlan:
+    """Plan which of FSDP2's collectives the flags replace on `layout`.
+
+    Args:
+        config: the flags of ZeRO and ZeRO++.
+        layout: the data ranks inside a node and across nodes.
+        param_dtype: dtype in which weights are gathered and layers compute.
+        lossless: choice of --zero-weight-delta auto: whether lossless deltas cross nodes, not int8 blocks. Other values
+            of this flag ignore it.
+    Raises:
+        ValueError: the flags contradict each other or the layout; the message names the flags and their values.
+    """
+    # ---- weights: whole or as differences
+    keep = _keeps_secondary(config, layout)
+    lossless = lossless if config.chooses_weight_delta else config.zero_weight_delta == "lossless"
+    if lossless and not keep:
+        raise ValueError(
+            "--zero-weight-delta lossless sends differences from the weights that a node keeps: it needs "
+            f"--zero-hpz-partition-size auto, not {config.hpz_partition_size}"
+        )
+    if lossless and param_dtype.itemsize != 2:
+        raise ValueError(
+            f"--zero-weight-delta lossless needs --bf16 or --fp16: of weights in {param_dtype} nearly all change in "
+            "every step"
+        )
+    quantized_weights = config.quantizes_weights and config.weight_bits < 16 and not lossless
+    quantized_gradients = config.quantizes_gradients
+
+    # ---- every one of these switches needs stage 3
+    wanted = {
+        "--zeropp": config.zeropp,
+        "--zero-weight-delta lossless": lossless,
+        "--zero-quantized-weights": quantized_weights,
+        f"--zero-hpz-partition-size {config.zero_hpz_partition_size}": keep,
+        "--zero-quantized-gradients": quantized_gradients,
+    }
+    asked = [name for name, on in wanted.items() if on]
+    if asked and config.stage != 3:
+        given = f"--zero-stage {config.stage}"
+        if config.zero_stage is None:
+            given = f"--use-distributed-optimizer, which selects {given}"
+        raise ValueError(f"{asked[0]} needs --zero-stage 3, the default, not {given}; remove that flag")
+
+    # ---- overlap with the compute
+    overlap_gather, overlap_reduce = (
+        (config.zeropp if asked_for is None else asked_for) and config.stage == 3
+        for asked_for in (config.overlap_param_gather, config.overlap_grad_reduce)
+    )
+    # With HSDP, FSDP2 all-reduces over the replicas right after each reduction, so it must be complete by then.
+    overlap_reduce = overlap_reduce and layout.replicate == 1
+    plan, notices = CommPlan(overlap_gather=overlap_gather, overlap_reduce=overlap_reduce), list[str]()
+
+    # ---- the two hops
+    if asked and layout.cross == 1:
+        notices.append(f"{asked[0]} has no effect: no traffic crosses nodes, so ZeRO-3's collectives are used")
+        quantized_weights = quantized_gradients = keep = False
+    if layout.local == 1 and keep:
+        notices.append(
+            "--zero-hpz-partition-size: each node has one data rank, so each rank keeps a full copy of the weights"
+        )
+    if quantized_weights or keep:
+        fmt = block_format(config.weight_bits, WEIGHT_BLOCK) if quantized_weights else None
+        plan = plan._replace(gather=GatherPlan(fmt, keep, lossless))
+    if quantized_gradients:
+        local, across = config.zero_gradient_bits
+        clip = across == 4 and config.zero_error_feedback
+        reduce = ReducePlan(block_format(local, GRADIENT_BLOCK), block_format(across, GRADIENT_BLOCK, clip=clip))
+        plan = plan._replace(reduce=reduce)
+    if unused := _without_effect(config, plan):
+        notices.append(unused)
+    return plan._replace(notices=tuple(notices))
+
+
+def wire_backends(plan: CommPlan, device_type: str) -> list[tuple[str, str, str]]:
+    """Return rows (piece, implementation, reason) for the log's table of back ends; none if nothing is quantized.
+
+    Raises:
+        ValueError: block quantization is not implemented for a device of this type.
+    """
+    formats: list[object] = [plan.gather.fmt, plan.gather.differences] if plan.gather else []
+    formats += [plan.reduce.local, plan.reduce.cross] if plan.reduce else []
+    return [backend(device_type)] if any(formats) else []
+
+
+def _keeps_secondary(config: ZeroConfig, layout: Layout) -> bool:
+    """Return True if the flags ask for the secondary partition (hpZ).
+
+    Raises:
+        ValueError: --zero-hpz-partition-size is neither auto, 1 nor the number of data ranks of a node.
+    """
+    size = config.hpz_partition_size
+    if size == "auto":
+        return True
+    if not size.isdecimal() or int(size) not in (1, layout.local):
+        raise ValueError(
+            f"--zero-hpz-partition-size {size} is not valid; expected auto, 1 (no secondary partition) or "
+            f"{layout.local} (the data ranks of a node)"
+        )
+    return int(size) > 1
+
+
+def _without_effect(config: ZeroConfig, plan: CommPlan) -> str | None:
+    """Return a line for the log that names the flags which are set but have no effect under `plan`.
+
+    Returns None if every set flag has an effect.
+    """
+    two_hops, crossing = plan.reduce is not None, plan.reduce is not None and plan.reduce.cross is not None
+    used = {
+        "zero_quantized_weights": config.weight_bits < 16 and not (plan.gather and plan.gather.differences),
+        "zero_weight_bits": config.weight_bits == 8
+        or (config.quantizes_weights and not (plan.gather and plan.gather.differences)),
+        "zero_weight_keyframe_interval": plan.gather is not None and plan.gather.differences,
+        "zero_gradient_bits": two_hops,
+        "zero_error_feedback_beta": crossing and config.zero_error_feedback,
+        "zero_error_feedback_reset": crossing and config.zero_error_feedback,
+        "zero_accumulate_in_bf16": two_hops,
+        "zero_cross_every_microbatch": two_hops,
+        "overlap_param_gather": plan.overlap_gather or not config.overlap_param_gather,
+        "overlap_grad_reduce": plan.overlap_reduce or not config.overlap_grad_reduce,
+    }
+    fields = [field for field in dataclasses.fields(config) if not used.get(field.name, True)]
+    unused = [as_written(config, field) for field in fields if getattr(config, field.name) != field.default]
+    return f"ignored on this layout: {', '.join(unused)}" if unused else None
+
+
+def block_format(bits: int, block_size: int, *, clip: bool = False) -> BlockFormat | None:
+    """Return the block format for this many bits; None for 16 bits, which are not quantized.
+
+    Args:
+        bits: 4, 8 or 16 bits per element.
+        block_size: elements per block, with one scale each.
+        clip: whether 4-bit blocks clip their largest elements, see `BlockFormat`.
+    """
+    return None if bits == 16 else BlockFormat(bits, block_size, clip)  # type: ignore[arg-type]
