@@ -18,6 +18,10 @@ from megazpp.base.program import LAUNCHER_PID, announce
 
 announce("pretrain_gpt.py", "megazpp")  # before the imports below, because importing torch takes seconds
 
+from megazpp.parallel.roll_call import report_tracebacks
+
+report_tracebacks()
+
 from megazpp.base.files import HOME
 from megazpp.base.flags import COMMAND_LINE
 from megazpp.base.program import Problems, leave, say_notices, user_errors

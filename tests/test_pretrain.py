@@ -356,6 +356,26 @@ def test_run_stopped_without_save_says_that_nothing_was_saved(tmp_path):
     assert said == "nothing was saved: only a run with --save FOLDER can be resumed"
 
 
+def test_command_that_resumes_names_the_launcher(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--save", "x"])
+    parsed = parse(shlex.join([*TOY, "--train-iters", "4", "--save", "x"]))
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+    for env, start, lines in (
+        ({}, "python", 1),
+        (torchrun, "torchrun ...", 1),
+        (torchrun | {"LOCAL_WORLD_SIZE": "1"}, "torchrun ...", 2),
+        (torchrun | {LAUNCHER_PID: "1"}, "python", 1),
+        (slurm, "srun ...", 1),
+    ):
+        with monkeypatch.context() as own:
+            for name, value in env.items():
+                own.setenv(name, value)
+            said = what_next(parsed, tmp_path, stopped=True, generates=True).splitlines()
+        assert said[0] == f"to resume: {start} pretrain_gpt.py --save x --load x"
+        assert len(said) == lines
+
+
 @pytest.mark.slow
 def test_terminal_output_starts_at_once_and_has_short_lines(tmp_path):
     flags = ["--train-iters", "4", "--eval-iters", "1", "--nproc", "2", "--run-dir", str(tmp_path / "run")]

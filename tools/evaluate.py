@@ -18,6 +18,10 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
+from megazpp.parallel.roll_call import report_tracebacks
+
+report_tracebacks()  # before the imports below, which may fail on one host
+
 from megazpp.base.flags import flag
 from megazpp.data.dataset import Splits, build_datasets, check_inputs
 from megazpp.features import FEATURES

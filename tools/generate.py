@@ -30,6 +30,10 @@ from typing import Any, Literal
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
+from megazpp.parallel.roll_call import report_tracebacks
+
+report_tracebacks()  # before the imports below, which may fail on one host
+
 from megazpp.base.flags import check_positive, flag
 from megazpp.base.program import errors_as
 from megazpp.data.dataset import build_tokenizer

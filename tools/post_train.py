@@ -25,6 +25,10 @@ from megazpp.base.program import LAUNCHER_PID, announce, launched_rank
 
 announce("post_train.py", "megazpp-post-train")  # before the imports below, because importing torch takes seconds
 
+from megazpp.parallel.roll_call import report_tracebacks
+
+report_tracebacks()
+
 from megazpp.base.program import Problems, leave, say_notices, user_errors
 from megazpp.checkpoint.read import start_of
 from megazpp.features import FEATURES

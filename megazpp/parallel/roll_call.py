@@ -13,16 +13,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
-from megazpp.base.program import JobError
-from megazpp.parallel.launch import RankInfo, open_store
+from megazpp.base.launcher import find_launcher
+from megazpp.base.program import LAUNCHER_PID, JobError
+from megazpp.parallel.launch import RESTART_COUNT, RankInfo, open_store
 
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 10.0  # time in which a rank that has failed waits for the verdict, and rank 0 for readers of it
@@ -59,6 +63,37 @@ def call_roll(
         failed = root.add(FAILED, 0) > 0
         _answer(root, _read_failure(root) if failed else _differences(root, place.world_size))
     return _verdict(root, place, None)
+
+
+def roll_call_at_start() -> str:
+    """Return the name of the roll call before the process group exists, in this attempt of the job."""
+    return f"start/{os.environ.get(RESTART_COUNT, '0')}"
+
+
+def launched_place() -> RankInfo | None:
+    """Return the place of this process in a job of several ranks; None if it is alone or the launcher is unknown."""
+    try:
+        launched = find_launcher()
+    except ValueError:  # the message says so
+        return None
+    if launched is None or launched.world_size == 1:
+        return None
+    return RankInfo(started=True, world_size=launched.world_size, rank=launched.rank, local_rank=launched.local_rank)
+
+
+def report_tracebacks() -> None:
+    """Tell the ranks of other hosts from now on about an exception that ends this process before the group exists.
+
+    Programs call it before most of their imports, because one host may lack a package.
+    """
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        sys.__excepthook__(kind, error, trace)
+        place = None if LAUNCHER_PID in os.environ else launched_place()  # our own launcher sees this process end
+        if place is not None and issubclass(kind, Exception):
+            report_failure(place, JobError(f"{kind.__name__}: {error}"), name=roll_call_at_start())
+
+    sys.excepthook = report
 
 
 def report_failure(place: RankInfo, error: JobError, *, name: str) -> None:

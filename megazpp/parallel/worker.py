@@ -59,7 +59,7 @@ from megazpp.parallel.launch import (
     open_store,
     store_address,
 )
-from megazpp.parallel.roll_call import call_roll, show_once
+from megazpp.parallel.roll_call import call_roll, roll_call_at_start, show_once
 from megazpp.parallel.watchdog import FAILURES, Watchdog
 
 WAIT_SECONDS = 15.0  # time for the other ranks to start, before a rank says that it waits for them
@@ -174,11 +174,6 @@ def _say_whom_it_waits_for(place: RankInfo) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def roll_call_at_start() -> str:
-    """Return the name of the roll call before the process group exists, in this attempt of the job."""
-    return f"start/{os.environ.get(RESTART_COUNT, '0')}"
 
 
 def seed_everything(seed: int, *, data_rank: int, tp_rank: int) -> None:

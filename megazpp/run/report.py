@@ -12,7 +12,8 @@ import torch
 
 import megazpp
 from megazpp.base.flags import render_arguments_block
-from megazpp.base.program import aligned
+from megazpp.base.launcher import find_launcher
+from megazpp.base.program import LAUNCHER_PID, aligned
 from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.data.dataset import cache_dir
 from megazpp.data.text import BUILTIN
@@ -140,7 +141,12 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool
         program, *flags = sys.argv
         there = f" --load {shlex.quote(save)}" if save is not None and parsed.config.checkpoint.load != save else ""
         to = f" --save {shlex.quote(save)}" if save is not None and "save" not in parsed.origins else ""
-        return f"to resume: python {shlex.join([program, *flags])}{to}{there}"
+        launched = None if LAUNCHER_PID in os.environ else find_launcher()
+        start = "python" if launched is None else f"{launched.launcher} ..."  # with its own flags, on every host
+        command = f"to resume: {start} {shlex.join([program, *flags])}{to}{there}"
+        if launched is None or launched.launcher != "torchrun" or launched.local_size == launched.world_size:
+            return command
+        return f"{command}\ntorchrun may wait minutes for a node that was interrupted; Ctrl-C ends it, nothing is lost"
 
     # ---- a complete run
     lines = [f"see its curves: {tool('report')} {folder}"]

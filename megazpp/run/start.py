@@ -22,7 +22,6 @@ import torch
 
 import megazpp
 from megazpp.base.flags import as_words, flag_name
-from megazpp.base.launcher import find_launcher
 from megazpp.base.program import (
     LAUNCHER_PID,
     JobError,
@@ -39,8 +38,7 @@ from megazpp.data.tokenizer import Tokenizer
 from megazpp.kernels import formats
 from megazpp.parallel.environment import prepare_environment
 from megazpp.parallel.launch import LaunchConfig, RankInfo, detect_rank_info, launch_workers
-from megazpp.parallel.roll_call import report_failure
-from megazpp.parallel.worker import roll_call_at_start
+from megazpp.parallel.roll_call import launched_place, report_failure, roll_call_at_start
 from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
@@ -81,7 +79,7 @@ def distributed_program(main: Callable[[list[str]], int]) -> Callable[..., int]:
                 say_notices(notices)
             return main(argv)
         except (OSError, ValueError, JobError) as error:
-            place = _launched_place()
+            place = launched_place()
             if place is None:
                 raise
             failure = error if isinstance(error, JobError) else UserError(in_words(error, argv))
@@ -89,17 +87,6 @@ def distributed_program(main: Callable[[list[str]], int]) -> Callable[..., int]:
             return failure.exit_code
 
     return run
-
-
-def _launched_place() -> RankInfo | None:
-    """Return the place of this process in a job of several ranks; None if it is alone or the launcher is unknown."""
-    try:
-        launched = find_launcher()
-    except ValueError:  # the message says so
-        return None
-    if launched is None or launched.world_size == 1:
-        return None
-    return RankInfo(started=True, world_size=launched.world_size, rank=launched.rank, local_rank=launched.local_rank)
 
 
 def facts_of(parsed: ParsedRun) -> dict[str, str]:

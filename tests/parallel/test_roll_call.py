@@ -1,6 +1,7 @@
 """Test that ranks compare their facts before they start, and that a rank's error reaches all hosts."""
 
 import socket
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -117,3 +118,27 @@ def test_first_rank_of_a_host_says_whom_it_waits_for_and_where(monkeypatch, caps
     with worker._say_whom_it_waits_for(RankInfo(started=True, world_size=4)):
         time.sleep(0.2)
     assert capsys.readouterr().err == ""
+
+
+def test_exception_before_the_start_is_told_to_the_other_hosts(monkeypatch, capsys):
+    told: list[tuple[RankInfo, str]] = []
+    monkeypatch.setattr(roll_call, "report_failure", lambda place, error, name: told.append((place, str(error))))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # restored after the test
+    roll_call.report_tracebacks()
+    two = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    missing = ModuleNotFoundError("No module named 'sentencepiece'")
+    for error, env, count in (
+        (missing, two, 1),
+        (KeyError("x"), two, 1),
+        (KeyboardInterrupt(), two, 0),
+        (missing, {**two, "WORLD_SIZE": "1", "RANK": "0"}, 0),
+        (missing, {**two, LAUNCHER_PID: "1"}, 0),
+    ):
+        told.clear()
+        with monkeypatch.context() as own:
+            own.delenv(LAUNCHER_PID, raising=False)
+            for name, value in env.items():
+                own.setenv(name, value)
+            sys.excepthook(type(error), error, None)
+        assert type(error).__name__ in capsys.readouterr().err
+        assert len(told) == count
