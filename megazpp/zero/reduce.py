@@ -67,6 +67,7 @@ class TwoHopReduce(SummingReduce):
 
     def begin(self) -> None:
         """Give trained parameters without a gradient zeros, and record the parameters of this reduction."""
+        self.unit.list_once()
         self.unit.fill_gradients(self.unit.trained)
         super().begin()
 

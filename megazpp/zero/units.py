@@ -43,7 +43,7 @@ class Unit:
     The collectives use these members besides the fields, which a unit without tensors replaces (planner/simulator.py):
 
         gather.py    is_sharded, is_frozen, fingerprint, shard_reader, check_shard_reader
-        reduce.py    trained, segments_of, add_to_gradients; through FSDP2 also fill_gradients and with_gradient
+        reduce.py    trained, segments_of, add_to_gradients; through FSDP2 also list_once, fill_gradients, with_gradient
     """
 
     name: str = ""  # names of its modules in the model, for messages to the user
@@ -175,6 +175,15 @@ class Unit:
         """Replace the function with which FSDP2 reduces the unit's gradients, and return FSDP2's function."""
         original, self._group.post_backward = self._group.post_backward, reduce
         return original
+
+    def list_once(self) -> None:
+        """Remove repetitions of this unit from FSDP2's list of the units that it visits at the end of a backward.
+
+        torch 2.11 lists a unit once per module, and would reduce a unit of several modules again, as zeros.
+        """
+        if len(self.modules) > 1:
+            states: list[Any] = self.modules[0]._get_fsdp_state()._state_ctx.all_states
+            states[:] = dict.fromkeys(states)
 
     @property
     def reduces_gradients(self) -> bool:

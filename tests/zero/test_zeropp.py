@@ -155,6 +155,24 @@ def test_wide_model_sends_three_quarters_of_its_16_bit_size_across_nodes():
     assert share / (1 / 2) == pytest.approx(0.766, abs=0.012)
 
 
+def bytes_with_repeated_units(case: Case) -> list[int]:
+    """Return two steps' bytes; before the second one FSDP2 lists a unit once per module, as torch 2.11 does."""
+    step, dims = build_step(case)
+    sent = []
+    for index in range(2):
+        before = dims.counter.sent_bytes("cross")
+        step(case.batches(index, dims), learning_rate=case.learning_rate, weight_decay=0.0)
+        sent.append(dims.counter.sent_bytes("cross") - before)
+        states = step.model._get_fsdp_state()._state_ctx.all_states
+        states += [state for state in states if len(state._modules) > 1]
+    return sent
+
+
+def test_unit_of_several_modules_is_reduced_once_per_backward():
+    for first, second in ranks(4).run(bytes_with_repeated_units, Case(nodes=2, zero=ALL, model=LLAMA_STYLE)):
+        assert first == second
+
+
 def test_cross_hop_flags_change_its_bytes():
     """With two micro-batches, crossing in each one doubles the gradients' bytes, and bf16 sums halve them."""
 
