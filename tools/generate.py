@@ -233,12 +233,12 @@ def read_prompts(given: Sequence[str], file: str | None, size: int) -> Iterator[
         if file is None:
             yield from _batches(_lines(sys.stdin), 1 if sys.stdin.isatty() else size)
         elif file.endswith(".json"):
-            found = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+            found = json.loads(Path(file).expanduser().read_text(encoding="utf-8-sig"))
             yield [found if isinstance(found, dict) else {"prompt": found}]
         elif file.endswith(".jsonl"):
             yield from _batches((record for _, record in read_records(Path(file).expanduser(), dict)), size)
         else:
-            with Path(file).expanduser().open(encoding="utf-8") as lines:
+            with Path(file).expanduser().open(encoding="utf-8-sig") as lines:
                 yield from _batches(_lines(lines), size)
 
 

@@ -278,7 +278,7 @@ def _expand(word: Word, folders: Sequence[Path], chain: tuple[Path, ...]) -> Ite
 def _read_words(path: Path) -> Iterator[Word]:
     """Yield the words of a flag file; a ValueError names the file and line of an error."""
     try:
-        lines = read_small_file(path).decode().split("\n")  # keeps line breaks inside quotes
+        lines = read_small_file(path).decode("utf-8-sig").split("\n")  # keeps line breaks inside quotes
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{_shown(path)}: cannot be read: {cause(error)}") from None
     first = 0  # first line of a group that is split together, because a quoted word may span lines

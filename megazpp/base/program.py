@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import functools
 import inspect
+import io
 import os
 import signal
 import sys
@@ -53,6 +54,8 @@ def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else list(argv)
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
+            sys.stdout.reconfigure(errors="backslashreplace")  # another encoding lacks characters of texts
         try:
             try:
                 return main(words) or 0

@@ -195,7 +195,7 @@ def load_chat_template(config: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate
         source = tokenizer.chat_template(path)
         if source is None or source == path:  # transformers returns a name that it does not know
             with errors_as(f"{name} cannot be read", (OSError, UnicodeDecodeError)):
-                source = read_small_file(find_file(path)).decode()
+                source = read_small_file(find_file(path)).decode("utf-8-sig")
         _compiled(source, name, [])
     elif tokenizer.chat_template() is None:
         name = "the default chat template"

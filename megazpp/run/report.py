@@ -149,7 +149,7 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool
         return f"{command}\ntorchrun may wait minutes for a node that was interrupted; Ctrl-C ends it, nothing is lost"
 
     # ---- a complete run
-    lines = [f"see its curves: {tool('report')} {folder}"]
+    lines = [f"see its curves: {tool('report')} {shlex.quote(str(folder))}"]
     if save is not None and generates:
         lines.append(f"generate text: {tool('generate')} --load {shlex.quote(save)} --prompt 'Call me'")
     if any(path.startswith(BUILTIN) for path in parsed.config.data.text_path) and "save" not in parsed.origins:

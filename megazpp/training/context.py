@@ -13,7 +13,7 @@ The run folder holds the records of a run, including its restarts. Rank 0 writes
     hang-<time>.txt, not-finite-<iteration>.json: reason that ended a run
     log.txt          all printed lines in full        checkpoints/   the model (--save-to-run-dir)
     wandb_run_id     id of the wandb run that a restart continues
-    lock             lock file of the job that writes to the folder, held until that job ends
+    records.lock     lock file of the job that writes to the folder, held until that job ends
 
 Using a folder again loses nothing. The .jsonl files grow, and a file whose content would change is first copied to a
 numbered name (args.1.json is the oldest). A loss or norm that is not finite is written as null, because strict readers
@@ -189,7 +189,7 @@ class RunFolder:
         Raises:
             ValueError: another job writes its records to this folder.
         """
-        self._lock = lock_for_this_job(self.path / "lock", f"--run-dir {self.path}")
+        self._lock = lock_for_this_job(self.path / "records.lock", f"--run-dir {self.path}")
 
     def unlock(self) -> None:
         """Release the lock, so that another job can take it."""

@@ -187,9 +187,9 @@ def expand(folder: Path, files: dict[str, str], *argv: str) -> list[tuple[str, s
 
 
 def test_flag_file_expands_to_its_words(folder):
-    """Comments and line continuations add no words; a quoted text over several lines is kept unchanged."""
+    """Comments, a byte order mark and line continuations add no words; a quoted text over several lines is kept."""
     content = (
-        "# comment\n\n--name 'two words' --empty ''   # trailing comment\n"
+        "\xef\xbb\xbf# comment\n\n--name 'two words' --empty ''   # trailing comment\n"
         "--path a\\ b \\\n    c  # the end \\\n--lr 3e-4\n"
         "--stop 'one  \n\r\n  # two\\\n' --a 1\r\n# don't\n--seed 3\n"
     )

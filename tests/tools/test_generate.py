@@ -208,7 +208,7 @@ def test_chat_answer_equals_continuation_of_the_rendered_prompt(load, tmp_path):
 
 
 def test_prompts_come_from_flag_file_stdin_or_terminal(tmp_path, monkeypatch):
-    (tmp_path / "prompts").write_text("a\r\n\nb\nc")
+    (tmp_path / "prompts").write_bytes(b"\xef\xbb\xbfa\r\n\nb\nc")  # a byte order mark is no part of a prompt
     for given, batches in (
         (["p", "q\nq"], [["p", "q\nq"]]),
         ([""], [[""]]),

@@ -1,5 +1,6 @@
 """Test how programs end: exit codes, one-line errors, a closed output pipe, and a launcher that was killed."""
 
+import io
 import os
 import re
 import subprocess
@@ -40,6 +41,15 @@ def test_program_ends_with_mains_status_or_a_one_line_error(capsys):
     for flags, end, status, said in ENDS:
         assert main(flags.split()) == status, (flags, end)
         assert capsys.readouterr().err == (f"test_program.py: {said}\n" if said else "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_output_in_another_encoding_escapes_its_missing_characters(monkeypatch, encoding):
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    text = "Caf\u00e9 \u20ac"
+    assert program(lambda argv: print(text))([]) == 0
+    assert out.buffer.getvalue().decode(encoding).strip() == text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def unread(*command: object, folder: Path) -> tuple[int, str]:

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 from helpers.disks import make_read_only, small_disk
 
+from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.training.context import Console, RunFolder, default_run_dir, make_writable
 
 
@@ -124,6 +125,7 @@ def test_run_folder_is_locked_by_one_job_until_it_ends(tmp_path, monkeypatch):
     monkeypatch.setattr("time.monotonic", itertools.count().__next__)  # the patience is over after five tries
     first, second = RunFolder(tmp_path), RunFolder(tmp_path)
     first.lock()
+    CheckpointFolder(str(tmp_path), "--save").lock()  # one folder may have checkpoints and records
     with pytest.raises(ValueError, match=rf"--run-dir {tmp_path} is in use by process {os.getpid()} on .*: give each"):
         second.lock()
     first.unlock()
