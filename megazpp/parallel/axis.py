@@ -65,12 +65,12 @@ class TrafficCounter:
         """True inside the context that `paused` returns."""
         return self in _paused.get()
 
-    def add(self, wire: str, axis: str, collective: str, sent_bytes: int) -> None:
-        """Count one call of `collective` in which this rank sent `sent_bytes` bytes, unless counting is paused."""
+    def add(self, wire: str, axis: str, collective: str, sent_bytes: int, *, calls: int = 1) -> None:
+        """Count calls of `collective` in which this rank sent `sent_bytes` bytes in all, unless counting is paused."""
         if self.is_paused:
             return
-        calls, total = self._traffic[wire, axis, collective]
-        self._traffic[wire, axis, collective] = Traffic(calls + 1, total + sent_bytes)
+        before, total = self._traffic[wire, axis, collective]
+        self._traffic[wire, axis, collective] = Traffic(before + calls, total + sent_bytes)
 
     def sent_bytes(self, wire: str) -> int:
         """Return the bytes that this rank has sent so far on one wire ("tp", "local", "cross" or "world")."""

@@ -15,7 +15,7 @@ from megazpp.model.backends import FIRST_CAPABILITY, capability, mask_reason
 from megazpp.planner.cost import ClusterCosts, Costs, calibration_for
 from megazpp.planner.simulator import Memory, lossless_share
 from megazpp.planner.step import SimulatedStep, StepSimulator, TrafficTable, measure, sent_on
-from megazpp.planner.trace import Documents
+from megazpp.planner.trace import Documents, TraceInputs, trace_on_rank
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan, plan_run
 from megazpp.topology.cluster import Cluster, Device, LinkKind, Links
@@ -299,11 +299,11 @@ def build_step_simulator(
         rank: global rank to simulate.
         on_cpu: simulate a CPU process, whatever device the cluster file describes. Lossless deltas then have
             their largest size. Tests compare such a simulation with tensors on CPUs.
-        others: further arguments of `StepSimulator`.
+        others: further fields of `TraceInputs`, and further arguments of `StepSimulator`.
     """
     assert config.data.seq_length is not None
     assert config.tokenizer.vocab_size is not None
-    arguments: dict[str, Any] = {
+    given: dict[str, Any] = {
         "seq_length": config.data.seq_length,
         "micro_batch_size": plan.batches.micro_batch_size,
         "documents": _documents(config, plan.layout.cluster.device, device_type, on_cpu=on_cpu),
@@ -312,8 +312,11 @@ def build_step_simulator(
         "diloco": plan.of(DilocoPlan),
         "lossless_share": 1.0 if on_cpu else lossless_share(config.schedule.lr),
     }
+    given |= others
+    inputs = {name: given.pop(name) for name in given.keys() & TraceInputs._fields}
     spec = config.model_spec(config.tokenizer.vocab_size, plan.wire)
-    return StepSimulator(spec, plan.layout, costs=costs, rank=rank, on_cpu=on_cpu, **arguments | others)
+    trace = trace_on_rank(spec, plan.layout, **inputs)
+    return StepSimulator(trace, spec, plan.layout, costs=costs, rank=rank, on_cpu=on_cpu, **given)
 
 
 def _describe_muon(config: RunConfig, simulator: StepSimulator, layout: Layout) -> str:

@@ -13,6 +13,7 @@ its links. A codec takes the seconds of a pass over the memory that it reads and
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -38,7 +39,7 @@ from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.sharding import make_comms
 from megazpp.zero.units import Fingerprint, Unit, UnitParameter
-from megazpp.zero.wire import ROOM, Codec, LosslessCodec, own_rows, plan_segments
+from megazpp.zero.wire import ROOM, Codec, LosslessCodec, Segment, own_rows, plan_segments
 
 T = TypeVar("T")
 Parameters = Sequence[tuple[str, tuple[int, ...]]]  # names and shapes of parameters on one tensor-parallel rank
@@ -58,28 +59,37 @@ class Clock:
 
 
 class KernelSeries(NamedTuple):
-    """Successive kernels without a collective between them, in numbers from which their end follows at once.
+    """Successive kernels and collectives of the compute, in numbers from which their end follows at once.
 
     Attributes:
-        seconds: duration of all kernels together.
+        seconds: duration of all of them together.
         launch_seconds: time that the host takes to launch them.
-        after_launch: earliest end of the last kernel after the start of the first launch. Each kernel and the ones
-            after it start after its launch, so this is the maximum over kernels of the time of its launch plus the
-            duration of these kernels. It is minus infinity if launches take no time.
+        after_launch: earliest end of the last one after the start of the first launch. Each one and those after it
+            start after its launch, so this is the maximum over all of the time of the launch plus the duration of
+            these. It is minus infinity if launches take no time.
+        busy: seconds of collectives by axis, and for the key "compute" the seconds of the kernels.
     """
 
     seconds: float
     launch_seconds: float
     after_launch: float
+    busy: dict[str, float]
 
     @classmethod
-    def of(cls, seconds: Sequence[float], launch: float) -> KernelSeries:
-        """Return the series of kernels with these durations, which the host launches every `launch` seconds."""
-        left, after_launch = 0.0, -math.inf
+    def of(cls, seconds: Sequence[tuple[str, float]], launch: float) -> KernelSeries:
+        """Return the series of kernels and collectives, which the host launches every `launch` seconds.
+
+        Args:
+            seconds: for each one "compute" or the axis of the collective, and the duration.
+            launch: seconds between two launches.
+        """
+        left, after_launch, busy = 0.0, -math.inf, defaultdict[str, float](float)
         for number in range(len(seconds), 0, -1):
-            left += seconds[number - 1]
+            key, duration = seconds[number - 1]
+            left += duration
+            busy[key] += duration
             after_launch = max(after_launch, number * launch + left)
-        return cls(left, len(seconds) * launch, after_launch if launch else -math.inf)
+        return cls(left, len(seconds) * launch, after_launch if launch else -math.inf, busy)
 
 
 class Simulation:
@@ -151,12 +161,16 @@ class Simulation:
             self.busy["compute"] += taken
 
     def compute_series(self, series: KernelSeries) -> None:
-        """Launch successive kernels of the model, and advance the compute clock as `spend` does for each of them."""
+        """Launch kernels and collectives of the model, and advance the compute clock as `spend` does for each.
+
+        No other clock uses the axes of these collectives, so none of them waits for a link.
+        """
         started = self._host.now
         self._host.now += series.launch_seconds
         self.busy["host"] += series.launch_seconds
         self.compute.now = max(self.compute.now + series.seconds, started + series.after_launch)
-        self.busy["compute"] += series.seconds
+        for key, seconds in series.busy.items():
+            self.busy[key] += seconds
 
     def send(self, axis: str, collective: str, sent_bytes: int) -> None:
         """Advance the running clock by a collective, which starts when the previous one on its axis has ended."""
@@ -363,7 +377,10 @@ class SimulatedUnit(Unit):
 
     def __init__(self, parameters: Parameters, axis: MeshAxis, *, exact: Collection[str] = ()) -> None:
         num_ranks = axis.size
-        segments = plan_segments(parameters, num_ranks, exact=exact)
+        # Names by place, so that the messages of layers that are alike are planned once.
+        numbered = tuple((str(i), shape) for i, (_, shape) in enumerate(parameters))
+        exact = frozenset(str(i) for i, (name, _) in enumerate(parameters) if name in exact)
+        segments = _segments(numbered, num_ranks, exact)
         found = tuple(
             UnitParameter(name=name, module=_NOWHERE, attribute="", shape=shape, mesh_dims=1)
             for name, shape in parameters
@@ -379,11 +396,9 @@ class SimulatedUnit(Unit):
         """Create the unit's gather and reduction, and compute the bytes that they hold."""
         if not self.size:
             return
-        self.shard, self.sum = (
-            torch.empty(self.size, dtype=dtype, device=META)
-            for dtype in (context.precision.param_dtype, context.precision.reduce_dtype)
-        )
-        self.whole, self.gradients = (part.new_empty(self.size * self.axis.size) for part in (self.shard, self.sum))
+        dtypes = context.precision.param_dtype, context.precision.reduce_dtype
+        self.shard, self.sum = (_empty(self.size, dtype=dtype) for dtype in dtypes)
+        self.whole, self.gradients = (_empty(self.size * self.axis.size, dtype=dtype) for dtype in dtypes)
         self.gather, self.reduce = make_comms(self, context)
         nodes, peers, wire = context.cross.size, context.local.size, context.plan
         if isinstance(self.gather, TwoHopGather) and wire.gather is not None:
@@ -419,6 +434,12 @@ class SimulatedUnit(Unit):
     ) -> None: ...
 
 
+@functools.cache
+def _segments(parameters: Parameters, num_ranks: int, exact: frozenset[str]) -> tuple[Segment, ...]:
+    """Call `plan_segments`, whose result is cached."""
+    return plan_segments(parameters, num_ranks, exact=exact)
+
+
 def own_shapes(parameters: Parameters, num_ranks: int, rank: int) -> Iterator[tuple[int, ...]]:
     """Yield the shapes of a rank's shards of `parameters`, without padding."""
     for _, shape in parameters:
@@ -431,6 +452,12 @@ class SimulatedCodec(Codec):
     def __init__(self, layout: MessageLayout, dtype: torch.dtype, touch: Callable[[int], None]) -> None:
         super().__init__(layout, dtype)
         self._touch = touch
+        self._empty: dict[tuple[int, ...], torch.Tensor] = {}  # one tensor serves all messages, which have no content
+
+    def empty(self, *peers: int, device: torch.device) -> torch.Tensor:
+        if peers not in self._empty:
+            self._empty[peers] = _empty(*peers, self.message_bytes, dtype=torch.uint8)
+        return self._empty[peers]
 
     def pack(
         self,

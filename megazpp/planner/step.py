@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.outer import OuterUnit, send_fragment
-from megazpp.model.gpt import GPTModel
 from megazpp.optim.muon import JointOrthogonalizer, MuonConfig, Orthogonalizer, row_dtype
 from megazpp.optim.muon_plan import products
 from megazpp.packed_weights.frozen import frozen_bytes
@@ -44,7 +43,7 @@ from megazpp.planner.simulator import (
     Simulation,
     own_shapes,
 )
-from megazpp.planner.trace import BACKWARD, FORWARD, Documents, TraceInputs, TraceSegment, trace_model
+from megazpp.planner.trace import BACKWARD, FORWARD, Trace, TraceSegment
 from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.comms import CommContext
@@ -76,22 +75,17 @@ class StepSimulator:
     """Simulator of the optimizer steps of one rank.
 
     Args:
-        spec: model, precision, ZeRO flags and wire formats.
+        trace: operations and memory of the model on this rank.
+        spec: precision, ZeRO flags and wire formats.
         layout: sizes and links of the parallel axes.
-        seq_length: tokens per sample.
-        micro_batch_size: samples per micro-batch.
-        documents: how attention stays inside documents, see `TraceInputs`; None if it does not.
         costs: cost model; None to count bytes without times.
         rank: global rank to simulate.
         on_cpu: simulate a CPU process, which computes and copies on its own thread, instead of CUDA streams.
         moments: number of fp32 moments per parameter; matrices that Muon trains have one less.
         muon: flags of Muon; None for other optimizers.
-        with_entropy: also compute the entropy of the predictions.
-        prepare: function that changes the model before it is traced, for example freezes parameters.
         frozen_bits: bits of the packed matrices of frozen parameters; None for the dtype in which the model computes.
         diloco: plan of DiLoCo (local steps); None without it.
         lossless_share: size of lossless weight deltas as a share of the whole weights.
-        expert_load: load of this rank's experts, relative to the mean over experts, see `TraceInputs`.
 
     Attributes:
         trace: operations and memory of the model.
@@ -104,50 +98,26 @@ class StepSimulator:
 
     def __init__(
         self,
+        trace: Trace,
         spec: ModelSpec,
         layout: Layout,
         *,
-        seq_length: int,
-        micro_batch_size: int,
-        documents: Documents | None = None,
         costs: Costs | None = None,
         rank: int = 0,
         on_cpu: bool = False,
         moments: int = 2,
         muon: MuonConfig | None = None,
-        with_entropy: bool = False,
-        prepare: Callable[[GPTModel], None] | None = None,
         frozen_bits: int | None = None,
         diloco: DilocoPlan | None = None,
         lossless_share: float = 1.0,
-        expert_load: float = 1.0,
     ) -> None:
         self._zero, self._precision = zero, precision = spec.zero, spec.precision
-        self._layout = layout
-        self._on_cpu = on_cpu
-        # ---- operations and memory of the model
-        self.trace = trace_model(
-            spec.config,
-            TraceInputs(
-                vocab_size=spec.vocab_size,
-                seq_length=seq_length,
-                micro_batch_size=micro_batch_size,
-                dtype=precision.param_dtype,
-                tp=layout.tp,
-                cp=layout.cp,
-                ep=layout.ep,
-                sequence_parallel=spec.sequence_parallel and layout.tp > 1,
-                documents=documents,
-                with_entropy=with_entropy,
-                prepare=prepare,
-                expert_load=expert_load,
-            ),
-        )
+        self.trace, self._layout, self._on_cpu = trace, layout, on_cpu
         # ---- axes
         self._moments, self._costs = moments, costs or Costs()
         self._simulation = Simulation(self._costs)
         segments = {id(segment): segment for segment in self.trace.segments.values()}  # layers that are alike share one
-        self._parts = {key: self._parts_of(segment) for key, segment in segments.items()}
+        self._series = {key: self._series_of(segment) for key, segment in segments.items()}
         self.counter, self.ledger = TrafficCounter(), Ledger()
         self._axes = {
             name: SimulatedAxis(
@@ -226,6 +196,14 @@ class StepSimulator:
         self._optimizer()
         traffic = traffic_between(before, self.counter.table())
         return SimulatedStep(traffic, self._simulation.compute.now - start, self._simulation.busy)
+
+    def learn_order(self) -> None:
+        """Let the schedules learn the order of the units, by a step with a forward but no backward."""
+        if any(isinstance(unit.gather, TwoHopGather) for unit in self.units):
+            self.run_forward()
+            for unit in self.units:
+                unit.gathered, unit.is_sharded = False, True
+            self._optimizer()
 
     def run_forward(self) -> None:
         """Simulate a forward without backward; its memory is in `ledger` and its bytes in `counter`."""
@@ -328,26 +306,27 @@ class StepSimulator:
         self.ledger.pass_through(Memory.ACTIVATIONS, segment.peak)
         self.ledger.add(Memory.ACTIVATIONS, segment.kept - segment.gradients)
         self.ledger.add(Memory.WHOLE_GRADIENTS, segment.gradients)
-        for part in self._parts[id(segment)]:
-            if isinstance(part, KernelSeries):
-                self._simulation.compute_series(part)
-            else:
-                self._axes[part.axis].count(part.kind, part.bytes)
+        series, traffic = self._series[id(segment)]
+        self._simulation.compute_series(series)
+        for (axis, collective), (calls, sent_bytes) in traffic.items():
+            self.counter.add(self._axes[axis].wire, axis, collective, sent_bytes, calls=calls)
 
-    def _parts_of(self, segment: TraceSegment) -> list[KernelSeries | Operation]:
-        """Return a segment's collectives, and the series of kernels between them."""
-        parts, seconds, before = list[KernelSeries | Operation](), list[float](), ""
+    def _series_of(self, segment: TraceSegment) -> tuple[KernelSeries, dict[tuple[str, str], Traffic]]:
+        """Return a segment's kernels and collectives, and the traffic of these by (axis, collective)."""
+        seconds, before = list[tuple[str, float]](), ""
+        traffic: dict[tuple[str, str], Traffic] = {}
         for operation in segment.operations:
-            if operation.kind not in ("matrix", "memory"):
-                parts += [KernelSeries.of(seconds, self._costs.launch)] if seconds else []
-                parts.append(operation)
-                seconds = []
-            elif operation.kind == before == "memory":  # torch.compile fuses successive passes into one kernel
-                seconds[-1] += self._costs.operation(operation)
+            kind, axis = operation.kind, operation.axis
+            if kind not in ("matrix", "memory"):
+                seconds.append((axis, self._costs.collective(axis, kind, operation.bytes)))
+                calls, sent_bytes = traffic.get((axis, kind), NOTHING)
+                traffic[axis, kind] = Traffic(calls + 1, sent_bytes + operation.bytes)
+            elif kind == before == "memory":  # torch.compile fuses successive passes into one kernel
+                seconds[-1] = "compute", seconds[-1][1] + self._costs.operation(operation)
             else:
-                seconds.append(self._costs.operation(operation))
-            before = operation.kind
-        return parts + ([KernelSeries.of(seconds, self._costs.launch)] if seconds else [])
+                seconds.append(("compute", self._costs.operation(operation)))
+            before = kind
+        return KernelSeries.of(seconds, self._costs.launch), traffic
 
     def _has_backward(self, segment: int) -> bool:
         """Return True if backward reaches the segment; it ends at the first segment with trained parameters."""
@@ -417,11 +396,6 @@ class StepSimulator:
             axis = self._axes[expert_axes(self._layout)[2]] if matrix.expert else self._shard
             shapes += own_shapes([(matrix.name, matrix.shape)], axis.size, axis.rank)
         return shapes
-
-    @property
-    def learns_order(self) -> bool:
-        """True if the schedules learn in the first step in which order units are used."""
-        return any(isinstance(unit.gather, TwoHopGather) for unit in self.units)
 
     @property
     def unpacked_bytes(self) -> int:
@@ -573,8 +547,7 @@ def measure(step: StepSimulator, micro_batches: int) -> SimulatedStep:
 
     The micro-batches between the first and the last are alike, so their costs are extrapolated.
     """
-    if step.learns_order:
-        step.run(1)
+    step.learn_order()
     if micro_batches <= SIMULATED_MICRO_BATCHES:
         return step.run(micro_batches)
     fewer, more = (step.run(k) for k in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES))

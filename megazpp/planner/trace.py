@@ -38,8 +38,10 @@ from megazpp.planner.simulator import META, Parameters, SimulatedAxis
 from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import owned_parameters, partial_parameters
 from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import Layout
 from megazpp.topology.plan import plan_layout
 from megazpp.training.flops import keys_per_token
+from megazpp.training.setup import ModelSpec
 
 FORWARD, BACKWARD = "forward", "backward"
 Documents = Literal["kernel", "mask", "CPU's mask"]  # how attention stays inside documents
@@ -138,6 +140,20 @@ class TraceInputs(NamedTuple):
     expert_load: float = 1.0
 
 
+def trace_on_rank(spec: ModelSpec, layout: Layout, **inputs: Any) -> Trace:
+    """Trace one micro-batch of a run's model on one rank.
+
+    Args:
+        spec: model and precision of the run.
+        layout: sizes of the parallel axes.
+        inputs: the fields of `TraceInputs` that `spec` and `layout` do not determine.
+    """
+    parallel: dict[str, Any] = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep}
+    parallel |= {"sequence_parallel": spec.sequence_parallel and layout.tp > 1}
+    given = TraceInputs(vocab_size=spec.vocab_size, dtype=spec.precision.param_dtype, **parallel, **inputs)
+    return trace_model(spec.config, given)
+
+
 @functools.cache
 def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
     """Trace one micro-batch of the model. The result is cached for calls with equal arguments.
@@ -151,23 +167,23 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
     """
     # ---- a model of at most three layers
     again = 1 if config.recompute_method == "block" else None  # only the first of the layers is recomputed
-    # With frozen parameters the first two layers differ from later ones: no gradient leaves the first layer, and its
-    # input is freed in the second.
-    most = 2 if inputs.prepare is None else 3
     alike: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None}  # these change only operations
     mixed = 0 < len(config.expert_layers) < config.layers
     if mixed and (again is not None or inputs.prepare is not None):
         other = "--recompute-method block" if again is not None else "frozen parameters"
         raise ValueError(f"the planner does not support --moe-layer-freq {config.moe_layer_freq} with {other}")
     alike["moe_layer_freq"] = "[0,1]" if mixed else "1"  # layer 0 represents dense layers, layer 1 those with experts
+    # With frozen parameters the first two layers differ from later ones: no gradient leaves the first layer, and its
+    # input is freed in the second.
+    most = 3 if inputs.prepare is not None else 2 if mixed or again is not None else 1
     shape = dataclasses.replace(config, num_layers=min(config.layers, most), recompute_num_layers=again, **alike)
     keys = sum(keys_per_token(inputs.seq_length, span) for span in config.attention_span) / config.layers
     # ---- forward and backward of a micro-batch
     share = keys / inputs.seq_length
-    without = dataclasses.replace(shape, **NO_RECOMPUTE)
+    few = min(config.layers, max(most, 2 if config.expert_layers else 1))  # the losses of two routers are added up
+    without = dataclasses.replace(shape, num_layers=few, **NO_RECOMPUTE)
     ends, _ = record_segments(without, inputs._replace(ep=1, expert_load=1.0), share, with_head=True)
     layers, model = record_segments(shape, inputs, share, with_head=False)
-    last = shape.layers + 1
     # ---- extend the trace from the layers that were run to all layers
     kinds = [int(mixed and config.has_experts(index)) for index in range(config.layers)]  # the layer that represents it
     (units, experts), (frozen, _) = (_units(model, kinds, trained=trained) for trained in (True, False))
@@ -183,9 +199,9 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
         like = [kind + 1 for kind in kinds]
     return Trace(
         segments={
-            (phase, index): (ends if traced in (0, last) else layers)[phase, traced]
+            (phase, index): segments[phase, traced]
             for phase in (FORWARD, BACKWARD)
-            for index, traced in enumerate((0, *like, last))
+            for index, (segments, traced) in enumerate([(ends, 0), *((layers, each) for each in like), (ends, few + 1)])
         },
         units=units,
         frozen=frozen,
@@ -320,7 +336,6 @@ class TraceRecorder(TorchDispatchMode):
         self._now = self.segments[FORWARD, 0]
         self._live = self._before = 0  # bytes of all known storages, now and at the beginning of the segment
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._done: dict[Any, _Done] = {}  # operations by function and arguments
 
     def watch(self, model: GPTModel) -> None:
         """Register the hooks on `model` that start a new segment."""
@@ -359,7 +374,7 @@ class TraceRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         key = func, _described(args), _described(tuple((kwargs or {}).items()))
-        known = self._done.get(key)
+        known = _DONE.get(key)
         if known is not None:
             return self._repeat(known, args)
         result = func(*args, **(kwargs or {}))
@@ -385,7 +400,7 @@ class TraceRecorder(TorchDispatchMode):
         reusable = isinstance(result, torch.Tensor) and result.is_meta  # other tensors have values
         if reusable and (result is args[0] or (fresh and not func._schema.is_mutable)):
             like = None if result is args[0] else (result.shape, result.stride(), result.dtype)
-            self._done[key] = _Done(operation, like)
+            _DONE[key] = _Done(operation, like)
         return result
 
     def _repeat(self, known: _Done, args: Any) -> torch.Tensor:
@@ -417,6 +432,9 @@ class _Done(NamedTuple):
 
     operation: Operation | None
     like: tuple[torch.Size, tuple[int, ...], torch.dtype] | None
+
+
+_DONE: dict[Any, _Done] = {}  # operations of all traces, by function and arguments
 
 
 def _described(value: Any) -> Any:

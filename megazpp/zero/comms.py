@@ -197,7 +197,9 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
             self.total = total if self.total is None else self.total + total
         # ---- start the reduction, into a separate buffer if FSDP2 gets its sum later
         late = self._schedule.overlap
-        result = torch.empty_like(output_tensor) if late else output_tensor
+        result = output_tensor
+        if late:
+            result = torch.empty(output_tensor.shape, dtype=output_tensor.dtype, device=output_tensor.device)
         work = self.start(input_tensor, result)
         if work is not None and not late:
             work.wait()

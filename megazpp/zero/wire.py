@@ -21,6 +21,7 @@ and peers.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -78,7 +79,8 @@ def own_rows(rows: int, num_ranks: int, rank: int) -> int:
     return max(min(most, rows - rank * most), 0)
 
 
-def plan_message(segments: Sequence[Segment], fmt: BlockFormat | None, *, exact_itemsize: int) -> MessageLayout:
+@functools.cache
+def plan_message(segments: tuple[Segment, ...], fmt: BlockFormat | None, *, exact_itemsize: int) -> MessageLayout:
     """Lay out the segments of a flat shard in a message.
 
     Args:

@@ -40,6 +40,7 @@ from megazpp.model.config import GPTConfig
 from megazpp.planner.cost import CALIBRATIONS, ClusterCosts, Operation
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.step import StepSimulator, measure
+from megazpp.planner.trace import trace_on_rank
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 from megazpp.topology.plan import plan_layout
 from megazpp.training.setup import ModelSpec
@@ -170,14 +171,9 @@ def errors(
     quantized, found = (plain, SDP4BIT) if megatron else (ZEROPP, zeropp), []
     # ---- errors
     for published, (zero, wire) in ((without, (plain, CommPlan())), (with_it, quantized)):
-        step = StepSimulator(
-            ModelSpec(config=config, vocab_size=VOCABULARY, zero=zero, wire=wire, precision=precision, seed=0),
-            layout,
-            seq_length=sample,
-            micro_batch_size=tokens // sample,
-            costs=costs,
-            on_cpu=megatron,  # no overlap with compute
-        )
+        spec = ModelSpec(config=config, vocab_size=VOCABULARY, zero=zero, wire=wire, precision=precision, seed=0)
+        trace = trace_on_rank(spec, layout, seq_length=sample, micro_batch_size=tokens // sample)
+        step = StepSimulator(trace, spec, layout, costs=costs, on_cpu=megatron)  # Megatron-LM: no overlap with compute
         seconds = measure(step, 1).seconds
         if megatron:
             seconds += costs.memory(MEGATRON_BYTES * sum(unit.elements for unit in step.units))

@@ -120,14 +120,15 @@ def test_device_waits_for_the_host_only_when_launches_take_longer():
 
 @pytest.mark.parametrize("seconds", [[0.25, 4.0, 0.5, 0.25], [0.125, 0.125, 0.5], [8.0, 0.125]])
 @pytest.mark.parametrize("launch", [0.0, 0.5])
-def test_series_of_kernels_takes_as_long_as_its_kernels_one_by_one(seconds, launch):
+def test_series_takes_as_long_as_its_kernels_and_collectives_one_by_one(seconds, launch):
+    kernels = [*(("compute", each) for each in seconds[:-1]), ("tp", seconds[-1])]
     costs = Costs()
     costs.launch = launch
     one_by_one, series = Simulation(costs), Simulation(costs)
     for _ in range(3):
-        for each in seconds:
-            one_by_one.spend(each)
-        series.compute_series(KernelSeries.of(seconds, launch))
+        for key, each in kernels:
+            one_by_one.spend(each, axis=None if key == "compute" else key)
+        series.compute_series(KernelSeries.of(kernels, launch))
         assert series.compute.now == one_by_one.compute.now
         assert series.busy == one_by_one.busy | {"host": one_by_one.busy["host"]}
 

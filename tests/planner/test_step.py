@@ -27,6 +27,7 @@ from megazpp.optim.build import OptimizerConfig
 from megazpp.parallel.config import ParallelConfig, plan_dims
 from megazpp.planner.simulator import Memory
 from megazpp.planner.step import StepSimulator, TrafficTable, measure, traffic_between
+from megazpp.planner.trace import trace_on_rank
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import DATA_AXES
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
@@ -50,11 +51,11 @@ def plan(case: Case, rank: int = 0) -> StepSimulator:
         expert_model_parallel_size=case.ep,
     )
     layout = plan_dims(config, cluster, zero_stage=case.stage, num_replica_groups=case.num_replica_groups)
+    spec, size = spec_of(case, wire_of(case, layout)), case.global_batch // layout.data // case.micro_batches
     return StepSimulator(
-        spec_of(case, wire_of(case, layout)),
+        trace_on_rank(spec, layout, seq_length=case.seq_length, micro_batch_size=size),
+        spec,
         layout,
-        seq_length=case.seq_length,
-        micro_batch_size=case.global_batch // layout.data // case.micro_batches,
         rank=rank,
         on_cpu=True,
         diloco=diloco_plan(case),
