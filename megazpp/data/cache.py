@@ -38,19 +38,20 @@ def cache_key(**parts: Any) -> str:
     return hashlib.sha256(description.encode()).hexdigest()[:32]
 
 
-def build_once(path: Path, build: Callable[[Path], None]) -> Path:
+def build_once(path: Path, build: Callable[[Path], None], *, flag: str = FLAG) -> Path:
     """Return `path`, after exactly one process has built it if it did not exist.
 
     Args:
         path: file or directory of the cache.
         build: function that writes the entry to the temporary path it is given; that is then renamed to `path`.
+        flag: flag of the cache directory, for messages.
     Raises:
         ValueError: the directory cannot be written to.
     """
     if path.exists():
         return path
     with errors_as(
-        f"{cache_name(path, FLAG)}: cannot write {path}", OSError
+        f"{cache_name(path, flag)}: cannot write {path}", OSError
     ):  # no permission, disk full, no locks, ...
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_name(f".{path.name}.lock")):

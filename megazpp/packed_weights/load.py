@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,12 +19,13 @@ from typing import Literal
 
 import torch
 
-from megazpp.base.files import cache_folder, cache_name, locked
+from megazpp.base.files import cache_folder
 from megazpp.base.flags import check_not_negative, check_words, flag
-from megazpp.base.program import GIGA, errors_as
+from megazpp.base.program import GIGA
 from megazpp.checkpoint.checksums import checkpoint_digest
 from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.checkpoint.read import LoadSource
+from megazpp.data.cache import build_once, cache_key
 from megazpp.model.gpt import GPTModel
 from megazpp.model.moe import Experts
 from megazpp.packed_weights.format import LoadRows, MessagePlan, at_rest
@@ -231,45 +231,24 @@ def _open_store(
         open_reader: opens the reader of the checkpoint's weights.
     """
     tp, axis, files = model.tp, place.axis, place.files
-    digest = checkpoint_digest(source.checkpoint)
-    # the identity, which determines the content of the store, and the path
-    identity = {
-        "checkpoint": digest,
-        "bits": bits,
-        "tensor-parallel rank": [tp.rank, tp.size],
-        "part of a node": [axis.rank, axis.size],
-        "layout": hashlib.sha256(repr(plan).encode()).hexdigest()[:16],
-    }
-    folder = cache_folder() / "weights" / f"{digest}-{bits}bits"
-    if config.weight_store is not None:
-        folder = Path(config.weight_store).expanduser()
-    path = folder / f"tp{tp.rank}of{tp.size}-part{axis.rank}of{axis.size}.weights"
+    folder = cache_folder() / "weights" if config.weight_store is None else Path(config.weight_store).expanduser()
+    # everything that determines the content of the store is part of its name
+    part = f"tp{tp.rank}of{tp.size}-part{axis.rank}of{axis.size}"
+    key = cache_key(kind="weights-1", checkpoint=checkpoint_digest(source.checkpoint), part=part, layout=repr(plan))
+    path, messages, started = (
+        folder / f"{bits}bits-{part}-{key}.weights",
+        (plan.kept, *plan.streamed),
+        time.perf_counter(),
+    )
+    if any(files.share_object(files.gather_objects(not path.exists()))):
+        load = open_reader()  # all ranks open it together
 
-    # open the store, if it exists on all ranks
-    def find() -> WeightStore | None:
-        return WeightStore(path, identity) if path.exists() else None
+        def write(path: Path) -> None:
+            write_store(path, (message.pieces(load, axis.rank) for message in messages))
 
-    found = raise_on_all_ranks(files, find)
-    missing = files.share_object(files.gather_objects(found is None))
-    if found is not None and not any(missing):
-        return found
-    # write the missing stores
-    load, started = open_reader(), time.perf_counter()
-
-    def write() -> WeightStore:
-        with errors_as(f"{cache_name(folder, '--weight-store')}: cannot write {folder}", OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-        with locked(path.with_name(path.name + ".lock")):  # ranks of emulated nodes share their files
-            if (there := find()) is not None:
-                return there
-            messages = (plan.kept, *plan.streamed)
-            write_store(path, identity, [(m.name, m.num_bytes, m.pieces(load, axis.rank)) for m in messages])
-            return WeightStore(path, identity)
-
-    store = raise_on_all_ranks(files, lambda: found or write())
-    size = sum(section.size for section in store.sections)
-    place.say(f" wrote {path} ({size / GIGA:.3f} GB) in {time.perf_counter() - started:.1f} s")
-    return store
+        raise_on_all_ranks(files, lambda: build_once(path, write, flag="--weight-store"))
+        place.say(f" wrote {path} ({path.stat().st_size / GIGA:.3f} GB) in {time.perf_counter() - started:.1f} s")
+    return raise_on_all_ranks(files, lambda: WeightStore(path, [message.num_bytes for message in messages]))
 
 
 def pack_where_they_stay(

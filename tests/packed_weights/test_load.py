@@ -34,7 +34,6 @@ from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.inference.generate import generate
 from megazpp.inference.sample import SampleConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.packed_weights import store
 from megazpp.packed_weights.frozen import frozen_bytes
 from megazpp.packed_weights.load import (
     WeightsConfig,
@@ -381,29 +380,33 @@ def test_damaged_store_raises_an_error_and_is_written_again(load, written):
     for place, cut in ((0.3, False), (0.7, False), (0.999, False), (0.0, True), (0.999, True)):
         damage(written, place, cut=cut)
         (said,) = ranks(1).run(use, load, disk(written.parent))
-        assert "part0of1.weights is damaged: " in said, (place, cut)
+        assert f"{written} is damaged: " in said, (place, cut)
         assert "is removed, and the next run writes it again" in said
         assert not written.exists()
         (said,) = ranks(1).run(use, load, disk(written.parent))
         assert " wrote " in said
 
 
-def test_wrong_weights_or_tokenizer_raise_errors_and_keep_the_store(load, written, tmp_path):
+def test_each_checkpoint_and_number_of_bits_has_its_own_store(load, written):
+    content, folder = written.read_bytes(), written.parent
+    for config, step in ((disk(folder), 1), (disk(folder, weight_bits=4), None)):
+        assert [" wrote " in ranks(1).run(use, load, config, step=step)[0] for _ in range(2)] == [True, False]
+    assert len(list(folder.glob("*.weights"))) == 3
+    assert written.read_bytes() == content
+
+
+def test_damaged_checkpoint_or_another_tokenizer_raise_errors(load, tmp_path):
     shutil.copytree(load, tmp_path / "copy")
     (path,) = (tmp_path / "copy/iter_0000002").glob("__0_*.distcp")
     damage(path, 0.5)
-    content, folder = written.read_bytes(), written.parent
     smaller = dataclasses.replace(ALONE, vocab_size=100)
     for words, from_, config, changes in (
-        ("is the store of other weights (checkpoint: ", load, disk(folder), {"step": 1}),
-        ("is the store of other weights (bits: 8, not 4", load, disk(folder, weight_bits=4), {}),
         ("the tokenizer has 100 tokens, but the tokenizer of", load, WeightsConfig(), {"case": smaller}),
         (path.name, str(tmp_path / "copy"), WeightsConfig(weight_bits=8), {}),
     ):
         (said,) = ranks(1).run(use, from_, config, **changes)
         assert said.startswith("error: ")
         assert words in said
-    assert written.read_bytes() == content
 
 
 def use_on_a_full_disk(load: str, config: WeightsConfig) -> str:
@@ -417,22 +420,16 @@ def use_on_a_full_disk(load: str, config: WeightsConfig) -> str:
 
 def test_full_disk_leaves_no_store_and_unfinished_file_is_overwritten(load, tmp_path):
     (said,) = ranks(1).run(use_on_a_full_disk, load, disk(tmp_path))
-    assert "needs 0.00 GB: File too large; nothing of it was kept" in said
-    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
-    left = tmp_path / "tp0of1-part0of1.weights.unfinished"
+    assert f"--weight-store: cannot write {tmp_path}/8bits-tp0of1-part0of1-" in said
+    assert "File too large" in said
+    (lock,) = tmp_path.iterdir()
+    left = lock.with_suffix(".unfinished")
     left.write_bytes(b"x" * 10_000_000)
     (said,) = ranks(1).run(use, load, disk(tmp_path))
     assert " wrote " in said
     assert not left.exists()
-    assert left.with_suffix("").stat().st_size < 10_000_000
-
-
-def test_store_is_renamed_after_its_bytes_are_on_disk(tmp_path):
-    path, existed = tmp_path / "a.weights", list[bool]()
-    with mock.patch.object(store, "sync", side_effect=lambda file: existed.append(path.exists())):
-        store.write_store(path, {"of": 1}, [("one", 4096, [torch.zeros(4096, dtype=torch.uint8)])])
-    assert existed == [False]
-    assert path.exists()
+    (path,) = tmp_path.glob("*.weights")
+    assert path.stat().st_size < 10_000_000
 
 
 def test_contradicting_flags_raise_an_error():
