@@ -28,7 +28,6 @@ NOTHING = "-"  # cell for an unknown value
 COMPLETIONS = 16  # number of completions shown per run
 DIFFERENCES = 3  # number of differing flags shown in the legend
 PLACES = ("--save", "--load", "--data-cache-path")  # flags left out of the legend, because paths say little about a run
-TILES = ("training time", "tokens per second, median", "MFU, median", "inter-node bytes, compared with ZeRO-3")
 
 
 class Chart(NamedTuple):
@@ -167,14 +166,6 @@ def summary_table(runs: Sequence[Run]) -> Table:
     columns = [_came_out(run) for run in runs]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     return [["", *(run.name for run in runs)], *(row for row in rows if set(row[1:]) != {NOTHING})]
-
-
-def tiles(run: Run) -> list[tuple[str, str]]:
-    """Return the most important results of a run as (name, value), without unknown ones."""
-    came_out = _came_out(run)
-    loss = "validation loss" if came_out["validation loss"] != NOTHING else "training loss"
-    found = [(name, came_out[name].partition(" (")[0]) for name in (loss, *TILES)]
-    return [(name, value) for name, value in found if value != NOTHING]
 
 
 def differences_in_words(runs: Sequence[Run]) -> list[str]:

@@ -22,7 +22,6 @@ from megazpp.report.contents import (
     experts_table,
     flag_differences,
     summary_table,
-    tiles,
     traffic_line,
     traffic_table,
 )
@@ -33,7 +32,6 @@ MARK = "<!doctype html><!-- MegaZ++ report -->"
 # A curve has POINTS_OF_PAGE / number of runs points, but at least FEWEST_POINTS and at most MOST_POINTS.
 POINTS_OF_PAGE, MOST_POINTS, FEWEST_POINTS = 8000, 1500, 200
 COLOURS = 7  # number of colors that page.css defines for runs
-RUNS_WITH_TILES = 4  # largest number of runs for which tiles with the main results are shown
 
 
 def write_report(runs: Sequence[Run], output: Path, now: datetime.datetime) -> None:
@@ -99,7 +97,6 @@ def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
             f"<style>\n{(assets / 'page.css').read_text()}</style></head><body>",
             f"<header><h1>{title}</h1><p>MegaZ++, {now:%Y-%m-%d %H:%M}</p></header>",
             "<main>",
-            *_tiles(runs, names),
             *_curve_section(names, differences_in_words(runs)),
             *("\n".join([f"<section><h2>{h}</h2>", *parts, "</section>"]) for h, parts in sections.items() if parts),
             "</main>",
@@ -107,14 +104,6 @@ def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
             f"<script>\n{(assets / 'page.js').read_text()}</script></body></html>\n",
         ]
     )
-
-
-def _tiles(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
-    """Yield the HTML of a row of tiles with the main results for each run, unless there are too many runs."""
-    for name, run in zip(names, runs, strict=True) if len(runs) <= RUNS_WITH_TILES else ():
-        found = "".join(f"<li><b>{escape(value)}</b><span>{escape(label)}</span></li>" for label, value in tiles(run))
-        if found:
-            yield (f"<h3>{name}</h3>" if len(runs) > 1 else "") + f'<ul class="tiles">{found}</ul>'
 
 
 def _curve_section(names: Sequence[str], differences: Sequence[str]) -> Iterator[str]:
