@@ -241,17 +241,13 @@ class Tokenizer:
             ids, spans = [*before, *ids, *after], [(0, 0)] * len(before) + spans + [end] * len(after)
         return EncodedText(self._known(ids), spans)
 
-    def encode_prompt(self, text: str, *, finds_eod: bool = False) -> list[int]:
-        """Return the ids of a text that generation continues.
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a text that generation continues. `eod_name` in the text becomes eod.
 
         A special token that the text itself begins with is not repeated. None follow the text, because tokens after an
         end of text would begin another text.
-
-        Args:
-            text: text to encode.
-            finds_eod: True if `eod_name` in the text becomes eod.
         """
-        ids = self.encode_spans(text, add_special_tokens=False).ids if finds_eod else self._encode(text)
+        ids = self.encode_spans(text, add_special_tokens=False).ids
         return self._known([*self.special_tokens.missing(ids)[0], *ids])
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

@@ -1,29 +1,37 @@
 """Generate tokens for a batch of prompts, with one forward per token and one gather of the weights in total.
 
-Every rank takes part, because the weights are sharded, and the logits are gathered over tensor-parallel ranks. The
-first rank of a tensor-parallel group samples for the group. Otherwise ranks with different rounding could sample
-different tokens.
+All rows of a batch are sampled at once. A row's tokens depend only on its logits and its random numbers, and not on the
+parallel layout. Every rank takes part, because the weights are sharded, and the logits are gathered over
+tensor-parallel ranks. The first rank of a group samples for the group. Otherwise ranks with different rounding could
+sample different tokens.
 
 While the weights stay gathered, data ranks do not communicate. Each may have its own prompts and stop independently. If
 weights are streamed, or several ranks share out the experts, all ranks must run equally many forwards. Rank 0 then
 samples for all ranks.
+
+The host launches the step of each token and rarely waits for it: the new tokens and the rows that have ended are
+tensors on the device.
+
+Legend: B rows of a batch, R rows still in it, T largest number of new tokens, V vocabulary size.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
+import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from megazpp.inference.decoding import Drawing, StepGraphs, logits_at
-from megazpp.inference.sample import SampleConfig, pick
-from megazpp.model.gpt import GPTModel
+from megazpp.base.program import UserError
+from megazpp.inference.sample import SampleConfig, occurring, pick_rows
+from megazpp.model.gpt import GPTModel, Head
 from megazpp.model.kv_cache import KVCache
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
@@ -79,8 +87,7 @@ def generate(
         dims: mesh axes of the job.
         prompts: token ids of each prompt, at least one.
         config: sampling settings.
-        max_length: longest input of the model, in tokens. Longer rows drop their beginning. Then each token needs a
-            forward over all positions, because all tokens have moved.
+        max_length: longest input of the model, in tokens; see `draw_completions`.
         seed: seed of the random numbers. A prompt's numbers depend only on it and on the prompt's index.
         first_prompt: index of the first prompt.
         cache_on_host: whether to keep keys and values in host memory.
@@ -88,39 +95,38 @@ def generate(
             ends with it. It must return the same on all tensor-parallel ranks.
         stopped: function that returns True if this rank has caught a stop signal, which ends all rows.
     """
-    # rows, their random generators, and the cache of keys and values
     started, first = time.perf_counter(), 0.0
-    rows = [list(prompt) for prompt in prompts]
-    active = [True] * len(rows)
-    seeds = [seed_for(f"prompt {first_prompt + row}", seed=seed) for row in range(len(rows))]
-    generators = [torch.Generator().manual_seed(each) for each in seeds]
-    capacity = min(max_length, max(map(len, rows)) + config.sample_tokens)
-    device = model.embedding.word.weight.device  # frozen models have this tensor but no parameters
-    cache: KVCache | None = KVCache(len(model.layers), len(rows), capacity, device=device, on_host=cache_on_host)
+
+    def timed(row: int, token: int) -> bool:
+        """Call `is_last`, and record the time of the first token."""
+        nonlocal first
+        first = first or time.perf_counter() - started
+        return is_last(row, token)
+
+    uniform = random_numbers([f"prompt {first_prompt + row}" for row in range(len(prompts))], config, seed=seed)
     apart = sharding.keeps_gathered and dims.layout.ep == 1
-    together = dims.tp if apart else dims.world  # ranks that must run equally many forwards
     with torch.no_grad(), evaluating(model), sharding.keep_unsharded():
-        for _ in range(config.sample_tokens):
-            if max(map(len, rows)) > max_length:
-                cache = None  # from now on all positions move with each token, which invalidates cached keys
-            logits = _next_logits(model, cache, rows, active, max_length)
-            # one rank samples, and the others add zeros in the all-reduce
-            drawn = torch.zeros(len(rows) + 1, dtype=torch.int64)  # the last one counts ranks with a stop signal
-            drawn[-1] = stopped()
-            if together.rank == 0:
-                scores = logits.float().cpu()
-                for row in itertools.compress(range(len(rows)), active):
-                    drawn[row] = pick(scores[row], config, generators[row], rows[row])
-            *agreed, stops = together.all_reduce_(drawn.to(logits.device)).tolist()
-            # append the tokens
-            for row in itertools.compress(range(len(rows)), tuple(active)):
-                rows[row].append(agreed[row])
-                active[row] = not is_last(row, agreed[row])
-            first = first or time.perf_counter() - started
-            if stops or not any(active):
-                break
-    new = [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+        drawn = draw_completions(
+            model,
+            dims.tp if apart else dims.world,
+            prompts,
+            config,
+            uniform,
+            is_last=timed,
+            stopped=stopped,
+            max_length=max_length,
+            cache_on_host=cache_on_host,
+            stays_gathered=sharding.keeps_gathered,
+        )
+    new = [row[:length] for row, length in zip(drawn.tokens.tolist(), drawn.lengths.tolist(), strict=True)]
     return Generated(new, first, time.perf_counter() - started)
+
+
+def random_numbers(names: Sequence[str], config: SampleConfig, *, seed: int) -> torch.Tensor:
+    """Return [len(names), T] fp64 random numbers in [0, 1), which depend only on each row's name and the seed."""
+    generators = [torch.Generator().manual_seed(seed_for(name, seed=seed)) for name in names]
+    count = config.sample_tokens
+    return torch.stack([torch.rand(count, generator=each, dtype=torch.float64) for each in generators])
 
 
 class Drawn(NamedTuple):
@@ -143,92 +149,157 @@ class Drawn(NamedTuple):
 @torch.no_grad()
 def draw_completions(
     model: GPTModel,
-    tp: MeshAxis,
+    together: MeshAxis,
     prompts: Sequence[Sequence[int]],
     config: SampleConfig,
     uniform: torch.Tensor,
     *,
     ends: Sequence[int] = (),
     is_last: Callable[[int, int], bool] | None = None,
-    graphs: StepGraphs | None = None,
     look_every: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
+    max_length: int = sys.maxsize,
+    cache_on_host: bool = False,
+    stays_gathered: bool = True,
 ) -> Drawn:
     """Sample a completion of each prompt, at most `config.sample_tokens` tokens long.
 
-    All rows are sampled at once, and a row's tokens depend only on its logits and its random numbers. The model must be
-    in evaluation mode with weights that stay gathered. Ended rows leave the batch when half of it has ended and the
-    host notices.
+    The model must be in evaluation mode, and its handle must keep the weights gathered or fetch them for each forward.
+    Ended rows leave the batch when half of it has ended and the host notices.
 
     Args:
         model: the model.
-        tp: the tensor-parallel axis.
+        together: axis of the ranks that run equally many forwards; its first rank samples for all of them.
         prompts: token ids of each prompt, at least one.
         config: sampling settings.
-        uniform: [B, sample_tokens] fp64 in [0, 1), see `pick_rows`.
+        uniform: [B, T] fp64 in [0, 1), see `pick_rows`.
         ends: token ids that end a completion.
         is_last: function (row, token) that may also end a row; called for each new token. It must return the same on
-            all tensor-parallel ranks. With it, the host waits for each token.
-        graphs: object that runs the steps; None for eager steps.
+            all ranks of `together`. With it, the host waits for each token.
         look_every: tokens between two checks of the host for ended rows. None: LOOK_EVERY on CUDA, where a check waits
             for the device, and 1 on a CPU. Tokens that a row samples after its end are not part of the result.
-        stopped: function that returns True if this rank has caught a stop signal. Without tensor parallelism, the
-            sampling then ends at once, and the caller drops its result.
+        stopped: function that returns True if this rank has caught a stop signal. The sampling then ends on all ranks
+            of `together`, and the caller drops its result.
+        max_length: longest input of the model, in tokens. Longer rows drop their beginning. Then each token needs a
+            forward over all positions, because all tokens have moved.
+        cache_on_host: whether to keep keys and values in host memory.
+        stays_gathered: True if the weights stay gathered after the first forward.
+
+    Raises:
+        UserError: a logit is NaN, as from weights of a run that has diverged.
     """
-    drawing = Drawing(model, tp, prompts, config, uniform, ends=ends)
-    graphs = graphs or StepGraphs(capture=False)
+    # ---- state and results, on the device
+    device = model.embedding.word.weight.device  # frozen models have this tensor but no parameters
+    batch, limit, longest = len(prompts), config.sample_tokens, max(map(len, prompts))
     if is_last is not None or look_every is None:
-        look_every = LOOK_EVERY if drawing.going.is_cuda and is_last is None else 1
-    going, limit = [True] * len(prompts), config.sample_tokens
-    graphs.drop()  # an earlier graph may hold addresses of other weights
+        look_every = LOOK_EVERY if device.type == "cuda" and is_last is None else 1
+    capacity = min(longest + limit, max_length)
+    cache: KVCache | None = KVCache(len(model.layers), batch, capacity, device=device, on_host=cache_on_host)
+    hooked = [each for each in model.modules() if each._forward_pre_hooks or each._forward_hooks]
+    end_ids, uniform = torch.tensor(ends, dtype=torch.int64, device=device), uniform.to(device)
+    seen = occurring(prompts, model.vocab_size, config)
+    seen = None if seen is None else seen.to(device)
+    rows, places = list(range(batch)), torch.arange(batch, device=device)  # the R rows that are still in the batch
+    found = Drawn(
+        torch.zeros(batch, limit, dtype=torch.int64, device=device),
+        torch.zeros(batch, dtype=torch.int64, device=device),
+        torch.zeros(batch, limit, device=device),
+        torch.zeros(batch, dtype=torch.bool, device=device),
+    )
+    broken = torch.zeros((), dtype=torch.bool, device=device)  # whether a logit was NaN
+    for count in range(limit):
+        stops = stopped()
+        if stops and together.size == 1:
+            break
+        # ---- this tensor-parallel rank's part of the logits, [R, V / tp]
+        if longest + count > max_length:
+            cache = None  # from now on all positions move with each token, which invalidates cached keys
+        if count and cache is not None:
+            with without_hooks(hooked if stays_gathered else []):
+                part = model(found.tokens[places, count - 1].unsqueeze(1), cache=cache)[:, 0]
+            cache.add([1] * len(rows))
+        else:
+            earlier = found.tokens[places, :count].tolist() if count else [[]] * len(rows)
+            texts = [[*prompts[row], *new][-max_length:] for row, new in zip(rows, earlier, strict=True)]
+            counts = list(map(len, texts))
+            # Padding follows a row's tokens, so causal attention never sees it.
+            tokens = torch.tensor([[*text, *[0] * (max(counts) - len(text))] for text in texts], device=device)
+            last = torch.tensor(counts, device=device) - 1
+            part = model(tokens, cache=cache, head=logits_at(last))[:, 0]
+            if cache is not None:
+                cache.add(counts)
+        # ---- the same token on all ranks
+        logits = model.tp.all_gather(part.t()).t()[:, : model.vocab_size].float()
+        token = pick_rows(logits, config, uniform[places, count], None if seen is None else seen[places])
+        # the first rank's token; the others add zeros, and all count the ranks with a stop signal
+        own = token if together.rank == 0 else torch.zeros_like(token)
+        signal = torch.full((1,), stops, dtype=torch.int64, device=device)
+        agreed = model.cp.broadcast_(together.all_reduce_(torch.cat((own, signal))))
+        token = agreed[:-1]
+        if seen is not None:
+            # An assignment of `True` would copy from the host and wait.
+            seen.index_put_((places, token), torch.ones_like(token, dtype=torch.bool))
+        # ---- record it; the tokens of rows that have ended are not part of the result
+        scaled = logits / (config.sample_temperature or 1.0)
+        logp = scaled.gather(-1, token.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(dim=-1)
+        found.tokens[places, count], found.logps[places, count] = token, logp
+        found.lengths[places] += ~found.ended[places]
+        broken |= logits.isnan().any()
+        if ends:
+            found.ended[places] |= (token.unsqueeze(1) == end_ids).any(dim=1)
+        # ---- find the rows that have ended, and shrink the batch
+        if is_last is None and (not ends or count + 1 == limit or (count + 1) % look_every):
+            continue
+        marks = (found.ended[places], broken.expand(len(rows)), agreed[-1:].expand(len(rows)))
+        new, over, nan, stop = torch.stack((token, *marks)).tolist()
+        if nan[0] or stop[0]:
+            break
+        if is_last is not None:
+            over = [bool(ended) or is_last(row, each) for row, each, ended in zip(rows, new, over, strict=True)]
+            found.ended[places] = torch.tensor(over).to(device)
+        left = [place for place, ended in enumerate(over) if not ended]
+        if not left:
+            break
+        if 2 * len(left) <= len(rows):
+            if cache is not None:
+                cache.keep(left)
+            rows, places = [rows[place] for place in left], places[torch.tensor(left).to(device)]
+            longest = max(len(prompts[row]) for row in rows)
+    if broken:
+        raise UserError("no token can be sampled: the model's logits are NaN, so its weights have diverged")
+    tokens, lengths, logps, ended = (tensor.cpu() for tensor in found)
+    there = torch.arange(limit) < lengths.unsqueeze(1)
+    return Drawn(tokens * there, lengths, logps * there, ended)
+
+
+def logits_at(places: torch.Tensor) -> Head:
+    """Return a head that computes the logits of one token per row, [B, 1, V/T].
+
+    Args:
+        places: [B] index of the token in each row.
+    """
+
+    def head(model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor | None) -> torch.Tensor:
+        return model.logits(x[places, torch.arange(len(places), device=x.device)].unsqueeze(0))
+
+    return head
+
+
+@contextmanager
+def without_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Run `modules` without their forward hooks inside this context.
+
+    These hooks gather weights, and have no effect while the weights stay gathered. They take a third of a decoding
+    step's host time.
+    """
+    kept = [(module, module._forward_pre_hooks, module._forward_hooks) for module in modules]
+    for module in modules:
+        module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
     try:
-        for count in range(1, limit + 1):
-            # one token for each row
-            if tp.size == 1 and stopped():
-                break
-            if count == 1:
-                drawing.read_prompts_()
-            else:
-                drawing.advance_(graphs)
-            if is_last is None and (not ends or count == limit or count % look_every):
-                continue
-            # find the rows that have ended
-            tokens, now = drawing.look()
-            if is_last is not None:
-                asked = zip(drawing.rows, tokens, going, strict=True)
-                over = [goes and is_last(row, token) for row, token, goes in asked]
-                if any(over):
-                    now = [goes and not ended for goes, ended in zip(now, over, strict=True)]
-                    drawing.end_(now)
-            # shrink the batch
-            left = [place for place, goes in enumerate(now) if goes]
-            if not left:
-                break
-            if 2 * len(left) <= len(now):
-                drawing.keep_(left)
-                now = [True] * len(left)
-            going = now
+        yield
     finally:
-        graphs.drop()
-    return Drawn(*(x.cpu() for x in (drawing.tokens, drawing.lengths, drawing.logps, ~drawing.going)))
-
-
-def _next_logits(
-    model: GPTModel, cache: KVCache | None, rows: Sequence[Sequence[int]], active: Sequence[bool], max_length: int
-) -> torch.Tensor:
-    """Return [B, V]: the logits after the last token of each row; rows that are not active have arbitrary logits."""
-    seen = [0] * len(rows) if cache is None else cache.lengths
-    new = [row[count:][-max_length:] for row, count in zip(rows, seen, strict=True)]
-    device, longest = model.embedding.word.weight.device, max(map(len, new))
-    # Padding follows a row's tokens, so causal attention never sees it.
-    tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in new], device=device)
-    head = None
-    if longest > 1:
-        head = logits_at(torch.tensor([len(row) - 1 for row in new], device=device))
-    part = model(tokens, cache=cache, head=head)[:, 0]
-    if cache is not None:  # an ended row does not advance: its last token is processed again in each forward
-        cache.add([len(row) if goes else 0 for row, goes in zip(new, active, strict=True)])
-    return model.tp.all_gather(part.t()).t()[:, : model.vocab_size]
+        for module, before, after in kept:
+            module._forward_pre_hooks, module._forward_hooks = before, after
 
 
 def sequences_that_fit(model: GPTModel, length: int, device: torch.device, *, on_host: bool) -> int:

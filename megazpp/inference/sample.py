@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from megazpp.base.flags import check_not_negative, check_positive, flag
-from megazpp.base.program import UserError
 from megazpp.run.arguments import FeatureConfig
 
 
@@ -88,26 +87,6 @@ def occurring(rows: Sequence[Sequence[int]], vocab_size: int, config: SampleConf
     return found
 
 
-def pick(logits: torch.Tensor, config: SampleConfig, generator: torch.Generator, tokens: Sequence[int] = ()) -> int:
-    """Return a token that follows `tokens`; with temperature 0 the generator is not used.
-
-    Args:
-        logits: [V] fp32.
-        config: sampling settings.
-        generator: source of the random number, on the CPU.
-        tokens: earlier tokens, for the repetition penalty.
-
-    Raises:
-        UserError: a logit is NaN, as from weights of a run that has diverged.
-    """
-    if logits.isnan().any():
-        raise UserError("no token can be sampled: the model's logits are NaN, so its weights have diverged")
-    row, seen = logits.unsqueeze(0), occurring([tokens], len(logits), config)
-    if config.sample_temperature == 0.0:
-        return int(_penalized(row, config, seen).argmax())
-    return int(torch.multinomial(next_probabilities(row, config, seen)[0], 1, generator=generator))
-
-
 def pick_rows(
     logits: torch.Tensor, config: SampleConfig, uniform: torch.Tensor, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -125,7 +104,8 @@ def pick_rows(
         return _penalized(logits, config, seen).argmax(dim=-1)
     below = next_probabilities(logits, config, seen).double().cumsum(dim=-1)
     # Take the first token whose cumulative probability exceeds the number, so never a token of probability 0.
-    return torch.searchsorted(below, uniform.unsqueeze(-1) * below[:, -1:], right=True).squeeze(-1)
+    found = torch.searchsorted(below, uniform.unsqueeze(-1) * below[:, -1:], right=True).squeeze(-1)
+    return found.clamp(max=logits.shape[-1] - 1)  # NaN would give an id beyond the vocabulary
 
 
 def next_probabilities(logits: torch.Tensor, config: SampleConfig, seen: torch.Tensor | None = None) -> torch.Tensor:

@@ -87,17 +87,6 @@ class KVCache:
         else:
             self._next += torch.tensor(counts).to(self._next.device)
 
-    def add_one_on_device_(self) -> None:
-        """Advance each row by one token on the device; `add_one_on_host` does the same to `lengths`.
-
-        There are two methods because the replay of a CUDA graph repeats only the one on the device.
-        """
-        self._next += 1
-
-    def add_one_on_host(self) -> None:
-        """Advance each row by one token in `lengths`, on the host; see `add_one_on_device_`."""
-        self.lengths = [length + 1 for length in self.lengths]
-
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only the given rows, in the given order, and drop all others."""
         self.lengths = [self.lengths[row] for row in rows]

@@ -101,12 +101,6 @@ class PostTrainingConfig:
         "completions that a data-parallel rank samples in one batch, with keys and values in memory (default: all)",
         needs=DRAWN,
     )
-    rollout_graphs: bool = flag(
-        False,
-        "replay CUDA graphs of decoding steps, so that each token costs the host one launch; needs one tensor-parallel "
-        "and one context-parallel rank; not validated on a GPU yet",
-        needs=DRAWN,
-    )
     steps_per_generation: int = flag(
         1, "optimizer steps that use one generation of completions once; TRL counts micro-batches instead", needs=GRPO
     )

@@ -227,12 +227,10 @@ def prompt_ids(record: Record, tokenizer: Tokenizer, template: ChatTemplate) -> 
     """Return the value of the column `prompt` and its tokens, which end where an answer begins."""
     _check_text_only(record)
     value = _value(record, "prompt")
-    is_text = isinstance(value, str)
-    text = value if is_text else _render_prompt(template, value, record)
-    if is_text:
-        ids = tokenizer.encode_prompt(text, finds_eod=True)
+    if isinstance(value, str):
+        ids = tokenizer.encode_prompt(value)
     else:
-        ids = tokenizer.encode_spans(text, add_special_tokens=False).ids
+        ids = tokenizer.encode_spans(_render_prompt(template, value, record), add_special_tokens=False).ids
     return value, ids or [tokenizer.eod or 0]
 
 

@@ -1,17 +1,14 @@
 """Frozen models of a post-training: the reference model and a trained reward model.
 
 With --precompute-ref-log-probs, the reference's log-probabilities of all pairs of a dataset are computed once and
-cached, in one array per CHUNK pairs. An interrupted run resumes after the last array. The cache key contains the tokens
-and masks of the pairs (and so text, template, tokenizer and --max-length), the reference's checkpoint, and the
-precision of the computation. A later run with the same key never opens the reference. Rank 0 reads and writes the
-arrays. Each has a CRC-32, and a damaged array is an error.
+cached. The cache key contains the tokens and masks of the pairs (and so text, template, tokenizer and --max-length),
+the reference's checkpoint, and the precision of the computation. A later run with the same key never opens the
+reference. Rank 0 reads and writes the cache.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -38,8 +35,6 @@ from megazpp.post_training.data import PreferenceDataset, make_pair_batch
 from megazpp.post_training.objectives import Logps, TokenHead, scores
 from megazpp.tensor_parallel.parameters import local, model_state
 from megazpp.training.setup import ModelSpec, ShardedModel
-
-CHUNK = 2048  # pairs between two writes
 
 
 class FrozenModel:
@@ -189,69 +184,55 @@ def cached_logps(
 
     Args:
         dataset: pairs.
-        open_reference: function that opens the reference; it is called on all ranks if an array is missing.
+        open_reference: function that opens the reference; it is called on all ranks if the cache has no values.
         place: device and groups for the frozen weights.
         reference: description of the reference and its precision, for the cache key.
-        folder: cache folder of the arrays.
+        folder: cache folder of the values.
         micro_batch_size: pairs of one forward.
     Returns:
         [pairs, 2] fp32, on the CPU of every rank.
     Raises:
-        ValueError: an array cannot be read or written; raised on every rank.
+        ValueError: the values cannot be read or written; raised on every rank.
     """
     files, total = place.files, dataset.num_pairs
+    path = folder / cache_key(kind="reference log-probabilities 4", data=dataset.digest(), reference=reference)
 
-    def find() -> dict[Path, torch.Tensor | None]:
+    def find() -> torch.Tensor | None:
         if files.rank > 0:
-            return {}
+            return None
         check_cache_dir(folder)
-        key = cache_key(kind="reference log-probabilities 3", data=dataset.digest(), reference=reference)
-        paths = [folder / f"{key}-{first}" for first in range(0, total, CHUNK)]
-        return {path: _load(path) if path.exists() else None for path in paths}
+        return torch.from_numpy(np.array(*load_or_save_arrays(path, list))) if path.exists() else None
 
-    def write(path: Path, logps: torch.Tensor) -> None:
+    known: torch.Tensor | None = files.share_object(raise_on_all_ranks(files, find))
+    place.say(
+        f"the reference's log-probabilities of {total:,} pairs: {total if known is not None else 0:,} are in {folder}"
+    )
+    if known is not None:
+        return known
+    found = _compute_logps(open_reference(), dataset, place, micro_batch_size)
+
+    def write() -> None:
         if files.rank == 0:
-            load_or_save_arrays(path, lambda: [logps.numpy(), _crc(logps.numpy())])
+            load_or_save_arrays(path, lambda: [found.numpy()])
 
-    chunks: dict[Path, torch.Tensor | None] = files.share_object(raise_on_all_ranks(files, find))
-    known = sum(len(chunk) for chunk in chunks.values() if chunk is not None)
-    place.say(f"the reference's log-probabilities of {total:,} pairs: {known:,} are in {folder}")
-    found = []
-    for first, (path, chunk) in zip(range(0, total, CHUNK), chunks.items(), strict=True):
-        if chunk is None:
-            pairs = range(first, min(first + CHUNK, total))
-            chunk = _compute_logps(open_reference(), dataset, pairs, place, micro_batch_size)
-            raise_on_all_ranks(files, functools.partial(write, path, chunk))
-        found.append(chunk)
-    return torch.cat(found)
-
-
-def _load(path: Path) -> torch.Tensor:
-    """Load an array; raise ValueError if its CRC-32 is wrong."""
-    logps, *crcs = [np.array(array) for array in load_or_save_arrays(path, list)] or [np.zeros(0)]
-    if crcs != [_crc(logps)]:
-        raise ValueError(f"--data-cache-path: {path} is damaged; delete it to rebuild it")
-    return torch.from_numpy(logps)
-
-
-def _crc(array: np.ndarray) -> np.ndarray:
-    return np.array(zlib.crc32(array.astype("<f4").tobytes()))
+    raise_on_all_ranks(files, write)
+    return found
 
 
 @torch.no_grad()
 def _compute_logps(
-    reference: Logps, dataset: PreferenceDataset, pairs: range, place: FrozenPlace, micro_batch_size: int
+    reference: Logps, dataset: PreferenceDataset, place: FrozenPlace, micro_batch_size: int
 ) -> torch.Tensor:
-    """Compute [len(pairs), 2] log-probabilities; data ranks take turns and all run the same number of micro-batches."""
-    dims, found, multiple = place.dims, torch.zeros(len(pairs), 2), row_multiple(place.device, place.dims)
-    stride = micro_batch_size * dims.data_size
+    """Compute [pairs, 2] log-probabilities; data ranks take turns and all run the same number of micro-batches."""
+    dims, count, multiple = place.dims, dataset.num_pairs, row_multiple(place.device, place.dims)
+    found, stride = torch.zeros(count, 2), micro_batch_size * dims.data_size
     with dims.counter.paused():  # this traffic belongs to no step
-        for first in range(dims.data_rank * micro_batch_size, -(-len(pairs) // stride) * stride, stride):
-            places = range(first, first + micro_batch_size)
-            samples = np.stack([dataset.pair(pairs[each % len(pairs)]) for each in places])
+        for first in range(dims.data_rank * micro_batch_size, -(-count // stride) * stride, stride):
+            pairs = range(first, first + micro_batch_size)
+            samples = np.stack([dataset.pair(pair % count) for pair in pairs])
             batch = on_device(make_pair_batch(torch.from_numpy(samples), multiple=multiple), place.device)
             logps = (reference(batch) * batch.loss_mask).sum(dim=1).view(2, -1).t().cpu()
-            for each, row in zip(places, logps, strict=True):
-                if each < len(pairs):
-                    found[each] = row
+            for pair, row in zip(pairs, logps, strict=True):
+                if pair < count:
+                    found[pair] = row
         return dims.sum_over_data_(found.to(place.device)).cpu()

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
 from megazpp.base.program import user_errors
 from megazpp.data.tokenizer import Tokenizer
-from megazpp.inference.decoding import StepGraphs, may_capture
-from megazpp.inference.generate import Drawn, draw_completions, evaluating
+from megazpp.inference.generate import Drawn, draw_completions, evaluating, random_numbers
 from megazpp.inference.sample import SampleConfig
 from megazpp.inference.text import Continuation, split_stops
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims, raise_on_all_ranks
 from megazpp.post_training.formatting import Prompt
 from megazpp.post_training.rewards import RewardFunction, judge
-from megazpp.tensor_parallel.initialize import seed_for
 from megazpp.zero.sharding import Sharding, WeightHandle
 
 
@@ -43,9 +41,6 @@ class PolicySampler:
         stopped: function that returns True if this rank has caught a stop signal.
         give_up: function that raises StopRequested on all ranks if one of them has caught a stop signal; all data ranks
             call it equally often, between two batches of work.
-        replays: True to replay CUDA graphs of decoding steps where `may_capture` allows them.
-    Attributes:
-        graphs: object that runs the decoding steps.
     """
 
     model: GPTModel
@@ -60,11 +55,6 @@ class PolicySampler:
     base: WeightHandle | None = None
     stopped: Callable[[], bool] = lambda: False
     give_up: Callable[[], None] = lambda: None
-    replays: bool = False
-    graphs: StepGraphs = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.graphs = StepGraphs(capture=self.replays and may_capture(self.model))
 
     def draw(self, prompts: Sequence[Prompt], names: Sequence[str]) -> tuple[Drawn, list[str]]:
         """Sample a completion for each of this data rank's prompts.
@@ -75,9 +65,7 @@ class PolicySampler:
         Returns:
             The tokens of the completions, and their texts.
         """
-        generators = [torch.Generator().manual_seed(seed_for(name, seed=self.seed)) for name in names]
-        count, size = self.config.sample_tokens, self.at_once or len(prompts)
-        uniform = torch.stack([torch.rand(count, generator=each, dtype=torch.float64) for each in generators])
+        size, uniform = self.at_once or len(prompts), random_numbers(names, self.config, seed=self.seed)
         base = contextlib.nullcontext() if self.base is None else self.base.keep_unsharded()
         with torch.no_grad(), evaluating(self.model), self.sharding.keep_unsharded(), base:
             parts = [
@@ -129,7 +117,6 @@ class PolicySampler:
             uniform,
             ends=ends,
             is_last=is_last if stops else None,
-            graphs=self.graphs,
             stopped=self.stopped,
         )
         self.give_up()

@@ -100,10 +100,16 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
     post, form = configs.training, configs.form
     if (steps := config.values().get("diloco_steps")) is not None:
         raise ValueError(f"--diloco-steps {steps} is for pretraining, not --objective {post.objective}")
-    if config.model.num_experts is not None:
-        _check_experts(config, configs)
+    ep = config.parallel.expert_model_parallel_size
+    if config.model.num_experts is not None and ep > 1 and post.draws:
+        raise ValueError(
+            f"--expert-model-parallel-size {ep} with --objective {post.objective}: data ranks end their completions at "
+            "different times, but experts on other ranks need all of them; use --expert-model-parallel-size 1"
+        )
     if post.update_expert_bias and not config.model.moe_router_enable_expert_bias:
         raise ValueError("--update-expert-bias: this model has no biases of experts (--moe-router-enable-expert-bias)")
+    if post.update_expert_bias and configs.lora.lora_r is not None:
+        raise ValueError(f"--update-expert-bias: with --lora-r {configs.lora.lora_r} the base is frozen")
     if config.data.mock_data or config.data.text_path:
         raise ValueError("--text-path and --mock-data are for pretraining: give JSON lines or Parquet (--data-path)")
     if form.packing and post.objective != "sft":
@@ -145,21 +151,6 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         raise ValueError(
             f"{batch} x --steps-per-generation {post.slices} is not divisible by --num-generations {post.group_size}"
         )
-
-
-def _check_experts(config: RunConfig, configs: PostConfigs) -> None:
-    """Raise ValueError for flags that post-training of a mixture of experts does not support."""
-    post, ep = configs.training, config.parallel.expert_model_parallel_size
-    if ep > 1 and post.draws:
-        raise ValueError(
-            f"--expert-model-parallel-size {ep} with --objective {post.objective}: data ranks end their completions at "
-            "different times, but experts on other ranks need all of them; use --expert-model-parallel-size 1"
-        )
-    if post.update_expert_bias and configs.lora.lora_r is not None:
-        raise ValueError(f"--update-expert-bias: with --lora-r {configs.lora.lora_r} the base is frozen")
-    if post.rollout_graphs:
-        experts = f"--num-experts {config.model.num_experts}"
-        raise ValueError(f"--rollout-graphs with {experts}: a CUDA graph cannot hold products whose sizes vary")
 
 
 def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:

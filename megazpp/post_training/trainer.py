@@ -228,7 +228,6 @@ class PostTraining:
             at_once=post.rollouts_at_once,
             stopped=lambda: self._stops.caught != 0,
             give_up=functools.partial(self._stops.give_up, self.run.dims),
-            replays=post.rollout_graphs,
             base=None if self._adapted is None else self._adapted.base,
         )
         return RolloutLoader(

@@ -190,9 +190,8 @@ def last_line(log: Path) -> str:
 
 
 def files_with_gpu_tests() -> list[str]:
-    """Return the test files with tests marked `gpu`. Files whose code no other part runs come first."""
-    # They test CUDA graphs, and kernels at large offsets.
-    first = ["tests/inference/test_decoding.py", "tests/kernels/test_implementations.py"]
+    """Return the test files with tests marked `gpu`. The file whose code no other part runs comes first."""
+    first = ["tests/kernels/test_implementations.py"]  # it tests kernels at large offsets
     found = [str(path) for path in Path("tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
     return sorted(found, key=lambda path: (path not in first, path))
 

@@ -2,13 +2,11 @@
 
 import math
 
-import pytest
 import torch
 import transformers
 from helpers.refusals import not_refused
 
-from megazpp.base.program import UserError
-from megazpp.inference.sample import SampleConfig, next_probabilities, occurring, pick
+from megazpp.inference.sample import SampleConfig, next_probabilities, occurring, pick_rows
 
 SHARES = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
 LOGITS = SHARES.log() + 3.0
@@ -20,8 +18,8 @@ def sample(**fields: float) -> SampleConfig:
 
 
 def test_token_frequencies_at_temperature_1_match_the_model():
-    generator = torch.Generator().manual_seed(1)
-    drawn = torch.tensor([pick(LOGITS, sample(), generator) for _ in range(4000)])
+    uniform = torch.rand(4000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    drawn = pick_rows(LOGITS.expand(4000, -1), sample(), uniform)
     shares = torch.bincount(drawn, minlength=5) / 4000
     assert (shares - SHARES).abs().max() < 0.03  # 4 standard deviations of the most likely token's share
 
@@ -65,19 +63,10 @@ def test_top_p_and_min_p_keep_tokens_that_just_reach_their_share():
 
 
 def test_temperature_0_takes_the_most_likely_token_after_the_penalty():
-    config, generator = sample(sample_temperature=0.0, sample_repetition_penalty=2.0), torch.Generator().manual_seed(1)
-    before, logits = generator.get_state(), torch.tensor([-1.0, 3.0, 2.0])
-    assert [pick(logits, config, generator, tokens) for tokens in ([], [0, 2], [1, 1])] == [1, 1, 2]
-    negative = torch.tensor([-1.0, -3.0, -1.5])  # the penalty multiplies: -2
-    assert pick(negative, config, generator, [0]) == 2
-    assert torch.equal(generator.get_state(), before)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_nan_raise_an_error(temperature):
-    logits = torch.tensor([0.0, torch.nan, 1.0])
-    with pytest.raises(UserError, match="the model's logits are NaN"):
-        pick(logits, SampleConfig(sample_temperature=temperature), torch.Generator())
+    config = sample(sample_temperature=0.0, sample_repetition_penalty=2.0)
+    logits = torch.tensor([[-1.0, 3.0, 2.0]] * 3 + [[-1.0, -3.0, -1.5]])  # of -1, the penalty makes -2
+    seen = occurring([[], [0, 2], [1, 1], [0]], 3, config)
+    assert pick_rows(logits, config, torch.zeros(4, dtype=torch.float64), seen).tolist() == [1, 1, 2, 2]
 
 
 def test_invalid_sampling_settings_raise_an_error():

@@ -7,7 +7,7 @@ import torch
 from helpers.tensor_parallel import build_gpt, sample
 from helpers.training import GPT2_STYLE, LLAMA_STYLE
 
-from megazpp.inference.decoding import logits_at
+from megazpp.inference.generate import logits_at
 from megazpp.model.kv_cache import KVCache
 
 ROUNDING = 1e-5  # tolerance in fp32, because a masked kernel replaces the causal one
@@ -71,8 +71,7 @@ def test_kept_rows_have_their_logits_with_rounded_mask_lengths(multiple):
         assert length == (16 if multiple == 16 else max(cache.lengths) + 1)
         new = torch.stack([tokens[row, place] for row, place in zip((2, 0), cache.lengths, strict=True)]).unsqueeze(1)
         found = model(new, cache=cache)
-        cache.add_one_on_device_()
-        cache.add_one_on_host()
+        cache.add([1, 1])
     assert cache.lengths == cache.positions(1).flatten().tolist() == [5, 7]
     for logits, row, length in zip(found, (2, 0), cache.lengths, strict=True):
         expected = model(tokens[row : row + 1, :length])[0, -1:]

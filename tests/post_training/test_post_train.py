@@ -423,7 +423,6 @@ def test_flags_that_experts_do_not_support_are_rejected(home, experts):
         --objective sft --lora-r 2 --expert-model-parallel-size 2 | --expert-model-parallel-size 2 with --lora-r 2
         --objective sft --update-expert-bias | --update-expert-bias: this model has no biases of experts
         --objective sft --lora-r 2 --lora-target-modules all-linear | all-linear with --num-experts 4: only attention
-        --objective grpo --reward-funcs a:b --rollout-graphs | --rollout-graphs with --num-experts 4
     """
     fixed = f"--load {experts} --data-path prompts.jsonl --micro-batch-size 8 --train-iters 1 --nproc 2"
     assert not_refused(table(rows), lambda flags: asked(home, f"{fixed} {flags}")) == []

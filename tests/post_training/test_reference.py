@@ -28,7 +28,7 @@ from megazpp.post_training.setup import check_reward_model
 from megazpp.zero.config import PrecisionConfig
 
 CASE = Case(model=dataclasses.replace(GPT2_STYLE, init_method_std=0.5), scalar_head=True)
-PAIRS, LENGTH, CHUNK = 11, 8, 4
+PAIRS, LENGTH = 11, 8
 
 
 def asked_on_ranks(case: Case, load: str, configs: list[WeightsConfig]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -136,17 +136,17 @@ def look_up(folder: str, *, stop: int = 99, seed: int = 1, name: str = "base") -
 
     dataset = PreferenceDataset(examples(seed), num_samples=None, seed=3, max_length=LENGTH, pad=0)
     options: dict[str, Any] = {"reference": name, "folder": Path(folder), "micro_batch_size": 2}
-    with mock.patch.object(reference, "CHUNK", CHUNK), contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt):
         found = reference.cached_logps(dataset, lambda: logps, place, **options)
     return found, asked
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_reference_values_are_computed_once_and_resume_after_a_stop(tmp_path, world):
-    """Chunks have 4, 4 and 3 pairs, each computed by 2 forwards on one rank or 1 on each of two."""
-    for found, _ in ranks(world).run(look_up, str(tmp_path), stop=4 // world):
+def test_reference_values_are_computed_once_even_after_a_stop(tmp_path, world):
+    """The eleven pairs need 6 forwards on one rank and 3 on each of two."""
+    for found, _ in ranks(world).run(look_up, str(tmp_path), stop=2):
         assert found is None
-    for size, count in ((world, 2 // world), (1, 0)):
+    for size, count in ((world, 6 // world), (1, 0)):
         for found, asked in ranks(size).run(look_up, str(tmp_path)):
             assert torch.equal(found, expected())
             assert asked == count
@@ -161,21 +161,10 @@ def test_other_pairs_or_references_have_separate_cache_files(tmp_path):
 
 def test_damaged_cache_file_is_an_error_that_names_it(tmp_path):
     ranks(1).run(look_up, str(tmp_path))
-    path, crc, other = sorted(tmp_path.glob("*/*.npy"))[:3]
-    content, checksum = path.read_bytes(), crc.read_bytes()
-    damages = {
-        "cut": (content[:-8], checksum),
-        "a flipped bit": (content[:-3] + bytes([content[-3] ^ 1]) + content[-2:], checksum),
-        "byte order": (content.replace(b"<f4", b">f4"), checksum),
-        "another's": (other.read_bytes(), checksum),
-        "another checksum": (content, checksum[:-8] + b"damaged!"),
-        "no checksum": (content, None),
-    }
-    for name, (array, its_checksum) in damages.items():
-        path.write_bytes(array)
-        crc.unlink() if its_checksum is None else crc.write_bytes(its_checksum)
-        row = (str(tmp_path), f"--data-cache-path: {path.parent} is damaged")
-        assert ranks(2).run(not_refused, [row], look_up) == [[], []], name
+    (path,) = tmp_path.glob("*/*.npy")
+    path.write_bytes(path.read_bytes()[:-8])
+    row = (str(tmp_path), f"--data-cache-path: {path.parent} is damaged")
+    assert ranks(2).run(not_refused, [row], look_up) == [[], []]
 
 
 def look_up_on_a_full_disk(folder: str) -> None:

@@ -9,15 +9,14 @@ from unittest import mock
 import pytest
 import torch
 from helpers.ranks import ranks
-from helpers.recorded_graph import record_steps
 from helpers.tiers import nightly, slow
 from post_training.policies import BATCH, MIXTURE, SEQ, PostCase, build, near, train
 
 from megazpp.base.program import UserError
 from megazpp.data.tokenizer import ByteTokenizer
-from megazpp.inference.generate import draw_completions, evaluating, generate
+from megazpp.inference.generate import draw_completions, evaluating
 from megazpp.inference.sample import SampleConfig, next_probabilities, pick_rows
-from megazpp.post_training import rollouts, sampler
+from megazpp.post_training import rollouts
 from megazpp.post_training.batch import RolloutBatch
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.data import PromptDataset
@@ -52,7 +51,6 @@ def open_loader(case: PostCase) -> RolloutLoader:
     config = SampleConfig(sample_tokens=length, sample_temperature=case.temperature, sample_top_k=0)
     functions = [RewardFunction("evens", evens)]
     options: dict[str, Any] = {"config": config, "functions": functions, "at_once": case.post.rollouts_at_once}
-    options["replays"] = case.post.rollout_graphs
     sampler = PolicySampler(*built, dims, ByteTokenizer(), **options, seed=3)
     return RolloutLoader(
         sampler,
@@ -390,43 +388,19 @@ def test_finished_rows_leave_the_batch_without_changing_others():
     ranks(1).run(draw_together_and_alone, PostCase(post=GRPO))
 
 
-def draw_by_graphs(case: PostCase) -> None:
-    """Compare recorded and eager steps in two rounds of sampling, between which weights are freed."""
-    with pytest.MonkeyPatch.context() as patch:
-        record_steps(patch)
-        patch.setattr(sampler, "may_capture", lambda model: True)
-        eager, replaying = (
-            open_loader(dataclasses.replace(case, post=dataclasses.replace(case.post, rollout_graphs=graphs))).sampler
-            for graphs in (False, True)
-        )
-        for captured in (1, 2):
-            (expected, texts), (found, same_texts) = (each.draw(PROMPTS, [*"abcdef"]) for each in (eager, replaying))
-            assert texts == same_texts
-            assert all(torch.equal(*both) for both in zip(expected, found, strict=True))
-            assert replaying.graphs.captured == captured
-        assert replaying.graphs.replayed > 4
-        assert (eager.graphs.capture, eager.graphs.replayed) == (False, 0)
-
-
-def test_sharded_policies_sample_the_same_with_graphs_and_eagerly():
-    ranks(2).run(draw_by_graphs, PostCase(post=GRPO))
-
-
-def draw_both_ways(case: PostCase) -> None:
-    """Compare greedy texts of both samplers; the first four end at once, so the batch shrinks."""
+def draw_with_penalty(case: PostCase) -> None:
+    """Sample greedily with a penalty, without which texts repeat; the first four end at once, so the batch shrinks."""
     (model, sharding), dims = build(case)
     rows, nothing = [prompt.tokens for prompt in PROMPTS], torch.zeros(6, 12, dtype=torch.float64)
     for penalty in (1e6, 1.0):
         config = SampleConfig(sample_tokens=12, sample_temperature=0.0, sample_repetition_penalty=penalty)
-        ends: dict[str, Any] = {"is_last": lambda row, token: row < 4}
         with evaluating(model), sharding.keep_unsharded():
-            drawn = draw_completions(model, dims.tp, rows, config, nothing, ends=(), **ends)
-        texts = generate(model, sharding, dims, rows, config, max_length=SEQ, seed=1, **ends).tokens
-        assert [len(text) for text in texts] == [1, 1, 1, 1, 12, 12]
-        assert [row[:n] for row, n in zip(drawn.tokens.tolist(), drawn.lengths.tolist(), strict=True)] == texts
+            drawn = draw_completions(model, dims.tp, rows, config, nothing, is_last=lambda row, token: row < 4)
+        assert drawn.lengths.tolist() == [1, 1, 1, 1, 12, 12]
+        texts = [row[:n] for row, n in zip(drawn.tokens.tolist(), drawn.lengths.tolist(), strict=True)]
         repeated = [len({*text}) < len(text) or {*text} & {*own} for text, own in zip(texts, rows, strict=True)]
         assert any(repeated) == (penalty == 1.0)
 
 
-def test_repetition_penalty_works_in_both_samplers():
-    ranks(2).run(draw_both_ways, PostCase(post=GRPO, tp=2))
+def test_repetition_penalty_also_counts_the_tokens_of_the_prompt():
+    ranks(2).run(draw_with_penalty, PostCase(post=GRPO, tp=2))
