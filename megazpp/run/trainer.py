@@ -48,7 +48,7 @@ from megazpp.topology.cluster_file import cluster_text
 from megazpp.training.anomalies import Guard, LossHistory
 from megazpp.training.context import Console, RunContext
 from megazpp.training.flops import device_name, mfu_convention, model_flops_per_token, peak_flops
-from megazpp.training.loop import AfterStep, Loader, Observer, StopConditions, train
+from megazpp.training.loop import AfterStep, Loader, Observer, StopConditions, catching_signals, train
 from megazpp.training.metrics import Meter
 from megazpp.training.metrics_logger import MetricsRecorder, Validation
 from megazpp.training.objective import Objective
@@ -402,7 +402,7 @@ class Trainer:
         """
         # ---- evaluation before the first step
         run, context, meter = self.run, self.run.context, self.recorder.meter
-        run.opened.enter_context(run.stops.catching(answers=run.worker.rank == 0))
+        run.opened.enter_context(catching_signals(run.stops, answers=run.worker.rank == 0))
         context.log(mfu_convention(meter.flops_per_token, device_name(context.device), meter.peak_flops), short="")
         if self.parts.evaluates_first and start.progress.iteration == 0:
             self.recorder.validate(start.progress)

@@ -225,20 +225,6 @@ class StopConditions:
         self._agreed: HostCopy | None = None
         self.caught, self.hurried = 0, False
 
-    @contextmanager
-    def catching(self, *, answers: bool = False) -> Iterator[None]:
-        """Catch stop signals in the block; `answers` is True on the rank that prints a confirmation of Ctrl-C."""
-
-        def catch(signum: int, frame: FrameType | None) -> None:
-            self.caught = signum
-            if signum == signal.SIGINT:
-                signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process even in a blocked collective
-                if answers:
-                    print("\nfinishing this step; press Ctrl-C again to stop now", file=sys.stderr)
-
-        with handling(STOP_SIGNALS, catch):
-            yield
-
     def reason(self, iteration: int, dims: ParallelDims, *, agree: bool = True, at_once: bool = False) -> str | None:
         """Return the reason to stop after `iteration`, or None: one all-reduce of two integers over all ranks.
 
@@ -286,6 +272,21 @@ class StopConditions:
         largest = dims.world.max_(torch.tensor(mine, dtype=torch.int32).pin_memory().to("cuda", non_blocking=True))
         before, self._agreed = self._agreed, HostCopy(largest)
         return [0] * len(mine) if before is None else [int(number) for number in before.wait()]
+
+
+@contextmanager
+def catching_signals(stops: StopConditions, *, answers: bool = False) -> Iterator[None]:
+    """Catch stop signals in the block, for `stops`; `answers` is True on the rank that confirms Ctrl-C."""
+
+    def catch(signum: int, frame: FrameType | None) -> None:
+        stops.caught = signum
+        if signum == signal.SIGINT:
+            signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process even in a blocked collective
+            if answers:
+                print("\nfinishing this step; press Ctrl-C again to stop now", file=sys.stderr)
+
+    with handling(STOP_SIGNALS, catch):
+        yield
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
 from megazpp.training import loop
 from megazpp.training.anomalies import NotFiniteError
-from megazpp.training.loop import StopConditions, StopConfig
+from megazpp.training.loop import StopConditions, StopConfig, catching_signals
 from megazpp.training.objective import StopRequested
 
 
@@ -128,7 +128,7 @@ def test_signal_stops_after_the_step_and_sets_hurried():
     for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         before = signal.getsignal(signum)
         stops = StopConditions(StopConfig())
-        with stops.catching():
+        with catching_signals(stops):
             assert stops.reason(1, ALONE) is None
             os.kill(os.getpid(), signum)
             assert not stops.hurried  # the current step continues
@@ -141,7 +141,7 @@ def test_signal_stops_after_the_step_and_sets_hurried():
 def reasons(signalled_rank: int) -> list[str | None]:
     dims = dims_on_ranks(Case(tp=2))
     stops = StopConditions(StopConfig())
-    with stops.catching():
+    with catching_signals(stops):
         first = stops.reason(1, dims)
         if dims.world.rank == signalled_rank:
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -165,7 +165,7 @@ def test_cuda_ranks_stop_one_step_later_without_waiting_for_the_device():
     dims: Any = SimpleNamespace(world=world, mesh=SimpleNamespace(device_type="cuda"))
     found = []
     stops = StopConditions(StopConfig())
-    with stops.catching():
+    with catching_signals(stops):
         for iteration in (1, 2, 3):
             if iteration == 2:
                 os.kill(os.getpid(), signal.SIGUSR1)

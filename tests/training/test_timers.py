@@ -179,7 +179,7 @@ def test_profiler_of_a_short_or_resumed_run_replaces_no_trace(tmp_path):
     profiling = ProfilerConfig(profile=True, profile_step_start=1, profile_step_end=3)
     for iteration in (3, 3, 4):
         first, _ = ranks(2).run(train, tmp_path, TimingConfig(), profiling, iteration)
-    assert first.said == ["--profile: training did not reach iteration 2, so nothing was recorded"]
+    assert first.said == ["--profile: this run took none of iterations 2 to 3, so nothing was recorded"]
     names = sorted(file.name for file in tmp_path.iterdir())
     assert names == ["profile-rank0-iterations3-3-2.json.gz", "profile-rank0-iterations3-3.json.gz"]
 
