@@ -374,6 +374,9 @@ def test_command_that_resumes_names_the_launcher(tmp_path, monkeypatch):
             said = what_next(parsed, tmp_path, stopped=True, generates=True).splitlines()
         assert said[0] == f"to resume: {start} pretrain_gpt.py --save x --load x"
         assert len(said) == lines
+    forked = parse(shlex.join([*TOY, "--train-iters", "4", "--save", "x", "--load", "base", "--finetune"]))
+    again = what_next(forked, tmp_path, stopped=True, generates=True)
+    assert again == "to resume: python pretrain_gpt.py --save x"
     complete = what_next(parsed, tmp_path / "a b", stopped=False, generates=True)
     assert f"report.py '{tmp_path}/a b'\n" in complete
 

@@ -139,7 +139,8 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool
         return "nothing was saved: only a run with --save FOLDER can be resumed"
     if stopped:
         program, *flags = sys.argv
-        there = f" --load {shlex.quote(save)}" if save is not None and parsed.config.checkpoint.load != save else ""
+        # a run that began with another checkpoint resumes from its own if the command is the same
+        there = f" --load {shlex.quote(save)}" if save is not None and parsed.config.checkpoint.load is None else ""
         to = f" --save {shlex.quote(save)}" if save is not None and "save" not in parsed.origins else ""
         launched = None if LAUNCHER_PID in os.environ else find_launcher()
         start = "python" if launched is None else f"{launched.launcher} ..."  # with its own flags, on every host
