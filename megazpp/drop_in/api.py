@@ -24,18 +24,17 @@ from megazpp.drop_in.dims import GuestDims
 from megazpp.drop_in.gather import ProgramGather, ProgramRingGather
 from megazpp.drop_in.handle import Comms, Handle
 from megazpp.drop_in.reduce import ProgramContext, ProgramRingReduce, RestoringReduce
-from megazpp.drop_in.units import QUANTIZABLE, ProgramUnit
+from megazpp.drop_in.units import QUANTIZABLE, ProgramUnit, find_program_units
 from megazpp.drop_in.wrap import ReplacedParameters, dtype_when_wrapped, mesh_to_wrap, wrap_model
 from megazpp.drop_in.writes import WatchedGather, WriteWatch
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.host_discovery import describe_host, share_survey
 from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import Layout
 from megazpp.topology.plan import plan_layout
 from megazpp.zero.config import CommPlan, Dtypes, ZeroConfig
 from megazpp.zero.plan import plan_comm
 from megazpp.zero.schedule import in_backward
-from megazpp.zero.sharding import use_comms
-from megazpp.zero.units import find_units
 
 # Environment variable with the number of ranks per node. On one machine it emulates several nodes.
 RANKS_PER_NODE = "MEGAZPP_RANKS_PER_NODE"
@@ -57,8 +56,9 @@ def zeropp(
     (writes.py).
 
     Args:
-        model: a model that `fully_shard` has wrapped on a mesh [data] or [data, tensor parallel] of all ranks. If it is
-            not wrapped yet, `zeropp` wraps each repeated block and then the rest of the model, over all ranks.
+        model: a model that `fully_shard` has wrapped on a mesh [data] or [data, tensor parallel] of all ranks. Experts
+            may be on another mesh [data, expert parallel] of all ranks. If the model is not wrapped yet, `zeropp` wraps
+            each repeated block and then the rest of the model, over all ranks.
         ranks_per_node: number of consecutive ranks that share a node. None reads the environment variable
             MEGAZPP_RANKS_PER_NODE; if that is not set either, the ranks find out which of them share a host.
         config: message formats and switches. The default is `ZeroConfig(zeropp=True, zero_error_feedback=False)`. With
@@ -102,24 +102,18 @@ def zeropp(
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward may have left the root's parameters gathered
-        mesh = _mesh_of(model)
+        mesh, expert_mesh = _meshes_of(model)
         cluster = _find_cluster(mesh, ranks_per_node)
     else:
         mesh = mesh_to_wrap(model, fsdp)
         cluster = _find_cluster(mesh, ranks_per_node)
         plan_comm(config, plan_layout(cluster, tp=1, replicas=1), dtype_when_wrapped(model, fsdp))  # only its checks
         replaced = wrap_model(model, mesh, fsdp)
-        mesh = _mesh_of(model)
+        mesh, expert_mesh = _meshes_of(model)
 
     # ---- plan the layout, the units and the messages
-    tp = mesh.size(1) if mesh.ndim == 2 else 1
-    layout = plan_layout(cluster, tp=tp, replicas=1)
-    if mesh.mesh.flatten().tolist() != list(layout.mesh_ranks()):
-        raise ValueError(
-            f"the mesh has the ranks in the order {mesh.mesh.flatten().tolist()}, but ZeRO++ needs the order "
-            f"{list(layout.mesh_ranks())}: number ranks node by node, and build the mesh from all of them"
-        )
-    units = find_units(model, unit_class=ProgramUnit)
+    layout = _plan_layout(cluster, mesh, expert_mesh)
+    units = find_program_units(model)
     _check_units(units)
     # The dtypes of the first unit with floating-point weights count; other units may differ.
     dtypes = [dtype for unit in units for dtype in unit.gather_dtypes if dtype in QUANTIZABLE]
@@ -133,7 +127,7 @@ def zeropp(
             unit.refuse_gradient_hooks()
 
     # ---- install the collectives
-    handle = _install_comms(model, units, GuestDims(layout, mesh), wire, config, precision, replaced)
+    handle = _install_comms(model, units, GuestDims(layout, mesh, expert_mesh), wire, config, precision, replaced)
     _refuse_later_comms(units)
     setattr(model, HANDLE, _Installed(handle, layout.cluster.ranks_per_node, asked))
     if dist.get_rank() == 0:
@@ -154,26 +148,32 @@ def _install_comms(
 ) -> Handle:
     """Replace FSDP2's collectives in a model that `fully_shard` has wrapped over the mesh of `dims`."""
     # ---- mesh axes, whose groups all ranks create in the same order
-    hosts, shard = list[MeshAxis](), dims.shard
-    if wire.gather is None or wire.reduce is None:
-        shard = dims.own_shard
-    cross = local = shard
-    if wire.gather is not None or wire.reduce is not None:
+    two_hops, hosts = wire.gather is not None or wire.reduce is not None, list[MeshAxis]()
+    if two_hops:
         hosts = dims.host_axes("local", "cross", *(["tp"] if dims.layout.tp > 1 else []))
-        cross, local = dims.cross, dims.local
+    axes = [_axes_of_hops(each, wire) for each in dict.fromkeys((dims, dims.experts))]
+    context = ProgramContext(*axes[0], plan=wire, zero=zero, precision=precision)
+    contexts = {each[2].ranks: context.over(*each) for each in axes}
     # ---- one all-gather and one reduce-scatter per unit
-    context = ProgramContext(cross, local, shard, plan=wire, zero=zero, precision=precision)
     comms = []
     for unit in units:
         if unit.num_shards > 1:  # with one rank FSDP2 calls no collectives
-            for module in unit.modules:
-                module.set_force_sum_reduction_for_comms(True)
-            comms.append(_make_comms(unit, context))
-            use_comms(unit, *comms[-1])
+            unit.force_sums()
+            comms.append(gather_and_reduce := _make_comms(unit, contexts[unit.ranks]))
+            unit.use_comms(*gather_and_reduce)
+            gather_and_reduce[1].attach()
     if hosts:
         watched = [gather for gather, _ in comms if isinstance(gather, WatchedGather)]
         WriteWatch(watched, model, hosts, context.accumulation)
     return Handle(model, units, zero, comms, dims.counter, context.accumulation, dims.layout, replaced)
+
+
+def _axes_of_hops(dims: GuestDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
+    """Return the axes cross, local and shard for the planned collectives."""
+    shard = dims.own_shard if wire.gather is None or wire.reduce is None else dims.shard
+    if wire.gather is None and wire.reduce is None:
+        return shard, shard, shard
+    return dims.cross, dims.local, shard
 
 
 def _make_comms(unit: ProgramUnit, context: ProgramContext) -> Comms:
@@ -231,30 +231,62 @@ def _check_arguments(model: object, config: object) -> None:
         raise ValueError(f"ZeroConfig({by}): fully_shard has made the model ZeRO stage 3; leave the argument out")
 
 
-def _mesh_of(model: nn.Module) -> DeviceMesh:
-    """Return the mesh [data] or [data, tensor parallel] on which `fully_shard` has placed the model's parameters."""
-    meshes: dict[int, DeviceMesh] = {}
-    ranks: dict[tuple[int, ...], str] = {}
+def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the meshes on which `fully_shard` has placed the model's parameters.
+
+    Returns:
+        The mesh [data] or [data, tensor parallel] of the first parameter, which is dense, and the mesh [data, expert
+        parallel] of experts. The latter is None if there are none, or if they are sharded over the same ranks.
+    """
+    meshes: dict[tuple[int, ...], tuple[str, DeviceMesh]] = {}
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             continue  # listed in fully_shard's `ignored_params`
-        if getattr(parameter.placements[0], "dim", None) != 0 or parameter.device_mesh.ndim > 2:
+        mesh = parameter.device_mesh
+        if getattr(parameter.placements[0], "dim", None) != 0 or mesh.ndim > 2:
             raise ValueError(
-                f"{name} is placed as {parameter.placements} on {parameter.device_mesh}: ZeRO++ needs Shard(0) over a "
-                "mesh [data] or [data, tensor parallel]; HSDP and further mesh dims are not supported"
+                f"{name} is placed as {parameter.placements} on {mesh}: ZeRO++ needs Shard(0) over a mesh [data], "
+                "[data, tensor parallel] or [data, expert parallel]; HSDP, further mesh dims, and experts that are "
+                "sharded over more ranks than there are experts are not supported"
             )
-        meshes[parameter.device_mesh.ndim] = parameter.device_mesh
-        ranks.setdefault(tuple(dist.get_process_group_ranks(parameter.device_mesh.get_group(0))), name)
+        ranks = tuple(dist.get_process_group_ranks(mesh.get_group(0)))
+        first, known = meshes.get(ranks, (name, mesh))
+        meshes[ranks] = (first, mesh if mesh.ndim > known.ndim else known)
     if not meshes:
         raise ValueError("fully_shard has sharded no parameter of the model: check its ignored_params")
-    if len(ranks) > 1:
-        (some, first), (others, second) = list(ranks.items())[:2]
+    if len(meshes) > 2 or (len(meshes) == 2 and len({mesh.size() for _, mesh in meshes.values()}) > 1):
+        (some, (first, _)), (others, (second, _)) = list(meshes.items())[:: len(meshes) - 1]
         raise ValueError(
-            f"{first} is sharded over ranks {list(some)}, {second} over {list(others)}: ZeRO++ needs one mesh; pass "
-            "the same mesh to every fully_shard call"
+            f"{first} is sharded over ranks {list(some)}, {second} over {list(others)}: ZeRO++ needs one mesh, or one "
+            "more for experts, [data, expert parallel] of all ranks; pass the same mesh to every fully_shard call, and "
+            "make experts DTensors on the expert-parallel dim before it"
         )
     # torch may give a new parameter an older mesh that is equal to the one of `fully_shard`, but has other groups
-    return meshes[2] if 2 in meshes else find_units(model, unit_class=ProgramUnit)[0].mesh
+    of_fsdp2 = {unit.ranks: unit.mesh for unit in find_program_units(model)}
+    dense, *experts = [mesh if mesh.ndim == 2 else of_fsdp2[ranks] for ranks, (_, mesh) in meshes.items()]
+    return dense, experts[0] if experts else None
+
+
+def _plan_layout(cluster: Cluster, mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> Layout:
+    """Return the layout of the ranks; raise ValueError if the meshes do not fit the cluster."""
+    tp, ep = (1 if each is None or each.ndim == 1 else each.size(1) for each in (mesh, expert_mesh))
+    if cluster.local_domain_size % ep:
+        fitting = [size for size in range(1, cluster.local_domain_size) if cluster.local_domain_size % size == 0]
+        raise ValueError(
+            f"expert parallelism across nodes is not supported: experts are split over {ep} ranks, and a node has "
+            f"{cluster.local_domain_size}, so tokens would cross nodes in every layer. Set the expert-parallel degree "
+            "(ep_size of transformers, expert_parallel_degree of torchtitan) to "
+            f"{' or '.join(map(str, [*fitting, cluster.local_domain_size]))}"
+        )
+    layout = plan_layout(cluster, tp=tp, replicas=1, ep=ep)
+    for each in (mesh, *(() if expert_mesh is None else (expert_mesh,))):
+        if each.mesh.flatten().tolist() != list(layout.mesh_ranks()):
+            raise ValueError(
+                f"the mesh has the ranks in the order {each.mesh.flatten().tolist()}, but ZeRO++ needs the order "
+                f"{list(layout.mesh_ranks())}: number ranks node by node, and build the mesh from all of them, with "
+                "the tensor-parallel or expert-parallel dim last"
+            )
+    return layout
 
 
 def _ranks_per_node(given: int | None) -> int | None:
@@ -287,7 +319,7 @@ def _check_model(model: nn.Module) -> None:
     """Raise TypeError or ValueError for a model that is wrapped in a way that ZeRO++ does not support."""
     # ---- ZeRO++ must not be installed in a part of the model, or in a larger model that contains it
     wrapped = (module for module in model.modules() if isinstance(module, FSDPModule))
-    for unit in (unit for module in wrapped for unit in find_units(module, unit_class=ProgramUnit)):
+    for unit in (unit for module in wrapped for unit in find_program_units(module)):
         if unit.has_our_comms:
             raise ValueError(
                 f"megazpp.zeropp was already called for another module that holds the parameter {unit.key}: call it "
@@ -329,8 +361,6 @@ def _in_forward(model: nn.Module) -> bool:
 
 def _check_units(units: Sequence[ProgramUnit]) -> None:
     """Raise ValueError for units that ZeRO++ does not support, and for a parameter that two units share."""
-    for unit in units:
-        unit.check_one_mesh()
     for unit in units:
         unit.check_fsdp2()
     first: dict[object, str] = {}

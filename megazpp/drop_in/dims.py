@@ -45,12 +45,29 @@ class GuestDims(ParallelDims):
     Args:
         layout: sizes of the axes and placement of the ranks.
         mesh: the mesh, [shard] or [shard, tp], under any dimension names.
+        expert_mesh: the mesh of experts' parameters, [expert shard, ep]; None if it has the same groups.
+        dense: see `ParallelDims`.
     """
 
     _axis_class = GuestAxis
 
-    def __init__(self, layout: Layout, mesh: DeviceMesh) -> None:
-        super().__init__(layout, device_type=mesh.device_type, mesh=mesh)
+    def __init__(
+        self,
+        layout: Layout,
+        mesh: DeviceMesh,
+        expert_mesh: DeviceMesh | None = None,
+        *,
+        dense: ParallelDims | None = None,
+    ) -> None:
+        self._expert_mesh = expert_mesh
+        super().__init__(layout, device_type=mesh.device_type, mesh=mesh, dense=dense)
+
+    @functools.cached_property
+    def experts(self) -> GuestDims:
+        """The axes of experts' parameters over their mesh."""
+        if self._expert_mesh is None:
+            return self
+        return GuestDims(self.layout.for_experts(), self._expert_mesh, dense=self)
 
     @functools.cached_property
     def own_shard(self) -> MeshAxis:
@@ -59,7 +76,7 @@ class GuestDims(ParallelDims):
         On the CPU they run in a thread. Collectives that the program calls meanwhile must use another group. On CUDA
         this is the axis `shard`, because collectives of one group start in the order of the host's calls.
         """
-        return self.shard if self.timeline.device_type == "cuda" else self.twin("shard", "shard")
+        return self.shard if self.timeline.device_type == "cuda" else self.twin("shard", self._name("shard"))
 
     def host_axes(self, *axes: str) -> list[MeshAxis]:
         """Return a gloo axis over the ranks of each given axis, for small messages between hosts. All ranks call this.

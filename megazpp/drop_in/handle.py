@@ -62,6 +62,8 @@ class Handle(Sharding):
     ) -> None:
         super().__init__(model, units, zero, comms, counter)
         self._accumulation, self._layout, self.replaced = accumulation, layout, replaced
+        stages = sorted(self._modules, key=lambda each: each[1])
+        self._modules = list(dict(stages).items())  # the highest stage of the units of a module
         self._watched = [gather for gather, _ in comms if isinstance(gather, WatchedGather)]
         self._differing = [gather for gather in self._watched if gather.secondary.sends_differences]
         self._restoring = [reduce for _, reduce in comms if isinstance(reduce, RestoringReduce)]
@@ -204,12 +206,12 @@ class Handle(Sharding):
 
     def _path(self, folder: str | os.PathLike[str]) -> Path:
         """Return the path of this rank's file in the folder of a checkpoint."""
-        sizes = "x".join(str(getattr(self._layout, axis)) for axis in ("cross", "local", "tp"))
+        sizes = "x".join(str(getattr(self._layout, axis)) for axis in ("cross", "local", "tp", "ep"))
         return Path(folder, f"zeropp_{sizes}_rank{dist.get_rank()}.pt")
 
     def _kept_by(self) -> list[Any]:
         """Return a description of the layout of the kept state; a file with another description does not fit."""
-        axes = [getattr(self._layout, axis) for axis in ("cross", "local", "tp")]
+        axes = [getattr(self._layout, axis) for axis in ("cross", "local", "tp", "ep")]
         ranks = [self._device.type, *axes, list(self._layout.mesh_ranks())]
         units = [[[p.name, list(p.shape)] for p in unit.parameters] for unit in self.units]
         errors = [[name, str(part.dtype), list(part.shape)] for name, part in self.feedback_state().items()]

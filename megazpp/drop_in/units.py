@@ -5,15 +5,20 @@ This file and zero/units.py read FSDP2's private objects.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from megazpp.zero.units import Unit
+from megazpp.zero.units import Unit, find_units
+from megazpp.zero.wire import plan_segments
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 # The end of an error about a hook that would run before the reduction has finished
@@ -25,7 +30,13 @@ EARLY = (
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramUnit(Unit):
-    """A sharding unit that a program has wrapped by `fully_shard`."""
+    """A sharding unit that a program has wrapped by `fully_shard`.
+
+    If `fully_shard` has placed the parameters of one call on two meshes, as torchtitan does with experts, FSDP2 gathers
+    them in two parameter groups. Each group is a unit.
+    """
+
+    index: int = 0  # the number of the unit among FSDP2's parameter groups of its modules
 
     # ---- dtypes and requested gradients ----------------------------------------------------------------------------
 
@@ -76,18 +87,18 @@ class ProgramUnit(Unit):
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh over which FSDP2 shards the unit."""
-        self.check_one_mesh()
         return self._group.mesh_info.mesh
 
-    # ---- checks ----------------------------------------------------------------------------------------------------
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks over which FSDP2 shards the unit."""
+        return tuple(dist.get_process_group_ranks(self._group.mesh_info.shard_process_group))
 
-    def check_one_mesh(self) -> None:
-        """Raise ValueError if FSDP2 shards parameters of the unit over several meshes."""
-        for module in self.modules:
-            if len(getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())) > 1:
-                raise ValueError(
-                    f"{self.name} has parameters on several meshes (shard_placement_fn): ZeRO++ needs one mesh"
-                )
+    # ---- collectives and checks ------------------------------------------------------------------------------------
+
+    def use_comms(self, gather: Any, reduce: Any) -> None:
+        """Replace FSDP2's collectives of the unit. `FSDPModule.set_custom_all_gather` refuses modules of two units."""
+        self._group._all_gather_comm, self._group._reduce_scatter_comm = gather, reduce
 
     def check_fsdp2(self) -> None:
         """Raise ValueError if the unit uses an FSDP2 option that ZeRO++ does not support."""
@@ -156,10 +167,7 @@ class ProgramUnit(Unit):
     @property
     def has_our_comms(self) -> bool:
         """True if this project's collectives are installed in the unit."""
-        state = self.modules[0]._get_fsdp_state()
-        # A unit on several meshes has several FSDP2 groups.
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        return any(type(group._all_gather_comm).__module__.startswith("megazpp.") for group in groups)
+        return type(self._group._all_gather_comm).__module__.startswith("megazpp.")
 
     def origins(self) -> list[tuple[str, object]]:
         """Return the name and the original parameter's identity of each parameter.
@@ -246,3 +254,32 @@ class ProgramUnit(Unit):
     def force_sums(self) -> None:
         """Make FSDP2 request plain sums and divide them itself, even if the program has changed that setting since."""
         self._group.force_sum_reduction_for_comms = True
+
+    @functools.cached_property
+    def _group(self) -> Any:
+        """FSDP2's private object for the unit; it stays the same for the lifetime of the unit's modules."""
+        return _groups_of(self.modules[0])[self.index]
+
+
+def find_program_units(model: nn.Module) -> list[ProgramUnit]:
+    """Return the sharding units of a model that a program has wrapped; see `find_units`."""
+    found = list[ProgramUnit]()
+    for unit in find_units(model, unit_class=ProgramUnit):
+        groups = _groups_of(unit.modules[0])
+        for index, group in enumerate(groups if len(groups) > 1 else ()):
+            owned = {(p._module_info.module, p._module_info.param_name) for p in group.fsdp_params}
+            parameters = tuple(p for p in unit.parameters if (p.module, p.attribute) in owned)
+            size, exact = group.mesh_info.shard_mesh_size, {p.name for p in parameters if p.exact}
+            segments = plan_segments([(p.name, p.shape) for p in parameters], size, exact=exact)
+            part = {"parameters": parameters, "num_shards": size, "segments": segments, "index": index}
+            found.append(dataclasses.replace(unit, name=f"{unit.name} ({parameters[0].name} and others)", **part))
+        if len(groups) == 1:
+            found.append(unit)
+    return found
+
+
+def _groups_of(module: Any) -> list[Any]:
+    """Return FSDP2's parameter groups of a wrapped module. torch 2.11 and 2.12 have one at most."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [state._fsdp_param_group] if groups is None else groups

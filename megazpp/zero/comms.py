@@ -9,7 +9,7 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,7 @@ class CommContext:
         self.gather_schedule = GatherSchedule(overlap=self.overlap_gather, queue=self.cross_queue)
         self.reduce_schedule = ReduceSchedule(overlap=self.overlap_reduce, blocks_host=blocks_host)
 
-    def over(self, cross: MeshAxis, local: MeshAxis, shard: MeshAxis) -> CommContext:
+    def over(self, cross: MeshAxis, local: MeshAxis, shard: MeshAxis) -> Self:
         """Return a copy for units that are sharded along other axes, such as experts.
 
         The copy shares the schedules, so that the hops of all units keep one order on every rank.

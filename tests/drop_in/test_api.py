@@ -276,7 +276,7 @@ def two_meshes() -> None:
         model = blocks()
         for module in (*model, model):
             fully_shard(module, mesh=mesh)
-        assert api._mesh_of(model).get_group() is mesh.get_group()
+        assert api._meshes_of(model)[0].get_group() is mesh.get_group()
         megazpp.zeropp(model, ranks_per_node=2, config=config())
         model(torch.ones(2, 16) * seed).sum().backward()
 

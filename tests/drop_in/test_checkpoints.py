@@ -266,7 +266,7 @@ def test_state_of_another_layout_starts_anew_with_one_line(kind, tmp_path):
         losses, said = ranks(world_size).run(load_into, folder, kind, ranks_per_node)[0]
         assert losses == pytest.approx(expected, rel=2e-2)
         assert said.count("has no state of ZeRO++ for this layout") == 1
-    assert len(list(tmp_path.glob("zeropp_2x2x1_rank*.pt"))) == 4
+    assert len(list(tmp_path.glob("zeropp_2x2x1x1_rank*.pt"))) == 4
 
 
 def fresh(run: Run, folder: str) -> None:

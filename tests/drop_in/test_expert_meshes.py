@@ -1,0 +1,316 @@
+"""Compare `megazpp.zeropp` with plain FSDP2 on mixtures whose experts are sharded over another mesh than the rest."""
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from helpers.ranks import ranks
+from helpers.tiers import slow
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils.checkpoint import checkpoint
+
+import megazpp
+
+VOCAB, WIDTH, HIDDEN, EXPERTS, RANKS = 61, 32, 24, 8, 4
+EXACT = {"zero_weight_bits": 16, "zero_gradient_bits": (16, 16), "zero_error_feedback": False}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "exact": EXACT,
+    "default": {"zero_error_feedback": False},
+    "lossless": {"zero_weight_delta": "lossless", "zero_gradient_bits": (16, 16), "zero_error_feedback": False},
+}
+
+
+class GatherTokens(torch.autograd.Function):
+    """Gather the tokens of all expert-parallel ranks, from the main thread in forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group, parts = group, [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        dist.all_reduce(gradient := gradient.clone(), group=ctx.group)
+        return gradient.chunk(ctx.group.size())[ctx.group.rank()], None
+
+
+class SumTokens(torch.autograd.Function):
+    """Sum the experts' outputs over all expert-parallel ranks, and keep this rank's tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        dist.all_reduce(x := x.clone(), group=group)
+        return x.chunk(group.size())[group.rank()].clone()  # FSDP2 warns of views
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        parts = [torch.empty_like(gradient) for _ in range(ctx.group.size())]
+        dist.all_gather(parts, gradient.contiguous(), group=ctx.group)
+        return torch.cat(parts), None
+
+
+class Experts(nn.Module):
+    """Experts of which each expert-parallel rank computes a part. A part without tokens is not computed."""
+
+    mesh: DeviceMesh  # of expert parallelism
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 6)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 5)
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor, choice: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        group = self.mesh.get_group()
+        x, weight = GatherTokens.apply(x, group), GatherTokens.apply(weight, group)
+        parts = [torch.empty_like(choice) for _ in range(group.size())]
+        dist.all_gather(parts, choice, group=group)
+        up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
+        total, choice = 0.0 * (x + weight), torch.cat(parts)  # all ranks have the same graph
+        for number in range(len(up)):
+            mine = choice == group.rank() * len(up) + number
+            if mine.any():
+                y = torch.relu(x[mine] @ up[number]) @ down[number]
+                total = total.index_put((mine.nonzero()[:, 0],), weight[mine] * y)
+        return SumTokens.apply(total, group)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dense = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.router, self.experts = nn.Linear(WIDTH, EXPERTS, bias=False), Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.tanh(self.dense(self.norm(x)))
+        flat = x.flatten(0, 1)
+        weight, choice = self.router(flat).softmax(-1).max(-1)
+        return x + self.experts(flat, choice, weight.unsqueeze(-1)).view_as(x)
+
+
+class Mixture(nn.Module):
+    checkpointing = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.output = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+        return self.output(x)
+
+
+def wrap(model: Mixture, recipe: str, ep: int, **fsdp: Any) -> None:
+    """Shard as transformers does ("apart": a separate `fully_shard` of experts), or as torchtitan ("together")."""
+    dense = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fsdp",))
+    sparse = init_device_mesh("cpu", (RANKS // ep, ep), mesh_dim_names=("efsdp", "ep"))
+    for block in model.blocks:
+        experts = block.experts
+        experts.mesh = sparse["ep"]
+        for name, parameter in list(experts.named_parameters()):
+            split = distribute_tensor(parameter.detach(), sparse["ep"], [Shard(0)])
+            setattr(experts, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+        if recipe == "apart":
+            fully_shard(experts, mesh=sparse["efsdp"], **fsdp)
+            fully_shard(block, mesh=dense, **fsdp)
+        else:
+            from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+            of_experts = set(experts.parameters())
+            info = {True: FSDPMeshInfo(sparse["efsdp"], shard_mesh_dim=0), False: FSDPMeshInfo(dense, shard_mesh_dim=0)}
+
+            def place(parameter: nn.Parameter, of: Any = of_experts, info: Any = info) -> Any:
+                return ShardPlacementResult(Shard(0), info[parameter in of])
+
+            fully_shard(block, mesh=dense, shard_placement_fn=place, **fsdp)
+    fully_shard(model, mesh=dense, **fsdp)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            several = recipe == "together" or not isinstance(module, Experts) or ep < RANKS
+            module.set_force_sum_reduction_for_comms(several)  # forced sums of one rank are divided twice
+
+
+def clip(model: nn.Module) -> None:
+    """Clip by the norm of all gradients; `clip_grad_norm_` cannot span two meshes."""
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            by_mesh.setdefault(parameter.grad.device_mesh, []).append(parameter)
+    norms = [get_total_norm([p.grad for p in some]).full_tensor() for some in by_mesh.values()]
+    for some in by_mesh.values():
+        clip_grads_with_norm_(some, 0.5, torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def build(kind: str | None, case: dict[str, Any]) -> tuple[Any, Any, torch.optim.Optimizer]:
+    model: Any = Mixture()
+    model.checkpointing = case.get("checkpointing", False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in case.get("frozen", ())))
+    fsdp = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if case.get("bf16") else {}
+    wrap(model, case.get("recipe", "apart"), case.get("ep", 2), **fsdp)
+    handle = None
+    if kind is not None:
+        zero = megazpp.ZeroConfig(zeropp=True, **CONFIGS[kind])
+        handle = megazpp.zeropp(model, ranks_per_node=case.get("ranks_per_node", 2), config=zero)
+    return model, handle, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+
+
+def steps(model: Any, handle: Any, optimizer: torch.optim.Optimizer, case: dict[str, Any], count: range) -> list[float]:
+    losses, accumulate = [], case.get("accumulate", 1)
+    call = torch.compile(model, backend="eager") if case.get("compile") else model
+    for step in count:
+        for number in range(accumulate):
+            last = number == accumulate - 1
+            if case.get("signal") == "sync":
+                model.set_requires_gradient_sync(last)
+            generator = torch.Generator().manual_seed(RANKS * (accumulate * step + number) + dist.get_rank())
+            ids = torch.randint(VOCAB, (2, 17), generator=generator)
+            ids = torch.full_like(ids, 7) if case.get("idle") else ids
+            waits = case.get("signal") == "accumulate" and handle is not None and not last
+            with handle.accumulate() if waits else nullcontext():
+                logits = call(ids[:, :-1]).flatten(0, 1).float()
+                loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten()) / RANKS / accumulate
+                loss.backward()
+            losses.append(loss.item())
+        clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+
+
+def like_fsdp2(case: dict[str, Any], tolerance: float) -> None:
+    results = []
+    for kind in (None, "exact"):
+        model, handle, optimizer = build(kind, case)
+        losses = torch.tensor(steps(model, handle, optimizer, case, range(4)))
+        results.append({"losses": losses, **whole(model)})
+    torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance)
+    assert handle.counter.sent_bytes("cross") > 0 or case.get("ranks_per_node") == RANKS
+
+
+# torch 2.13 is the first version with several meshes in a unit
+RECIPES = ("apart", "together") if hasattr(torch.distributed.fsdp, "DataParallelMeshDims") else ("apart",)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("case", "tolerance"),
+    [
+        ({"accumulate": 2, "signal": "sync"}, 1e-5),
+        slow({"accumulate": 2, "signal": "accumulate"}, 1e-5),
+        slow({"accumulate": 2}, 1e-5),
+        slow({"idle": True}, 1e-5),
+        slow({"frozen": ("experts",)}, 1e-5),
+        slow({"frozen": ("experts.up", "router", "words", "norm")}, 1e-5),
+        slow({"checkpointing": True}, 1e-5),
+        slow({"compile": True}, 1e-5),
+        slow({"ranks_per_node": 4}, 1e-5),
+        slow({"ranks_per_node": 4, "ep": 4}, 1e-5),
+    ],
+    ids=str,
+)
+def test_experts_train_as_in_plain_fsdp2(case, tolerance, recipe):
+    """Sums run in another order."""
+    ranks(RANKS).run(like_fsdp2, {**case, "recipe": recipe}, tolerance)
+
+
+def crossed_bytes(kind: str, case: dict[str, Any]) -> tuple[int, list[str]]:
+    model, handle, optimizer = build(kind, case)
+    losses = steps(model, handle, optimizer, case, range(4))
+    assert all(loss < 1.2 for loss in losses)
+    return handle.counter.sent_bytes("cross"), sorted({axis for _, axis, _ in handle.counter.table()})
+
+
+def test_shards_of_experts_cross_nodes_once_per_step():
+    """Each rank sends its quarter of the parameters to the other node, as weights and as gradients."""
+    each = ranks(RANKS).run(crossed_bytes, "exact", {})
+    micro_batches = ranks(RANKS).run(crossed_bytes, "exact", {"accumulate": 3, "signal": "accumulate"})
+    default = ranks(RANKS).run(crossed_bytes, "default", {})
+    parameters = sum(parameter.numel() for parameter in Mixture().parameters())
+    for (sent, axes), (several, _), (quantized, _) in zip(each, micro_batches, default, strict=True):
+        assert sent == pytest.approx(4 * 2 * 4 * parameters / RANKS, rel=0.03)  # 4 steps of fp32; padding and flags
+        assert several == sent
+        assert quantized < sent / 4
+        assert not any("experts" in axis for axis in axes)
+
+
+def resume(folder: str, kind: str, recipe: str) -> None:
+    case = {"recipe": recipe, "bf16": True}
+    run = build(kind, case)
+    steps(*run, case, range(2))
+    dcp.save(dict(enumerate(get_state_dict(run[0], run[2]))), checkpoint_id=folder)
+    run[1].save(folder)
+    expected, again = steps(*run, case, range(2, 4)), build(kind, case)
+    again[1].load(folder)
+    state = dict(enumerate(get_state_dict(again[0], again[2])))
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(again[0], again[2], model_state_dict=state[0], optim_state_dict=state[1])
+    assert steps(*again, case, range(2, 4)) == expected
+
+
+@pytest.mark.parametrize("kind", ["lossless", slow("default")])
+def test_training_of_experts_resumes_bit_for_bit(kind, tmp_path):
+    for recipe in RECIPES:
+        (folder := tmp_path / recipe).mkdir()
+        ranks(RANKS).run(resume, str(folder), kind, recipe)
+
+
+def on_three_meshes(model: Mixture) -> None:
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    fully_shard(model.blocks[0], mesh=pairs["a"])
+    fully_shard(model.blocks[1], mesh=pairs["b"])
+    fully_shard(model)
+
+
+def across_nodes(model: Mixture) -> None:
+    wrap(model, "apart", ep=4)
+
+
+def with_ep_outermost(model: Mixture) -> None:
+    sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))
+    order = DeviceMesh("cpu", sparse.mesh.T.contiguous(), mesh_dim_names=("efsdp", "ep"))
+    for block in model.blocks:
+        for name, parameter in list(block.experts.named_parameters()):
+            setattr(block.experts, name, nn.Parameter(distribute_tensor(parameter.detach(), order["ep"], [Shard(0)])))
+        fully_shard(block.experts, mesh=order["efsdp"])
+    fully_shard(model)
+
+
+def refuse() -> None:
+    refused: dict[str, Callable[[Mixture], None]] = {
+        "expert parallelism across nodes is not supported: experts are split over 4 ranks": across_nodes,
+        "needs one mesh, or one more for experts": on_three_meshes,
+        "expert-parallel dim last": with_ep_outermost,
+    }
+    for message, make in refused.items():
+        make(model := Mixture())
+        with pytest.raises(ValueError, match=re.escape(message)):
+            megazpp.zeropp(model, ranks_per_node=2)
+
+
+def test_unsupported_meshes_of_experts_are_rejected():
+    ranks(RANKS).run(refuse)
