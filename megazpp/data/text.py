@@ -26,7 +26,7 @@ from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, document_e
 MAX_CHARACTERS = 100_000_000  # more text makes the training slower, but not the vocabulary better
 _MAX_LINE_CHARACTERS = 4096
 _SENTENCEPIECE_ADVICE = "Increase vocab_size or decrease character_coverage with --character_coverage option."
-_IN_SENTENCEPIECE = re.compile(r"^INTERNAL: src/\S+\(\d+\) \[.*?\](?= |$)")  # prefix of its errors
+_IN_SENTENCEPIECE = re.compile(r"(?i)^internal: src/\S+\(\d+\) \[.*?\](?= |$)")  # prefix of its errors
 _CORPUS = Path(__file__).parent / "corpus"
 BUILTIN = "builtin:"
 _KEY = "text"

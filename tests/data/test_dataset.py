@@ -22,6 +22,7 @@ from megazpp.data.dataset import (
 )
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.text import (
+    _IN_SENTENCEPIECE,
     _in_our_flags,
     cached_indexed_dataset,
     cached_sentencepiece,
@@ -246,6 +247,8 @@ def test_split_that_was_not_typed_may_leave_evaluations_without_data(tmp_path):
 
 
 def test_unsuitable_vocabulary_size_is_rejected_without_sentencepieces_log():
+    for internal in ("Internal", "INTERNAL"):  # versions 0.2.1 and 0.2.3
+        assert _IN_SENTENCEPIECE.sub("", f"{internal}: src/trainer_interface.cc(664) [(a()) == (b())] high") == " high"
     for text, size, reason in (
         (TEXT, 100_000, "Vocabulary size too high (100000). Please set it to a value <= "),
         (TEXT, 10, "Vocabulary size is smaller than required_chars. 10 vs "),

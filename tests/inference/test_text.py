@@ -80,7 +80,7 @@ def test_space_between_prompt_and_text_belongs_to_the_text():
     model = io.BytesIO()  # SentencePiece models drop the first space of a text by default
     sentences = iter(["call me ishmael some years ago"] * 20)
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=sentences, model_writer=model, vocab_size=17, minloglevel=2
+        sentence_iterator=sentences, model_writer=model, vocab_size=16, minloglevel=2
     )
     tokenizer = SentencePieceTokenizer(model.getvalue())
     start, whole = tokenizer.encode("call me"), tokenizer.encode("call me ishmael")
