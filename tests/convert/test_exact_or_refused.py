@@ -265,7 +265,8 @@ REFUSED: list[tuple[str, Values, str]] = [
     ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.v_proj.weight and 6 more are missing"),
     ("llama", {"num_hidden_layers": 1}, "have no place in this model"),
     # absurd sizes are rejected at once; building such a model would take minutes and all memory
-    ("gpt2", {"n_layer": 10**9}, "describes a model of 1000000000 layers, but there are 28 tensors"),
+    ("gpt2", {"n_layer": 10**4}, "describes a model of 10000 layers, but there are 28 tensors"),
+    ("gpt2", {"n_layer": 10**9}, "describes no model: --num-layers 1000000000 is more than 10000"),
     ("gpt2", {"n_embd": 10**9}, "n_inner 4000000000 is larger than any model's"),
     ("gpt2", {"n_inner": 10**9}, "has shape"),
     ("gpt2", {"n_positions": 10**30}, f"n_positions {10**30} is larger than any model's"),

@@ -101,7 +101,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"args": arguments(GPT, 2, activation_func_clamp_value=7.0)}, "activation_func_clamp_value 7.0"),
     ({"args": arguments(GPT, 2, glu_linear_offset=1.0)}, "glu_linear_offset 1.0 is not supported"),
     ({"args": arguments(GPT, 2, apply_residual_connection_post_layernorm=True)}, "post_layernorm True"),
-    ({"args": arguments(GPT, 2, num_layers=10**9)}, "describes a model of 1000000000 layers"),
+    ({"args": arguments(GPT, 2, num_layers=10**4)}, "describes a model of 10000 layers"),
+    ({"args": arguments(GPT, 2, num_layers=10**9)}, "describes no model: --num-layers 1000000000 is more than 10000"),
     ({"args": arguments(GPT, 2, num_layers=3)}, "layers.2.attention_norm.weight"),
     ({"args": arguments(GPT, 2, hidden_size=28)}, "has shape"),
 ]

@@ -183,7 +183,8 @@ def test_results_come_in_order_and_closing_ends_the_workers():
     numbers, pids = zip(*found, strict=True)
     assert numbers[:6] == (0, 2, 4, 6, 8, 10)
     assert [*numbers] == sorted(numbers)
-    assert len({*pids} - {os.getpid()}) == len(workers()) == 2
+    assert {*pids} <= {process.pid for process in workers()}  # on busy cores one may start before the other
+    assert len(workers()) == 2
     results.close()
     assert workers() == []
 

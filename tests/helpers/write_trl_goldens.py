@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers
 import trl
 import trl.trainer.utils
 
@@ -44,7 +45,8 @@ def main(argv: list[str]) -> None:
     torch.set_default_dtype(torch.float64)
     cases = [*sft(), *reward(), *dpo_cases(), *grpo_cases(), *sync()]
     path = Path(argv[0] if argv else FOLDER) / f"trl_{trl.__version__}.json"
-    written = {"trl": trl.__version__, "torch": torch.__version__, "defaults": config_defaults(), "cases": cases}
+    versions = {package.__name__: package.__version__ for package in (trl, transformers, torch)}
+    written = {**versions, "defaults": config_defaults(), "cases": cases}
     path.write_text(json.dumps(written, default=lambda tensor: as_numbers(tensor.tolist())) + "\n")
     print(f"{path}: {len(cases)} cases")
 

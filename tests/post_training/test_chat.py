@@ -183,12 +183,12 @@ def test_template_and_column_errors_name_their_source(tmp_path):
         ({"chat_template": str(tmp_path / "bad.jinja")}, "bad.jinja, line 2: Expected an expression"),
         ({"chat_template": "nowhere"}, "--chat-template nowhere cannot be read"),
         ({"chat_template_kwargs": "[1]"}, "--chat-template-kwargs '[1]' is not a JSON object"),
-        ({"chat_template_kwargs": "{"}, "--chat-template-kwargs { is not JSON: "),
+        ({"chat_template_kwargs": "{"}, "--chat-template-kwargs '{' is not JSON: "),
     ]
     assert not not_refused(flags, lambda flags: load_chat_template(ChatConfig(**flags), ByteTokenizer()))
     columns = [
         ({"tools": "{}"}, "'tools' is {}, not a list of objects"),
-        ({"tools": "no JSON"}, "'tools' no JSON is not JSON: "),
+        ({"tools": "no JSON"}, "'tools' 'no JSON' is not JSON: "),
         ({"documents": ["a"]}, "'documents' is ['a'], not a list of objects"),
         ({"chat_template_kwargs": "3"}, "'chat_template_kwargs' '3' is not a JSON object"),
         ({"chat_template_kwargs": [3]}, "'chat_template_kwargs' [3] is not a JSON object"),

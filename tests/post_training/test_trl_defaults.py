@@ -165,8 +165,10 @@ def test_every_trl_default_is_ours_or_has_a_reason():
 
 def test_stored_defaults_match_the_installed_trl():
     trl = pytest.importorskip("trl")
-    if trl.__version__ not in FILES:
-        pytest.skip(f"TRL {trl.__version__} has not been compared: write_trl_goldens.py")
+    transformers = pytest.importorskip("transformers")  # TRL's configs inherit from its TrainingArguments
+    if FILES.get(trl.__version__, {}).get("transformers") != transformers.__version__:
+        versions = f"TRL {trl.__version__} with transformers {transformers.__version__}"
+        pytest.skip(f"{versions} has not been compared: write_trl_goldens.py")
     from helpers.write_trl_goldens import config_defaults
 
     assert config_defaults() == FILES[trl.__version__]["defaults"]
