@@ -10,10 +10,11 @@ host memory is pinned if the tensors are on a GPU, and with torch 2.13 or later 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 
 import torch
@@ -168,6 +169,16 @@ class Checkpoints:
             f"  scheduled an async checkpoint save at iteration {iteration:7d} to {folder.path}"
             f" | training waited {time.perf_counter() - started:.3f} s"
         )
+
+    @contextlib.contextmanager
+    def watch(self, iteration: int) -> Iterator[None]:
+        """Return a context for the step of `iteration`. Entering it raises the error of an asynchronous save.
+
+        A run without a new checkpoint should end soon, and not at the next save.
+        """
+        if self._writing is not None and self._writing.done():
+            self._finish_writing()
+        yield
 
     def rewind(self) -> TrainingProgress:
         """Load the latest checkpoint of the --save folder into the state, and return its progress.

@@ -415,6 +415,8 @@ class Trainer:
         after, observers = list[AfterStep](), [*self.parts.observers]
         if run.save is not None:
             after.append(AfterStep(self.checkpoints.save, run.config.checkpoint.save_interval, at_end=True))
+        if run.config.checkpoint.async_save:
+            observers.append(self.checkpoints.watch)
         for attached in self.attached:
             after += attached.after_step
         if self.parts.validation is not None:

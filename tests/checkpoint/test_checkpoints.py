@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from helpers.refusals import not_refused
 from helpers.tiers import slow
 from helpers.training import Case
 
+from megazpp.base.program import UserError
 from megazpp.checkpoint import checkpoints
 from megazpp.checkpoint.checkpoints import STAGER_IS_REUSABLE, Checkpoints, take_folder
 from megazpp.checkpoint.config import CheckpointConfig
@@ -127,6 +129,17 @@ def test_later_saves_stage_copies_of_the_current_tensors(monkeypatch, reusable):
         assert copy.tolist() == [step, step + 1, step + 2, step + 3]
         if not reusable:
             saves._stager.close()  # these torch versions close it
+
+
+def test_failed_asynchronous_save_ends_the_run_before_the_next_step():
+    saves, (writing, done) = open_asynchronous("cpu"), (Future[None](), Future[None]())
+    saves._writing = writing
+    with saves.watch(3):
+        pass
+    done.set_exception(ValueError("no space"))
+    saves._writing = done
+    with pytest.raises(UserError, match="no space"), saves.watch(4):
+        pass
 
 
 @pytest.mark.skipif(not STAGER_IS_REUSABLE, reason="needs torch 2.13")
