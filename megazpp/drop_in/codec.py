@@ -52,7 +52,7 @@ class MixedCodec(Codec):
         self._parts: list[tuple[list[tuple[int, int]], Codec | None, slice]] = []
         self._segments = list(chosen.values())  # the segments of each part
         for key, places in spans.items():
-            own = None if key == torch.uint8 else codec(chosen[key], fmt, key)
+            own = None if key == torch.uint8 else codec(tuple(chosen[key]), fmt, key)
             size = align(sum(b - a for a, b in places)) if own is None else own.message_bytes
             self._parts.append((places, own, slice(end, end + size)))
             end += size

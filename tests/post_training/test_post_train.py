@@ -25,6 +25,7 @@ from megazpp.convert.huggingface import open_model
 from megazpp.convert.native import open_checkpoint
 from megazpp.features import FEATURES
 from megazpp.inference.sample import SampleConfig
+from megazpp.post_training.config import DEFAULTS
 from megazpp.post_training.setup import EXTRA, find_start, post_configs
 from megazpp.run.arguments import ParsedRun, parse_run_config
 
@@ -378,7 +379,7 @@ def test_biases_of_experts_are_constant_and_lora_runs_can_be_used(home):
     tool(home, "../pretrain_gpt", f"{pretrained} {style} {router} {shared}")
     before = biases(home / "biased")
     assert all(bias.any() for bias in before)
-    for name, flags, moves in (("kept", "", False), ("moved", "--update-expert-bias", True)):
+    for name, flags, moves in (("biases-kept", "", False), ("biases-moved", "--update-expert-bias", True)):
         post_train(home, name, f"{SFT} --train-iters 2 {flags}", load="biased")
         assert all(torch.equal(*pair) != moves for pair in zip(biases(home / name), before, strict=True)), name
     # a LoRA run
@@ -501,7 +502,12 @@ def test_plan_counts_all_models(home, capsys):
 def start(home: Path, flags: str, *, restarted: bool = False) -> tuple[ParsedRun, LoadSource]:
     """Parse a command line and find the checkpoint that it starts from."""
     parsed = parse_run_config(
-        f"--load {home}/base {flags}".split(), home, features=FEATURES, extra=EXTRA, default_file=None
+        f"--load {home}/base {flags}".split(),
+        home,
+        features=FEATURES,
+        extra=EXTRA,
+        defaults=DEFAULTS,
+        default_file=None,
     )
     return find_start(parsed, restarted=restarted)[:2]
 

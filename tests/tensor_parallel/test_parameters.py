@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.tensor_parallel import parameters
+from megazpp.tensor_parallel import initialize
 from megazpp.tensor_parallel.initialize import draw_parameter, initialize_parameters_
 from megazpp.tensor_parallel.parameters import ParameterSpec, local, local_parameters, owned_parameters, places_of
 from megazpp.zero.verify import verify_weights
@@ -65,7 +65,7 @@ def test_initial_weights_match_one_process(size, style, tp, stage, replicas, blo
 
 def experts_on_ranks(case: Case) -> tuple[dict[str, torch.Tensor], list[tuple[str, tuple[int, ...]]]]:
     """Return the whole weights, and the name and shape of each expert's matrix that this rank drew."""
-    with mock.patch.object(parameters, "draw_parameter", side_effect=draw_parameter) as draw:
+    with mock.patch.object(initialize, "draw_parameter", side_effect=draw_parameter) as draw:
         weights = weights_on_ranks(case)
     return weights, [call.args[:2] for call in draw.call_args_list if ".experts." in call.args[0]]
 
@@ -235,7 +235,7 @@ def weights_of_another_device_on_each_rank(case: Case) -> tuple[dict[str, torch.
     def draw(name: str, shape: tuple[int, ...], spec: ParameterSpec, *, seed: int, device: torch.device) -> Any:
         return draw_parameter(name, shape, spec, seed=seed + torch.distributed.get_rank(), device=device)
 
-    with mock.patch.object(parameters, "draw_parameter", draw):
+    with mock.patch.object(initialize, "draw_parameter", draw):
         model, sharding, dims = build_on_ranks(case)
     place = {name: getattr(dims, name).rank for name in ("tp", "shard")}
     shards = {name: p.detach().to_local().clone() for name, p in model.named_parameters()}

@@ -112,7 +112,7 @@ def test_texts_from_a_disk_store_match_resident_packed_weights(load, tmp_path, t
     # the error for a store that cannot be written names the flag
     code, output = run_tool("generate", "--load", load, *disk, "/proc/x", "--tensor-model-parallel-size", tp, world=tp)
     assert code == 2
-    assert "error: rank 0: --weight-store: cannot write /proc/x/" in output
+    assert "--weight-store: cannot write /proc/x/" in output
 
 
 ASKED = [{"role": "user", "content": "Who?"}]

@@ -226,8 +226,9 @@ def test_disabled_wandb_records_nothing(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("logged_out")
 def test_wandb_with_a_dead_service_raises_and_does_not_hang(tmp_path):
+    before = {*psutil.Process().children(recursive=True)}  # other tests may have left a service
     sink = open_wandb(tmp_path)
-    (service,) = (each for each in psutil.Process().children(recursive=True) if each.name() == "wandb-core")
+    (service,) = (each for each in {*psutil.Process().children(recursive=True)} - before if each.name() == "wandb-core")
     service.kill()
     service.wait()
     for use in (
