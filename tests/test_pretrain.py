@@ -255,7 +255,7 @@ def test_help_and_print_config_print_and_start_nothing(main, capfd):
         texts.append(capfd.readouterr().out)
     assert all("--tensor-model-parallel-size" in text for text in texts)
     _, common, everything = texts
-    assert common.count("\n") <= 60
+    assert common.count("\n") <= 64
     assert "--help-all shows all 2" in common
     assert "--muon-full-interval N " in everything
     for wrong in ("th", "STR", "INT"):
@@ -275,7 +275,7 @@ REFUSED = """
 --load missing --exit-on-missing-checkpoint | --load missing
 --text-path missing.txt | --text-path missing.txt
 --split 0,1,1 | --split 0,1,1: no data for training
---text-path --valid-data-path a | --train-data-path, --valid-data-path and --test-data-path: no data for training
+--text-path --valid-data-path a | --test-data-path: no data for training | without their tokenizer | --valid-data-path a
 --text-path BAD | --text-path BAD, line 1: not UTF-8
 --data-cache-path BAD | --data-cache-path: cannot write
 @missing.args | missing.args
@@ -292,6 +292,7 @@ def test_invalid_flags_are_rejected_before_anything_starts_or_is_written(main):
     for flags, *named in table(REFUSED.replace("PLANNED", PLANNED)):
         code, out, err = main("--run-dir", "run", "--nproc", "2", *flags.split())
         assert (code, out) == (2, ""), flags
+        assert len(err.splitlines()) == len(named), (flags, err)
         for words, line in zip(named, err.splitlines(), strict=True):
             assert line.startswith("pretrain_gpt.py: error: "), err
             assert words in line
