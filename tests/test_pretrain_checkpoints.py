@@ -62,7 +62,7 @@ def test_resumed_run_keeps_its_weight_format_and_the_checkpoint_records_it(home,
     assert (interrupted.output.count(chosen), interrupted.output.count(kept)) == (1, 0)
     assert (continued.output.count(chosen), continued.output.count(kept)) == (0, 1)
     for run in (interrupted, continued):
-        assert "not quantized inside nodes, lossless differences across" in run.output
+        assert "not quantized inside nodes, lossless deltas across" in run.output
     flags = json.loads((home / "saved" / "iter_0000006" / "run.json").read_text())["flags"]
     assert flags["zero_weight_delta"] == "lossless"
 

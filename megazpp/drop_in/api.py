@@ -68,7 +68,7 @@ def zeropp(
             resumed run is bit-identical only with `Handle.save` and `Handle.load`.
         fsdp: keyword arguments of `fully_shard` for a model that is not wrapped yet, such as `mp_policy`.
     Returns:
-        The handle on the sharded model. The model keeps a reference to it, so the caller may discard it.
+        The handle to the sharded model. The model keeps a reference to it, so the caller may discard it.
     Raises:
         TypeError: an argument has another type, or FSDP1 or DDP has wrapped the model.
         RuntimeError: there is no process group, or a gradient hook needs gradients before they are reduced. Such a

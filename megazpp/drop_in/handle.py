@@ -1,4 +1,4 @@
-"""The handle on a program's model that `megazpp.zeropp` returns, and the state that it saves beside a checkpoint.
+"""The handle to a program's model that `megazpp.zeropp` returns, and the state that it saves beside a checkpoint.
 
 Nothing is added to the model's modules or to its `state_dict`. So checkpoints of plain FSDP2 load, and programs without
 ZeRO++ load the checkpoints. What ZeRO++ keeps besides the weights is saved by `Handle.save`, one file per rank.
@@ -34,7 +34,7 @@ Comms = tuple[ProgramGather | ProgramRingGather, RestoringReduce | ProgramRingRe
 
 
 class Handle(Sharding):
-    """The handle on a model of `megazpp.zeropp`.
+    """The handle to a model of `megazpp.zeropp`.
 
     Steps of torch's optimizers are detected by hooks.
 
@@ -157,7 +157,7 @@ class Handle(Sharding):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save what ZeRO++ keeps on this rank besides the weights, so that a resumed run is bit-identical.
 
-        These are the weights to which lossless differences are added, and the error feedback. Call it on all ranks
+        These are the weights to which lossless deltas are added, and the error feedback. Call it on all ranks
         between steps, when the program saves the model. It writes one file per rank, named by the layout of the ranks,
         and nothing if nothing is kept (`keeps_state`).
 

@@ -44,7 +44,7 @@ class CommContext:
         zero: switches and intervals.
         precision: compute and reduction dtypes, for the elements that are not quantized.
         codec: makes the codec that packs and unpacks the messages of a unit.
-        lossless_codec: makes the codec for lossless differences of a unit's weights.
+        lossless_codec: makes the codec for lossless deltas of a unit's weights.
     Attributes:
         overlap_gather, overlap_reduce: whether gathers and reductions overlap with the compute.
         cross_queue, local_queue, shard_queue: communication queues of the axes.

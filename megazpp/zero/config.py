@@ -201,7 +201,7 @@ class GatherPlan(NamedTuple):
 
     fmt: BlockFormat | None  # quantization of messages; None sends the compute dtype
     keep: bool  # whether each rank keeps the secondary partition (hpZ): the messages that it received from other nodes
-    differences: bool = False  # whether lossless differences from the kept weights cross nodes, not whole weights
+    differences: bool = False  # whether lossless deltas from the kept weights cross nodes, not whole weights
 
 
 class ReducePlan(NamedTuple):
@@ -234,7 +234,7 @@ class CommPlan(NamedTuple):
             kept = "kept inside the node until they change" if self.gather.keep else "not kept"
             formats = _spell(self.gather.fmt)
             if self.gather.differences:
-                formats += " inside nodes, lossless differences across"
+                formats += " inside nodes, lossless deltas across"
             weights = f"gathered in two hops, {formats}, {kept}"
         if self.reduce is not None:
             local, cross = map(_spell, self.reduce)

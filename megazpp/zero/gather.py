@@ -189,7 +189,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
     def start_early(self, since: Moment) -> bool:
         """Start the cross-node hop, the all-gather between nodes, before the next use.
 
-        It starts only if the weights have changed and the unit is sharded. With weight differences this happens for
+        It starts only if the weights have changed and the unit is sharded. With weight deltas this happens for
         every unit, used or not and with or without overlap. The resident weights, to which differences are added, then
         depend only on the optimizer's steps, not on which units were used between them.
 
@@ -230,7 +230,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         return self.secondary
 
     def lossless(self) -> LosslessCodec:
-        """Return the codec for lossless differences.
+        """Return the codec for lossless deltas.
 
         It waits for the last cross-node hop first, so that the codec's size counters are current.
         """

@@ -13,7 +13,7 @@ from megazpp.kernels.formats import BlockFormat
 from megazpp.topology.layout import Layout
 from megazpp.zero.config import CommPlan, GatherPlan, ReducePlan, ZeroConfig
 
-# Elements per quantization block. DIFFERENCE_BLOCK is for the quantized weight differences of DiLoCo.
+# Elements per quantization block. DIFFERENCE_BLOCK is for the quantized weight deltas of DiLoCo.
 WEIGHT_BLOCK, DIFFERENCE_BLOCK, GRADIENT_BLOCK = 256, 128, 128
 
 
@@ -58,12 +58,12 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
     Raises:
         ValueError: the flags contradict each other or the layout; the message names the flags and their values.
     """
-    # ---- weights: whole or as differences
+    # ---- weights: whole or as deltas
     keep = _keeps_secondary(config, layout)
     lossless = lossless if config.chooses_weight_delta else config.zero_weight_delta == "lossless"
     if lossless and not keep:
         raise ValueError(
-            "--zero-weight-delta lossless sends differences from the weights that a node keeps: it needs "
+            "--zero-weight-delta lossless sends deltas from the weights that a node keeps: it needs "
             f"--zero-hpz-partition-size auto, not {config.hpz_partition_size}"
         )
     if lossless and param_dtype.itemsize != 2:

@@ -1,7 +1,7 @@
 """The schedules that decide when each hop runs: slow hops once per optimizer step, fast hops once per use.
 
     weights    first use after a change:   the unit's own hops, then other units' cross-node hops in the order of use,
-                                           during the forward (for weight differences also without overlap, and for
+                                           during the forward (for weight deltas also without overlap, and for
                                            units that are not used)
                every use:                  the unit's intra-node hop, followed by a prefetch of the next unit's
     gradients  every micro-batch:          the unit's intra-node hop

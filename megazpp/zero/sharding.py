@@ -37,7 +37,7 @@ from megazpp.zero.wire import LosslessCodec
 
 
 class WeightHandle(Protocol):
-    """The interface of a handle on a model that only runs forwards: `Sharding`, or a handle on frozen weights."""
+    """The interface of a handle to a model that only runs forwards: `Sharding`, or a handle to frozen weights."""
 
     keeps_gathered: bool  # True if forwards inside `keep_unsharded` need no communication after the first one
 
@@ -47,7 +47,7 @@ class WeightHandle(Protocol):
 
 
 class Sharding:
-    """The handle on a sharded model, with methods to call around micro-batches, evaluations and writes to weights.
+    """The handle to a sharded model, with methods to call around micro-batches, evaluations and writes to weights.
 
     Args:
         model: the model that FSDP2 has wrapped.
@@ -189,7 +189,7 @@ class Sharding:
     def secondary_state(self) -> dict[str, torch.Tensor]:
         """Return the secondary partition, the weights that all nodes keep, as part of a checkpoint.
 
-        From it a run resumes bit for bit. It is empty unless weights cross nodes as lossless differences. Call it while
+        From it a run resumes bit for bit. It is empty unless weights cross nodes as lossless deltas. Call it while
         the parameters are sharded, for example after `reshard`. There are two kinds of entries:
 
             {parameter}                        a copy of the weights that all nodes keep, a DTensor sharded like the
@@ -244,7 +244,7 @@ class Sharding:
         return complete
 
     def metrics(self) -> dict[str, float]:
-        """Return counters of the steps since the last call; empty unless weights cross nodes as lossless differences.
+        """Return counters of the steps since the last call; empty unless weights cross nodes as lossless deltas.
 
         weights_left_out: changed weights for which messages had no room, summed over the ranks of this rank's cross
         axis (one per node). The last step's are included in the next call, because their number has not reached the
@@ -259,7 +259,7 @@ class Sharding:
     def rank_state(self) -> dict[str, torch.Tensor]:
         """Return the buffers that belong to this rank alone, by name.
 
-        These are its error feedback, and the sizes of its last lossless differences. A checkpoint is loaded into these
+        These are its error feedback, and the sizes of its last lossless deltas. A checkpoint is loaded into these
         tensors in place. With another layout they start from zeros.
         """
         sizes = {f"{gather.unit.key}.recent": gather.lossless().recent for gather in self._residents}
@@ -327,7 +327,7 @@ def shard_model(
         wire: the plan that `plan_comm` makes from `zero` and the layout of `dims`.
         experts: modules inside `units` that are separate sharding units, sharded along `dims.experts`.
     Returns:
-        The handle on the sharded model.
+        The handle to the sharded model.
     """
     # ---- FSDP2
     zero, precision = zero or ZeroConfig(), precision or PrecisionConfig()

@@ -53,7 +53,7 @@ def verify_weights(sharding: Sharding, dims: ParallelDims) -> None:
     Call it on all ranks, while no forward or backward is running.
 
     Args:
-        sharding: handle on the model.
+        sharding: handle to the model.
         dims: mesh axes of the model.
     Raises:
         CorruptWeightsError: gathered weights differ; raised on all ranks.

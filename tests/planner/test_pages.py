@@ -7,8 +7,10 @@ import pytest
 from helpers.small_run import ROOT, parse
 
 from megazpp.planner.estimate import Estimate, Estimator
+from megazpp.planner.report import report_parts
 from megazpp.planner.simulator import Memory
 from megazpp.planner.variants import for_planning, schemes
+from megazpp.run.start import planned_cluster
 from megazpp.topology.cluster import Cluster, Link
 from megazpp.topology.cluster_file import read_cluster
 
@@ -66,3 +68,27 @@ def test_planner_page_quotes_the_planners_local_steps():
     parameters = two.memory[Memory.PARAMETERS] / 4 * 8
     assert parameters == pytest.approx(6.74e9, rel=0.001)
     assert two.node_cross_bytes == pytest.approx(2 * (0.5 + 2 / 128) * parameters / 2 / 30, rel=0.005)
+
+
+SCHEMES = re.compile(r"^\| scheme \| MB between nodes \| .*\n\|[-|]+\n((?:\|.*\n)+)", re.M)
+PLAN = re.compile(r"^python pretrain_gpt.py ((?:.*\\\n)*.*--plan.*)$", re.M)
+
+
+def cells(line: str) -> list[str]:
+    return line.strip("| ").split(" | ")
+
+
+@pytest.mark.parametrize("name", ["multi_node", "migrating_megatron"])
+def test_pages_table_of_schemes_has_every_row_of_the_plan(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / f"docs/guides/{name}.md").read_text(encoding="utf-8")
+    (table,) = SCHEMES.finditer(text)
+    command = list(PLAN.finditer(text, endpos=table.start()))[-1][1]
+    config = parse(command.replace("\\\n", " ")).config
+    parts = report_parts(config, planned_cluster(config), device_type="cpu")
+    head, *planned = [
+        re.split(" {2,}", line.strip()) for line in next(p for p in parts if p[:6] == "scheme").splitlines()
+    ]
+    columns = [head.index(column) for column in cells(table[0].partition("\n")[0])]
+    rows = [[row[column] for column in columns] for row in planned if len(row) == len(head)]
+    assert [cells(line) for line in table[1].splitlines()] == rows

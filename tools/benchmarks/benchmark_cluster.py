@@ -1,4 +1,4 @@
-"""Time training steps of ZeRO-3, HSDP, ZeRO++ and its parts, and local steps, on nodes with emulated slow links.
+"""Time training steps of ZeRO-3, ZeRO-1, HSDP, ZeRO++, its parts and local steps on nodes with emulated slow links.
 
     python tools/benchmarks/benchmark_cluster.py --out runs/cluster                 2 nodes x 4 ranks, all rates, k = 1
     python tools/benchmarks/benchmark_cluster.py --out runs/k8 --rates 100mbit --micro-batches 8 --samples 3
@@ -51,6 +51,7 @@ INT8 = "--zeropp --zero-weight-delta none"  # without the flag, bf16 weights wou
 VARIANTS = {  # flags of pretrain_gpt.py; DiLoCo's replica groups are nodes, and momentum gives the most state
     "zero3": "",
     "zero3-overlap": "--overlap-param-gather --overlap-grad-reduce",
+    "zero1": "--zero-stage 1",
     "hsdp": "--hsdp",
     "qwz": "--zero-quantized-weights",
     "hpz": "--zero-hpz-partition-size auto",
@@ -319,7 +320,7 @@ def _markdown(header: list[str], rows: list[list[str]]) -> list[str]:
 
 @program
 def main(argv: list[str]) -> int:
-    """Measure the samples that samples.json lacks, write and print the tables, and return the exit status."""
+    """Measure the rounds that samples.json does not have, write and print the tables, and return the exit status."""
     exit_on_signals()
     try:
         args = parse_flags(argv)

@@ -28,6 +28,7 @@ LOCAL_STEPS = "--diloco-steps 10 --diloco-outer-momentum 0.9 --diloco-outer-lr"
 INT8 = "--zeropp --zero-weight-delta none"  # without the flag, 16-bit weights would cross nodes as lossless deltas
 VARIANTS = {
     "ZeRO-3": "",
+    "ZeRO-1": "--zero-stage 1",
     "+qwZ": "--zero-quantized-weights",
     "+qwZ +hpZ": "--zero-quantized-weights --zero-hpz-partition-size auto",
     "+qgZ 8/8": "--zero-quantized-gradients --zero-gradient-bits 8 8",
