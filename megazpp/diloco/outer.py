@@ -1,7 +1,5 @@
 """DiLoCo: local steps in replica groups, which synchronize every H steps over the hops between nodes.
 
-This file is longer than 300 lines, so that a synchronization can be read from sending to merging in one place.
-
 A replica group is a part of the cluster with its own sharded copy of the model. Inside it every step is an FSDP2 or
 ZeRO++ step. Between groups there is no communication, except for synchronizations. R is the common copy of the outer
 weights in fp32, bit-identical in all groups. A sharding unit of fragment p synchronizes once in every H steps:
@@ -37,7 +35,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megazpp.diloco.config import DilocoPlan
-from megazpp.kernels.formats import BlockFormat, MessageLayout
+from megazpp.diloco.rows import OuterRows, outer_step_
+from megazpp.kernels.formats import MessageLayout
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
 from megazpp.parallel.dims import ParallelDims
@@ -45,11 +44,11 @@ from megazpp.zero.config import PrecisionConfig
 from megazpp.zero.secondary import Resident
 from megazpp.zero.sharding import Sharding
 from megazpp.zero.units import Unit
-from megazpp.zero.wire import Codec, own_rows, plan_message, plan_segments
+from megazpp.zero.wire import Codec, own_rows
 
 
-class OuterUnit:
-    """A sharding unit's outer weights and momentum on this rank, and its R, the common copy of the outer weights.
+class OuterUnit(OuterRows):
+    """The rows of a sharding unit whose outer weights and momentum are split over the replica groups.
 
     Args:
         unit: the sharding unit.
@@ -63,7 +62,6 @@ class OuterUnit:
         common: holds R.
         outer: [S] fp32, the part of the outer weights that this rank owns.
         momentum: [S] fp32; None if mu is 0.
-        errors: rounding errors of outer gradients for error feedback; None without it.
         sent_bytes: bytes of the outer gradients' messages, which are kept from `send` until the result has arrived.
     """
 
@@ -78,22 +76,13 @@ class OuterUnit:
         device: torch.device,
         codec: Callable[[MessageLayout, torch.dtype], Codec] = Codec,
     ) -> None:
-        self.unit, self._axis, self._plan = unit, axis, plan
-        named = [(p.name, shape) for p, shape in zip(unit.parameters, shapes, strict=True)]
-        self.segments = plan_segments(named, axis.size)
-
-        def made(fmt: BlockFormat | None, dtype: torch.dtype) -> Codec:
-            return codec(plan_message(self.segments, fmt, exact_itemsize=dtype.itemsize), dtype)
-
-        self._gradients = made(plan.gradients, precision.reduce_dtype)
-        differences = made(plan.weights, precision.param_dtype)
-        self.common = Resident(made(None, torch.float32), axis, of=unit.name, differences=differences)
+        super().__init__(unit, shapes, axis.size, plan=plan, precision=precision, device=device, codec=codec)
+        self._axis = axis
+        self.common = Resident(self.whole, axis, of=unit.name, differences=self.differences)
         self.common.allocate(device)
-        size = self._gradients.layout.size
-        self.outer = torch.zeros(size, device=device)
-        self.momentum = torch.zeros(size, device=device) if plan.outer_momentum else None
-        self.errors = self._gradients.new_errors(axis.size, device=device) if plan.feedback else None
-        self.sent_bytes = axis.size * self._gradients.layout.message_bytes
+        self.outer = torch.zeros(self.gradients.layout.size, device=device)
+        self.momentum = torch.zeros_like(self.outer) if plan.outer_momentum else None
+        self.sent_bytes = axis.size * self.gradients.layout.message_bytes
         self._work = Work(None)
         self._sent: torch.Tensor | None = None  # kept until the communication is complete
 
@@ -112,18 +101,6 @@ class OuterUnit:
         """Initialize R (the common outer weights) and the outer weights from the inner weights, equal in all groups."""
         self.outer.copy_(self.fill_(self.rows)[self._axis.rank])
 
-    def fill_(self, rows: torch.Tensor, shards: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
-        """Write shards into rows [G, S], with zeros as padding, and return the rows.
-
-        Args:
-            rows: [G, S] fp32.
-            shards: one tensor per parameter. None: the model's shards.
-        """
-        rows.zero_()
-        for row, shard in self.pairs(rows, shards):
-            row.copy_(shard)
-        return rows
-
     def spread(self) -> None:
         """Rebuild R, the common copy, from the outer weights of all replica groups by an all-gather on all ranks."""
         self.wait()
@@ -141,47 +118,12 @@ class OuterUnit:
             weight: weight of this group's change in the mean, a scalar.
             correction: factor for the sum over groups, a scalar. It is needed because the weights do not add up to 1.
         """
-        rows = self.rows
-        delta = self.fill_(torch.empty_like(rows))
-        torch.sub(rows, delta, out=delta).mul_(weight)
-        self._sent = self._gradients.empty(self._axis.size, device=rows.device)
-        self._gradients.pack(delta, self._sent, errors=self.errors)
+        self._sent = self.pack(weight)
         self._work = self._axis.queue.submit(functools.partial(self._cross, self._sent, correction))
-
-    def merge(self, alpha: float) -> None:
-        """Merge R, the common outer weights, into the inner weights: inner = alpha inner + (1 - alpha) R."""
-        for row, shard in self.pairs(self.rows):
-            shard.lerp_(row, 1.0 - alpha) if alpha else shard.copy_(row)
-
-    def swap(self) -> None:
-        """Exchange the inner weights and R, the common outer weights, so that the model computes with R."""
-        for row, shard in self.pairs(self.rows):
-            inner = shard.clone()
-            shard.copy_(row)
-            row.copy_(inner)
-
-    def pairs(
-        self, rows: torch.Tensor, shards: Sequence[torch.Tensor] | None = None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of views with equal shapes: a part of rows [G, S], without padding, and the same part of a shard.
-
-        Args:
-            rows: [G, S] fp32.
-            shards: one tensor per parameter. None: the model's shards.
-        """
-        for segment, shard in zip(self.segments, self.unit.shards() if shards is None else shards, strict=True):
-            flat, size = shard.view(-1), segment.size
-            if size == 0:
-                continue
-            full = flat.numel() // size
-            if full:
-                yield rows[:full, segment.start : segment.stop], flat[: full * size].view(full, size)
-            if rest := flat.numel() - full * size:
-                yield rows[full, segment.start : segment.start + rest], flat[full * size :]
 
     def warm_up(self, device: torch.device) -> None:
         """Pack and unpack zeros as in a synchronization, to compile the kernels; nothing is sent."""
-        codec, rows = self._gradients, torch.zeros_like(self.rows)
+        codec, rows = self.gradients, torch.zeros_like(self.rows)
         sent = codec.empty(self._axis.size, device=device)
         codec.pack(rows, sent, errors=codec.new_errors(self._axis.size, device=device) if self.errors else None)
         codec.unpack_sum(sent.unsqueeze(1), rows[:1], accumulate=False)
@@ -191,13 +133,9 @@ class OuterUnit:
         """Run the communication of a synchronization, with the outer optimizer step between its two hops."""
         received = self._axis.all_to_all(sent, of=self.unit.name)
         mean = torch.empty_like(self.outer)
-        self._gradients.unpack_sum(received.unsqueeze(1), mean.unsqueeze(0), accumulate=False)
+        self.gradients.unpack_sum(received.unsqueeze(1), mean.unsqueeze(0), accumulate=False)
         mean *= correction.join()
-        lr, mu = self._plan.outer_lr, self._plan.outer_momentum
-        self.outer.add_(mean, alpha=-lr)
-        if self.momentum is not None:
-            self.momentum.mul_(mu).add_(mean)
-            self.outer.add_(self.momentum, alpha=-lr * mu)
+        outer_step_(self.outer, self.momentum, mean, self._plan)
         assert self.common.messages is not None
         self.common.take_in(self.common.messages, self.outer, keyframe=False)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from helpers import diloco_reference
@@ -17,6 +18,7 @@ from helpers.training import CLIP, CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_dil
 
 from megazpp.diloco.config import DilocoConfig, DilocoPlan, plan_diloco
 from megazpp.diloco.outer import ReplicaGroups, send_fragment
+from megazpp.diloco.rows import outer_step_
 from megazpp.kernels.formats import BlockFormat
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.build import OptimizerConfig, build_optimizer
@@ -194,6 +196,20 @@ def test_four_bit_synchronization_keeps_replica_groups_identical(world, case):
         if weight.ndim > 1 and change:
             assert (outer[name] - weight).norm() < 0.25 * change, name
             assert (common[name] - outer[name]).norm() < 0.25 * change, name
+
+
+def test_every_operation_of_the_outer_step_is_rounded_alone():
+    """numpy never fuses a product and a sum into one rounding, which torch does with AVX2 and AVX-512."""
+    plan = plan_diloco(
+        exact(20, outer_lr=0.7, outer_momentum=0.6), ZeroConfig(), iterations=1, num_layers=1, tokens_per_step=1
+    )
+    generator = torch.Generator().manual_seed(0)
+    outer, momentum, mean = torch.rand(3, 10_007, generator=generator).unbind()
+    new_momentum = momentum.numpy() * np.float32(0.6) + mean.numpy()
+    expected = outer.numpy() - mean.numpy() * np.float32(0.7) - new_momentum * np.float32(0.7 * 0.6)
+    outer_step_(outer, momentum, mean, plan)
+    assert np.array_equal(momentum.numpy(), new_momentum)
+    assert np.array_equal(outer.numpy(), expected)
 
 
 def test_replica_group_without_tokens_sends_finite_numbers():
