@@ -14,27 +14,38 @@ import functools
 import os
 from typing import Any
 
-from megazpp.base.program import LAUNCHER_PID, announce
+from megazpp.base.files import HOME
+from megazpp.base.program import LAUNCHER_PID, announce, is_worker, program
+from megazpp.features import FEATURES
+from megazpp.run.arguments import ParsedRun, parse_run_config
 
-announce("pretrain_gpt.py", "megazpp")  # before the imports below, because importing torch takes seconds
+
+@program
+def answer(argv: list[str]) -> None:
+    """Exit if the flags are wrong or only ask for --help or --print-config, before torch is imported."""
+    if parse_run_config(argv, HOME, features=FEATURES).answers():
+        raise SystemExit(0)
+
+
+if __name__ == "__main__" and not is_worker() and (status := answer()):
+    raise SystemExit(status)
+announce("pretrain_gpt.py", "megazpp")  # the imports below take seconds
 
 from megazpp.parallel.roll_call import report_tracebacks
 
 report_tracebacks()
 
-from megazpp.base.files import HOME
 from megazpp.base.flags import COMMAND_LINE
-from megazpp.base.program import Problems, leave, say_notices, user_errors
+from megazpp.base.program import Problems, leave, user_errors
 from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, start_of
-from megazpp.data.dataset import Samples, Splits, build_datasets, build_tokenizer, check_inputs, unigram_entropy
+from megazpp.data.config import Splits
+from megazpp.data.dataset import Samples, build_datasets, build_tokenizer, check_inputs, unigram_entropy
 from megazpp.data.identity import describe_samples
 from megazpp.data.tokenizer import Tokenizer
-from megazpp.features import FEATURES
 from megazpp.model.backends import check_device
 from megazpp.parallel.launch import RESTART_COUNT, detect_rank_info, device_type
 from megazpp.parallel.worker import worker_process
-from megazpp.run.arguments import ParsedRun, parse_run_config
 from megazpp.run.checkpoint_flags import (
     with_checkpoint_args,
     with_checkpoint_tokenizer,
@@ -61,9 +72,7 @@ def main(argv: list[str]) -> int:
     """Pretrain a model as a worker, or check the flags and start the workers. Return the exit code."""
     # ---- flags, and commands that replace training
     parsed = parse_run_config(argv, HOME, features=FEATURES)
-    if parsed.show.print_config:
-        say_notices(parsed.notices)
-        print(parsed.report())
+    if parsed.answers():
         return 0
     for feature in FEATURES:
         status = feature.command(parsed)

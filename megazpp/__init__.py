@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-_MODULES = {"ZeroConfig": "megazpp.zero", "trainer_callback": "megazpp.drop_in", "zeropp": "megazpp.drop_in"}
+_MODULES = {"ZeroConfig": "megazpp.zero.config", "trainer_callback": "megazpp.drop_in", "zeropp": "megazpp.drop_in"}
 __all__ = ["ZeroConfig", "trainer_callback", "zeropp"]
 
 

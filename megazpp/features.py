@@ -7,7 +7,7 @@ with a feature.py extend pretraining through the hooks of run/feature.py. The ot
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
+from pathlib import Path
 
 from megazpp.run.feature import Feature
 
@@ -27,8 +27,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 def _load_features() -> tuple[Feature, ...]:
     """Return the `FEATURE` of each feature.py, in the order of the list, without features that lack one they need."""
-    modules = [f"megazpp.{name}.feature" for name in NEEDS if _is_complete(name)]
-    return tuple(import_module(module).FEATURE for module in modules if find_spec(module) is not None)
+    folder = Path(__file__).parent
+    names = [name for name in NEEDS if _is_complete(name) and (folder / name / "feature.py").exists()]
+    return tuple(import_module(f"megazpp.{name}.feature").FEATURE for name in names)
 
 
 def _is_complete(name: str) -> bool:

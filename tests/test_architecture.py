@@ -176,9 +176,22 @@ def test_training_saves_and_resumes_without_any_optional_feature(tmp_path):
 
 
 def test_own_modules_are_imported_at_the_top_of_a_file(library):
-    """A lazy import of our code could hide a dependency between layers."""
-    ours = [(file.name, *each) for file in library for each in file.imports if each[0].startswith("megazpp")]
-    assert [f"{name} imports {target}" for name, target, node in ours if node.col_offset > 0] == []
+    """Hooks of features and blocks for type checkers may import more, so that flags are read before torch is."""
+    for file in library:
+        blocks = [x for x in file.nodes if isinstance(x, ast.If) and ast.unparse(x.test) == "TYPE_CHECKING"]
+        allowed = {node for block in blocks for node in block.body}
+        lazy = [target for target, node in file.imports if node.col_offset > 0 and node not in allowed]
+        ours = [target for target in lazy if target.startswith("megazpp")]
+        assert ours == [] or file.name.endswith(".feature"), f"{file.name} imports {ours}"
+
+
+@pytest.mark.parametrize(("flags", "status"), [("--print-config", 0), ("--help-all", 0), ("--mikro-batch-size 2", 2)])
+def test_flags_are_read_without_torch(flags, status):
+    """Importing torch takes seconds, and a typo should be answered at once."""
+    code = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('pretrain_gpt.py', run_name='__main__')"
+    found = subprocess.run([sys.executable, "-c", code, *flags.split()], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == status, found.stderr
+    assert "--micro-batch-size" in found.stdout + found.stderr
 
 
 def test_only_two_folders_import_fsdp2_and_only_axis_calls_collectives(library):

@@ -27,7 +27,7 @@ from megazpp.features import FEATURES
 from megazpp.run.arguments import FeatureConfig, section_configs
 from megazpp.run.feature import weight_opener
 
-SECTIONS = section_configs([feature for feature in FEATURES if feature.opens_weights])
+SECTIONS = section_configs([feature for feature in FEATURES if feature.weight_opener(()) is not None])
 
 
 @program_of(ConvertConfig, TokenizerConfig, *SECTIONS, description=(__doc__ or "").partition("\n")[0])

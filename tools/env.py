@@ -27,7 +27,8 @@ from megazpp.base.files import cache_folder
 from megazpp.base.program import aligned, flags_of, launched_rank, program
 from megazpp.kernels.block_quant import backend, native
 from megazpp.optim.apex import check_apex
-from megazpp.optim.build import OptimizerConfig, optimizer_backends
+from megazpp.optim.build import optimizer_backends
+from megazpp.optim.config import OptimizerConfig
 from megazpp.parallel.host_discovery import describe_host
 from megazpp.parallel.launch import device_type
 from megazpp.topology.hosts import cluster_from_hosts

@@ -23,7 +23,8 @@ from megazpp.parallel.roll_call import report_tracebacks
 report_tracebacks()  # before the imports below, which may fail on one host
 
 from megazpp.base.flags import flag
-from megazpp.data.dataset import Splits, build_datasets, check_inputs
+from megazpp.data.config import Splits
+from megazpp.data.dataset import build_datasets, check_inputs
 from megazpp.features import FEATURES
 from megazpp.inference.on_checkpoint import Loaded, run_on_checkpoint
 from megazpp.inference.scoring import Score, check_input, count_labels, score_whole

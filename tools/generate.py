@@ -40,9 +40,9 @@ from megazpp.data.dataset import build_tokenizer
 from megazpp.data.documents import read_records
 from megazpp.data.tokenizer import Tokenizer, special_tokens_note
 from megazpp.features import FEATURES
+from megazpp.inference.config import SampleConfig
 from megazpp.inference.generate import sequences_that_fit
 from megazpp.inference.on_checkpoint import Loaded, run_on_checkpoint
-from megazpp.inference.sample import SampleConfig
 from megazpp.inference.text import Start, check_start, continue_texts, start_of
 from megazpp.post_training.chat import ChatConfig, ChatTemplate, load_chat_template
 from megazpp.post_training.formatting import prompt_ids

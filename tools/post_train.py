@@ -29,13 +29,13 @@ from megazpp.parallel.roll_call import report_tracebacks
 
 report_tracebacks()
 
-from megazpp.base.program import Problems, leave, say_notices, user_errors
+from megazpp.base.program import Problems, leave, user_errors
 from megazpp.checkpoint.read import start_of
 from megazpp.features import FEATURES
 from megazpp.model.backends import check_device
 from megazpp.parallel.launch import RESTART_COUNT, detect_rank_info, device_type
 from megazpp.parallel.worker import worker_process
-from megazpp.planner.feature import PlanConfig
+from megazpp.planner.config import PlanConfig
 from megazpp.planner.report import print_report, report_parts
 from megazpp.planner.variants import changed
 from megazpp.post_training.config import DEFAULTS
@@ -82,9 +82,7 @@ def main(argv: list[str]) -> int:
 
     # ---- the checkpoint to start from
     parsed, source, earlier = find_start(parsed, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
-    if parsed.show.print_config:
-        say_notices(parsed.notices)
-        print(parsed.report())
+    if parsed.answers():
         return 0
 
     # ---- checks before anything is allocated or written; the plan is dropped, because workers may find other hosts

@@ -123,6 +123,14 @@ def announce(*names: str) -> None:
         say_at_terminal(f"MegaZ++ {megazpp.__version__} starts: importing torch")
 
 
+def is_worker(env: Mapping[str, str] = os.environ) -> bool:
+    """Return True if a launcher has started this process as a rank of a job."""
+    try:
+        return LAUNCHER_PID in env or "RANK" in env or find_launcher(env) is not None
+    except ValueError:  # `detect_rank_info` reports it later
+        return True
+
+
 def launched_rank(env: Mapping[str, str] = os.environ) -> int:
     """Return this process's rank from its launcher's variables, so that only rank 0 prints; 0 if it is unknown."""
     try:

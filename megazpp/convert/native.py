@@ -19,7 +19,8 @@ from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import MODEL, under
 from megazpp.checkpoint.weights import WeightOpener
 from megazpp.convert.model import Deferred, Model, checked_model, model_config
-from megazpp.data.dataset import DataConfig, build_tokenizer
+from megazpp.data.config import DataConfig
+from megazpp.data.dataset import build_tokenizer
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer, names_tokenizer
 from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis

@@ -12,7 +12,6 @@ sample per dataset. The order is Megatron's, ties included.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +21,9 @@ import numpy.typing as npt
 
 from megazpp.base.program import Problems, errors_as, say
 from megazpp.data.cache import cache_key, load_or_save_arrays
+from megazpp.data.config import parse_blend
 from megazpp.data.gpt_dataset import GPTDataset, Sequences, Source
-from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
+from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.kernels.blend_order import MOST_DATASETS, blend_order
 
 _COUNTED_AT_ONCE = 1 << 24  # samples; numpy needs 8 bytes for each of them while it counts
@@ -43,44 +43,6 @@ class DataSource(NamedTuple):
     name: str
     is_cached: bool = True
     by_tokens: bool = False
-
-
-def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
-    """Return the prefixes of .bin/.idx pairs that a flag like --data-path names, and their weights if it has any.
-
-    Args:
-        values: `A B C`, or with weights `0.3 A 0.7 B`. As in Megatron, they have weights if every other value is a
-            number.
-        flag_name: flag for messages.
-    Raises:
-        ValueError: a weight is not positive, only some datasets have weights, or all weights are also names of
-            datasets.
-    """
-    numbers = list(map(_number, values))
-    weights = tuple(number for number in numbers[::2] if number is not None)
-    if values and len(values) == 2 * len(weights):
-        if not all(0 < weight < math.inf for weight in weights):
-            raise ValueError(f"{flag_name} {' '.join(values)}: weights must be positive numbers")
-        called = [value for value in values[::2] if any(path.exists() for path in pair_paths(Path(value)))]
-        if len(called) == len(weights):  # every weight is also a dataset, so the user may mean datasets only
-            also = f"{called[0]} is also a dataset"
-            raise ValueError(f"{flag_name} {' '.join(values)}: {also}{_as_dataset(called[0])}")
-        return tuple(values[1::2]), weights
-    if called := [value for value, number in zip(values, numbers, strict=True) if number is not None]:
-        rule = "give a weight before every dataset, or before none"
-        raise ValueError(f"{flag_name} {' '.join(values)}: {rule}{_as_dataset(called[0])}")
-    return tuple(values), None
-
-
-def _as_dataset(number: str) -> str:
-    return f"; a number is read as a weight, so the dataset {number} is given as ./{number}"
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def open_sources(values: Sequence[str], *, flag_name: str) -> tuple[list[DataSource], tuple[float, ...] | None]:

@@ -7,18 +7,13 @@ it.
 
 from __future__ import annotations
 
-import itertools
-import math
-import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from megazpp.base.files import cache_folder
-from megazpp.base.flags import check_not_negative, check_positive, check_words, flag
 from megazpp.base.program import Problems
 from megazpp.data.blend import (
     BlendedDataset,
@@ -28,9 +23,9 @@ from megazpp.data.blend import (
     fit_for_split,
     indexed_source,
     open_sources,
-    parse_blend,
 )
 from megazpp.data.cache import check_cache_dir
+from megazpp.data.config import DataConfig, Splits, parse_split, paths_by_use, require_source
 from megazpp.data.gpt_dataset import GPTDataset, Sequences, TooFewTokensError
 from megazpp.data.loader import check_eod
 from megazpp.data.text import cached_indexed_dataset, cached_sentencepiece, check_texts, resolve_text_paths
@@ -40,63 +35,6 @@ T = TypeVar("T")
 Samples = GPTDataset | BlendedDataset
 
 DEFAULT_VOCAB_SIZE = 4096
-SOURCES = ("--data-path", "--text-path", "--train-data-path, --valid-data-path or --test-data-path", "--mock-data")
-_ONE_SOURCE = f"exactly one source of data is needed: {'; '.join(SOURCES)}; {{}}"
-_TAKEN_BACK = " (a flag that is repeated without a value removes its earlier value)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Data.
-
-    Sources of tokens, and the cut into samples.
-    """
-
-    data_path: tuple[str, ...] = flag(
-        (), "prefixes of .bin/.idx files, with weights to blend: 0.3 A 0.7 B", nargs="*", common=True
-    )
-    text_path: tuple[str, ...] = flag(
-        (), "text or JSON lines files to tokenize, or builtin:moby_dick", nargs="*", common=True
-    )
-    train_data_path: tuple[str, ...] = flag((), "as --data-path, for training only", nargs="*")
-    valid_data_path: tuple[str, ...] = flag((), "as --data-path, for validation only", nargs="*")
-    test_data_path: tuple[str, ...] = flag((), "as --data-path, for the test only", nargs="*")
-    split: str = flag(
-        "969, 30, 1", "train, validation and test proportions, by document (by token if there are too few documents)"
-    )
-    data_cache_path: str | None = flag(
-        None, "directory for indices and trained tokenizers (default: megazpp in the user's cache directory)"
-    )
-    mock_data: bool = flag(False, "use generated documents instead of files")
-    num_workers: int = flag(2, "threads that prepare the samples of the next steps; 0 prepares a step when it begins")
-    seq_length: int | None = flag(None, "tokens of a sample", common=True)
-    reset_position_ids: bool = flag(False, "count positions from the start of the document")
-    reset_attention_mask: bool = flag(False, "attend within a document only")
-    eod_mask_loss: bool = flag(False, "no loss on the prediction of the token after an end-of-document token")
-
-    def __post_init__(self) -> None:
-        check_words(self)
-        check_positive(self, "seq_length")
-        check_not_negative(self, "num_workers")
-        if len(self.sources) > 1:
-            raise ValueError(_ONE_SOURCE.format(f"{' and '.join(self.sources)} are given") + _TAKEN_BACK)
-        parse_split(self.split)
-        for flag_name, values in {"--data-path": self.data_path, **_paths_by_use(self)}.items():
-            parse_blend(values, flag_name=flag_name)
-
-    @property
-    def sources(self) -> list[str]:
-        """The flags that select a source of tokens, such as --data-path, and that are set."""
-        given = (self.data_path, self.text_path, any(_paths_by_use(self).values()), self.mock_data)
-        return list(itertools.compress(SOURCES, given))
-
-
-class Splits(NamedTuple, Generic[T]):
-    """A value for each use of the data: training, validation, test."""
-
-    train: T
-    valid: T
-    test: T
 
 
 _LOOKED_AT, _TOKENS_LOOKED_AT = 64, 1 << 20  # sequences of a dataset that checks read, and tokens of each of them
@@ -115,7 +53,7 @@ def check_inputs(
     Returns:
         The tokenizer that the flags name, or None if one is to be trained.
     """
-    _require_source(config)
+    require_source(config)
     problems, sources = Problems(), list[DataSource]()
     with problems:
         loaded = loaded or load_tokenizer(tokenizer)
@@ -128,7 +66,7 @@ def check_inputs(
     with problems:
         if config.text_path:
             check_texts(resolve_text_paths(config.text_path))
-    for flag_name, values in {"--data-path": config.data_path, **_paths_by_use(config)}.items():
+    for flag_name, values in {"--data-path": config.data_path, **paths_by_use(config)}.items():
         with problems:
             sources += open_sources(values, flag_name=flag_name)[0]
     problems.raise_all()
@@ -141,7 +79,7 @@ def check_inputs(
 
 def uses_with_data(config: DataConfig) -> Splits[bool]:
     """Return for training, validation and test whether the flags give them data."""
-    if any(paths := _paths_by_use(config).values()):
+    if any(paths := paths_by_use(config).values()):
         return Splits(*map(bool, paths))
     return Splits(*(start < stop for start, stop in parse_split(config.split)))
 
@@ -256,10 +194,10 @@ def build_datasets(
         ValueError: flags contradict each other, a file is missing or damaged, or a split has too few tokens.
     """
     # ---- open the sources
-    _require_source(config)
+    require_source(config)
     check_eod(**batch_options(config, tokenizer))
     assert config.seq_length is not None
-    paths, bounds = _paths_by_use(config), parse_split(config.split)
+    paths, bounds = paths_by_use(config), parse_split(config.split)
     weights: tuple[float, ...] | None = None
     if any(paths.values()):
         opened = [open_sources(values, flag_name=name) for name, values in paths.items()]
@@ -315,25 +253,6 @@ def batch_options(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def parse_split(split: str) -> Splits[tuple[float, float]]:
-    """Return the shares of the documents, in [0, 1], at which each split begins and ends.
-
-    Args:
-        split: up to three proportions, such as `969, 30, 1`.
-    Raises:
-        ValueError: `split` has another form.
-    """
-    try:
-        parts = [float(part) for part in re.split(r"[,/]", split)]
-    except ValueError:
-        parts = []
-    if not 1 <= len(parts) <= 3 or not all(0 <= part < math.inf for part in parts) or sum(parts) == 0:
-        raise ValueError(f"--split {split!r} is not up to three proportions such as '969, 30, 1'")
-    shares = [part / sum(parts) for part in (*parts, 0.0, 0.0)[:3]]
-    edges = [0.0, *itertools.accumulate(shares)]
-    return Splits(*itertools.pairwise(edges))
-
-
 def unigram_entropy(dataset: Samples, vocab_size: int) -> float:
     """Return the entropy of the dataset's single tokens, in nats per token.
 
@@ -347,13 +266,3 @@ def unigram_entropy(dataset: Samples, vocab_size: int) -> float:
 def cache_dir(config: DataConfig) -> Path:
     """Return the folder of --data-cache-path, or its default."""
     return cache_folder() if config.data_cache_path is None else Path(config.data_cache_path).expanduser()
-
-
-def _paths_by_use(config: DataConfig) -> dict[str, tuple[str, ...]]:
-    """Return the flags that name data for one use only, with their values."""
-    return {f"--{use}-data-path": getattr(config, f"{use}_data_path") for use in Splits._fields}
-
-
-def _require_source(config: DataConfig) -> None:
-    if not config.sources:
-        raise ValueError(_ONE_SOURCE.format("none is given"))

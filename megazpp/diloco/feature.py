@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megazpp.diloco.config import DilocoConfig, DilocoPlan, count_replica_groups, plan_diloco
-from megazpp.diloco.loop import LocalSteps, check_replica_group_memory
-from megazpp.diloco.outer import ReplicaGroups
-from megazpp.diloco.state import replica_group_parts
 from megazpp.run.arguments import RunConfig
-from megazpp.run.checks import RunPlan
 from megazpp.run.feature import Attached, Feature, TrainerParts
 from megazpp.topology.cluster import Cluster
+
+if TYPE_CHECKING:
+    from megazpp.run.checks import RunPlan
 
 
 class Diloco(Feature):
@@ -40,6 +41,10 @@ class Diloco(Feature):
         plan, dims, device = parts.plan.of(DilocoPlan), parts.run.dims, parts.run.device
         if plan is None:
             return Attached()
+        from megazpp.diloco.loop import LocalSteps, check_replica_group_memory
+        from megazpp.diloco.outer import ReplicaGroups
+        from megazpp.diloco.state import replica_group_parts
+
         model, sharding = parts.built
         check_replica_group_memory(sharding.shard_elements, dims, device, plan)
         replica_groups = ReplicaGroups(sharding, dims, plan, parts.config.precision)

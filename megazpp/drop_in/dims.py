@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megazpp.parallel.axis import MeshAxis, make_group
 from megazpp.parallel.comm_queue import CommQueue
+from megazpp.parallel.config import NcclConfig
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.environment import NcclConfig, axis_options
+from megazpp.parallel.environment import axis_options
 from megazpp.topology.layout import Layout
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from megazpp.inference.sample import SampleConfig
-from megazpp.inference.text import check_start, continue_texts, start_of
+from megazpp.inference.config import SampleConfig
 from megazpp.run.feature import Attached, Feature, TrainerParts
 
 
@@ -20,6 +19,8 @@ class SampleAtEnd(Feature):
         config, longest = parts.config.section(SampleConfig), parts.config.data.seq_length
         if config.sample_tokens == 0:
             return Attached()
+        from megazpp.inference.text import check_start, continue_texts, start_of
+
         assert longest is not None
         prompts, seed, run = config.sample_prompt or ("",), parts.config.launch.seed, parts.run
         begun = (start_of(prompt, parts.tokenizer) for prompt in prompts)

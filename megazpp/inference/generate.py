@@ -30,7 +30,8 @@ import torch
 from torch import nn
 
 from megazpp.base.program import UserError
-from megazpp.inference.sample import SampleConfig, occurring, pick_rows
+from megazpp.inference.config import SampleConfig
+from megazpp.inference.sample import occurring, pick_rows
 from megazpp.model.gpt import GPTModel, Head
 from megazpp.model.kv_cache import KVCache
 from megazpp.parallel.axis import MeshAxis

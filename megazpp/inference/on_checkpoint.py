@@ -120,8 +120,7 @@ def run_on_checkpoint(
     source, record = find_weights(folder, given.ckpt_step, fallback=given.load_fallback, opener=opener)
     parsed = with_checkpoint_flags(parsed, record, folder)
     parsed.check_needs()
-    if parsed.show.print_config:
-        print(parsed.report())
+    if parsed.answers():
         return 0
 
     # ---- checks before anything is allocated

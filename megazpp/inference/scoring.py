@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from megazpp.data.blend import DataSource
-from megazpp.data.dataset import DataConfig, batch_options, cache_dir, check_special_tokens, missing_ends
+from megazpp.data.config import DataConfig
+from megazpp.data.dataset import batch_options, cache_dir, check_special_tokens, missing_ends
 from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
 from megazpp.data.loader import BatchLoader, Dataset
 from megazpp.data.text import cached_indexed_dataset, check_texts, read_documents, resolve_text_paths

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TextIO
 
 from megazpp.data.tokenizer import Tokenizer
+from megazpp.inference.config import SampleConfig
 from megazpp.inference.generate import Generated, generate
-from megazpp.inference.sample import SampleConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.sharding import WeightHandle

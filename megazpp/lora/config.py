@@ -10,30 +10,9 @@ from typing import Any, Literal
 
 from megazpp.base.flags import as_words, check_below_one, check_positive, check_words, flag, in_use, spelling
 from megazpp.lora.peft import ALL_LINEAR, SETTINGS, AdapterSettings, default_targets, find_branches, read_adapter
-from megazpp.lora.weights import AdapterOpener
 from megazpp.model.config import GPTConfig
 from megazpp.packed_weights.format import at_rest, plan_rows
-from megazpp.run.arguments import FeatureConfig, ParsedRun, RunConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterBaseConfig(FeatureConfig):
-    """Checkpoints of LoRA.
-
-    Folders of the weights that LoRA adapters change.
-    """
-
-    lora_base: tuple[str, ...] = flag(
-        (),
-        "folders of checkpoints with the base weights of the LoRA adapters that are loaded, if they were moved",
-        nargs="*",
-    )
-
-
-def adapter_opener(sections: Sequence[Any]) -> AdapterOpener:
-    """Return the opener of checkpoints with adapters; `sections` may have the folders of their bases."""
-    given = next((section for section in sections if isinstance(section, AdapterBaseConfig)), AdapterBaseConfig())
-    return AdapterOpener(given.lora_base)
+from megazpp.run.arguments import ParsedRun, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,8 @@ from megazpp.packed_weights.load import load_frozen_model
 from megazpp.packed_weights.reader import FrozenPlace
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.layers import Adapter, RowParallelLinear
-from megazpp.training.setup import ModelSpec, ShardedModel, fill, shard_built
+from megazpp.training.config import ModelSpec
+from megazpp.training.setup import ShardedModel, fill, shard_built
 
 
 class AdaptedPolicy(NamedTuple):

@@ -7,58 +7,20 @@ implementation.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from megazpp.base.flags import check_below_one, check_not_negative, check_positive, check_words, flag
 from megazpp.optim.apex import ApexAdam, check_apex
-from megazpp.optim.muon import JointOrthogonalizer, MuonConfig, Orthogonalizer, row_dtype
+from megazpp.optim.config import OptimizerConfig
+from megazpp.optim.muon import JointOrthogonalizer, Orthogonalizer, row_dtype
 from megazpp.optim.muon_plan import layer_matrices
 from megazpp.optim.optimizer import DeviceOptimizer, ShardedAdamW, parameter_groups
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import local
 
 ADAM = "--optimizer adam muon"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(MuonConfig):
-    """Optimizer.
-
-    Kind of optimizer, its implementation and parameters, and gradient clipping.
-    """
-
-    optimizer: Literal["adam", "sgd", "muon"] = flag(
-        "adam",
-        "kind of optimizer: adam (AdamW, with decoupled weight decay), sgd (with momentum), or muon (Muon for the "
-        "matrices of the layers, AdamW for all other parameters)",
-    )
-    optimizer_backend: Literal["torch", "apex"] = flag(
-        "torch", "library whose fused kernels the optimizer uses: torch, or apex (NVIDIA apex with its CUDA extensions)"
-    )
-    weight_decay: float = flag(
-        0.01, "coefficient of weight decay, which does not apply to biases and one-dimensional parameters"
-    )
-    adam_beta1: float = flag(0.9, "decay rate of Adam's running average of the gradient", needs=ADAM)
-    adam_beta2: float = flag(0.999, "decay rate of Adam's running average of the squared gradient", needs=ADAM)
-    adam_eps: float = flag(1e-8, "constant that Adam adds to the denominator of its update", needs=ADAM)
-    sgd_momentum: float = flag(0.9, "momentum of SGD", needs="--optimizer sgd")
-    clip_grad: float = flag(
-        1.0, "largest global L2 norm of the gradients, to which they are scaled down; 0 for no limit"
-    )
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for values out of their range, and for apex with an optimizer that it does not support."""
-        check_words(self)
-        check_below_one(self, "adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum")
-        check_positive(self, "adam_eps")  # with 0, elements whose gradients are all 0 (unused tokens) would become NaN
-        check_positive(self, "muon_num_ns_steps", "muon_extra_scale_factor", "muon_adam_lr_multiple")
-        check_not_negative(self, "weight_decay", "clip_grad", "muon_full_interval")
-        if self.optimizer_backend == "apex" and self.optimizer != "adam":
-            raise ValueError(f"--optimizer-backend apex supports only --optimizer adam, not {self.optimizer}")
 
 
 def build_optimizer(

@@ -22,12 +22,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from megazpp.base.flags import flag
+from megazpp.optim.config import MuonConfig
 from megazpp.optim.muon_plan import LayerMatrix, MatrixBlock, block_cost, plan_blocks, rows_of_parts
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
@@ -41,50 +39,6 @@ FULL_STEP_BLOCKS = (8, 256)  # quantization of rows that cross nodes in full ste
 MUON = "--optimizer muon"
 
 NewtonSchulz = Callable[[torch.Tensor, int], torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MuonConfig:
-    """Flags of Muon; see the top of this file for the update rule. `OptimizerConfig` checks their values."""
-
-    muon_momentum: float = flag(0.95, "decay rate of Muon's running average of the gradient", needs=MUON)
-    muon_use_nesterov: bool = flag(
-        True,
-        "orthogonalize a mean of the gradient and its running average, instead of the running average alone",
-        aliases=("--muon-nesterov",),
-        needs=MUON,
-    )
-    muon_num_ns_steps: int = flag(5, "number of Newton-Schulz iterations; each takes three matrix products", needs=MUON)
-    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag(
-        "spectral",
-        "scale of the update of an r x c matrix: sqrt(max(r, c)) for spectral, sqrt(r / c) for unit_rms_norm, "
-        "sqrt(max(1, r / c)) for shape_scaling",
-        needs=MUON,
-    )
-    muon_extra_scale_factor: float = flag(
-        0.2,
-        "additional factor of Muon's updates; with spectral, 0.2 gives updates of about the size of AdamW's",
-        needs=MUON,
-    )
-    muon_adam_lr_multiple: float = flag(
-        1.0,
-        "ratio to --lr of the learning rate of the parameters that AdamW trains with --optimizer muon (embeddings, "
-        "output layer, biases, norms)",
-        needs=MUON,
-    )
-    muon_full_interval: int = flag(
-        0,
-        "number of steps from one full step to the next, if matrices span nodes. A full step gathers each matrix over "
-        "nodes in 8 bits. In other steps each node orthogonalizes its own rows, without inter-node communication. "
-        "0 for no full steps",
-        needs=MUON,
-    )
-
-    def scale(self, rows: int, columns: int) -> float:
-        """Return the factor of the orthogonalized matrix, for a matrix of the given size."""
-        ratio = rows / columns
-        scales = {"spectral": max(rows, columns), "unit_rms_norm": ratio, "shape_scaling": max(1.0, ratio)}
-        return self.muon_extra_scale_factor * math.sqrt(scales[self.muon_scale_mode])
 
 
 def newton_schulz(x: torch.Tensor, steps: int) -> torch.Tensor:

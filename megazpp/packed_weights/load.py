@@ -35,7 +35,8 @@ from megazpp.packed_weights.store import FetchRing, WeightStore, write_store
 from megazpp.packed_weights.streamed import StreamedUnits, StreamPlan, plan_stream
 from megazpp.parallel.comm_queue import ThreadQueue, Work
 from megazpp.parallel.dims import raise_on_all_ranks
-from megazpp.training.setup import ModelSpec, model_on_meta
+from megazpp.training.config import ModelSpec
+from megazpp.training.setup import model_on_meta
 from megazpp.zero.config import PrecisionConfig
 
 

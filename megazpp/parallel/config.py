@@ -1,16 +1,15 @@
-"""The flags of parallelism, and the layout of ranks that they request."""
+"""The flags of parallelism, of worker processes and of NCCL."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-import torch
+from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 
-from megazpp.base.flags import check_positive, flag
-from megazpp.parallel.axis import can_order_groups
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import Layout
-from megazpp.topology.plan import plan_layout
+LARGEST_SEED = 2**32 - 1  # largest seed that numpy accepts
+YEAR_SECONDS = 366 * 24 * 3600.0  # longest timeout: adding it to the current time cannot overflow a clock
+MOST_CTAS = 64  # NCCL's upper limit since version 2.25 (32 before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,59 +48,78 @@ class ParallelConfig:
         check_positive(self, "num_distributed_optimizer_instances", "expert_model_parallel_size")
 
 
-def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, num_replica_groups: int = 1) -> Layout:
-    """Return the layout of ranks that the flags request on `cluster`.
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """Launch.
 
-    Args:
-        config: parallel degrees.
-        cluster: nodes and ranks of the job.
-        zero_stage: ZeRO stage, 0 to 3. Stage 0 shards nothing, so every data rank is a replica.
-        num_replica_groups: number of DiLoCo's replica groups, which each train a copy of the model.
-    Raises:
-        ValueError: flags do not fit the cluster or each other, or torch is too old for the order of the ranks.
+    Worker processes, the communication back end and the seed.
     """
-    # A replica group of DiLoCo has one sharded copy, so flags that ask for several copies conflict with it.
-    instances, tp = config.num_distributed_optimizer_instances, config.tensor_model_parallel_size
-    copies = "--hsdp" if config.hsdp else f"--num-distributed-optimizer-instances {instances}"
-    if num_replica_groups > 1 and (config.hsdp or instances > 1 or zero_stage == 0):
-        asked = copies if config.hsdp or instances > 1 else "--zero-stage 0"
-        raise ValueError(
-            f"{asked} cannot be combined with --diloco-steps: a replica group has one copy of the model, sharded "
-            "over its ranks"
-        )
 
-    # --hsdp fixes the number of copies.
-    if config.hsdp and instances not in (1, cluster.num_local_domains):
-        raise ValueError(
-            f"--hsdp makes one copy per node ({cluster.num_local_domains} copies), but "
-            f"--num-distributed-optimizer-instances asks for {instances}; give one of the two flags"
-        )
-    if config.hsdp and tp > cluster.local_domain_size:
-        raise ValueError(
-            f"--hsdp makes one copy per node of {cluster.local_domain_size} ranks, but --tensor-model-parallel-size "
-            f"{tp} spreads a copy over several nodes"
-        )
-
-    # Stage 0 replicates the model on every data rank.
-    replicas = cluster.num_local_domains if config.hsdp else instances
-    if zero_stage == 0:
-        if replicas != 1:
-            raise ValueError(f"{copies} needs --zero-stage 1 or more: stage 0 shards nothing")
-        replicas = cluster.world_size // max(tp, 1)
-
-    # Fit the degrees onto the cluster, and check that torch can create the groups.
-    layout = plan_layout(
-        cluster,
-        tp=tp,
-        replicas=max(replicas, 1),
-        num_replica_groups=num_replica_groups,
-        cp=config.context_parallel_size,
-        cp_across=config.allow_cp_across_nodes,
-        ep=config.expert_model_parallel_size,
+    nproc: int | None = flag(
+        None,
+        "local worker processes (default: one per GPU; on CPUs 2 to 4 for training, otherwise one per tensor-parallel "
+        "rank)",
+        common=True,
     )
-    if not can_order_groups() and not layout.groups_ascend:
-        raise ValueError(
-            f"torch {torch.__version__} cannot create process groups for this placement of ranks (its new_group has no "
-            "sort_ranks); use torch 2.13 or newer, or let the launcher number the ranks node by node"
-        )
-    return layout
+    max_restarts: int = flag(
+        0,
+        "number of times to restart all local workers after one has failed (under torchrun, use torchrun's "
+        "--max-restarts)",
+    )
+    distributed_backend: Literal["nccl", "gloo"] | None = flag(
+        None, "communication library (default: nccl with GPUs, gloo without)"
+    )
+    distributed_timeout_minutes: float = flag(
+        10, "minutes without progress, up to the end of the first step, after which the job counts as hung and is ended"
+    )
+    distributed_timeout_seconds_after_init: float | None = flag(
+        None,
+        "limit for steps after the first one, when kernels are compiled and ranks are connected: seconds without "
+        "progress, after which the job counts as hung and is ended (default: half of --distributed-timeout-minutes)",
+    )
+    local_rank: int | None = flag(
+        None, "ignored; accepted because old launchers pass it (the environment decides)", aliases=("--local_rank",)
+    )
+    seed: int = flag(1234, "seed for the initial weights, the data order and dropout")
+
+    def __post_init__(self) -> None:
+        check_words(self)
+        check_positive(self, "nproc", "distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
+        check_not_negative(self, "max_restarts")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise ValueError(f"--seed {self.seed} is not a number from 0 to {LARGEST_SEED}")
+        names = ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
+        for name, seconds in zip(names, self.hang_seconds, strict=True):
+            if seconds > YEAR_SECONDS:
+                raise ValueError(f"{spelling(self, name)} {getattr(self, name)} is more than a year")
+
+    @property
+    def hang_seconds(self) -> tuple[float, float]:
+        """The seconds without progress after which the job counts as hung: during the first step, and after it."""
+        first, later = 60 * self.distributed_timeout_minutes, self.distributed_timeout_seconds_after_init
+        return first, first / 2 if later is None else later
+
+
+@dataclass(frozen=True, kw_only=True)
+class NcclConfig:
+    """NCCL.
+
+    Stream priority and channels of the NCCL process groups. No effect with gloo.
+
+    A channel of NCCL is one CTA, which occupies an SM while its collective runs. NCCL may use up to 32 or 64 of the
+    132 SMs of an H100. The network is much slower than NVLink, so inter-node collectives may need only a few channels.
+    8 is a value to try; no value has been measured.
+    """
+
+    nccl_high_priority: bool = flag(
+        True, "give tensor-parallel and intra-node groups high-priority streams, so that their kernels start first"
+    )
+    nccl_cross_max_ctas: int | None = flag(
+        None,
+        "largest number of SMs that an inter-node collective may occupy; a lower number leaves more SMs to the matmuls "
+        "(default: chosen by NCCL)",
+    )
+
+    def __post_init__(self) -> None:
+        if self.nccl_cross_max_ctas is not None and not 1 <= self.nccl_cross_max_ctas <= MOST_CTAS:
+            raise ValueError(f"--nccl-cross-max-ctas {self.nccl_cross_max_ctas} is not a number from 1 to {MOST_CTAS}")

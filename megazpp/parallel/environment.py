@@ -37,46 +37,19 @@ import os
 import stat
 import tempfile
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megazpp.base.flags import flag
+from megazpp.parallel.config import NcclConfig
 from megazpp.topology.layout import AXES, Layout
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # current name, older names
 TRITON = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_CACHE_MANAGER")  # each selects where compiled kernels are cached
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-MOST_CTAS = 64  # NCCL's upper limit since version 2.25 (32 before)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NcclConfig:
-    """NCCL.
-
-    Stream priority and channels of the NCCL process groups. No effect with gloo.
-
-    A channel of NCCL is one CTA, which occupies an SM while its collective runs. NCCL may use up to 32 or 64 of the
-    132 SMs of an H100. The network is much slower than NVLink, so inter-node collectives may need only a few channels.
-    8 is a value to try; no value has been measured.
-    """
-
-    nccl_high_priority: bool = flag(
-        True, "give tensor-parallel and intra-node groups high-priority streams, so that their kernels start first"
-    )
-    nccl_cross_max_ctas: int | None = flag(
-        None,
-        "largest number of SMs that an inter-node collective may occupy; a lower number leaves more SMs to the matmuls "
-        "(default: chosen by NCCL)",
-    )
-
-    def __post_init__(self) -> None:
-        if self.nccl_cross_max_ctas is not None and not 1 <= self.nccl_cross_max_ctas <= MOST_CTAS:
-            raise ValueError(f"--nccl-cross-max-ctas {self.nccl_cross_max_ctas} is not a number from 1 to {MOST_CTAS}")
 
 
 def prepare_environment(env: MutableMapping[str, str] = os.environ) -> tuple[str, ...]:

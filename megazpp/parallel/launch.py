@@ -34,12 +34,11 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Literal, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
 
-from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 from megazpp.base.launcher import LOOPBACK, find_address, find_launcher
 from megazpp.base.program import (
     EXIT_ERROR,
@@ -50,14 +49,13 @@ from megazpp.base.program import (
     LAUNCHER_PID,
     handling,
 )
+from megazpp.parallel.config import LaunchConfig
 
 POLL_SECONDS = 0.05
 # A rank whose collective breaks reports a secondary failure. The launcher then waits this long for the rank that failed
 # first to exit, before it ends the job.
 GRACE_SECONDS = 3.0
 MOST_CPU_WORKERS = 4  # default limit; the default is at least 2, so that collectives are exercised
-LARGEST_SEED = 2**32 - 1  # largest seed that numpy accepts
-YEAR_SECONDS = 366 * 24 * 3600.0  # longest timeout: adding it to the current time cannot overflow a clock
 # Signals on which workers finish the step, save and exit with 0. Batch systems send the last three as a warning: Slurm
 # what --signal names, LSF and Grid Engine SIGUSR2, or SIGXCPU at a limit of CPU time.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
@@ -65,58 +63,6 @@ RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # torchrun and our launcher both s
 LOOPBACK_NAMES = (LOOPBACK, "localhost")
 PORTS_PER_STEP = 7919  # distance between the ports of two steps of a Slurm job; jobs with near numbers do not collide
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the store is in the launching process, not in rank 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
-    """Launch.
-
-    Worker processes, the communication back end and the seed.
-    """
-
-    nproc: int | None = flag(
-        None,
-        "local worker processes (default: one per GPU; on CPUs 2 to 4 for training, otherwise one per tensor-parallel "
-        "rank)",
-        common=True,
-    )
-    max_restarts: int = flag(
-        0,
-        "number of times to restart all local workers after one has failed (under torchrun, use torchrun's "
-        "--max-restarts)",
-    )
-    distributed_backend: Literal["nccl", "gloo"] | None = flag(
-        None, "communication library (default: nccl with GPUs, gloo without)"
-    )
-    distributed_timeout_minutes: float = flag(
-        10, "minutes without progress, up to the end of the first step, after which the job counts as hung and is ended"
-    )
-    distributed_timeout_seconds_after_init: float | None = flag(
-        None,
-        "limit for steps after the first one, when kernels are compiled and ranks are connected: seconds without "
-        "progress, after which the job counts as hung and is ended (default: half of --distributed-timeout-minutes)",
-    )
-    local_rank: int | None = flag(
-        None, "ignored; accepted because old launchers pass it (the environment decides)", aliases=("--local_rank",)
-    )
-    seed: int = flag(1234, "seed for the initial weights, the data order and dropout")
-
-    def __post_init__(self) -> None:
-        check_words(self)
-        check_positive(self, "nproc", "distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
-        check_not_negative(self, "max_restarts")
-        if not 0 <= self.seed <= LARGEST_SEED:
-            raise ValueError(f"--seed {self.seed} is not a number from 0 to {LARGEST_SEED}")
-        names = ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
-        for name, seconds in zip(names, self.hang_seconds, strict=True):
-            if seconds > YEAR_SECONDS:
-                raise ValueError(f"{spelling(self, name)} {getattr(self, name)} is more than a year")
-
-    @property
-    def hang_seconds(self) -> tuple[float, float]:
-        """The seconds without progress after which the job counts as hung: during the first step, and after it."""
-        first, later = 60 * self.distributed_timeout_minutes, self.distributed_timeout_seconds_after_init
-        return first, first / 2 if later is None else later
 
 
 @dataclass(frozen=True, kw_only=True)

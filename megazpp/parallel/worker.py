@@ -50,15 +50,8 @@ from megazpp.base.program import (
     end_with,
     leave,
 )
-from megazpp.parallel.launch import (
-    LOOPBACK,
-    RESTART_COUNT,
-    LaunchConfig,
-    RankInfo,
-    is_on_one_machine,
-    open_store,
-    store_address,
-)
+from megazpp.parallel.config import LaunchConfig
+from megazpp.parallel.launch import LOOPBACK, RESTART_COUNT, RankInfo, is_on_one_machine, open_store, store_address
 from megazpp.parallel.roll_call import call_roll, roll_call_at_start, show_once
 from megazpp.parallel.watchdog import FAILURES, Watchdog
 

@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.outer import OuterUnit, send_fragment
-from megazpp.optim.muon import JointOrthogonalizer, MuonConfig, Orthogonalizer, row_dtype
+from megazpp.optim.config import MuonConfig
+from megazpp.optim.muon import JointOrthogonalizer, Orthogonalizer, row_dtype
 from megazpp.optim.muon_plan import products
 from megazpp.packed_weights.frozen import frozen_bytes
 from megazpp.parallel.axis import Traffic, TrafficCounter
@@ -45,7 +46,7 @@ from megazpp.planner.simulator import (
 )
 from megazpp.planner.trace import BACKWARD, FORWARD, Trace, TraceSegment
 from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout
-from megazpp.training.setup import ModelSpec
+from megazpp.training.config import ModelSpec
 from megazpp.zero.comms import CommContext
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce

@@ -40,8 +40,8 @@ from megazpp.tensor_parallel.parameters import owned_parameters, partial_paramet
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout
 from megazpp.topology.plan import plan_layout
+from megazpp.training.config import ModelSpec
 from megazpp.training.flops import keys_per_token
-from megazpp.training.setup import ModelSpec
 
 FORWARD, BACKWARD = "forward", "backward"
 Documents = Literal["kernel", "mask", "CPU's mask"]  # how attention stays inside documents

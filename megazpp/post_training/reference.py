@@ -34,7 +34,8 @@ from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.data import PreferenceDataset, make_pair_batch
 from megazpp.post_training.objectives import Logps, TokenHead, scores
 from megazpp.tensor_parallel.parameters import local, model_state
-from megazpp.training.setup import ModelSpec, ShardedModel
+from megazpp.training.config import ModelSpec
+from megazpp.training.setup import ShardedModel
 
 
 class FrozenModel:

@@ -14,8 +14,8 @@ import torch
 
 from megazpp.base.program import user_errors
 from megazpp.data.tokenizer import Tokenizer
+from megazpp.inference.config import SampleConfig
 from megazpp.inference.generate import Drawn, draw_completions, evaluating, random_numbers
-from megazpp.inference.sample import SampleConfig
 from megazpp.inference.text import Continuation, split_stops
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims, raise_on_all_ranks

@@ -20,8 +20,9 @@ from megazpp.convert.native import open_tokenizer
 from megazpp.data.cache import check_cache_dir
 from megazpp.data.dataset import build_tokenizer, cache_dir
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig
-from megazpp.inference.sample import SampleConfig
-from megazpp.lora.config import LoraConfig, adapter_opener, with_adapters
+from megazpp.inference.config import SampleConfig
+from megazpp.lora.config import LoraConfig, with_adapters
+from megazpp.lora.feature import adapter_opener
 from megazpp.model.backends import check_products
 from megazpp.packed_weights.load import WeightsConfig
 from megazpp.post_training.chat import load_chat_template

@@ -16,12 +16,13 @@ from megazpp.checkpoint.checksums import checkpoint_digest
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights
 from megazpp.checkpoint.state import StatePart
-from megazpp.data.dataset import Splits, build_tokenizer, cache_dir
+from megazpp.data.config import Splits
+from megazpp.data.dataset import build_tokenizer, cache_dir
 from megazpp.data.identity import describe_samples
 from megazpp.data.loader import BatchLoader
 from megazpp.data.text import content_hash
-from megazpp.inference.sample import SampleConfig
-from megazpp.lora.config import adapter_opener
+from megazpp.inference.config import SampleConfig
+from megazpp.lora.feature import adapter_opener
 from megazpp.lora.peft import TENSORS
 from megazpp.lora.policy import AdaptedPolicy, load_adapted, save_adapter
 from megazpp.packed_weights.reader import FrozenPlace, open_frozen_place
@@ -42,9 +43,10 @@ from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader
 from megazpp.post_training.sampler import PolicySampler
 from megazpp.post_training.setup import post_configs, reference_folder, train_paths
 from megazpp.run.trainer import OpenRun, TrainingParts
+from megazpp.training.config import ModelSpec
 from megazpp.training.metrics_logger import Validation
 from megazpp.training.objective import Evaluator, LanguageModelLoss, Objective
-from megazpp.training.setup import ModelSpec, ShardedModel, build_model, open_loader
+from megazpp.training.setup import ShardedModel, build_model, open_loader
 from megazpp.zero.config import CommPlan, ZeroConfig
 
 

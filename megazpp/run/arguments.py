@@ -13,32 +13,35 @@ import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from megazpp.base.command_line import FlagParser, read_megatron_flags
 from megazpp.base.flags import CHECKPOINT, COMMAND_LINE, check_needs, flag, render_flags
+from megazpp.base.program import say_notices
 from megazpp.checkpoint.config import CheckpointConfig
-from megazpp.data.dataset import DataConfig
-from megazpp.data.tokenizer import Tokenizer, TokenizerConfig
+from megazpp.data.config import DataConfig
+from megazpp.data.tokenizer_folder import TokenizerConfig
 from megazpp.model.config import ACTIVATIONS, GPTConfig
-from megazpp.optim.build import OptimizerConfig
+from megazpp.optim.config import OptimizerConfig
 from megazpp.optim.loss_scale import LossScaleConfig
 from megazpp.optim.schedule import ScheduleConfig
-from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.environment import NcclConfig
-from megazpp.parallel.launch import LaunchConfig
+from megazpp.parallel.config import LaunchConfig, NcclConfig, ParallelConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import ClusterConfig, detect_cluster
-from megazpp.training.anomalies import AnomalyConfig
 from megazpp.training.batches import BatchConfig
-from megazpp.training.loop import StopConfig
-from megazpp.training.objective import EvalConfig
-from megazpp.training.profiler import ProfilerConfig
-from megazpp.training.setup import ModelSpec
-from megazpp.training.timers import TimingConfig
-from megazpp.training.tracking import TrackingConfig
-from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
-from megazpp.zero.verify import VerifyConfig
+from megazpp.training.config import (
+    AnomalyConfig,
+    EvalConfig,
+    ModelSpec,
+    ProfilerConfig,
+    StopConfig,
+    TimingConfig,
+    TrackingConfig,
+)
+from megazpp.zero.config import CommPlan, PrecisionConfig, VerifyConfig, ZeroConfig
+
+if TYPE_CHECKING:
+    from megazpp.data.tokenizer import Tokenizer
 
 Section = TypeVar("Section", bound="FeatureConfig")
 DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"
@@ -211,6 +214,13 @@ class ParsedRun(NamedTuple):
     def report(self) -> str:
         """Return every flag with its value and origin, as the text of a flag file."""
         return render_flags(self.parts, self.origins)
+
+    def answers(self) -> bool:
+        """Return False, or print what --print-config asks for instead of training and return True."""
+        if self.show.print_config:
+            say_notices(self.notices)
+            print(self.report())
+        return self.show.print_config
 
     def notes(self) -> str:
         """Return the notices as lines that each end in a line break, for a program that prints instead of training."""

@@ -13,17 +13,18 @@ from megazpp.base.flags import in_use, spelling
 from megazpp.base.program import Problems
 from megazpp.data.dataset import uses_with_data
 from megazpp.data.tokenizer import names_tokenizer
+from megazpp.kernels.block_quant import backend
 from megazpp.model.backends import check_products
 from megazpp.model.config import GPTConfig
 from megazpp.optim.apex import check_apex
 from megazpp.optim.schedule import Schedule, TrainingProgress, build_schedule
-from megazpp.parallel.config import plan_dims
+from megazpp.parallel.dims import plan_dims
 from megazpp.run.arguments import RunConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout
 from megazpp.training.batches import BatchPlan, plan_batches
 from megazpp.zero.config import CommPlan, ZeroConfig
-from megazpp.zero.plan import WeightDelta, default_weight_delta, plan_comm, wire_backends
+from megazpp.zero.plan import WeightDelta, default_weight_delta, plan_comm
 
 T = TypeVar("T")
 
@@ -350,3 +351,14 @@ def _check_observers(
         for flag, step in recorded.items()
         if step is not None and step <= start
     )
+
+
+def wire_backends(plan: CommPlan, device_type: str) -> list[tuple[str, str, str]]:
+    """Return rows (piece, implementation, reason) for the log's table of back ends; none if nothing is quantized.
+
+    Raises:
+        ValueError: block quantization is not implemented for a device of this type.
+    """
+    formats: list[object] = [plan.gather.fmt, plan.gather.differences] if plan.gather else []
+    formats += [plan.reduce.local, plan.reduce.cross] if plan.reduce else []
+    return [backend(device_type)] if any(formats) else []

@@ -3,6 +3,9 @@
 The core imports no optional feature. A feature is a folder whose feature.py defines `FEATURE`, an instance of a
 subclass of `Feature`, and megazpp/features.py lists these folders. If a folder and its line in that list are removed,
 the rest of the program still works.
+
+A feature.py imports the modules that import torch inside its hooks, so that the flags of all features can be checked
+before torch is imported, which takes seconds, and so that a feature that is not used costs no import.
 """
 
 from __future__ import annotations
@@ -10,21 +13,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from megazpp.checkpoint.state import RunValues, StatePart
-from megazpp.checkpoint.weights import WHOLE_WEIGHTS, WeightOpener
-from megazpp.data.tokenizer import Tokenizer
 from megazpp.run.arguments import FeatureConfig, ParsedRun, RunConfig
-from megazpp.run.checks import RunPlan
-from megazpp.topology.cluster import Cluster
-from megazpp.training.anomalies import Guard
-from megazpp.training.context import RunContext
-from megazpp.training.loop import AfterStep
-from megazpp.training.objective import Objective
-from megazpp.training.setup import ShardedModel
-from megazpp.training.step import LaunchedStep
-from megazpp.zero.plan import WeightDelta
+
+if TYPE_CHECKING:
+    from megazpp.checkpoint.state import RunValues, StatePart
+    from megazpp.checkpoint.weights import WeightOpener
+    from megazpp.data.tokenizer import Tokenizer
+    from megazpp.run.checks import RunPlan
+    from megazpp.topology.cluster import Cluster
+    from megazpp.training.anomalies import Guard
+    from megazpp.training.context import RunContext
+    from megazpp.training.loop import AfterStep
+    from megazpp.training.objective import Objective
+    from megazpp.training.setup import ShardedModel
+    from megazpp.training.step import LaunchedStep
+    from megazpp.zero.plan import WeightDelta
 
 
 class FeaturePlan(Protocol):
@@ -99,15 +104,17 @@ class Feature:
 
     Attributes:
         config: class of the feature's flags, which become a section of `RunConfig`; None if it has no flags.
-        opens_weights: whether the feature saves weights in a form that only its `weight_opener` can open.
     """
 
     config: type[FeatureConfig] | None = None
-    opens_weights: bool = False
 
-    def weight_opener(self, sections: Sequence[Any]) -> WeightOpener:
-        """Return the opener of weights of checkpoints, if `opens_weights`; `sections` has the feature's config."""
-        return WHOLE_WEIGHTS
+    def weight_opener(self, sections: Sequence[Any]) -> WeightOpener | None:
+        """Return the opener of weights that the feature saves in a form of its own; None if it saves none.
+
+        Args:
+            sections: configs of the features that have flags.
+        """
+        return None
 
     def num_replica_groups(self, config: RunConfig, cluster: Cluster) -> int:
         """Return the number of groups of nodes that each train a separate copy of the model.
@@ -161,5 +168,7 @@ def weight_opener(features: Sequence[Feature], sections: Sequence[Any]) -> Weigh
         features: optional features of the program.
         sections: configs of the features that have flags.
     """
-    openers = (feature.weight_opener(sections) for feature in features if feature.opens_weights)
-    return next(openers, WHOLE_WEIGHTS)
+    from megazpp.checkpoint.weights import WHOLE_WEIGHTS
+
+    openers = (feature.weight_opener(sections) for feature in features)
+    return next((opener for opener in openers if opener is not None), WHOLE_WEIGHTS)

@@ -21,13 +21,12 @@ from megazpp.model.backends import model_backends
 from megazpp.optim.build import optimizer_backends
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.run.arguments import ParsedRun
-from megazpp.run.checks import RunPlan
+from megazpp.run.checks import RunPlan, wire_backends
 from megazpp.run.start import RUN_DIR
 from megazpp.topology.plan import layout_record
 from megazpp.training.context import FLAGS, RunContext, RunFolder, default_run_dir
 from megazpp.training.sinks import open_sinks, run_tags
 from megazpp.training.tracking import Tracker
-from megazpp.zero.plan import wire_backends
 
 
 def open_tracker(

@@ -36,14 +36,15 @@ from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.data.cache import cache_key
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.kernels import formats
+from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.environment import prepare_environment
-from megazpp.parallel.launch import LaunchConfig, RankInfo, detect_rank_info, launch_workers
+from megazpp.parallel.launch import RankInfo, detect_rank_info, launch_workers
 from megazpp.parallel.roll_call import launched_place, report_failure, roll_call_at_start
 from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
+from megazpp.training.config import TrackingConfig
 from megazpp.training.context import default_run_dir
-from megazpp.training.tracking import TrackingConfig
 
 # Ends of the names of fields with paths, and other fields whose values may differ between hosts.
 PATHS = ("path", "file", "dir", "folder", "model", "save", "load", "store", "patches")

@@ -24,50 +24,19 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from megazpp.base.flags import check_positive, check_words, flag
 from megazpp.base.program import JobError
 from megazpp.optim.clip import GradNorm, grad_norms
 from megazpp.training.batches import BatchPlan
+from megazpp.training.config import FEWEST, WINDOW, AnomalyConfig
 from megazpp.training.context import RunContext
 from megazpp.zero.sharding import Sharding
 from megazpp.zero.verify import verify_weights
 
-WINDOW, FEWEST = 100, 20  # largest and smallest number of earlier losses that a new loss is compared with
 SHOWN = 8  # largest number of parameters and of micro-batches in the error message; the file lists all
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnomalyConfig:
-    """NaN and loss spikes.
-
-    Reactions of the run to losses and gradients that must not reach the weights.
-    """
-
-    check_for_nan_in_loss_and_grad: bool = flag(
-        True,
-        "if the loss or a gradient is not finite, leave the weights unchanged, end the job (in the next step at the "
-        "latest) and name the parameter and the rank; with --no-check-for-nan-in-loss-and-grad the step is skipped",
-    )
-    loss_spike_sigma: float | None = flag(
-        None,
-        f"skip the update of a step whose loss is more than this many standard deviations above the mean of the last "
-        f"{WINDOW} losses; takes effect after {FEWEST} steps",
-    )
-    loss_spike_action: Literal["skip", "rewind"] = flag(
-        "skip",
-        "reaction to a loss spike: skip only skips the update; rewind also reloads weights and moments from the last "
-        "checkpoint and continues with the next samples",
-    )
-
-    def __post_init__(self) -> None:
-        check_words(self)
-        check_positive(self, "loss_spike_sigma")
-        if self.loss_spike_action == "rewind" and self.loss_spike_sigma is None:
-            raise ValueError("--loss-spike-action rewind needs --loss-spike-sigma")
 
 
 class LossHistory:

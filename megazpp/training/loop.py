@@ -19,13 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megazpp.base.flags import check_positive, flag
 from megazpp.base.program import handling
 from megazpp.optim.schedule import Schedule, TrainingProgress
 from megazpp.parallel.dims import ParallelDims
@@ -33,6 +31,7 @@ from megazpp.parallel.host import HostCopy
 from megazpp.parallel.launch import STOP_SIGNALS
 from megazpp.parallel.timeline import STEP, WAIT
 from megazpp.training.batches import BatchPlan
+from megazpp.training.config import StopConfig
 from megazpp.training.metrics_logger import MetricsRecorder
 from megazpp.training.objective import StopRequested
 from megazpp.training.step import LaunchedStep, TrainStep
@@ -40,21 +39,6 @@ from megazpp.training.step import LaunchedStep, TrainStep
 GARBAGE_INTERVAL = 50  # iterations between two runs of Python's garbage collector
 # Returns a context manager that is entered around an iteration and its data loading; all ranks have the same ones.
 Observer = Callable[[int], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopConfig:
-    """Early stop.
-
-    Conditions that end the run before its last iteration.
-    """
-
-    exit_interval: int | None = flag(None, "stop after the first iteration that is a multiple of this number")
-    exit_duration_in_mins: int | None = flag(None, "stop this many minutes after the start of the program")
-    skip_train: bool = flag(False, "skip training and only evaluate")
-
-    def __post_init__(self) -> None:
-        check_positive(self, "exit_interval", "exit_duration_in_mins")
 
 
 class Loader(Protocol):

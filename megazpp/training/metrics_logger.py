@@ -23,10 +23,11 @@ from megazpp.optim.clip import global_parameter_norm
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.tensor_parallel.parameters import existing_rows
 from megazpp.topology.layout import WIRES
+from megazpp.training.config import TrackingConfig
 from megazpp.training.context import RunContext
 from megazpp.training.metrics import NOTHING_SENT, IntervalRecord, Meter, StepRecord, validation_lines
 from megazpp.training.objective import StopRequested
-from megazpp.training.tracking import Tracker, TrackingConfig
+from megazpp.training.tracking import Tracker
 
 SPIKE, SPIKE_STEPS = 10, 10  # a gradient norm above 10 times the median is logged, once 10 steps were recorded
 MEBI = 1024 * 1024

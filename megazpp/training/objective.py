@@ -15,26 +15,10 @@ from typing import Any, Protocol
 
 import torch
 
-from megazpp.base.flags import check_not_negative, check_positive, flag
 from megazpp.data.loader import BatchLoader, MicroBatch
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.sharding import WeightHandle
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """Evaluation.
-
-    Frequency and size of the evaluations.
-    """
-
-    eval_iters: int = flag(100, "number of global batches in one evaluation; 0 disables evaluation")
-    eval_interval: int = flag(1000, "training steps between two evaluations")
-
-    def __post_init__(self) -> None:
-        check_not_negative(self, "eval_iters")
-        check_positive(self, "eval_interval")
 
 
 class Objective(Protocol):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +17,8 @@ import torch
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
 from megazpp.base.files import cause, first_free, renamed_when_done
-from megazpp.base.flags import flag
+from megazpp.training.config import MOST_ALLOCATIONS, ProfilerConfig
 from megazpp.training.context import RunContext
-
-MOST_ALLOCATIONS = 100_000  # largest number of allocations in a memory snapshot; Megatron-LM's value
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfilerConfig:
-    """Profiling.
-
-    torch's profiler and the history of CUDA allocations.
-    """
-
-    profile: bool = flag(
-        False,
-        "record operators, kernels and collectives with torch.profiler; writes a trace for ui.perfetto.dev to the run "
-        "folder",
-    )
-    profile_step_start: int = flag(10, "iterations before the first one that --profile records")
-    profile_step_end: int = flag(12, "last iteration that --profile records")
-    profile_ranks: tuple[int, ...] = flag(
-        (0,), "ranks that --profile and --record-memory-history record", nargs="+", metavar="RANK"
-    )
-    record_memory_history: bool = flag(
-        False, f"record the last {MOST_ALLOCATIONS} CUDA allocations with their stacks for --memory-snapshot-path"
-    )
-    memory_snapshot_path: str = flag(
-        "snapshot.pickle",
-        "file that --record-memory-history writes when training ends or runs out of memory, for "
-        "pytorch.org/memory_viz; relative to the run folder; the rank is appended to its name",
-    )
-
-    def __post_init__(self) -> None:
-        start, end = self.profile_step_start, self.profile_step_end
-        if self.profile and not 0 <= start < end:
-            raise ValueError(f"--profile-step-start {start} is not below --profile-step-end {end}, or is negative")
 
 
 class Profiler(AbstractContextManager["Profiler"]):

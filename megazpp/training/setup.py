@@ -4,54 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.data.dataset import DataConfig, batch_options
+from megazpp.data.config import DataConfig
+from megazpp.data.dataset import batch_options
 from megazpp.data.loader import BatchLoader, Dataset, make_micro_batch
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.backends import compiles_layers, find_document_kernel, find_grouped_product, find_product
-from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.model.layer_parts import LayerSettings, SharedGenerator
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.initialize import distribute_parameters, initialize_parameters_, share_parameters_
-from megazpp.tensor_parallel.layers import Product
 from megazpp.training.batches import BatchPlan
-from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
+from megazpp.training.config import ModelSpec
 from megazpp.zero.sharding import Sharding, shard_model
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """Description of a model and its sharding, equal on all ranks and independent of the layout.
-
-    Attributes:
-        config: shape of the model.
-        vocab_size: vocabulary size of the tokenizer; the model may pad it.
-        sequence_parallel: whether activations are split along the sequence between tensor-parallel regions.
-        zero: the ZeRO flags.
-        wire: the plan for replacing FSDP2's collectives, see `plan_comm`.
-        precision: dtypes of compute and gradient reduction.
-        seed: seed for the initial weights and for dropout.
-        product: matrix product of the linear layers. None: the product that `config` selects for the device.
-        scalar_head: whether the model also has a head that returns one number per token.
-        varying_sizes: whether batch sizes or sequence lengths vary.
-    """
-
-    config: GPTConfig
-    vocab_size: int
-    wire: CommPlan
-    sequence_parallel: bool = False
-    zero: ZeroConfig = field(default_factory=ZeroConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    seed: int
-    product: Product | None = None
-    scalar_head: bool = False
-    varying_sizes: bool = False
 
 
 class ShardedModel(NamedTuple):

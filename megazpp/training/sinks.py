@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.topology.layout import Layout
+from megazpp.training.config import TrackingConfig
 from megazpp.training.context import RunFolder, make_writable
-from megazpp.training.tracking import Sink, TrackingConfig
+from megazpp.training.tracking import Sink
 
 SAMPLES = " vs samples"  # suffix of scalars that are plotted against consumed samples
 

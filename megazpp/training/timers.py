@@ -25,16 +25,15 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from megazpp.base.flags import check_positive, check_words, flag
 from megazpp.base.program import MEGA
 from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Span, SpanRecording
 from megazpp.topology.layout import DATA_AXES, WIRES
+from megazpp.training.config import SLOW, TimingConfig
 from megazpp.training.context import RunContext
 from megazpp.training.spans import align, clip, hidden_shares, total, track_seconds, union
 
@@ -49,40 +48,8 @@ OTHER_TIMERS = (
     "optimizer-clip-main-grad",
     "optimizer-inner-step",
 )
-SLOW = 1.2  # a rank is slow above this multiple of the median compute time
 SHOWN_RANKS = 8  # largest number of slow ranks in the log line
 SLACK = 1e-9  # seconds: tolerance for rounding when spans are nested
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimingConfig:
-    """Timing.
-
-    Times of the parts of an iteration, slow ranks, and the timeline (trace) of one step.
-    """
-
-    timing_log_level: Literal[0, 1, 2] = flag(
-        0,
-        "times in the log: 0 for iterations only, 1 also for their parts, 2 also for micro-batches and for the "
-        "collectives of each axis",
-    )
-    log_straggler: bool = flag(
-        False, f"measure one step per log interval, and log the ranks whose compute takes over {SLOW} times the median"
-    )
-    timeline_step: int | None = flag(
-        None,
-        "record the spans of every rank in this iteration (the first is 1); writes timeline.json for ui.perfetto.dev "
-        "to the run folder",
-    )
-
-    def __post_init__(self) -> None:
-        check_words(self)
-        check_positive(self, "timeline_step")
-
-    @property
-    def records_steps(self) -> bool:
-        """True if one of the flags needs the spans of some steps."""
-        return self.timing_log_level > 0 or self.log_straggler or self.timeline_step is not None
 
 
 class StepRecorder:

@@ -7,8 +7,6 @@ continues. The log line on stdout still has the values.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
@@ -16,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from megazpp.base.flags import check_positive, flag
 from megazpp.optim.schedule import TrainingProgress
+from megazpp.training.config import TrackingConfig
 from megazpp.training.context import RunFolder
 from megazpp.training.metrics import IntervalRecord, StepRecord, perplexity
 
@@ -26,33 +24,6 @@ MEMORY_SCALARS = {
     "mem/allocated": "allocated_bytes.all.current",
     "mem/allocations": "allocation.all.current",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackingConfig:
-    """Logging.
-
-    The metrics that are recorded, how often, and where: log, Weights & Biases, TensorBoard.
-    """
-
-    run_dir: str | None = flag(None, "folder for the run's records (default: runs/<time>-<config name>)")
-    log_interval: int = flag(100, "iterations between two log lines")
-    log_params_norm: bool = flag(False, "log the L2 norm of the parameters")
-    log_num_zeros_in_grad: bool = flag(False, "log the number of gradient elements that are zero")
-    wandb_project: str = flag("", "Weights & Biases project; an empty name disables wandb", common=True)
-    wandb_entity: str = flag("", "Weights & Biases entity: user or team (default: wandb's)")
-    wandb_exp_name: str = flag("", "name of the wandb run (default: the run folder's name)")
-    wandb_save_dir: str = flag("", "folder for wandb's local files (default: the run folder)")
-    tensorboard_dir: str | None = flag(None, "folder for TensorBoard events; not given: no events are written")
-    tensorboard_log_interval: int = flag(1, "iterations between two records to wandb and TensorBoard")
-
-    def __post_init__(self) -> None:
-        check_positive(self, "log_interval", "tensorboard_log_interval")
-        if self.wandb_project and not is_installed("wandb"):
-            raise ValueError(f"--wandb-project {self.wandb_project}: wandb is not installed (pip install wandb)")
-        if self.tensorboard_dir is not None and not is_installed("tensorboard"):
-            where = f"--tensorboard-dir {self.tensorboard_dir}"
-            raise ValueError(f"{where}: tensorboard is not installed (pip install tensorboard)")
 
 
 class Sink(Protocol):
@@ -179,8 +150,3 @@ class Tracker(AbstractContextManager["Tracker"]):
         if what not in self._failed:
             self._failed.add(what)
             print(f"warning: {what}: {error}; {consequence}, and training continues", flush=True)
-
-
-def is_installed(package: str) -> bool:
-    """Return True if a top-level package can be imported, without importing it."""
-    return importlib.util.find_spec(package) is not None

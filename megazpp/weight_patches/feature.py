@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megazpp.run.arguments import RunConfig
-from megazpp.run.checks import RunPlan
 from megazpp.run.feature import Attached, Feature, TrainerParts
-from megazpp.training.loop import AfterStep
-from megazpp.weight_patches.patches import PatchesConfig, WeightPatches, check_patches
+from megazpp.weight_patches.config import PatchesConfig
+
+if TYPE_CHECKING:
+    from megazpp.run.checks import RunPlan
 
 
 class WeightPatchesFeature(Feature):
@@ -21,6 +23,8 @@ class WeightPatchesFeature(Feature):
         flags = config.section(PatchesConfig)
         if flags.save_weight_patches is None:
             return
+        from megazpp.weight_patches.patches import check_patches
+
         if plan.layout.replica_group > 1:
             raise ValueError(
                 "--save-weight-patches cannot be combined with --diloco-steps: replica groups have different weights"
@@ -32,6 +36,9 @@ class WeightPatchesFeature(Feature):
         flags = parts.config.section(PatchesConfig)
         if flags.save_weight_patches is None:
             return Attached()
+        from megazpp.training.loop import AfterStep
+        from megazpp.weight_patches.patches import WeightPatches
+
         folder, interval = Path(flags.save_weight_patches), flags.weight_anchor_interval
         patches = WeightPatches(folder, interval, *parts.built, parts.run.dims)
         return Attached(after_step=(AfterStep(patches.write, interval=1),))

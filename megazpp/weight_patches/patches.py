@@ -14,14 +14,12 @@ node. Rank 0 needs memory on the host for one copy of all weights. TRL and vLLM 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from megazpp.base.files import renamed_when_done
-from megazpp.base.flags import check_positive, flag
 from megazpp.convert.huggingface import choose_architecture
 from megazpp.convert.model import HEAD, OUTPUT, WORDS, held
 from megazpp.convert.safetensors_file import write_tensors
@@ -29,27 +27,8 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.dims import ParallelDims
-from megazpp.run.arguments import FeatureConfig
 from megazpp.zero.config import CommPlan, PrecisionConfig
 from megazpp.zero.sharding import Sharding
-
-
-@dataclass(frozen=True, kw_only=True)
-class PatchesConfig(FeatureConfig):
-    """Weight patches.
-
-    Changed weights of every step, for engines that generate with the policy.
-    """
-
-    save_weight_patches: str | None = flag(
-        None, "folder for a file per step with the 16-bit weights that the step has changed, under Hugging Face names"
-    )
-    weight_anchor_interval: int = flag(
-        100, "iterations between files with all weights in this folder", needs="--save-weight-patches"
-    )
-
-    def __post_init__(self) -> None:
-        check_positive(self, "weight_anchor_interval")
 
 
 class WeightPatches:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from megazpp.base.flags import as_words, as_written, check_below_one, check_positive, check_words, flag
 from megazpp.kernels.formats import BlockFormat
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -177,11 +178,15 @@ class PrecisionConfig:
     @property
     def param_dtype(self) -> torch.dtype:
         """The dtype in which weights are gathered and layers compute."""
+        import torch
+
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which gradients are accumulated and reduced."""
+        import torch
+
         if self.grad_reduce_in_bf16:
             return torch.bfloat16
         if self.fp16 and not self.accumulate_allreduce_grads_in_fp32:
@@ -252,3 +257,20 @@ def _spell(fmt: BlockFormat | None) -> str:
 def _default(value: T | None, default: T) -> T:
     """Return `value`, or `default` if it is None."""
     return default if value is None else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """Silent data corruption.
+
+    The flags of the check.
+    """
+
+    zero_verify_interval: int | None = flag(
+        None,
+        "steps between two checks that all ranks gather the same weights; a difference ends the job before the update "
+        "and names the unit and the ranks; a check costs one more gather of all weights (default: never)",
+    )
+
+    def __post_init__(self) -> None:
+        check_positive(self, "zero_verify_interval")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from megazpp.base.flags import as_written
-from megazpp.kernels.block_quant import backend
 from megazpp.kernels.formats import BlockFormat
 from megazpp.topology.layout import Layout
 from megazpp.zero.config import CommPlan, GatherPlan, ReducePlan, ZeroConfig
+
+if TYPE_CHECKING:
+    import torch
 
 # Elements per quantization block. DIFFERENCE_BLOCK is for the quantized weight deltas of DiLoCo.
 WEIGHT_BLOCK, DIFFERENCE_BLOCK, GRADIENT_BLOCK = 256, 128, 128
@@ -117,17 +117,6 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
     if unused := _without_effect(config, plan):
         notices.append(unused)
     return plan._replace(notices=tuple(notices))
-
-
-def wire_backends(plan: CommPlan, device_type: str) -> list[tuple[str, str, str]]:
-    """Return rows (piece, implementation, reason) for the log's table of back ends; none if nothing is quantized.
-
-    Raises:
-        ValueError: block quantization is not implemented for a device of this type.
-    """
-    formats: list[object] = [plan.gather.fmt, plan.gather.differences] if plan.gather else []
-    formats += [plan.reduce.local, plan.reduce.cross] if plan.reduce else []
-    return [backend(device_type)] if any(formats) else []
 
 
 def _keeps_secondary(config: ZeroConfig, layout: Layout) -> bool:

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from megazpp.base.flags import check_positive, flag
 from megazpp.base.program import JobError
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.sharding import Sharding
@@ -24,23 +22,6 @@ from megazpp.zero.units import Unit
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by bytes per element
 SHOWN = 8  # number of differences that the error message lists
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyConfig:
-    """Silent data corruption.
-
-    The flags of the check.
-    """
-
-    zero_verify_interval: int | None = flag(
-        None,
-        "steps between two checks that all ranks gather the same weights; a difference ends the job before the update "
-        "and names the unit and the ranks; a check costs one more gather of all weights (default: never)",
-    )
-
-    def __post_init__(self) -> None:
-        check_positive(self, "zero_verify_interval")
 
 
 class CorruptWeightsError(JobError):

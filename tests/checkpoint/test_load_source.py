@@ -18,7 +18,7 @@ from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
 from megazpp.checkpoint.read import LoadSource, choose_source, peek
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.run.start import RUN_DIR, own_checkpoints
-from megazpp.training.tracking import TrackingConfig
+from megazpp.training.config import TrackingConfig
 
 
 @pytest.fixture

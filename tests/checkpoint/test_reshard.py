@@ -8,7 +8,7 @@ from helpers.ranks import ranks
 from helpers.tiers import chosen
 from helpers.training import BIASED_STYLE, GPT2_STYLE, LLAMA_STYLE, MIXTURE_STYLE, Case, train_plain
 
-from megazpp.optim.build import OptimizerConfig
+from megazpp.optim.config import OptimizerConfig
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 ROUNDING = 1e-5  # relative: fp32 sums in another order over a few steps

@@ -11,7 +11,7 @@ from helpers.tiers import chosen
 from helpers.training import BIASED_STYLE, GPT2_STYLE, LLAMA_STYLE, Case
 
 from megazpp.diloco.config import DilocoConfig
-from megazpp.optim.build import OptimizerConfig
+from megazpp.optim.config import OptimizerConfig
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 DROPOUT = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.1, attention_dropout=0.1)

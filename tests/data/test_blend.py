@@ -13,15 +13,8 @@ from helpers.refusals import not_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazpp.data.blend import (
-    DataSource,
-    MockSequences,
-    TokenRange,
-    build_split,
-    fit_for_split,
-    open_sources,
-    parse_blend,
-)
+from megazpp.data.blend import DataSource, MockSequences, TokenRange, build_split, fit_for_split, open_sources
+from megazpp.data.config import parse_blend
 from megazpp.data.gpt_dataset import GPTDataset
 from megazpp.kernels.blend_order import blend_order
 

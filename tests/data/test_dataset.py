@@ -11,15 +11,8 @@ import pytest
 from helpers.pairs import TEXT, write_jsonl, write_pair
 from helpers.refusals import not_refused
 
-from megazpp.data.dataset import (
-    DataConfig,
-    Splits,
-    build_datasets,
-    build_tokenizer,
-    check_inputs,
-    parse_split,
-    unigram_entropy,
-)
+from megazpp.data.config import DataConfig, Splits, parse_split
+from megazpp.data.dataset import build_datasets, build_tokenizer, check_inputs, unigram_entropy
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.text import (
     _IN_SENTENCEPIECE,

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megazpp.data.dataset import DataConfig, Splits, build_datasets
+from megazpp.data.config import DataConfig, Splits
+from megazpp.data.dataset import build_datasets
 from megazpp.data.identity import data_changes, describe_samples, same_sources, what_follows
 from megazpp.data.indexed_dataset import _DIGEST_BYTES, IndexedDataset, IndexedDatasetBuilder
 from megazpp.data.tokenizer import ByteTokenizer

@@ -30,7 +30,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from megazpp.data.dataset import DataConfig, check_inputs
+from megazpp.data.config import DataConfig
+from megazpp.data.dataset import check_inputs
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.preprocess import PreprocessConfig, preprocess
 from megazpp.data.text import train_sentencepiece, write_indexed_dataset

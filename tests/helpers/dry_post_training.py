@@ -29,7 +29,8 @@ from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.setup import PostConfigs
 from megazpp.run.arguments import RunConfig
 from megazpp.topology.cluster import Cluster
-from megazpp.training.setup import ModelSpec, model_on_meta, shard_built
+from megazpp.training.config import ModelSpec
+from megazpp.training.setup import model_on_meta, shard_built
 from megazpp.zero.config import CommPlan, ZeroConfig
 
 

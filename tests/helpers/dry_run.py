@@ -52,8 +52,9 @@ from megazpp.planner.variants import changed
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan, plan_run
 from megazpp.topology.cluster import Cluster
+from megazpp.training.config import ModelSpec
 from megazpp.training.objective import Objective
-from megazpp.training.setup import ModelSpec, ShardedModel, model_on_meta, shard_built
+from megazpp.training.setup import ShardedModel, model_on_meta, shard_built
 from megazpp.training.step import TrainStep
 
 CPU = torch.device("cpu")

@@ -9,8 +9,9 @@ from helpers.context import context
 from helpers.training import Case
 from torch.utils.hooks import RemovableHandle
 
-from megazpp.training.anomalies import AnomalyConfig, Guard, LossHistory
+from megazpp.training.anomalies import Guard, LossHistory
 from megazpp.training.batches import BatchConfig, plan_batches
+from megazpp.training.config import AnomalyConfig
 from megazpp.training.step import LaunchedStep, TrainStep
 
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megazpp import drop_in
 from megazpp.drop_in import api, callback
-from megazpp.zero import ZeroConfig
+from megazpp.zero.config import ZeroConfig
 
 _first = PartialState.__init__
 

@@ -18,11 +18,11 @@ from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.batches import BatchConfig, plan_batches
+from megazpp.training.config import StopConfig, TrackingConfig
 from megazpp.training.context import Console, RunContext
-from megazpp.training.loop import AfterStep, StopConditions, StopConfig, train
+from megazpp.training.loop import AfterStep, StopConditions, train
 from megazpp.training.metrics import StepRecord
 from megazpp.training.metrics_logger import MetricsRecorder
-from megazpp.training.tracking import TrackingConfig
 
 CPU = torch.device("cpu")
 

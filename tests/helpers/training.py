@@ -11,16 +11,18 @@ from megazpp.diloco.outer import ReplicaGroups
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import Float8Format, float8_product
 from megazpp.model.gpt import GPTModel
-from megazpp.optim.build import OptimizerConfig, build_optimizer
+from megazpp.optim.build import build_optimizer
+from megazpp.optim.config import OptimizerConfig
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
-from megazpp.parallel.config import ParallelConfig, plan_dims
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.config import ParallelConfig
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.parallel.worker import seed_everything
 from megazpp.tensor_parallel.initialize import initialize_parameters_
 from megazpp.tensor_parallel.layers import Product
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout
-from megazpp.training.setup import ModelSpec, build_model
+from megazpp.training.config import ModelSpec
+from megazpp.training.setup import build_model
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
 from megazpp.zero.plan import plan_comm

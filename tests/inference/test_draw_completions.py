@@ -13,8 +13,8 @@ from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE
 
 from megazpp.base.program import UserError
+from megazpp.inference.config import SampleConfig
 from megazpp.inference.generate import Drawn, draw_completions, evaluating
-from megazpp.inference.sample import SampleConfig
 from megazpp.model.gpt import GPTModel
 
 PROMPTS = [[5, 1, 100], [7], [2, 3, 5, 7, 11, 13], [30, 31], [50], [99, 98, 97, 96]]

@@ -13,8 +13,8 @@ from helpers.tiers import slow
 from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, MIXTURE_STYLE, Case, build_on_ranks, build_step
 
 from megazpp.convert.huggingface import open_model
+from megazpp.inference.config import SampleConfig
 from megazpp.inference.generate import draw_completions, generate
-from megazpp.inference.sample import SampleConfig
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.tensor_parallel.initialize import initialize_parameters_

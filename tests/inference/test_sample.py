@@ -6,7 +6,8 @@ import torch
 import transformers
 from helpers.refusals import not_refused
 
-from megazpp.inference.sample import SampleConfig, next_probabilities, occurring, pick_rows
+from megazpp.inference.config import SampleConfig
+from megazpp.inference.sample import next_probabilities, occurring, pick_rows
 
 SHARES = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
 LOGITS = SHARES.log() + 3.0

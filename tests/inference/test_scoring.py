@@ -10,7 +10,7 @@ from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import CPU, Case, build_on_ranks
 
-from megazpp.data.dataset import DataConfig
+from megazpp.data.config import DataConfig
 from megazpp.data.text import write_indexed_dataset
 from megazpp.data.tokenizer import ByteTokenizer
 from megazpp.inference.scoring import Score, check_input, count_labels, score_whole

@@ -15,7 +15,7 @@ from helpers.training import Case, build_on_ranks
 
 from megazpp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, load_tokenizer
 from megazpp.data.tokenizer_folder import find_tokenizer
-from megazpp.inference.sample import SampleConfig
+from megazpp.inference.config import SampleConfig
 from megazpp.inference.text import Continuation, Start, Stream, continue_texts, start_of
 
 BYTES = ByteTokenizer()

@@ -22,7 +22,8 @@ from megazpp.lora.layers import LowRankAdapter, adapters_off
 from megazpp.lora.policy import AdaptedPolicy, add_adapters, load_adapted, save_adapter
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.optim.build import OptimizerConfig, build_optimizer
+from megazpp.optim.build import build_optimizer
+from megazpp.optim.config import OptimizerConfig
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
 from megazpp.packed_weights.format import plan_rows
 from megazpp.parallel.dims import ParallelDims

@@ -21,8 +21,8 @@ from helpers.tensor_parallel import STYLES, VOCAB, assert_gradients_near, build_
 from helpers.tiers import nightly
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks, train_plain
 
+from megazpp.inference.config import SampleConfig
 from megazpp.inference.generate import draw_completions, evaluating
-from megazpp.inference.sample import SampleConfig
 from megazpp.model import backends
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import Float8Format, float8_product

@@ -25,11 +25,13 @@ from torch.distributed.tensor import distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megazpp.kernels.formats import BlockFormat
-from megazpp.optim.build import OptimizerConfig, build_optimizer
+from megazpp.optim.build import build_optimizer
+from megazpp.optim.config import OptimizerConfig
 from megazpp.optim.muon import newton_schulz
 from megazpp.optim.muon_plan import LayerMatrix, plan_blocks, products
 from megazpp.optim.optimizer import set_rates_, update_
-from megazpp.parallel.config import ParallelConfig, plan_dims
+from megazpp.parallel.config import ParallelConfig
+from megazpp.parallel.dims import plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.wire import Codec, plan_message, plan_segments

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from megazpp.optim import build as optimizers
 from megazpp.optim.apex import check_apex
-from megazpp.optim.build import OptimizerConfig, build_optimizer
+from megazpp.optim.build import build_optimizer
 from megazpp.optim.clip import divide_grads_
+from megazpp.optim.config import OptimizerConfig
 from megazpp.optim.optimizer import parameter_groups, set_rates_, skips_on_device, update_
 
 CPU = torch.device("cpu")

@@ -31,8 +31,8 @@ from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.checkpoint.read import LoadSource, find_weights, load_weights
 from megazpp.checkpoint.safe_reader import SafeReader
+from megazpp.inference.config import SampleConfig
 from megazpp.inference.generate import generate
-from megazpp.inference.sample import SampleConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.packed_weights.frozen import frozen_bytes
 from megazpp.packed_weights.load import (

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from megazpp.parallel import environment
+from megazpp.parallel.config import NcclConfig
 from megazpp.parallel.environment import (
     ALLOCATOR,
     CONNECTIONS,
     LAUNCH_ORDER,
     TRITON,
-    NcclConfig,
     axis_options,
     check_connections,
     node_folder,

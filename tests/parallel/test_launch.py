@@ -17,15 +17,8 @@ from torch.distributed import distributed_c10d
 
 from megazpp.base.program import LAUNCHER_PID
 from megazpp.parallel import launch, worker
-from megazpp.parallel.launch import (
-    AGENT_STORE,
-    LaunchConfig,
-    RankInfo,
-    detect_rank_info,
-    first_host,
-    is_on_one_machine,
-    open_store,
-)
+from megazpp.parallel.config import LaunchConfig
+from megazpp.parallel.launch import AGENT_STORE, RankInfo, detect_rank_info, first_host, is_on_one_machine, open_store
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}

@@ -5,8 +5,8 @@ import torch
 from helpers.ranks import ranks
 
 from megazpp.parallel import measure_links as links_module
-from megazpp.parallel.config import ParallelConfig, plan_dims
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.config import ParallelConfig
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.parallel.measure_links import fit_link, measure_links
 from megazpp.topology.cluster import Cluster, Link, Links
 

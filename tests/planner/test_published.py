@@ -43,7 +43,7 @@ from megazpp.planner.step import StepSimulator, measure
 from megazpp.planner.trace import trace_on_rank
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 from megazpp.topology.plan import plan_layout
-from megazpp.training.setup import ModelSpec
+from megazpp.training.config import ModelSpec
 from megazpp.zero.config import CommPlan, GatherPlan, PrecisionConfig, ReducePlan, ZeroConfig
 from megazpp.zero.plan import plan_comm
 

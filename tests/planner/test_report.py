@@ -6,8 +6,9 @@ import re
 import pytest
 from helpers.small_run import parse
 
+from megazpp.planner.config import PlanConfig
 from megazpp.planner.estimate import Estimator
-from megazpp.planner.feature import FEATURE, PlanConfig
+from megazpp.planner.feature import FEATURE
 from megazpp.planner.report import _verdict, report_parts
 from megazpp.planner.variants import INT8, LOSSLESS
 from megazpp.topology.cluster import Cluster, Device, Link, Links

@@ -23,8 +23,9 @@ from helpers.training import (
 )
 
 from megazpp.diloco.config import DilocoConfig
-from megazpp.optim.build import OptimizerConfig
-from megazpp.parallel.config import ParallelConfig, plan_dims
+from megazpp.optim.config import OptimizerConfig
+from megazpp.parallel.config import ParallelConfig
+from megazpp.parallel.dims import plan_dims
 from megazpp.planner.simulator import Memory
 from megazpp.planner.step import StepSimulator, TrafficTable, measure, traffic_between
 from megazpp.planner.trace import trace_on_rank

@@ -9,7 +9,8 @@ import pytest
 from helpers.training import CLIP, GPT2_STYLE, MIXTURE_STYLE, Case, build_on_ranks
 
 from megazpp.model.config import GPTConfig
-from megazpp.optim.build import OptimizerConfig, build_optimizer
+from megazpp.optim.build import build_optimizer
+from megazpp.optim.config import OptimizerConfig
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
 from megazpp.parallel.dims import ParallelDims
 from megazpp.post_training.config import PostTrainingConfig

@@ -11,7 +11,7 @@ from helpers.small_run import parse
 from helpers.training import CPU
 
 from megazpp.data.tokenizer import ByteTokenizer
-from megazpp.inference.sample import SampleConfig
+from megazpp.inference.config import SampleConfig
 from megazpp.lora.config import LoraConfig
 from megazpp.packed_weights.load import WeightsConfig
 from megazpp.parallel.dims import ParallelDims

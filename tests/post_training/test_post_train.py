@@ -24,7 +24,7 @@ from megazpp.checkpoint.read import LoadSource
 from megazpp.convert.huggingface import open_model
 from megazpp.convert.native import open_checkpoint
 from megazpp.features import FEATURES
-from megazpp.inference.sample import SampleConfig
+from megazpp.inference.config import SampleConfig
 from megazpp.post_training.config import DEFAULTS
 from megazpp.post_training.setup import EXTRA, find_start, post_configs
 from megazpp.run.arguments import ParsedRun, parse_run_config

@@ -14,8 +14,9 @@ from post_training.policies import BATCH, MIXTURE, SEQ, PostCase, build, near, t
 
 from megazpp.base.program import UserError
 from megazpp.data.tokenizer import ByteTokenizer
+from megazpp.inference.config import SampleConfig
 from megazpp.inference.generate import draw_completions, evaluating
-from megazpp.inference.sample import SampleConfig, next_probabilities, pick_rows
+from megazpp.inference.sample import next_probabilities, pick_rows
 from megazpp.post_training import rollouts
 from megazpp.post_training.batch import RolloutBatch
 from megazpp.post_training.config import PostTrainingConfig

@@ -15,7 +15,7 @@ from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.data.tokenizer import HFTokenizer, load_tokenizer
 from megazpp.diloco.config import DilocoConfig
 from megazpp.features import FEATURES
-from megazpp.inference.sample import SampleConfig
+from megazpp.inference.config import SampleConfig
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.run.arguments import ParsedRun, parse_run_config
 from megazpp.run.checkpoint_flags import (

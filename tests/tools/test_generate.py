@@ -18,7 +18,7 @@ from helpers.refusals import not_refused
 from helpers.tool import run_tool
 
 from megazpp.data.tokenizer import ByteTokenizer
-from megazpp.inference.sample import SampleConfig
+from megazpp.inference.config import SampleConfig
 
 PROMPTS = ["Call me", "S", "Some years ago"]
 GREEDY = ["--temperature", 0]

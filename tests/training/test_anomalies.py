@@ -22,8 +22,9 @@ from helpers.training import Case, build_step
 from megazpp.optim.clip import GradNorm
 from megazpp.parallel.axis import MeshAxis
 from megazpp.training import anomalies
-from megazpp.training.anomalies import AnomalyConfig, Guard, LossHistory, NotFiniteError, StepReport, describe
+from megazpp.training.anomalies import Guard, LossHistory, NotFiniteError, StepReport, describe
 from megazpp.training.batches import BatchConfig, plan_batches
+from megazpp.training.config import AnomalyConfig
 from megazpp.zero.config import ZeroConfig
 
 NAN, INF = float("nan"), float("inf")

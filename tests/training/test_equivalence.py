@@ -29,7 +29,7 @@ from helpers.training import (
 from megazpp.diloco.config import DilocoConfig
 from megazpp.model.attention import heads_for_tokens, tokens_for_heads
 from megazpp.model.config import GPTConfig
-from megazpp.optim.build import OptimizerConfig
+from megazpp.optim.config import OptimizerConfig
 from megazpp.optim.loss_scale import LossScaler
 from megazpp.training.metrics import StepRecord
 from megazpp.training.objective import Evaluator

@@ -12,8 +12,9 @@ from helpers.tiers import chosen, slow
 from helpers.training import BIASED_STYLE, Case, build_step
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megazpp.optim.build import OptimizerConfig, build_optimizer
+from megazpp.optim.build import build_optimizer
 from megazpp.optim.clip import clip_divisor, divide_grads_, global_grad_norm
+from megazpp.optim.config import OptimizerConfig
 from megazpp.optim.optimizer import set_rates_, update_
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.host import HostCopy

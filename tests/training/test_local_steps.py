@@ -14,7 +14,8 @@ from megazpp.diloco import loop
 from megazpp.diloco.config import DilocoConfig
 from megazpp.diloco.loop import LocalSteps, check_replica_group_memory
 from megazpp.training.anomalies import NotFiniteError
-from megazpp.training.loop import StopConditions, StopConfig
+from megazpp.training.config import StopConfig
+from megazpp.training.loop import StopConditions
 from megazpp.zero.config import ZeroConfig
 
 

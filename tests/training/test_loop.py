@@ -16,7 +16,8 @@ from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
 from megazpp.training import loop
 from megazpp.training.anomalies import NotFiniteError
-from megazpp.training.loop import StopConditions, StopConfig, catching_signals
+from megazpp.training.config import StopConfig
+from megazpp.training.loop import StopConditions, catching_signals
 from megazpp.training.objective import StopRequested
 
 

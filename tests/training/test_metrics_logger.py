@@ -12,10 +12,11 @@ from helpers.tiers import slow
 from helpers.training import LLAMA_STYLE, Case, build_step
 
 from megazpp.optim.schedule import TrainingProgress
-from megazpp.parallel.config import ParallelConfig, plan_dims
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.config import ParallelConfig
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.plan import plan_layout
+from megazpp.training.config import TrackingConfig
 from megazpp.training.context import Console, RunContext
 from megazpp.training.metrics_logger import MetricsRecorder
 from megazpp.training.results import (
@@ -26,7 +27,6 @@ from megazpp.training.results import (
     traffic_table,
     zero3_traffic,
 )
-from megazpp.training.tracking import TrackingConfig
 from megazpp.zero.config import PrecisionConfig
 
 

@@ -20,12 +20,12 @@ from helpers.ranks import ranks
 from helpers.training import Case, build_step, dims_on_ranks
 
 from megazpp.parallel.timeline import COMPUTE, STEP, Span, Timeline
-from megazpp.training.profiler import Profiler, ProfilerConfig
+from megazpp.training.config import ProfilerConfig, TimingConfig
+from megazpp.training.profiler import Profiler
 from megazpp.training.timers import (
     MAIN_TIMERS,
     OTHER_TIMERS,
     StepRecorder,
-    TimingConfig,
     chrome_trace,
     describe,
     describe_ranks,

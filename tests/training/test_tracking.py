@@ -25,10 +25,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.plan import plan_layout
-from megazpp.training import sinks, tracking
+from megazpp.training import config as training_config
+from megazpp.training import sinks
+from megazpp.training.config import TrackingConfig, is_installed
 from megazpp.training.context import RunFolder
 from megazpp.training.sinks import TensorBoardSink, WandbSink, open_sinks
-from megazpp.training.tracking import Sink, Tracker, TrackingConfig
+from megazpp.training.tracking import Sink, Tracker
 
 
 def tracker(folder: Path, *sinks: Any, **flags: Any) -> Tracker:
@@ -154,7 +156,7 @@ def test_invalid_tracking_flags_raise_an_error(tmp_path, monkeypatch):
         (TrackingConfig(wandb_project="p", wandb_save_dir=bad), f"--wandb-save-dir {bad}"),
     ]
     assert not not_refused(rows, lambda config: open_sinks(config, folder, {}))
-    monkeypatch.setattr(tracking, "is_installed", lambda package: False)
+    monkeypatch.setattr(training_config, "is_installed", lambda package: False)
     flags = [
         ({"tensorboard_dir": "tb"}, "--tensorboard-dir tb: tensorboard is not installed (pip install tensorboard)"),
         ({"wandb_project": "p"}, "--wandb-project p: wandb is not installed (pip install wandb)"),
@@ -165,8 +167,8 @@ def test_invalid_tracking_flags_raise_an_error(tmp_path, monkeypatch):
 def test_packages_are_found_without_importing_them(tmp_path, monkeypatch):
     (tmp_path / "explodes.py").write_text("raise RuntimeError")
     monkeypatch.syspath_prepend(tmp_path)
-    assert tracking.is_installed("explodes")
-    assert not tracking.is_installed("no_such_package_at_all")
+    assert is_installed("explodes")
+    assert not is_installed("no_such_package_at_all")
 
 
 # ---- the packages themselves ----------------------------------------------------------------------------------------

@@ -7,11 +7,12 @@ import torch
 from helpers.refusals import not_refused
 
 from megazpp.kernels.formats import BlockFormat
+from megazpp.run.checks import wire_backends
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout
 from megazpp.topology.plan import plan_layout
 from megazpp.zero.config import CommPlan, GatherPlan, PrecisionConfig, ReducePlan, ZeroConfig
-from megazpp.zero.plan import plan_comm, wire_backends
+from megazpp.zero.plan import plan_comm
 
 
 def layout_of(nodes: int = 2, ranks: int = 4, tp: int = 1, replicas: int = 1) -> Layout:

@@ -21,7 +21,8 @@ from megazpp.diloco.outer import ReplicaGroups, send_fragment
 from megazpp.diloco.rows import outer_step_
 from megazpp.kernels.formats import BlockFormat
 from megazpp.model.gpt import GPTModel
-from megazpp.optim.build import OptimizerConfig, build_optimizer
+from megazpp.optim.build import build_optimizer
+from megazpp.optim.config import OptimizerConfig
 from megazpp.optim.optimizer import set_rates_
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.initialize import initialize_parameters_

@@ -17,12 +17,13 @@ from megazpp.model.gpt import GPTModel, Head, MixtureLayer
 from megazpp.model.router import Router, biased_routers, update_expert_bias_
 from megazpp.optim.clip import global_grad_norm
 from megazpp.optim.optimizer import ShardedAdamW
-from megazpp.parallel.config import ParallelConfig, plan_dims
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.config import ParallelConfig
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.tensor_parallel.initialize import initialize_parameters_
 from megazpp.tensor_parallel.parameters import partial_parameters, sum_partial_gradients_
 from megazpp.topology.cluster import Cluster
-from megazpp.training.setup import ModelSpec, build_model
+from megazpp.training.config import ModelSpec
+from megazpp.training.setup import build_model
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.plan import plan_comm
 

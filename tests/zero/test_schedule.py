@@ -15,8 +15,8 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step, train_on
 from torch import nn
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.config import ParallelConfig, plan_dims
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.config import ParallelConfig
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.plan import plan_comm

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from zero.test_launches import Launches
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.config import ParallelConfig, plan_dims
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.config import ParallelConfig
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
 from megazpp.zero.plan import plan_comm

@@ -8,8 +8,8 @@ from helpers.ranks import ranks
 from helpers.tiers import chosen, slow
 from helpers.training import LLAMA_STYLE, Case, build_step
 
-from megazpp.zero.config import PrecisionConfig, ZeroConfig
-from megazpp.zero.verify import CorruptWeightsError, VerifyConfig, describe, verify_weights
+from megazpp.zero.config import PrecisionConfig, VerifyConfig, ZeroConfig
+from megazpp.zero.verify import CorruptWeightsError, describe, verify_weights
 
 ZEROPP = ZeroConfig(zeropp=True)
 

@@ -27,8 +27,9 @@ from megazpp.diloco.outer import ReplicaGroups
 from megazpp.features import FEATURES
 from megazpp.optim.build import build_optimizer
 from megazpp.optim.loss_scale import build_loss_scaler
+from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.launch import LaunchConfig, detect_rank_info
+from megazpp.parallel.launch import detect_rank_info
 from megazpp.parallel.worker import Worker, seed_everything, worker_process
 from megazpp.run.arguments import RunConfig, parse_run_config
 from megazpp.run.checks import plan_run

@@ -1,0 +1,141 @@
+"""The flags of the data: sources of tokens, and the cut into samples."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+from megazpp.base.flags import check_not_negative, check_positive, check_words, flag
+from megazpp.data.indexed_dataset import pair_paths
+
+T = TypeVar("T")
+
+SOURCES = ("--data-path", "--text-path", "--train-data-path, --valid-data-path or --test-data-path", "--mock-data")
+_ONE_SOURCE = f"exactly one source of data is needed: {'; '.join(SOURCES)}; {{}}"
+_TAKEN_BACK = " (a flag that is repeated without a value removes its earlier value)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Data.
+
+    Sources of tokens, and the cut into samples.
+    """
+
+    data_path: tuple[str, ...] = flag(
+        (), "prefixes of .bin/.idx files, with weights to blend: 0.3 A 0.7 B", nargs="*", common=True
+    )
+    text_path: tuple[str, ...] = flag(
+        (), "text or JSON lines files to tokenize, or builtin:moby_dick", nargs="*", common=True
+    )
+    train_data_path: tuple[str, ...] = flag((), "as --data-path, for training only", nargs="*")
+    valid_data_path: tuple[str, ...] = flag((), "as --data-path, for validation only", nargs="*")
+    test_data_path: tuple[str, ...] = flag((), "as --data-path, for the test only", nargs="*")
+    split: str = flag(
+        "969, 30, 1", "train, validation and test proportions, by document (by token if there are too few documents)"
+    )
+    data_cache_path: str | None = flag(
+        None, "directory for indices and trained tokenizers (default: megazpp in the user's cache directory)"
+    )
+    mock_data: bool = flag(False, "use generated documents instead of files")
+    num_workers: int = flag(2, "threads that prepare the samples of the next steps; 0 prepares a step when it begins")
+    seq_length: int | None = flag(None, "tokens of a sample", common=True)
+    reset_position_ids: bool = flag(False, "count positions from the start of the document")
+    reset_attention_mask: bool = flag(False, "attend within a document only")
+    eod_mask_loss: bool = flag(False, "no loss on the prediction of the token after an end-of-document token")
+
+    def __post_init__(self) -> None:
+        check_words(self)
+        check_positive(self, "seq_length")
+        check_not_negative(self, "num_workers")
+        if len(self.sources) > 1:
+            raise ValueError(_ONE_SOURCE.format(f"{' and '.join(self.sources)} are given") + _TAKEN_BACK)
+        parse_split(self.split)
+        for flag_name, values in {"--data-path": self.data_path, **paths_by_use(self)}.items():
+            parse_blend(values, flag_name=flag_name)
+
+    @property
+    def sources(self) -> list[str]:
+        """The flags that select a source of tokens, such as --data-path, and that are set."""
+        given = (self.data_path, self.text_path, any(paths_by_use(self).values()), self.mock_data)
+        return list(itertools.compress(SOURCES, given))
+
+
+class Splits(NamedTuple, Generic[T]):
+    """A value for each use of the data: training, validation, test."""
+
+    train: T
+    valid: T
+    test: T
+
+
+def parse_split(split: str) -> Splits[tuple[float, float]]:
+    """Return the shares of the documents, in [0, 1], at which each split begins and ends.
+
+    Args:
+        split: up to three proportions, such as `969, 30, 1`.
+    Raises:
+        ValueError: `split` has another form.
+    """
+    try:
+        parts = [float(part) for part in re.split(r"[,/]", split)]
+    except ValueError:
+        parts = []
+    if not 1 <= len(parts) <= 3 or not all(0 <= part < math.inf for part in parts) or sum(parts) == 0:
+        raise ValueError(f"--split {split!r} is not up to three proportions such as '969, 30, 1'")
+    shares = [part / sum(parts) for part in (*parts, 0.0, 0.0)[:3]]
+    edges = [0.0, *itertools.accumulate(shares)]
+    return Splits(*itertools.pairwise(edges))
+
+
+def paths_by_use(config: DataConfig) -> dict[str, tuple[str, ...]]:
+    """Return the flags that name data for one use only, with their values."""
+    return {f"--{use}-data-path": getattr(config, f"{use}_data_path") for use in Splits._fields}
+
+
+def require_source(config: DataConfig) -> None:
+    if not config.sources:
+        raise ValueError(_ONE_SOURCE.format("none is given"))
+
+
+def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
+    """Return the prefixes of .bin/.idx pairs that a flag like --data-path names, and their weights if it has any.
+
+    Args:
+        values: `A B C`, or with weights `0.3 A 0.7 B`. As in Megatron, they have weights if every other value is a
+            number.
+        flag_name: flag for messages.
+    Raises:
+        ValueError: a weight is not positive, only some datasets have weights, or all weights are also names of
+            datasets.
+    """
+    numbers = list(map(_number, values))
+    weights = tuple(number for number in numbers[::2] if number is not None)
+    if values and len(values) == 2 * len(weights):
+        if not all(0 < weight < math.inf for weight in weights):
+            raise ValueError(f"{flag_name} {' '.join(values)}: weights must be positive numbers")
+        called = [value for value in values[::2] if any(path.exists() for path in pair_paths(Path(value)))]
+        if len(called) == len(weights):  # every weight is also a dataset, so the user may mean datasets only
+            also = f"{called[0]} is also a dataset"
+            raise ValueError(f"{flag_name} {' '.join(values)}: {also}{_as_dataset(called[0])}")
+        return tuple(values[1::2]), weights
+    if called := [value for value, number in zip(values, numbers, strict=True) if number is not None]:
+        rule = "give a weight before every dataset, or before none"
+        raise ValueError(f"{flag_name} {' '.join(values)}: {rule}{_as_dataset(called[0])}")
+    return tuple(values), None
+
+
+def _as_dataset(number: str) -> str:
+    return f"; a number is read as a weight, so the dataset {number} is given as ./{number}"
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

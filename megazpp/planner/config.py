@@ -1,0 +1,31 @@
+"""The flags of the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazpp.base.flags import flag, spelling
+from megazpp.run.arguments import FeatureConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(FeatureConfig):
+    """Planning.
+
+    Flags that estimate a run instead of starting it.
+    """
+
+    plan: bool = flag(False, "print estimates of memory, communication and time, and exit", common=True)
+    plan_expert_load: float | None = flag(
+        None,
+        "load of the busiest expert, relative to the mean, at which --plan also prints memory and chooses the fastest "
+        "settings; the largest max_expert_load in metrics.jsonl of a similar run (default: only an even load)",
+        needs="--plan",
+        metavar="X",
+    )
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a load of the busiest expert below the mean."""
+        if self.plan_expert_load is not None and not self.plan_expert_load >= 1.0:
+            given = f"{spelling(self, 'plan_expert_load')} {self.plan_expert_load:g}"
+            raise ValueError(f"{given}: the busiest expert has at least the mean load, which is 1")

@@ -1,0 +1,205 @@
+"""The flags of a training run other than those of its batches (batches.py), and the description of its model."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from megazpp.base.flags import check_not_negative, check_positive, check_words, flag
+from megazpp.model.config import GPTConfig
+from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
+
+if TYPE_CHECKING:
+    from megazpp.tensor_parallel.layers import Product
+
+if TYPE_CHECKING:
+    from megazpp.tensor_parallel.layers import Product
+
+WINDOW, FEWEST = 100, 20  # largest and smallest number of earlier losses that a new loss is compared with
+SLOW = 1.2  # a rank is slow above this multiple of the median compute time
+MOST_ALLOCATIONS = 100_000  # largest number of allocations in a memory snapshot; Megatron-LM's value
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluation.
+
+    Frequency and size of the evaluations.
+    """
+
+    eval_iters: int = flag(100, "number of global batches in one evaluation; 0 disables evaluation")
+    eval_interval: int = flag(1000, "training steps between two evaluations")
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "eval_iters")
+        check_positive(self, "eval_interval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Logging.
+
+    The metrics that are recorded, how often, and where: log, Weights & Biases, TensorBoard.
+    """
+
+    run_dir: str | None = flag(None, "folder for the run's records (default: runs/<time>-<config name>)")
+    log_interval: int = flag(100, "iterations between two log lines")
+    log_params_norm: bool = flag(False, "log the L2 norm of the parameters")
+    log_num_zeros_in_grad: bool = flag(False, "log the number of gradient elements that are zero")
+    wandb_project: str = flag("", "Weights & Biases project; an empty name disables wandb", common=True)
+    wandb_entity: str = flag("", "Weights & Biases entity: user or team (default: wandb's)")
+    wandb_exp_name: str = flag("", "name of the wandb run (default: the run folder's name)")
+    wandb_save_dir: str = flag("", "folder for wandb's local files (default: the run folder)")
+    tensorboard_dir: str | None = flag(None, "folder for TensorBoard events; not given: no events are written")
+    tensorboard_log_interval: int = flag(1, "iterations between two records to wandb and TensorBoard")
+
+    def __post_init__(self) -> None:
+        check_positive(self, "log_interval", "tensorboard_log_interval")
+        if self.wandb_project and not is_installed("wandb"):
+            raise ValueError(f"--wandb-project {self.wandb_project}: wandb is not installed (pip install wandb)")
+        if self.tensorboard_dir is not None and not is_installed("tensorboard"):
+            where = f"--tensorboard-dir {self.tensorboard_dir}"
+            raise ValueError(f"{where}: tensorboard is not installed (pip install tensorboard)")
+
+
+def is_installed(package: str) -> bool:
+    """Return True if a top-level package can be imported, without importing it."""
+    return importlib.util.find_spec(package) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimingConfig:
+    """Timing.
+
+    Times of the parts of an iteration, slow ranks, and the timeline (trace) of one step.
+    """
+
+    timing_log_level: Literal[0, 1, 2] = flag(
+        0,
+        "times in the log: 0 for iterations only, 1 also for their parts, 2 also for micro-batches and for the "
+        "collectives of each axis",
+    )
+    log_straggler: bool = flag(
+        False, f"measure one step per log interval, and log the ranks whose compute takes over {SLOW} times the median"
+    )
+    timeline_step: int | None = flag(
+        None,
+        "record the spans of every rank in this iteration (the first is 1); writes timeline.json for ui.perfetto.dev "
+        "to the run folder",
+    )
+
+    def __post_init__(self) -> None:
+        check_words(self)
+        check_positive(self, "timeline_step")
+
+    @property
+    def records_steps(self) -> bool:
+        """True if one of the flags needs the spans of some steps."""
+        return self.timing_log_level > 0 or self.log_straggler or self.timeline_step is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilerConfig:
+    """Profiling.
+
+    torch's profiler and the history of CUDA allocations.
+    """
+
+    profile: bool = flag(
+        False,
+        "record operators, kernels and collectives with torch.profiler; writes a trace for ui.perfetto.dev to the run "
+        "folder",
+    )
+    profile_step_start: int = flag(10, "iterations before the first one that --profile records")
+    profile_step_end: int = flag(12, "last iteration that --profile records")
+    profile_ranks: tuple[int, ...] = flag(
+        (0,), "ranks that --profile and --record-memory-history record", nargs="+", metavar="RANK"
+    )
+    record_memory_history: bool = flag(
+        False, f"record the last {MOST_ALLOCATIONS} CUDA allocations with their stacks for --memory-snapshot-path"
+    )
+    memory_snapshot_path: str = flag(
+        "snapshot.pickle",
+        "file that --record-memory-history writes when training ends or runs out of memory, for "
+        "pytorch.org/memory_viz; relative to the run folder; the rank is appended to its name",
+    )
+
+    def __post_init__(self) -> None:
+        start, end = self.profile_step_start, self.profile_step_end
+        if self.profile and not 0 <= start < end:
+            raise ValueError(f"--profile-step-start {start} is not below --profile-step-end {end}, or is negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopConfig:
+    """Early stop.
+
+    Conditions that end the run before its last iteration.
+    """
+
+    exit_interval: int | None = flag(None, "stop after the first iteration that is a multiple of this number")
+    exit_duration_in_mins: int | None = flag(None, "stop this many minutes after the start of the program")
+    skip_train: bool = flag(False, "skip training and only evaluate")
+
+    def __post_init__(self) -> None:
+        check_positive(self, "exit_interval", "exit_duration_in_mins")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnomalyConfig:
+    """NaN and loss spikes.
+
+    Reactions of the run to losses and gradients that must not reach the weights.
+    """
+
+    check_for_nan_in_loss_and_grad: bool = flag(
+        True,
+        "if the loss or a gradient is not finite, leave the weights unchanged, end the job (in the next step at the "
+        "latest) and name the parameter and the rank; with --no-check-for-nan-in-loss-and-grad the step is skipped",
+    )
+    loss_spike_sigma: float | None = flag(
+        None,
+        f"skip the update of a step whose loss is more than this many standard deviations above the mean of the last "
+        f"{WINDOW} losses; takes effect after {FEWEST} steps",
+    )
+    loss_spike_action: Literal["skip", "rewind"] = flag(
+        "skip",
+        "reaction to a loss spike: skip only skips the update; rewind also reloads weights and moments from the last "
+        "checkpoint and continues with the next samples",
+    )
+
+    def __post_init__(self) -> None:
+        check_words(self)
+        check_positive(self, "loss_spike_sigma")
+        if self.loss_spike_action == "rewind" and self.loss_spike_sigma is None:
+            raise ValueError("--loss-spike-action rewind needs --loss-spike-sigma")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Description of a model and its sharding, equal on all ranks and independent of the layout.
+
+    Attributes:
+        config: shape of the model.
+        vocab_size: vocabulary size of the tokenizer; the model may pad it.
+        sequence_parallel: whether activations are split along the sequence between tensor-parallel regions.
+        zero: the ZeRO flags.
+        wire: the plan for replacing FSDP2's collectives, see `plan_comm`.
+        precision: dtypes of compute and gradient reduction.
+        seed: seed for the initial weights and for dropout.
+        product: matrix product of the linear layers. None: the product that `config` selects for the device.
+        scalar_head: whether the model also has a head that returns one number per token.
+        varying_sizes: whether batch sizes or sequence lengths vary.
+    """
+
+    config: GPTConfig
+    vocab_size: int
+    wire: CommPlan
+    sequence_parallel: bool = False
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    seed: int
+    product: Product | None = None
+    scalar_head: bool = False
+    varying_sizes: bool = False

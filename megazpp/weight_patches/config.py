@@ -1,0 +1,26 @@
+"""The flags of weight patches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazpp.base.flags import check_positive, flag
+from megazpp.run.arguments import FeatureConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchesConfig(FeatureConfig):
+    """Weight patches.
+
+    Changed weights of every step, for engines that generate with the policy.
+    """
+
+    save_weight_patches: str | None = flag(
+        None, "folder for a file per step with the 16-bit weights that the step has changed, under Hugging Face names"
+    )
+    weight_anchor_interval: int = flag(
+        100, "iterations between files with all weights in this folder", needs="--save-weight-patches"
+    )
+
+    def __post_init__(self) -> None:
+        check_positive(self, "weight_anchor_interval")
