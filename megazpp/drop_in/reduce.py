@@ -133,6 +133,10 @@ class ProgramReduce(SummingReduce):
         finally:
             self.end()
 
+    def fills(self, output: torch.Tensor) -> bool:
+        """Return False: a program may change `.grad` during the backward, so it must never be incomplete."""
+        return False
+
     def end(self) -> None:
         """Record the gradients that FSDP2 has just set, if a late sum must be added to them."""
         if self._late is not None:

@@ -2,7 +2,7 @@
 
 The real communication code of megazpp/zero runs on these classes with meta tensors, which have shapes but no memory. It
 calls `CommQueue.submit`, `Work.wait` and collectives as in training. The classes report bytes and seconds to one
-`Simulation`, which is why they are all in this file.
+`Simulation`, which is why they are all in one file.
 
 A clock holds the simulated time of something that works in order: the compute, a CUDA stream, or a queue. A queue runs
 tasks in the order of submission, so the simulation needs no list of events. A task starts when the queue is free, when
@@ -353,6 +353,7 @@ class SimulatedUnit(Unit):
         shapes: shapes of this rank's shards, without padding.
         axis: axis over whose ranks the parameters are sharded.
         version: number of optimizer steps so far, used to detect that the weights have changed.
+        reduced: True if the unit's reduced gradients are in memory.
         gathered: True if the whole parameters are in memory.
         shard: meta tensor like this rank's shard in the dtype of gathers.
         whole: meta tensor like the gathered parameters.
@@ -389,7 +390,7 @@ class SimulatedUnit(Unit):
         self.size = segments[-1].stop if segments else 0  # 0 if all parameters of the unit are frozen
         self.elements = sum(math.prod(shape) for _, shape in parameters)
         self.axis, self.shapes = axis, tuple(own_shapes(parameters, num_ranks, axis.rank))
-        self.version, self.gathered = 0, False
+        self.version, self.gathered, self.reduced = 0, False, False
         self.ready: float | None = None
 
     def connect(self, context: CommContext) -> None:
@@ -428,6 +429,9 @@ class SimulatedUnit(Unit):
     @property
     def trained(self) -> tuple[int, ...]:
         return tuple(range(len(self.parameters)))
+
+    def has_gradients(self, indices: Sequence[int]) -> bool:
+        return self.reduced
 
     def add_to_gradients(
         self, reduced: torch.Tensor, indices: Sequence[int], gradients: Sequence[Any] | None = None

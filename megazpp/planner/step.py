@@ -497,14 +497,17 @@ class StepSimulator:
         self.ledger.pass_through(Memory.BUFFERS, unit.reduce_buffer + partial + result.nbytes)
         if last or self._zero.zero_cross_every_microbatch:
             self.ledger.pass_through(Memory.BUFFERS, unit.cross_buffer + partial + result.nbytes)
-            if self._context.overlap_reduce:  # at worst the sums and results of all units wait for the cross hop
-                self.ledger.add(Memory.BUFFERS, partial + result.nbytes)
-        if first or (stage <= 1 and last):
-            self.ledger.add(Memory.GRADIENTS, MASTER_BYTES * unit.size)
+            if self._context.overlap_reduce:  # at worst the sums and late sums of all units wait for the cross hop
+                late_sum = 0 if unit.reduce.fills(result) else result.nbytes
+                self.ledger.add(Memory.BUFFERS, partial + late_sum)
         # ---- reduction
         if unit.axis.size > 1:
             with simulation.on(reductions):
                 unit.reduce(result, whole, unit.axis.group, dist.ReduceOp.SUM)  # type: ignore[arg-type]
+        waits = isinstance(unit.reduce, TwoHopReduce) and not unit.reduce.crosses and self._replicate.size == 1
+        if not waits and not unit.reduced:
+            self.ledger.add(Memory.GRADIENTS, MASTER_BYTES * unit.size)
+            unit.reduced = True
         if last and self._replicate.size > 1:
             copies.wait_until(reductions.now)
             with simulation.on(copies):
@@ -520,6 +523,8 @@ class StepSimulator:
         self.ledger.add(Memory.SECONDARY, sum(unit.secondary_bytes for unit in units))
         self.ledger.add(Memory.FROZEN, sum(unit.frozen.kept for unit in units))
         self.ledger.add(Memory.FEEDBACK, sum(unit.feedback_bytes for unit in units))
+        for unit in units:
+            unit.reduced = False
         if self._partial_sums_wait:
             self.ledger.add(Memory.PARTIAL_SUMS, sum(unit.partial_bytes for unit in units))
         if self._diloco is not None:

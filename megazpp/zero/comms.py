@@ -148,6 +148,9 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         self.unit, self._schedule = unit, context.reduce_schedule
         self.reduced = tuple(range(len(unit.parameters)))
         self._fsdp2_post_backward: Callable[..., None] = lambda *_: None
+        self._filling: Work[Any] = Work(None)  # the work that fills `.grad` until the end of the backward
+        self._waits = False  # whether the gradients of the last call are part of a later call's result
+        self._last_micro_batch = True
         self._watched = False
         self.total: torch.Tensor | None = None
 
@@ -158,8 +161,15 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
     def post_backward(self, *given: Any) -> None:
         """Reduce the unit's gradients through FSDP2, which then calls this object; it replaces FSDP2's function."""
         if self.unit.reduces_gradients:
+            self._filling.wait()  # if the backward reduces the unit twice, FSDP2 adds the second sum to the first one
             self.begin()
         self._fsdp2_post_backward(*given)
+        if self._waits:  # FSDP2 has set zeros as `.grad`, which would be in the way of `fills`
+            self.unit.clear_gradients(self.reduced)
+
+    def begin_micro_batch(self, *, last: bool) -> None:
+        """Set whether the next micro-batch is the step's last one, after which its gradients are complete."""
+        self._last_micro_batch = last
 
     def begin(self) -> None:
         """Record which parameters have gradients that FSDP2 is about to reduce."""
@@ -188,25 +198,50 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
     ) -> None:
         """Reduce the gradients that FSDP2 passes; FSDP2 calls this as its reduce-scatter.
 
-        With overlap FSDP2 gets zeros, and the sum is added to the gradients at the end of the backward.
+        With overlap the sum is complete at the end of the backward. FSDP2 makes `.grad` a view of its output, so the
+        reduction fills the output meanwhile. If FSDP2 adds to an existing `.grad` instead, it gets zeros, and the sum
+        is added at the end.
         """
         assert op == dist.ReduceOp.SUM, f"communication only sums, FSDP2 asked for {op}"
         # ---- sum this rank's own gradients
         if self._watched:
             total = input_tensor.sum()  # in its own dtype, one pass; a maximum takes 16 times as long on the CPU
             self.total = total if self.total is None else self.total + total
-        # ---- start the reduction, into a separate buffer if FSDP2 gets its sum later
-        late = self._schedule.overlap
-        result = output_tensor
+        self.reduce(input_tensor, output_tensor)
+
+    def reduce(self, gradients: torch.Tensor, output: torch.Tensor) -> None:
+        """Start the reduction of `gradients` [W n] to `output` [n]; see `__call__`."""
+        # ---- start it, into a separate buffer if FSDP2 gets zeros
+        overlap, result = self._schedule.overlap, output
+        fills = overlap and self.fills(output)
+        late = overlap and not fills
         if late:
-            result = torch.empty(output_tensor.shape, dtype=output_tensor.dtype, device=output_tensor.device)
-        work = self.start(input_tensor, result)
-        if work is not None and not late:
-            work.wait()
+            result = torch.empty(output.shape, dtype=output.dtype, device=output.device)
+        work = self.start(gradients, result)
+        self._waits = work is None
+        if work is None or late:
+            output.zero_()
+        # ---- wait for it now, or at the end of the backward
+        if work is None:
             return
-        output_tensor.zero_()
-        if work is not None:
+        if not overlap:
+            work.wait()
+        elif fills:
+            self._filling = work
+            self._schedule.finish_later(work, self._filled)
+        else:
             self._finish_later(work, result)
+
+    def fills(self, output: torch.Tensor) -> bool:
+        """Return True if FSDP2 will use `output` itself as gradients, so that it may be filled until the backward ends.
+
+        FSDP2 would copy another dtype than the parameters', and add to gradients that exist.
+        """
+        return output.dtype == torch.float32 and not self.unit.has_gradients(self.reduced)
+
+    def _filled(self) -> None:
+        """Forget the work that has filled the gradients."""
+        self._filling = Work(None)
 
     def _finish_later(self, work: Work[torch.Tensor], result: torch.Tensor) -> None:
         """Add `result` to the gradients at the end of the backward, when `work` is done."""

@@ -138,7 +138,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
             if starts_early and not self._compared:  # `start_early` relies on the shard reader
                 self.unit.check_shard_reader(input_tensor)
                 self._compared = True
-            self._start_cross_hop(crossing, messages, lambda: input_tensor)
+            self._start_cross_hop(crossing, messages, self.unit.input_reader(input_tensor))
             crossed = True
         messages = self.secondary.messages
         assert messages is not None

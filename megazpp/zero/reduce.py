@@ -54,11 +54,6 @@ class TwoHopReduce(SummingReduce):
         # [N, S] sums of the micro-batches so far; tasks of the local queue alone access them
         self._partial_sums: torch.Tensor | None = None
         self.kept_errors: Feedback | None = None
-        self._last_micro_batch = True
-
-    def begin_micro_batch(self, *, last: bool) -> None:
-        """Set whether the next micro-batch is the step's last one, after which the partial sums cross nodes."""
-        self._last_micro_batch = last
 
     @property
     def crosses(self) -> bool:

@@ -7,7 +7,7 @@
     gradients  every micro-batch:          the unit's intra-node hop
                last micro-batch:           the unit's cross-node hop after its intra-node hop, during the rest of the
                                            backward
-               end of that backward:       the sums are added to `.grad`, which is complete when backward() returns
+               end of that backward:       `.grad` is complete when backward() returns; see `SummingReduce`
 
 Hops run in communication queues (parallel/comm_queue.py), one per axis: cross-node hops on the axis `cross`, intra-node
 hops on `local`. So the collectives of each process group have the same order on every rank.
@@ -32,7 +32,7 @@ On CUDA, memory that one stream allocates and another one uses must not be reuse
 | gradients of a unit        | compute      | local          | the reduce stream waits for that hop, FSDP2 waits for it|
 | partial sums               | local        | cross, reduce  | recorded on the streams that join their works           |
 | a unit's late sum          | reduce       | cross, compute | recorded on the streams that join its work              |
-| `.grad`                    | reduce       | compute        | FSDP2's callback, queued before ours, has waited        |
+| `.grad`                    | reduce       | cross, compute | recorded on the streams that join the work that fills it|
 | error feedback             | any          | cross          | never freed                                             |
 """
 

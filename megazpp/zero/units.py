@@ -42,8 +42,9 @@ class Unit:
 
     The collectives use these members besides the fields, which a unit without tensors replaces (planner/simulator.py):
 
-        gather.py    is_sharded, is_frozen, fingerprint, shard_reader, check_shard_reader
-        reduce.py    trained, segments_of, add_to_gradients; through FSDP2 also list_once, fill_gradients, with_gradient
+        gather.py    is_sharded, is_frozen, fingerprint, shard_reader, input_reader, check_shard_reader
+        reduce.py    trained, segments_of, has_gradients, add_to_gradients; through FSDP2 also clear_gradients,
+                     list_once, fill_gradients, with_gradient
     """
 
     name: str = ""  # names of its modules in the model, for messages to the user
@@ -96,6 +97,10 @@ class Unit:
             return flat
 
         return read
+
+    def input_reader(self, given: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Return a function that returns this rank's flat shard [S], as FSDP2 has passed it to the all-gather."""
+        return lambda: given
 
     def check_shard_reader(self, expected: torch.Tensor) -> None:
         """Raise RuntimeError if `shard_reader` does not reproduce the flat shard that this version of FSDP2 gathers.
@@ -216,6 +221,15 @@ class Unit:
                 gathered.grad = zeros
             else:  # FSDP2 reduces one dtype per unit, and has accumulated earlier backwards in this dtype
                 parameter.unsharded_accumulated_grad = zeros
+
+    def has_gradients(self, indices: Sequence[int]) -> bool:
+        """Return True if any of the parameters `indices` has a reduced gradient, to which FSDP2 would add."""
+        return any(self._group.fsdp_params[index].sharded_param.grad is not None for index in indices)
+
+    def clear_gradients(self, indices: Sequence[int]) -> None:
+        """Set the reduced gradients of the parameters `indices` to None."""
+        for index in indices:
+            self._group.fsdp_params[index].sharded_param.grad = None
 
     def add_to_gradients(
         self, reduced: torch.Tensor, indices: Sequence[int], gradients: Sequence[Any] | None = None

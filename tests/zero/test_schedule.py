@@ -58,6 +58,61 @@ def test_overlap_changes_neither_results_nor_bytes(setting):
     assert overlapped == plain  # losses, norms and bytes on every wire
 
 
+# ---- gradients that are filled in place ---------------------------------------------------------------------------
+
+
+def gradients_of_two_forwards(case: Case) -> dict[str, Any]:
+    """Reduce each unit twice in one backward, with slow cross hops; then take a step of two micro-batches.
+
+    Returns the gradients, whether the first reduction was complete before each one, the calls of `add_to_gradients`
+    in the step, and whether any gradient existed between its micro-batches.
+    """
+    step, dims = build_step(case)
+    complete: list[bool] = []
+
+    def watch(reduce: Any, reduce_by_fsdp2: Any) -> Any:
+        def post_backward(*given: Any) -> None:
+            complete.append(getattr(reduce._filling, "_future", None) is None or reduce._filling._future.done())
+            reduce_by_fsdp2(*given)
+
+        return post_backward
+
+    for reduce in step.sharding._watchable:
+        reduce._fsdp2_post_backward = watch(reduce, reduce._fsdp2_post_backward)
+
+    def slow_hop(axis: MeshAxis, x: torch.Tensor, *, of: str = "") -> torch.Tensor:
+        time.sleep(0.02 if axis.name == "cross" else 0.0)
+        return all_to_all(axis, x, of=of)
+
+    all_to_all = MeshAxis.all_to_all
+    with mock.patch.object(MeshAxis, "all_to_all", slow_hop):
+        step.sharding.begin_micro_batch(last=True)
+        losses = [step._objective.loss(step.model, batch) for batch in case.batches(0, dims)]
+        sum(losses).backward()
+    gradients = [p.grad._local_tensor.tolist() for p in step.model.parameters()]
+    step.optimizer.zero_grad()
+    between = []
+    with mock.patch.object(type(step.sharding.units[0]), "add_to_gradients") as add:
+        begin = step.sharding.begin_micro_batch
+        step.sharding.begin_micro_batch = lambda *, last: (
+            between.append(any(p.grad is not None for p in step.model.parameters())),
+            begin(last=last),
+        )
+        step(case.batches(1, dims), learning_rate=1e-3, weight_decay=0.0)
+    return {"gradients": gradients, "complete": complete, "added": add.call_count, "between": between}
+
+
+def test_gradients_are_filled_in_place_and_a_second_sum_waits_for_the_first():
+    case = Case(nodes=2, micro_batches=2, global_batch=8, model=LLAMA_STYLE, zero=ALL, precision=BF16)
+    plain = dataclasses.replace(case, zero=dataclasses.replace(ALL, **OFF))
+    found, expected = (ranks(2).run(gradients_of_two_forwards, each)[0] for each in (case, plain))
+    assert found["gradients"] == expected["gradients"]
+    assert len(found["complete"]) >= 6
+    assert all(found["complete"])
+    assert found["added"] == 0
+    assert found["between"] == expected["between"] == [False, False]
+
+
 # ---- the order of collectives -------------------------------------------------------------------------------------
 
 
