@@ -15,7 +15,7 @@ class SampleAtEnd(Feature):
     config = SampleConfig
 
     def attach(self, parts: TrainerParts) -> Attached:
-        """Check the prompts, and attach a function that generates and logs the sample at the end of the training."""
+        """Check the prompts, and attach a function that generates and records the sample at the end of the training."""
         config, longest = parts.config.section(SampleConfig), parts.config.data.seq_length
         if config.sample_tokens == 0:
             return Attached()
@@ -26,7 +26,7 @@ class SampleAtEnd(Feature):
         begun = (start_of(prompt, parts.tokenizer) for prompt in prompts)
         starts = [check_start(start, longest, "--sample-prompt") for start in begun]
 
-        def write_sample(weights: Callable[[], AbstractContextManager[None]]) -> None:
+        def write_sample(weights: Callable[[], AbstractContextManager[None]], iteration: int) -> None:
             with weights():
                 texts, _ = continue_texts(
                     *parts.built,
@@ -40,6 +40,9 @@ class SampleAtEnd(Feature):
                 )
             for start, text in zip(starts, texts, strict=True):
                 run.log(f"a sample of text:\n{start.shown}{text}")
+                if run.folder is not None:
+                    shown = {"iteration": iteration, "prompt": start.shown, "completion": text}
+                    run.folder.append("completions.jsonl", shown)
 
         return Attached(finish=write_sample)
 

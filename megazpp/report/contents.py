@@ -19,6 +19,7 @@ import numpy as np
 
 from megazpp.base.program import GIGA, MEGA, times_fewer
 from megazpp.report.runs import Row, Run, number
+from megazpp.topology.layout import WIRE_NAMES
 
 Segment = list[list[float | None]]
 Table = list[list[str]]
@@ -65,16 +66,20 @@ CHARTS = (
 
 
 def times(run: Run) -> np.ndarray:
-    """Return the steps, tokens and training seconds at each row of metrics.jsonl, [3, rows]."""
-    before, total, tokens, places = 0, 0.0, 0.0, []
+    """Return the steps, tokens, training seconds and inter-node bytes per node up to each row of metrics.jsonl.
+
+    The shape is [4, rows].
+    """
+    before, total, tokens, sent, places = 0, 0.0, 0.0, 0.0, []
     for row in run.rows:
         iteration = row["iteration"]
         steps = _finite(row.get("steps")) or max(1, iteration - before if iteration > before else 1)
         total += steps * max(0.0, _finite(row.get("step_seconds")))
         tokens += _finite(row.get("tokens"))  # runs whose samples differ in length record tokens instead of a total
-        places.append([iteration, _finite(row.get("consumed_tokens", tokens)), total])
+        sent += steps * _finite(row.get("cross_bytes"))
+        places.append([iteration, _finite(row.get("consumed_tokens", tokens)), total, sent])
         before = iteration
-    return np.array(places, dtype=np.float64).reshape(-1, 3).T
+    return np.array(places, dtype=np.float64).reshape(-1, 4).T
 
 
 def curves(run: Run, max_points: int) -> dict[str, list[Segment]]:
@@ -85,23 +90,34 @@ def curves(run: Run, max_points: int) -> dict[str, list[Segment]]:
         max_points: approximate number of points to which a curve is thinned.
     Returns:
         The segments of each curve, by the chart's key. "validation" and "validation_reward" are the curves of
-        validations. A segment is [steps, tokens, seconds, values]. None replaces a value that is not finite.
+        validations. A segment is [steps, tokens, seconds, bytes, values], with the columns of `times`. None replaces a
+        value that is not finite.
     """
-    at = times(run)
+    at, there = times(run), times_of_validations(run)
     found = {chart.key: _curve(run.rows, chart.key, at, max_points, chart.factor) for chart in CHARTS}
-    # Interpolate tokens and seconds of validations between training rows. Only rows that no restart has repeated count:
-    # rows that no later row of the same or a lower iteration follows.
-    latest = np.minimum.accumulate(np.append(at[0, 1:], np.inf)[::-1])[::-1][: at.shape[1]] > at[0]
-    steps = np.array([row["iteration"] for row in run.validations], dtype=np.float64)
-    known = np.insert(at[:, latest], 0, 0.0, axis=1)
-    there = np.array([np.interp(steps, known[0], column) for column in known])
-    there[0] = steps
     found["validation"] = _curve(run.validations, "lm_loss", there, max_points)
     found["validation_reward"] = _curve(run.validations, "reward", there, max_points)
     for key in ("cross_bytes", "local_bytes", "tp_bytes"):
-        if not any(value for segment in found[key] for value in segment[3]):
+        if not any(value for segment in found[key] for value in segment[4]):
             found[key] = []  # the run sends nothing of this kind, so the chart would show only zeros
     return {key: segments for key, segments in found.items() if segments}
+
+
+def times_of_validations(run: Run) -> np.ndarray:
+    """Return the columns of `times` at each validation, [4, validations], interpolated between rows of metrics.jsonl.
+
+    Rows that a restart has repeated do not count: rows that a later row of the same or a lower iteration follows.
+    """
+    at = times(run)
+    latest = np.minimum.accumulate(np.append(at[0, 1:], np.inf)[::-1])[::-1][: at.shape[1]] > at[0]
+    steps = np.array([row["iteration"] for row in run.validations], dtype=np.float64)
+    known = np.insert(at[:, latest], 0, 0.0, axis=1)
+    return np.array([steps, *(np.interp(steps, known[0], column) for column in known[1:])])
+
+
+def unigram_entropy(run: Run) -> float | None:
+    """Return the recorded unigram entropy of the validation text in nats per token, None if it is unknown."""
+    return _short(_finite(run.summary.get("unigram_entropy"))) or None
 
 
 def thin(values: np.ndarray, max_points: int) -> np.ndarray:
@@ -130,7 +146,7 @@ def _curve(rows: Sequence[Row], key: str, at: np.ndarray, max_points: int, facto
     Args:
         rows: rows of a .jsonl file.
         key: key of the values; rows without it are skipped.
-        at: [3, rows] steps, tokens and seconds at each row.
+        at: [4, rows] steps, tokens, seconds and bytes at each row.
         max_points: approximate number of points of all segments together.
         factor: factor of the values.
     """
@@ -176,20 +192,46 @@ def differences_in_words(runs: Sequence[Run]) -> list[str]:
 
 def flag_differences(runs: Sequence[Run]) -> Table:
     """Return a table with a row for each flag for which the runs have recorded different values."""
-    names = sorted({name for run in runs for name in run.flags} - {"run_dir"})  # the run folder always differs
+    head, *rows = flags_table(runs)
+    return [head, *(row for row in rows if len({*row[1:]} - {NOTHING}) > 1 and row[0] != "--run-dir")]
+
+
+def flags_table(runs: Sequence[Run]) -> Table:
+    """Return a table with a row for each flag that any run has recorded."""
+    names = sorted({name for run in runs for name in run.flags})
     rows = [[f"--{name.replace('_', '-')}", *(_flag(run.flags.get(name, NOTHING)) for run in runs)] for name in names]
-    return [["flag", *(run.name for run in runs)], *(row for row in rows if len({*row[1:]} - {NOTHING}) > 1)]
+    return [["flag", *(run.name for run in runs)], *rows]
+
+
+def same_loss_table(runs: Sequence[Run]) -> Table:
+    """Return the steps, tokens, hours and bytes that each run needed for a loss that all runs have reached.
+
+    The loss is the lowest validation loss of the run that has come least far. A run's figures are those of its first
+    validation with at most this loss. Without validations of every run, the table has only a header.
+    """
+    head = ["", *(run.name for run in runs)]
+    losses = [np.array([_finite(row.get("lm_loss")) or math.inf for row in run.validations]) for run in runs]
+    if not all(len(of_run) and of_run.min() < math.inf for of_run in losses):
+        return [head]
+    common = max(of_run.min() for of_run in losses)
+    found = [
+        times_of_validations(run)[:, np.argmax(of_run <= common)] for run, of_run in zip(runs, losses, strict=True)
+    ]
+    columns = [(f"{step:,.0f}", f"{n:,.0f}", f"{t / 3600:,.4f}", f"{sent / GIGA:,.3f}") for step, n, t, sent in found]
+    names = (f"steps to a validation loss of {common:.4f}", "tokens", "hours of training", "inter-node GB per node")
+    return [head, *([name, *cells] for name, *cells in zip(names, *columns, strict=True))]
 
 
 def completions_table(run: Run) -> Table:
-    """Return a table of the latest completions that the run has recorded, with their rewards."""
+    """Return a table of the latest completions that the run has recorded, with rewards if a run of post-training."""
     rows = []
     for row in run.completions[-COMPLETIONS:]:
         texts = [text if isinstance(text, str) else json.dumps(text) for text in map(row.get, ("prompt", "completion"))]
         known = rewards.items() if isinstance(rewards := row.get("rewards"), dict) else ()
         shown = ", ".join(f"{name} {number(value, math.nan):g}" for name, value in known)
         rows.append([str(row["iteration"]), *texts, shown or NOTHING])
-    return [["iteration", "prompt", "completion", "rewards"], *rows]
+    columns = 4 if any(row[-1] != NOTHING for row in rows) else 3
+    return [row[:columns] for row in (["iteration", "prompt", "completion", "rewards"], *rows)]
 
 
 def traffic_table(run: Run) -> Table:
@@ -199,7 +241,8 @@ def traffic_table(run: Run) -> Table:
     for row in _traffic(run):
         sent = number(row.get("sent_bytes"))
         figures = [(row.get("calls"), 0), (sent and sent / MEGA, 3), (sent and sent / MEGA / steps, 3)]
-        names = [str(row.get(key, NOTHING)) for key in ("axis", "wire", "collective")]
+        wire = str(row.get("wire", NOTHING))
+        names = [str(row.get("axis", NOTHING)), WIRE_NAMES.get(wire, wire), str(row.get("collective", NOTHING))]
         rows.append([*names, *(_decimal(value, digits) for value, digits in figures)])
     return [["axis", "wire", "collective", "calls", "MB per node", "MB per node and step"], *rows]
 

@@ -9,8 +9,11 @@
       [1, "", 0], [1e3, "thousands", 1e4], [1e6, "millions", 2e6], [1e9, "billions", 2e9], [1e12, "trillions", 2e12]] },
     { label: "training time", units: [
       [1, "seconds", 0], [60, "minutes", 180], [3600, "hours", 1e4], [86400, "days", 4e5]] },
+    { label: "sent to other nodes by each node", units: [
+      [1, "bytes", 0], [1e6, "MB", 1e6], [1e9, "GB", 2e9], [1e12, "TB", 2e12]] },
   ];
-  let axis = 0;
+  let chosen = 0; // index in AXES that the switch selects; a chart with an axis of its own ignores it
+  const axisOf = (chart) => chart.axis ?? chosen;
 
   const style = (run) => `colour${run % COLOURS} dash${Math.floor(run / COLOURS) % 3}`;
 
@@ -82,15 +85,15 @@
     const found = [];
     data.runs.forEach((run, index) => {
       for (const [key, kind] of kinds) {
-        const segments = (run.curves[key] || []).map((columns) => ({ x: columns[axis], y: columns[3] }));
+        const segments = (run.curves[key] || []).map((columns) => ({ x: columns[axisOf(chart)], y: columns.at(-1) }));
         if (segments.length) found.push({ run: index, kind, segments });
       }
     });
     return found;
   }
 
-  // The horizontal range is the same for all charts, so that charts below each other are comparable.
-  function acrossRange() {
+  // The horizontal range is the same for all charts with this axis, so that charts below each other are comparable.
+  function acrossRange(axis) {
     let low = Infinity, high = -Infinity;
     for (const run of data.runs) for (const segment of Object.values(run.curves).flat()) for (const value of segment[axis]) {
       low = Math.min(low, value);
@@ -99,6 +102,10 @@
     if (low < high * 0.3) low = 0;
     return low < high ? [low, high] : [Math.max(0, high - 1), high + 1];
   }
+
+  // The unigram entropies of the validation texts: a model that knows only how frequent each token is has this loss.
+  const levelsOf = (chart) => chart.key !== "lm_loss" ? []
+    : [...new Set(data.runs.map((run) => run.entropy).filter((entropy) => entropy !== null))];
 
   function rangeOf(values, scale) {
     let low = Infinity, high = -Infinity;
@@ -116,8 +123,8 @@
   function draw(chart, plot, tip) {
     const width = Math.max(240, plot.clientWidth), height = width < 480 ? 240 : 270;
     const curves = curvesOf(chart), segments = curves.flatMap((curve) => curve.segments);
-    const [xLow, xHigh] = acrossRange();
-    const [yLow, yHigh] = rangeOf(segments.flatMap((segment) => segment.y), chart.scale);
+    const axis = axisOf(chart), [xLow, xHigh] = acrossRange(axis), levels = levelsOf(chart);
+    const [yLow, yHigh] = rangeOf([...segments.flatMap((segment) => segment.y), ...levels], chart.scale);
     const log = chart.scale === "log", of = (y) => (log ? Math.log(y) : y);
     const px = (x) => LEFT + ((x - xLow) / (xHigh - xLow)) * (width - LEFT - RIGHT);
     const py = (y) => height - BOTTOM - ((of(y) - of(yLow)) / (of(yHigh) - of(yLow))) * (height - TOP - BOTTOM);
@@ -145,6 +152,11 @@
     const name = svg("text", { x: (LEFT + width - RIGHT) / 2, y: height - 5, "text-anchor": "middle" }, root);
     name.textContent = AXES[axis].label + (unit.name ? ` (${unit.name})` : "");
 
+    for (const level of levels) {
+      svg("path", { d: `M${LEFT} ${py(level)}H${width - RIGHT}`, class: "level" }, root);
+      const label = svg("text", { x: width - RIGHT, y: py(level) - 5, "text-anchor": "end" }, root);
+      label.textContent = `unigram entropy ${short(level, 4)}`;
+    }
     for (const { run, kind, segments: pieces } of curves) {
       for (const { x, y } of pieces) {
         let path = "", pen = false, lastCross = -Infinity, lastDot = -Infinity;
@@ -184,7 +196,7 @@
     });
     root.onpointermove = root.onpointerdown = (event) => {
       const box = root.getBoundingClientRect();
-      show((event.clientX - box.left) * (width / box.width), points, marks, tip, { py, bottom, unit, width, drawable });
+      show((event.clientX - box.left) * (width / box.width), points, marks, tip, { axis, py, bottom, unit, width, drawable });
     };
     root.onpointerleave = () => { marks.replaceChildren(); tip.hidden = true; };
   }
@@ -193,7 +205,7 @@
     flat.reduce((best, point) => (Math.abs(point[0] - at) <= Math.abs(best[0] - at) ? point : best));
 
   // Show the values of all curves at the recorded point nearest to the pointer.
-  function show(pointer, points, marks, tip, { py, bottom, unit, width, drawable }) {
+  function show(pointer, points, marks, tip, { axis, py, bottom, unit, width, drawable }) {
     marks.replaceChildren();
     if (!points.length) return;
     const [at, x] = nearest(points.map(({ flat }) => nearest(flat, pointer)), pointer);
@@ -225,19 +237,20 @@
 
   const redraws = [];
   const charts = document.querySelector(".charts");
-  for (const chart of data.charts) {
-    if (!curvesOf(chart).length) continue;
+  const sent = acrossRange(3)[1] > 1; // false if no run sends bytes between nodes
+  if (!sent) document.querySelector("input[name=axis][value='3']").parentElement.remove();
+  const compared = data.runs.length < 2 ? [] : ["tokens", "time", "bytes between nodes"].map((name, index) => (
+    { ...data.charts[0], axis: index + 1, title: `${data.charts[0].title} against ${name}` })).slice(0, sent ? 3 : 2);
+  for (const chart of [...compared, ...data.charts]) {
+    const curves = curvesOf(chart), values = curves.flatMap(({ segments }) => segments.flatMap(({ y }) => y));
+    // A chart of a constant would show nothing: the summary or the flags have its value.
+    if (!values.length || (values.length > 1 && values[0] !== null && values.every((value) => value === values[0]))) continue;
     const card = html("div", "chart", charts);
     const title = html("h3", "", card, chart.title + " ");
     html("small", "", title, chart.unit ? `(${chart.unit})` : "");
-    const curves = curvesOf(chart), values = curves.flatMap(({ segments }) => segments.flatMap(({ y }) => y));
     const key = curves.some(({ kind }) => kind === "validation") ? ["\u2014 training", "\u25cb validation"] : [];
     if (values.includes(null)) key.push("\u00d7 not finite");
     if (key.length) html("span", "key", title, key.join(" \u2002"));
-    if (values.length > 1 && values[0] !== null && values.every((value) => value === values[0])) {
-      html("p", "constant", card, `${short(values[0], 5)} throughout`); // a constant curve is shown as a number
-      continue;
-    }
     const plot = html("div", "plot", card), tip = html("div", "tip", card);
     tip.hidden = true;
     let drawn;
@@ -248,6 +261,6 @@
   redraws.forEach((redraw) => redraw());
   if (!charts.childElementCount) html("p", "", charts, "No log line has been written yet.");
   for (const input of document.querySelectorAll("input[name=axis]")) {
-    input.addEventListener("change", () => { axis = Number(input.value); redraws.forEach((redraw) => redraw()); });
+    input.addEventListener("change", () => { chosen = Number(input.value); redraws.forEach((redraw) => redraw()); });
   }
 })();

@@ -21,9 +21,12 @@ from megazpp.report.contents import (
     differences_in_words,
     experts_table,
     flag_differences,
+    flags_table,
+    same_loss_table,
     summary_table,
     traffic_line,
     traffic_table,
+    unigram_entropy,
 )
 from megazpp.report.runs import Run
 from megazpp.topology.show import topology_text
@@ -68,11 +71,15 @@ def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
     for layout in dict.fromkeys(run.layout for run in runs if run.layout is not None):
         where = " ".join(name for name, run in named if run.layout == layout)
         topology.append(f'<h3>{where}</h3><pre class="scroll">{escape(topology_text(layout))}</pre>')
+    same_loss = [_table(table, names)] if len(runs) > 1 and len(table := same_loss_table(runs)) > 1 else []
     if len(runs) > 1:
         flags = [_table(table, names) if len(table := flag_differences(runs)) > 1 else "<p>None.</p>"]
+    if len(every := flags_table(runs)) > 1:
+        flags.append(f"<details><summary>All {len(every) - 1} flags</summary>{_table(every, names)}</details>")
     sections = {
         "Summary": [_table(summary_table(runs), names)],
-        "Flags that differ": flags,
+        "Cost of the same loss": same_loss,
+        "Flags" if len(runs) == 1 else "Flags that differ": flags,
         "Completions": completions,
         "Experts by layer, last log line": experts,
         "Bytes by axis, wire and collective": traffic,
@@ -82,7 +89,7 @@ def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
     # The data of the curves. "<" is escaped, so that no text can end the script element that holds the data.
     title = "Report on one run" if len(runs) == 1 else f"Report on {len(runs)} runs"
     max_points = min(MOST_POINTS, max(FEWEST_POINTS, POINTS_OF_PAGE // max(1, len(runs))))
-    drawn = [{"name": run.name, "curves": curves(run, max_points)} for run in runs]
+    drawn = [{"name": run.name, "curves": curves(run, max_points), "entropy": unigram_entropy(run)} for run in runs]
     data = {"charts": [chart._asdict() for chart in CHARTS], "runs": drawn}
     numbers = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
@@ -114,7 +121,7 @@ def _curve_section(names: Sequence[str], differences: Sequence[str]) -> Iterator
         differences: text with the flags in which each run differs.
     """
     yield '<section id="curves"><div class="bar"><div class="switch" role="radiogroup" aria-label="horizontal axis">'
-    for index, name in enumerate(("steps", "tokens", "time")):
+    for index, name in enumerate(("steps", "tokens", "time", "bytes")):
         checked = " checked" if index == 0 else ""
         yield f'<label><input type="radio" name="axis" value="{index}"{checked}><span>{name}</span></label>'
     yield '</div><ul class="legend">'

@@ -88,15 +88,17 @@ class Attached:
         evaluation_weights: returns a context in which the model has the weights to evaluate, for a feature that
             evaluates other weights than it trains.
         wait: called after the last step; waits for the feature's background work.
-        finish: called after the last evaluation. Its argument returns a context in which the model has the weights to
-            evaluate.
+        finish: called after the last evaluation with two arguments. The first is a function that returns a context in
+            which the model has the weights to evaluate. The second is the last iteration.
     """
 
     after_step: Sequence[AfterStep] = ()
     synchronize: Callable[[LaunchedStep, int, bool], bool] | None = None
     evaluation_weights: Callable[[], AbstractContextManager[None]] = nullcontext
     wait: Callable[[], None] = field(default=lambda: None)
-    finish: Callable[[Callable[[], AbstractContextManager[None]]], None] = field(default=lambda weights: None)
+    finish: Callable[[Callable[[], AbstractContextManager[None]], int], None] = field(
+        default=lambda weights, step: None
+    )
 
 
 class Feature:

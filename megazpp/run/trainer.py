@@ -472,7 +472,7 @@ class Trainer:
         )
         if not run.stops.hurried:
             for attached in self.attached:
-                attached.finish(self.weights_for_evaluation)
+                attached.finish(self.weights_for_evaluation, progress.iteration)
         conclude(run.parsed, run.context, progress, loaded=run.checkpoint is not None, generates=self.parts.generates)
 
     @contextmanager

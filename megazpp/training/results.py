@@ -106,7 +106,7 @@ class Zero3Traffic(NamedTuple):
     gradient_bytes: int  # M_g: gradients of the whole model in the reduction dtype, with the same padding
     micro_batches: int  # micro-batches per rank in all steps together
     cross_bytes: int  # bytes over one node's uplink
-    formula: str  # the formula of `cross_bytes`, with its numbers
+    formula: str  # calculation of `cross_bytes` in words
 
 
 def collect_traffic(dims: ParallelDims, device: torch.device) -> list[TrafficRow]:
@@ -149,13 +149,14 @@ def zero3_traffic(
     weights, gradients = elements * precision.param_dtype.itemsize, elements * precision.reduce_dtype.itemsize
     ranks = layout.shard * layout.replica_group
     formula = (
-        f"(W - 1)/W x k x (2 M_w + M_g) with W = {ranks} data ranks, k = {micro_batches} micro-batches in all, "
-        f"M_w = {weights / MEGA:.3f} MB of weights, M_g = {gradients / MEGA:.3f} MB of gradients"
+        f"in each of {micro_batches} micro-batches it gathers {weights / MEGA:.3f} MB of weights twice and reduces "
+        f"{gradients / MEGA:.3f} MB of gradients; a ring of {ranks} ranks sends "
+        f"{ranks - 1}/{ranks} of them over an uplink"
     )
     cross = micro_batches * (2 * weights + gradients) * (ranks - 1) // ranks
     domains, nodes = layout.cross * layout.replicate * layout.replica_group, layout.cluster.num_nodes
     if domains != nodes:  # NVLink domains or tensor parallelism over several nodes: these share a ring's bytes
-        formula += f", over {nodes // domains} nodes each"
+        formula += f", which {nodes // domains} nodes share"
         cross = cross * domains // nodes
     return Zero3Traffic(weights, gradients, micro_batches, cross, formula)
 

@@ -1,5 +1,6 @@
 """Test a report's contents: curves keep extremes and break at a restart, and tables show the run folders' values."""
 
+import datetime
 import math
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from megazpp.report.contents import (
     differences_in_words,
     experts_table,
     flag_differences,
+    same_loss_table,
     summary_table,
     thin,
     times,
     traffic_line,
     traffic_table,
 )
+from megazpp.report.page import report_html
 from megazpp.report.runs import Run, read_runs
 
 # ---- curves -----------------------------------------------------------------------------------------------------
@@ -30,32 +33,32 @@ def read(folder: Path, *rows: dict[str, Any], **files: Any) -> Run:
 
 
 def test_training_time_includes_steps_that_a_restart_repeats(tmp_path):
-    for name, steps, seconds in (
-        ("said", (10, 10, 5), [10, 20, 35]),
+    for name, steps, seconds, sent in (
+        ("said", (10, 10, 5), [10, 20, 35], [40e6, 80e6, 100e6]),
         # without a step count: iterations since the previous line, or one if the iteration decreased
-        ("not said", (None, None, None), [10, 20, 23]),
+        ("not said", (None, None, None), [10, 20, 23], [40e6, 80e6, 84e6]),
     ):
         rows = [row(i, steps=n, step_seconds=x) for i, n, x in zip((10, 20, 15), steps, (1.0, 1.0, 3.0), strict=True)]
-        assert times(read(tmp_path / name, *rows)).tolist() == [[10, 20, 15], [1000, 2000, 1500], seconds], name
+        assert times(read(tmp_path / name, *rows)).tolist() == [[10, 20, 15], [1000, 2000, 1500], seconds, sent], name
 
 
 def test_curve_breaks_at_a_restart_and_validations_keep_their_steps(tmp_path):
     rows = [row(i, lm_loss=float(i)) for i in (2, 4, 6, 4, 6, 8)]
     found = curves(read(tmp_path / "run", *rows, validation=[{"iteration": 5, "lm_loss": 7.0}]), 100)
     assert found["lm_loss"] == [
-        [[2, 4, 6], [200, 400, 600], [2, 4, 6], [2, 4, 6]],
-        [[4, 6, 8], [400, 600, 800], [8, 10, 12], [4, 6, 8]],
+        [[2, 4, 6], [200, 400, 600], [2, 4, 6], [8_000_000, 16_000_000, 24_000_000], [2, 4, 6]],
+        [[4, 6, 8], [400, 600, 800], [8, 10, 12], [32_000_000, 40_000_000, 48_000_000], [4, 6, 8]],
     ]
-    assert found["validation"] == [[[5], [500], [9], [7]]]
+    assert found["validation"] == [[[5], [500], [9], [36_000_000], [7]]]
 
 
 def test_non_finite_values_become_gaps_and_missing_ones_are_left_out(tmp_path):
     rows = [row(1, grad_norm=None), row(2, lm_loss=math.nan), row(3, grad_norm=math.inf)]
     found = curves(read(tmp_path / "run", *rows), 100)
-    assert [segment[3] for segment in found["lm_loss"]] == [[5, None, 5]]
-    assert [(segment[0], segment[3]) for segment in found["grad_norm"]] == [([2, 3], [1, None])]
+    assert [segment[4] for segment in found["lm_loss"]] == [[5, None, 5]]
+    assert [(segment[0], segment[4]) for segment in found["grad_norm"]] == [([2, 3], [1, None])]
     # values are in the unit of their axis, and unused links have no curve
-    assert (found["cross_bytes"][0][3], found["peak_memory_bytes"][0][3]) == ([4] * 3, [3] * 3)
+    assert (found["cross_bytes"][0][4], found["peak_memory_bytes"][0][4]) == ([4] * 3, [3] * 3)
     assert not {"tp_bytes", "local_bytes", "validation"} & set(found)
 
 
@@ -121,12 +124,42 @@ def test_bytes_are_shown_by_axis_and_compared_with_zero_3(tmp_path):
     traffic = [{"collective": "all_gather", "axis": "shard", "wire": "cross", "calls": 8, "sent_bytes": 12_000_000}]
     summary = {"iterations": 4, "traffic": traffic, "zero3": {"cross_bytes": 90_000_000, "formula": "3 k M"}}
     run = read(tmp_path / "run", row(2), row(4), summary=summary)
-    assert traffic_table(run)[1:] == [["shard", "cross", "all_gather", "8", "12.000", "3.000"]]
+    assert traffic_table(run)[1:] == [["shard", "inter-node", "all_gather", "8", "12.000", "3.000"]]
     assert traffic_line(run).startswith("Counted over the 4 steps since the last start. ZeRO-3 would have sent 90.000")
     known = read(tmp_path / "known", row(2, mfu=0.25), row(4, mfu=0.5))
     summary = {name: tuple(cells) for name, *cells in summary_table([run, known])}
     assert summary["inter-node bytes, compared with ZeRO-3"] == ("7.5 x fewer", "-")
     assert summary["MFU, median"] == ("-", "50.0 %")
+
+
+def test_cost_of_the_same_loss_is_read_at_the_first_validation_that_reaches_it(tmp_path):
+    def validations(*losses: float) -> list[dict[str, float]]:
+        return [{"iteration": 2 * at, "lm_loss": loss} for at, loss in enumerate(losses, 1)]
+
+    rows = [row(at, step_seconds=900.0, cross_bytes=500_000_000) for at in (2, 4, 6)]
+    cheap = [row(at, step_seconds=450.0, cross_bytes=0) for at in (2, 4, 6)]
+    best = read(tmp_path / "best", *rows, validation=validations(5.0, 3.9, 3.5))
+    worst = read(tmp_path / "worst", *cheap, validation=validations(5.0, 4.5, 4.0))
+    assert same_loss_table([best, worst]) == [
+        ["", "best", "worst"],
+        ["steps to a validation loss of 4.0000", "4", "6"],
+        ["tokens", "400", "600"],
+        ["hours of training", "1.0000", "0.7500"],
+        ["inter-node GB per node", "2.000", "0.000"],
+    ]
+    assert len(same_loss_table([best, read(tmp_path / "none", row(2))])) == 1
+    page = report_html([best, worst], datetime.datetime(2026, 1, 2))
+    assert page.count("<h2>Cost of the same loss</h2>") == 1
+    assert "<h2>Cost" not in report_html([best], datetime.datetime(2026, 1, 2))
+
+
+def test_report_on_one_run_lists_its_flags_and_its_sample(tmp_path):
+    sample = {"iteration": 4, "prompt": "Call me", "completion": " Ishmael."}
+    run = read(tmp_path / "run", row(4), args={"lr": 0.125, "save": None}, completions=[sample])
+    assert completions_table(run) == [["iteration", "prompt", "completion"], ["4", "Call me", " Ishmael."]]
+    page = report_html([run], datetime.datetime(2026, 1, 2))
+    assert "<summary>All 2 flags</summary>" in page
+    assert '<th scope="row">--lr</th><td>0.125</td>' in page
 
 
 def test_latest_completions_are_shown_with_rewards(tmp_path):

@@ -50,7 +50,7 @@ def folders(tmp_path) -> list[Path]:
         [varied(row(i, tp_bytes=5, local_bytes=5), i) for i in range(2, 40)],
         validation=[{"iteration": 20, "lm_loss": 4.0}],
         args={"lr": BAD},
-        summary={"iteration": 39, "iterations": BAD, "traffic": traffic},
+        summary={"iteration": 39, "iterations": BAD, "traffic": traffic, "unigram_entropy": 6.5},
         topology=layout_record(plan_layout(Cluster(num_nodes=2, ranks_per_node=2), tp=1, replicas=1)),
     )
     crashed = make_run(
@@ -74,11 +74,11 @@ def test_page_holds_curves_and_tables_of_all_runs(folders):
     data = data_of(html)
     assert [run["name"] for run in data["runs"]] == ["whole", BAD.replace("/", ""), "line", "none"]
     assert [len(run["curves"].get("lm_loss", ())) for run in data["runs"]] == [1, 2, 1, 0]
-    assert data["runs"][1]["curves"]["lm_loss"][0][3] == [5, None]
+    assert data["runs"][1]["curves"]["lm_loss"][0][4] == [5, None]
     for title in ("Summary", "Flags that differ", "Bytes by axis, wire and collective", "Placement of ranks"):
         assert html.count(f"<h2>{title}</h2>") == 1
     alone = report_html(read_runs(folders[3:]), NOW)
-    assert alone.count("<h2>") == 1
+    assert re.findall("<h2>(.*?)</h2>", alone) == ["Summary", "Flags"]
     assert data_of(alone)["runs"][0]["curves"] == {}
 
 
@@ -122,10 +122,11 @@ def test_browser_renders_every_chart_after_the_page_has_loaded(open_report):
     page = open_report("window.ResizeObserver = class { observe() {} }")  # the page must render without resize events
     drawn = page.content()
     charts = re.findall(r'<svg viewBox="[^"]*" height="\d+" role="img" aria-label="(\w+)', drawn)
-    assert charts == ["Loss", "Throughput", "Gradient", "Learning", "Sent", "Peak"]
-    assert len(re.findall(r'<path d="M[\d.]+ [\d.]+L[^"]*" class="curve colour0 dash0"', drawn)) == 6
-    assert drawn.count(" throughout</p>") == 2  # a constant value is shown as one number instead of a chart
-    assert drawn.count('class="bad colour1 dash0"') == 1  # marks the non-finite loss
+    assert charts == [*["Loss"] * 4, "Throughput", "Gradient", "Learning", "Inter", "Peak"]  # no chart of a constant
+    assert len(re.findall(r'<path d="M[\d.]+ [\d.]+L[^"]*" class="curve colour0 dash0"', drawn)) == 9
+    assert (
+        drawn.count(">unigram entropy 6.5</text>") == drawn.count('class="bad colour1 dash0"') == 4
+    )  # non-finite loss
     assert "NaN" not in "".join(re.findall(r"<(?:path|circle|text)[^>]*>", drawn))
 
 
@@ -139,12 +140,33 @@ def test_browser_redraws_when_width_or_axis_changes(open_report):
     page.set_viewport_size({"width": 360, "height": 844})
     page.wait_for_function(fits)
     assert page.locator(".plot").first.bounding_box()["width"] == narrow - 30
-    page.get_by_text("tokens", exact=True).first.click()
-    assert page.get_by_role("img", name="against tokens").count() == 6
+    fixed = [page.get_by_role("img", name=f"against {name}").count() for name in ("tokens", "training time", "sent")]
+    assert fixed == [1, 1, 1]
+    page.get_by_text("bytes", exact=True).first.click()
+    assert page.get_by_role("img", name="against sent to other nodes").count() == 1 + 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_browser_fits_a_phone_and_every_text_is_legible(open_report, scheme):
+    page = open_report()
+    page.emulate_media(color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    contrast = """(background) => {
+        const luminance = (color) => color.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255)
+            .map((part) => part <= 0.04 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+            .reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0.05);
+        const behind = luminance(getComputedStyle(document.querySelector(background)).backgroundColor);
+        return Math.min(...["h1", "header p", "td", "tbody th", ".chart h3 small", ".plot text", "summary"]
+            .map((name) => getComputedStyle(document.querySelector(name)))
+            .map((found) => luminance(found.fill === "rgb(0, 0, 0)" ? found.color : found.fill))
+            .map((text) => Math.max(text, behind) / Math.min(text, behind)));
+    }"""
+    assert all(page.evaluate(contrast, background) >= 4.5 for background in ("body", ".chart"))  # WCAG AA
 
 
 @pytest.mark.slow
 def test_browser_shows_values_under_the_pointer(open_report):
     page = open_report()
     page.locator(".plot").first.hover()
-    assert page.locator(".tip").first.inner_text().startswith("step 16\n5\n")
+    assert page.locator(".tip").first.inner_text().startswith("1600 tokens\n5\n")

@@ -185,7 +185,10 @@ def test_zero3_bytes_match_the_rings_of_the_layout():
         assert sent == (len(leaving) * per_rank // cluster.num_nodes or None), cluster
     first = found[0]  # 96 elements, 4 data ranks
     assert first == (192, 384, 3, 3 * (2 * 192 + 384) * 3 // 4, first.formula)
-    assert "W = 4 data ranks, k = 3 micro-batches in all, M_w = 0.000 MB of weights" in first.formula
+    assert first.formula == (
+        "in each of 3 micro-batches it gathers 0.000 MB of weights twice and reduces 0.000 MB of gradients; "
+        "a ring of 4 ranks sends 3/4 of them over an uplink"
+    )
 
 
 def test_traffic_table_is_aligned_and_ends_with_the_comparison():
