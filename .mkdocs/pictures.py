@@ -47,12 +47,12 @@ def bar(x: float, y: float, width: float, height: float, color: str) -> str:
 
 def speed() -> str:
     """Tokens per second by uplink, as multiples of ZeRO-3's."""
-    names, parts, y = ("HSDP", "--zeropp, int8 weights", "--zeropp, lossless deltas"), [], 40.0
-    for name, color, x in zip(names, COLORS, (130, 210, 380), strict=False):
+    names, parts, y = ("ZeRO-1", "HSDP", "--zeropp, int8 weights", "--zeropp, lossless deltas"), [], 40.0
+    for name, color, x in zip(names, COLORS, (130, 220, 300, 470), strict=True):
         parts += [bar(x, 10, 14, 14, color), text(x + 20, 22, name)]
     for uplink, _, *cells in rows("README.md", "## Results"):
-        parts.append(text(120, y + 30, uplink.partition(" (")[0].strip('"'), "end"))
-        for cell, color in zip(cells, COLORS, strict=False):
+        parts.append(text(120, y + 38, uplink.partition(" (")[0].strip('"'), "end"))
+        for cell, color in zip(cells, COLORS, strict=True):
             times = float(re.search(r"\(([\d.]+)\)", cell)[1])  # type: ignore[index]
             parts += [bar(130, y, 80 * times, 14, color), text(135 + 80 * times, y + 12, f"{times:.2f} x")]
             y += 17

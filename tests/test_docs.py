@@ -27,6 +27,7 @@ from helpers.program import ROOT, run_program
 from helpers.ranks import ranks
 from helpers.tiers import chosen
 
+import megazpp
 from megazpp.base.command_line import read_megatron_flags
 from megazpp.features import FEATURES
 from megazpp.model.config import GPTConfig
@@ -50,6 +51,7 @@ EIGHT = "--nproc-per-node 8 pretrain_gpt.py"
 TINY = "--nproc-per-node 4 pretrain_gpt.py @configs/gpt_tiny.args"
 SMALL_RUN = "--nproc 2 --train-iters 4 --eval-interval 4 --eval-iters 1 --global-batch-size 16 --sample-tokens 4"
 INSTEAD = [
+    (r"^git clone .*", ""),
     (r"^pip install .* && ", ""),
     (r"^python -m pytest$", ""),
     (r"^python -m pytest (\S+).*", rf"test -e {ROOT}/\1"),
@@ -120,7 +122,7 @@ def commands(block: str) -> list[str]:
 
 def instead(command: str) -> str:
     """Return the command as this test runs it."""
-    if not re.match(r"pip|python|torchrun|srun|sbatch", command):
+    if not re.match(r"git|pip|python|torchrun|srun|sbatch", command):
         return command
     command = re.sub(r"\s+# .*", "", command)
     for pattern, replacement in INSTEAD:
@@ -313,6 +315,42 @@ def test_charts_match_the_tables_next_to_them(tmp_path):
     subprocess.run([sys.executable, tmp_path / ".mkdocs/pictures.py"], check=True)
     for path in (tmp_path / "docs/pictures").glob("*.svg"):
         assert path.read_text() == (ROOT / "docs/pictures" / path.name).read_text(), path.name
+
+
+# ---- README and releases ----
+
+
+def test_readme_is_short_and_its_badges_are_true():
+    text, project = text_of("README.md"), tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert len(text.split()) <= 900
+    assert len(re.findall(r"^\|[-|]+\|$", text, re.M)) <= 3
+    badges = re.findall(r"!\[(.*?)\]\(https://img.shields.io/badge/", text)
+    oldest, newest = re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", project["dependencies"][0]).groups()
+    assert badges == [
+        f"License: {project['license']}",
+        f"Python {project['requires-python'].removeprefix('>=')} or newer",
+        f"PyTorch 2.{oldest} to 2.{int(newest) - 1}",
+        f"Status: {project['classifiers'][0].rpartition(' - ')[2].lower()}",
+    ]
+
+
+def test_readme_repeats_the_table_of_the_benchmarks():
+    tables = []
+    for page, heading in (("README.md", "## Results"), ("docs/benchmarks.md", "## Speed on slow links")):
+        table = text_of(page).partition(f"{heading}\n")[2].partition("| uplink |")[2]
+        tables.append(re.findall(r"^\| \"?(\d+ .bit/s).*?\| (\d.*) \|$", table.partition("\n## ")[0], re.M))
+    assert len(tables[0]) == 5
+    assert tables[0] == tables[1]
+
+
+def test_every_file_names_the_version_and_the_address_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load(text_of("CITATION.cff"))
+    assert citation["version"] == megazpp.__version__
+    assert citation["repository-code"] == project["urls"]["Repository"]
+    for name in (*PAGES, "pyproject.toml", "CITATION.cff", ".mkdocs/mkdocs.yml"):
+        for address in re.findall(r"https://github.com/[\w-]+/megazpp\b", text_of(name)):
+            assert address == project["urls"]["Repository"], name
 
 
 # ---- figures ----

@@ -67,7 +67,7 @@ def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
         if len(table := experts_table(run)) > 1:
             experts.append(f"<h3>{name}</h3>{_table(table)}")
         if len(table := completions_table(run)) > 1:
-            completions.append(f"<h3>{name}</h3>{_table(table)}")
+            completions.append(f"<h3>{name}</h3>{_table(table, style='texts')}")
     for layout in dict.fromkeys(run.layout for run in runs if run.layout is not None):
         where = " ".join(name for name, run in named if run.layout == layout)
         topology.append(f'<h3>{where}</h3><pre class="scroll">{escape(topology_text(layout))}</pre>')
@@ -132,19 +132,20 @@ def _curve_section(names: Sequence[str], differences: Sequence[str]) -> Iterator
     yield "</section>"
 
 
-def _table(table: Table, names: Sequence[str] = ()) -> str:
+def _table(table: Table, names: Sequence[str] = (), *, style: str = "numbers") -> str:
     """Return a table as HTML.
 
     Args:
         table: rows of cells; the first row is the header.
         names: HTML names of the runs, if the columns after the first belong to runs. They replace the header's cells.
+        style: class in page.css of a table without `names`: "numbers", or "texts" whose line breaks are kept.
     """
     head, *rows = ([escape(cell) for cell in row] for row in table)
     columns = "".join(f'<th scope="col">{cell}</th>' for cell in ([head[0], *names] if names else head))
     body = "".join(
         f'<tr><th scope="row">{row[0]}</th>{"".join(f"<td>{cell}</td>" for cell in row[1:])}</tr>' for row in rows
     )
-    style = "" if names else ' class="numbers"'
+    style = "" if names else f' class="{style}"'
     return f'<div class="scroll"><table{style}><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
