@@ -39,7 +39,7 @@ from megazpp.run.checks import plan_run
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 
-TUTORIAL, INSTALLATION = "docs/tutorial.md", "docs/installation.md"
+TUTORIAL, INSTALLATION, POST_TRAINING = "docs/tutorial.md", "docs/installation.md", "docs/guides/post_training.md"
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md"]
 PAGES += [str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))]
 CONTRIBUTORS = ["CONTRIBUTING.md", *(page for page in PAGES if page.startswith("docs/contributing/"))]
@@ -62,6 +62,7 @@ INSTEAD = [
         r"\1 $(mktemp -d)/checkpoints/",
     ),  # that folder exists
     (r"^python \S+ @configs/post_training/.*", r"\g<0> --nproc 1 --train-iters 1 --lr-warmup-iters 0"),
+    (r"(^python tools/post_train.py --objective (?:sft|dpo) .*--lr) (?:5e-5|1e-6)", r"\1 3e-3"),  # for a model of 0.7M
     (r"^python pretrain_gpt.py @book.args.*", rf"\g<0> {SMALL_RUN}"),
     (r"^python pretrain_gpt.py .*--load again/.*", r"\g<0> --nproc 1"),
     (
@@ -193,7 +194,15 @@ def test_tutorial_trains_and_exports_a_model_that_transformers_continues(checkou
     assert ours in run(checkout, "python load.py")
 
 
-RUN = [page for page in PAGES if page != TUTORIAL and (blocks(page, "sh") or wanted(page))]
+@pytest.mark.slow
+def test_post_training_page_ends_with_one_answer_in_a_terminal_and_in_transformers(scratch):
+    said = run_page(scratch, POST_TRAINING)
+    assert "\nCaptain Ahab.\n" in next(text for script, text in said.items() if "--chat" in script)
+    (scratch / "answer.py").write_text(blocks(POST_TRAINING, "python")[0])
+    assert run(scratch, "python answer.py").endswith("Captain Ahab.\n")
+
+
+RUN = [page for page in PAGES if page not in (TUTORIAL, POST_TRAINING) and (blocks(page, "sh") or wanted(page))]
 LONG = ["docs/planner.md", *(f"docs/{page}.md" for page in ("concepts/context_parallelism", "concepts/zeropp"))]
 LONG += ["docs/reference/configs.md"]
 
@@ -276,7 +285,8 @@ def run_python(code: str) -> bool:
 
 @pytest.mark.slow
 def test_python_code_of_pages_runs_on_four_ranks():
-    for code in [code for page in sorted({*PAGES} - {TUTORIAL, *CONTRIBUTORS}) for code in blocks(page, "python")]:
+    pages = sorted({*PAGES} - {TUTORIAL, POST_TRAINING, *CONTRIBUTORS})
+    for code in [code for page in pages for code in blocks(page, "python")]:
         if "trainer_callback()" in code:  # for other people's trainers; tests/drop_in/test_api.py has one
             continue
         assert "zeropp(model)" in code

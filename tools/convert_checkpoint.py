@@ -6,9 +6,9 @@ python tools/convert_checkpoint.py --input checkpoints/ --output gpt2_trained/  
 python tools/convert_checkpoint.py --input checkpoints/ --output merged/ --adapter lora/   with PEFT's LoRA merged
 python tools/convert_checkpoint.py --input lora_run/ --output base/ --keep-adapters        base, and adapter/ for PEFT
 
-Supports GPT-2, Llama, Mistral, Qwen2, Qwen3 and reward models based on them (...ForSequenceClassification). A converted
-checkpoint can be loaded with any tensor-parallel size by pretrain_gpt.py --load checkpoints/ --finetune
---use-checkpoint-args, tools/generate.py and tools/evaluate.py.
+docs/reference/features.md lists the supported architectures. Reward models based on them
+(...ForSequenceClassification) are supported too. A converted checkpoint can be loaded with any tensor-parallel size by
+pretrain_gpt.py --load checkpoints/ --finetune --use-checkpoint-args, tools/generate.py and tools/evaluate.py.
 
 Dtypes are preserved. Tensors are converted one at a time, so little memory is needed. The output appears atomically.
 """

@@ -26,7 +26,7 @@ CHECKED_IDS, CHECKED_DOCUMENTS = 1 << 27, 1000  # limits of the checks, because 
 class InspectConfig:
     """Inspection.
 
-    The dataset, and the part of it to print.
+    The flags that name a dataset, and the part of it to print.
     """
 
     input: str | None = flag(None, "prefix of the .bin/.idx pair", metavar="PREFIX")

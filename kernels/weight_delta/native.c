@@ -177,7 +177,7 @@ static __attribute__((noinline)) uint8_t *code(
     struct writer w = {at, 0, 0}, u = {unary, 0, 0};
     int i = 0;
     for (; i < count; i += 16) {
-        /* ---- remainders of 8 elements twice, 4 in a word */
+        /* ---- remainders of 16 elements: 8 at a time, 4 in each 64-bit word */
         for (int j = i; j < i + 16; j += 8) {
             const uint64_t mask = load64(masks + j), mask2 = load64(masks + j + 4);
             const uint64_t bits = extract(load64(values + j), mask, 16);
@@ -190,7 +190,7 @@ static __attribute__((noinline)) uint8_t *code(
                 append(&w, bits2, width2);
             }
         }
-        /* ---- quotients of 16 elements, 8 in a word; the mask of 1 << q is (2 << q) - 1 */
+        /* ---- quotients of 16 elements, 8 in each 64-bit word; the mask of 1 << q is (2 << q) - 1 */
         const uint64_t one = load64(ones + i), one2 = load64(ones + i + 8);
         const uint64_t mask = one | (one - ONES), mask2 = one2 | (one2 - ONES); /* no byte borrows: none is 0 */
         const uint64_t bits = extract(one, mask, 8), bits2 = extract(one2, mask2, 8);
@@ -381,7 +381,7 @@ static void decode_values(const uint8_t *at, const uint16_t *masks, int count, u
     uint16_t places[1 + BLOCK + 64];
     places[0] = -1;
     const int n = find_ones(at + (offset + 7) / 8, MOST_QUOTIENTS, count, places + 1);
-    for (int i = n; i < count; i++) places[i + 1] = places[i] + 1; /* only in an invalid message */
+    for (int i = n; i < count; i++) places[i + 1] = places[i] + 1; /* an invalid message has too few ones */
     for (int i = 0; i < count; i++) {
         const uint16_t h = places[i + 1] - places[i] - 1, one = masks[i] + 1;
         values[i] += (uint16_t)(h * one);

@@ -28,7 +28,7 @@ from torch import Tensor
 BLOCK = 256  # elements per block
 MOST_POSITIONS, DENSE, RAW = 63, 64, 255  # kinds: the highest sparse one, the lowest dense one, raw
 MOST_QUOTIENTS = 1024  # most bits that the unary quotients of a block may take
-# Per dtype: shift and mask of the exponent, and an offset that is added to it. The kind of a dense body is an exponent.
+# Per dtype: shift and mask of the exponent, and an offset that is added to it. A dense block stores such a sum as kind.
 EXPONENTS = {torch.bfloat16: (7, 0xFF, 0), torch.float16: (10, 0x1F, 96)}
 
 

@@ -263,7 +263,7 @@ def _decode_kernel(
 
 @triton.jit
 def _places(body, rank, mask, sparse):
-    """Return the positions in the block of the values with these ranks."""
+    """Return the positions in the block of the stored values with the indices `rank`."""
     listed = mask & (rank < tl.where(sparse, _BLOCK, 0))
     return tl.where(sparse, tl.load(body + 1 + rank, mask=listed, other=0).to(tl.int32), rank)
 

@@ -78,7 +78,7 @@ class Weights(StatePart):
         return {name: tensor.detach() for name, tensor in model_state(self._model).items()}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers themselves. A scalar head that the checkpoint lacks is left out."""
+        """Return the model's own parameters and buffers, without a scalar head that the checkpoint lacks."""
         own = {MODEL + name: x for name, x in self.tensors().items()}
         return under(MODEL, {key: x for key, x in own.items() if key in saved or not key.startswith(SCALAR_HEAD)})
 

@@ -249,7 +249,8 @@ def join_all(
     check_tensors({name: entry.shape for name, entry in theirs.items()}, expected, where)
     joined = {}
     for ours, piece in pieces.items():
-        dtype = functools.reduce(torch.promote_types, (theirs[name].dtype for name in piece.theirs))  # exact
+        # the narrowest dtype that holds the values of all pieces without rounding
+        dtype = functools.reduce(torch.promote_types, (theirs[name].dtype for name in piece.theirs))
         joined[ours] = Deferred(shapes[ours], dtype, functools.partial(join, piece, dtype))
     return joined
 

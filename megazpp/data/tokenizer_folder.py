@@ -95,7 +95,7 @@ def names_tokenizer(config: TokenizerConfig) -> bool:
 def find_tokenizer(folder: Path) -> TokenizerConfig:
     """Return flags for the tokenizer in a Hugging Face or checkpoint folder; empty flags if there is no tokenizer."""
     names = {name for name in (*VOCABULARIES, DESCRIPTION) if (folder / name).is_file()}
-    if DEFINITION in names or len(names) > 1:  # vocab.json and merges.txt are two files
+    if DEFINITION in names or len(names) > 1:  # a BPE tokenizer has two files
         return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
     if SENTENCEPIECE in names:
         return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(folder / SENTENCEPIECE))

@@ -107,7 +107,8 @@ def zeropp(
     else:
         mesh = mesh_to_wrap(model, fsdp)
         cluster = _find_cluster(mesh, ranks_per_node)
-        plan_comm(config, plan_layout(cluster, tp=1, replicas=1), dtype_when_wrapped(model, fsdp))  # only its checks
+        # Called only for its checks: an invalid config must be refused before the model is wrapped.
+        plan_comm(config, plan_layout(cluster, tp=1, replicas=1), dtype_when_wrapped(model, fsdp))
         replaced = wrap_model(model, mesh, fsdp)
         mesh, expert_mesh = _meshes_of(model)
 

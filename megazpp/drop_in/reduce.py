@@ -290,7 +290,7 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
             self.finished()
 
     def finished(self) -> None:
-        """Set the gradients that no rank had to None, when the last sum of this backward has been added to `.grad`."""
+        """Set `.grad` to None for parameters without a gradient on any rank, after the last sum of this backward."""
         if not self._late_sums:
             self._unused.restore_none()
 

@@ -140,7 +140,8 @@ class Orthogonalizer:
             iteration: number of the step, which decides whether it is a full step.
 
         Returns:
-            This rank's shards of s X, shaped like `updates`, in the dtype of communication.
+            This rank's shards of the orthogonalized and scaled matrices (s X in the formula at the top of this file),
+            shaped like `updates`, in the dtype of communication.
         """
         # ---- rows of this node, or in a full step of all nodes
         nodes: tuple[int, ...] = self._own

@@ -145,7 +145,7 @@ def _packs(plan: MessagePlan, dtype: torch.dtype) -> bool:
 
 
 class FrozenUnits:
-    """The `WeightHandle` on frozen units.
+    """The `WeightHandle` to frozen units.
 
     The units unpack before the forward and backward of their modules, and free their memory afterwards.
 

@@ -90,7 +90,7 @@ def plan_stream(
 
 
 class StreamedUnits:
-    """The `WeightHandle` on a model whose layers are streamed; it replaces the modules' parameters by packed weights.
+    """The `WeightHandle` to a model whose layers are streamed; it replaces the modules' parameters by packed weights.
 
     Args:
         model: model on the meta device.

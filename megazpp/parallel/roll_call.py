@@ -74,7 +74,7 @@ def launched_place() -> RankInfo | None:
     """Return the place of this process in a job of several ranks; None if it is alone or the launcher is unknown."""
     try:
         launched = find_launcher()
-    except ValueError:  # the message says so
+    except ValueError:  # a launcher's variables are incomplete; the start of this rank reports which
         return None
     if launched is None or launched.world_size == 1:
         return None

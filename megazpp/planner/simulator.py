@@ -59,14 +59,14 @@ class Clock:
 
 
 class KernelSeries(NamedTuple):
-    """Successive kernels and collectives of the compute, in numbers from which their end follows at once.
+    """Durations of successive kernels and collectives on the compute stream, summed up so that none is simulated alone.
 
     Attributes:
-        seconds: duration of all of them together.
-        launch_seconds: time that the host takes to launch them.
-        after_launch: earliest end of the last one after the start of the first launch. Each one and those after it
-            start after its launch, so this is the maximum over all of the time of the launch plus the duration of
-            these. It is minus infinity if launches take no time.
+        seconds: duration of all kernels and collectives together.
+        launch_seconds: time that the host takes to launch all of them.
+        after_launch: earliest end of the last kernel, in seconds after the start of the first launch. No kernel starts
+            before its launch has ended. So this is the largest sum, over all kernels, of the end of the kernel's
+            launch and the duration of that kernel and all later ones. It is minus infinity if launches take no time.
         busy: seconds of collectives by axis, and for the key "compute" the seconds of the kernels.
     """
 

@@ -228,7 +228,8 @@ class StepSimulator:
             self.ledger.free(kind)
         for units in self.fragments:
             sizes = [unit.rows.nbytes for unit in units]
-            # the outer gradient: write zeros (1), copy weights (2), subtract from the common copy (3), scale (2)
+            # passes over memory for the outer gradient: write zeros (1), copy the weights (2), subtract them from the
+            # common copy (3), scale (2)
             self._touch(8 * sum(sizes))
             send_fragment(units, axis, plan, torch.empty((), dtype=torch.float64, device=META))
             # messages of all fragments add up, because at the end of a run all are in flight at once

@@ -3,14 +3,15 @@
 One generation fills a buffer, which serves `slices` x `passes` optimizer steps:
 
     sample          each data rank samples the completions that it trains on; a group may span several ranks
-    rewards         of functions and a reward model; all ranks get the rewards and lengths of all completions, not texts
+    rewards         by functions and a reward model; all ranks get the rewards and lengths of all completions, not texts
     old policy      log-probabilities (and values) by the training's forward, with its micro-batches, so that the first
                     ratio is 1; only for PPO, or if the policy changes before the buffer's last step
     reference       log-probabilities of the frozen model
     advantages      over the group (GRPO) or the values (PPO), for the whole generation
 
-Completion n of a generation belongs to the prompt n / group size after those used before. Its random numbers depend on
-the generation and n. Neither depends on the parallel layout. A checkpoint contains a buffer that is not used up.
+A generation takes the prompts that follow those of the generation before, and completion n belongs to its prompt
+number n // group size. The random numbers of a completion depend on the generation and n. Neither depends on the
+parallel layout. A checkpoint contains a buffer that is not used up.
 
 Legend: n completions of this rank, N of all ranks, S tokens of a row, F rewards.
 """
@@ -47,7 +48,7 @@ class Buffer(NamedTuple):
     Attributes:
         number: scalar number of the generation.
         table: [N, F + 2] fp64 rewards, number of tokens, and 1 if it ended before the token limit, of all completions.
-        rows: [n] int64 numbers of the completions that this rank trains on.
+        rows: [n] int64 indices, in the generation, of the completions that this rank trains on.
         batch: batch of these n completions.
     """
 
@@ -278,7 +279,7 @@ class RolloutLoader(StatePart):
         return [on_device(shortened(part, multiple), self._device) for part in parts]
 
     def _rows(self) -> list[int]:
-        """Return the numbers of this data rank's completions of a generation, in the order of the steps."""
+        """Return the indices of this data rank's completions in a generation, in the order of the steps."""
         size, ranks = self.micro_batch_size, self._dims.data_size
         firsts = range(self._dims.data_rank * size, self.global_batch_size * self.config.slices, size * ranks)
         return [row for first in firsts for row in range(first, first + size)]

@@ -142,7 +142,8 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool
         there = f" --load {shlex.quote(save)}" if save is not None and parsed.config.checkpoint.load is None else ""
         to = f" --save {shlex.quote(save)}" if save is not None and "save" not in parsed.origins else ""
         launched = None if LAUNCHER_PID in os.environ else find_launcher()
-        start = "python" if launched is None else f"{launched.launcher} ..."  # with its own flags, on every host
+        # "..." are the launcher's own flags, which may differ between hosts
+        start = "python" if launched is None else f"{launched.launcher} ..."
         command = f"to resume: {start} {shlex.join([program, *flags])}{to}{there}"
         if launched is None or launched.launcher != "torchrun" or launched.local_size == launched.world_size:
             return command

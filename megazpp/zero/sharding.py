@@ -266,7 +266,7 @@ class Sharding:
         return sizes | self.feedback_state()
 
     def feedback_state(self) -> dict[str, torch.Tensor]:
-        """Return the error feedback of this rank by name, as the tensors themselves."""
+        """Return this rank's own tensors of error feedback by name, not copies of them."""
         buffers: dict[str, torch.Tensor] = {}
         for reduce in self._reduces:
             errors = reduce.errors(self._device)

@@ -40,13 +40,13 @@ class Segment:
     """The part of one parameter in a flat shard."""
 
     name: str
-    start: int  # its first element in the flat shard
+    start: int  # index of its first element in the flat shard
     size: int  # number of elements including padding, the same on every rank
     exact: bool  # True if it is never quantized
 
     @property
     def stop(self) -> int:
-        """The element after its last one."""
+        """Index, in the flat shard, of the element after the segment."""
         return self.start + self.size
 
 
