@@ -62,7 +62,7 @@ class RankState(NamedTuple):
 
     host: str
     doing: list[Doing]  # the innermost open span of each of its threads
-    entered: Mapping[str, int]  # number of spans that each track has had
+    entered: Mapping[str, int]  # number of spans that have begun on each track
     stacks: str  # formatted stacks of its Python threads
 
     @property

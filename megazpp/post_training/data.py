@@ -53,7 +53,7 @@ class EpochOrder:
         return self._num_samples
 
     def place(self, index: int) -> int:
-        """Return the number of the example that is sample `index`."""
+        """Return the index of the example that becomes sample `index`."""
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
         epoch, place = divmod(index, self._size)
