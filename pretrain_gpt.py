@@ -15,21 +15,22 @@ import os
 from typing import Any
 
 from megazpp.base.files import HOME
-from megazpp.base.program import LAUNCHER_PID, announce, is_worker, program
+from megazpp.base.program import LAUNCHER_PID, announce, answer_flags
 from megazpp.features import FEATURES
 from megazpp.run.arguments import ParsedRun, parse_run_config
 
 
-@program
-def answer(argv: list[str]) -> None:
-    """Exit if the flags are wrong or only ask for --help or --print-config, before torch is imported."""
-    if parse_run_config(argv, HOME, features=FEATURES).answers():
+def parse(argv: list[str]) -> ParsedRun:
+    """Parse the flags; print what --print-config asks for, and exit."""
+    parsed = parse_run_config(argv, HOME, features=FEATURES)
+    if parsed.answers():
         raise SystemExit(0)
+    return parsed
 
 
-if __name__ == "__main__" and not is_worker() and (status := answer()):
-    raise SystemExit(status)
-announce("pretrain_gpt.py", "megazpp")  # the imports below take seconds
+if __name__ == "__main__":  # before the imports below, which take seconds
+    answer_flags(parse)
+    announce("pretrain_gpt.py", "megazpp")
 
 from megazpp.parallel.roll_call import report_tracebacks
 
@@ -71,9 +72,7 @@ from megazpp.training.setup import build_model, open_loader
 def main(argv: list[str]) -> int:
     """Pretrain a model as a worker, or check the flags and start the workers. Return the exit code."""
     # ---- flags, and commands that replace training
-    parsed = parse_run_config(argv, HOME, features=FEATURES)
-    if parsed.answers():
-        return 0
+    parsed = parse(argv)
     for feature in FEATURES:
         status = feature.command(parsed)
         if status is not None:

@@ -185,13 +185,24 @@ def test_own_modules_are_imported_at_the_top_of_a_file(library):
         assert ours == [] or file.name.endswith(".feature"), f"{file.name} imports {ours}"
 
 
-@pytest.mark.parametrize(("flags", "status"), [("--print-config", 0), ("--help-all", 0), ("--mikro-batch-size 2", 2)])
-def test_flags_are_read_without_torch(flags, status):
+PROGRAMS = ("convert_checkpoint", "evaluate", "generate", "plan", "post_train", "show_topology")
+
+
+@pytest.mark.parametrize("path", ["pretrain_gpt.py", *(f"tools/{name}.py" for name in PROGRAMS)])
+def test_flags_are_read_without_torch(path):
     """Importing torch takes seconds, and a typo should be answered at once."""
-    code = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('pretrain_gpt.py', run_name='__main__')"
-    found = subprocess.run([sys.executable, "-c", code, *flags.split()], cwd=ROOT, capture_output=True, text=True)
-    assert found.returncode == status, found.stderr
-    assert "--micro-batch-size" in found.stdout + found.stderr
+    code = f"import runpy, sys; sys.modules['torch'] = None; runpy.run_path('{path}', run_name='__main__')"
+
+    def answer(*flags: str) -> tuple[int, str]:
+        found = subprocess.run([sys.executable, "-c", code, *flags], cwd=ROOT, capture_output=True, text=True)
+        return found.returncode, found.stdout + found.stderr
+
+    status, text = answer("--help")
+    assert (status, "usage: " in text) == (0, True), text
+    status, text = answer("--tokenizer-modell" if path != "tools/plan.py" else "--nodez", "2")
+    assert (status, "--tokenizer-model" in text or "--nodes" in text) == (2, True), text
+    if path == "pretrain_gpt.py":
+        assert answer("--print-config")[0] == 0
 
 
 def test_only_two_folders_import_fsdp2_and_only_axis_calls_collectives(library):

@@ -21,18 +21,20 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
 from megazpp.base.program import program_of, say
-from megazpp.convert.convert import ConvertConfig, convert
-from megazpp.data.tokenizer import TokenizerConfig
+from megazpp.convert.config import ConvertConfig
+from megazpp.data.tokenizer_folder import TokenizerConfig
 from megazpp.features import FEATURES
 from megazpp.run.arguments import FeatureConfig, section_configs
 from megazpp.run.feature import weight_opener
 
-SECTIONS = section_configs([feature for feature in FEATURES if feature.weight_opener(()) is not None])
+SECTIONS = section_configs([feature for feature in FEATURES if feature.opens_weights])
 
 
 @program_of(ConvertConfig, TokenizerConfig, *SECTIONS, description=(__doc__ or "").partition("\n")[0])
 def main(config: ConvertConfig, tokenizer: TokenizerConfig, *sections: FeatureConfig) -> None:
     """Convert the model and print a line that describes the result."""
+    from megazpp.convert.convert import convert  # imports torch, which takes seconds
+
     print(convert(config, tokenizer, say, opener=weight_opener(FEATURES, sections)))
 
 

@@ -18,24 +18,13 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
-from megazpp.parallel.roll_call import report_tracebacks
-
-report_tracebacks()  # before the imports below, which may fail on one host
-
 from megazpp.base.flags import flag
-from megazpp.data.config import Splits
-from megazpp.data.dataset import build_datasets, check_inputs
+from megazpp.base.program import answer_flags
 from megazpp.features import FEATURES
-from megazpp.inference.on_checkpoint import Loaded, run_on_checkpoint
-from megazpp.inference.scoring import Score, check_input, count_labels, score_whole
-from megazpp.run.arguments import RunConfig
-from megazpp.run.start import distributed_program
-from megazpp.training.batches import plan_batches
-from megazpp.training.objective import Evaluator
-from megazpp.training.setup import open_loader
+from megazpp.inference.config import parse_checkpoint_flags
+from megazpp.run.arguments import ParsedRun
 
 COMMON = ("data_path", "text_path", "split", "eval_iters", "micro_batch_size", "seq_length")  # listed by --help
-SAMPLES = 8  # samples per forward pass if neither the flags nor the checkpoint give a --micro-batch-size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +39,37 @@ class EvaluateConfig:
     )
 
 
+def parse(argv: list[str]) -> ParsedRun:
+    """Parse the flags; the checkpoint completes them later."""
+    return parse_checkpoint_flags(
+        argv, EvaluateConfig, file=__file__, description=__doc__, features=FEATURES, common=COMMON
+    )
+
+
+if __name__ == "__main__":
+    answer_flags(parse)  # before the imports below, which take seconds
+
+from megazpp.parallel.roll_call import report_tracebacks
+
+report_tracebacks()  # before the imports below, which may fail on one host
+
+from megazpp.data.config import Splits
+from megazpp.data.dataset import build_datasets, check_inputs
+from megazpp.inference.on_checkpoint import Loaded, run_on_checkpoint
+from megazpp.inference.scoring import Score, check_input, count_labels, score_whole
+from megazpp.run.arguments import RunConfig
+from megazpp.run.start import distributed_program
+from megazpp.training.batches import plan_batches
+from megazpp.training.objective import Evaluator
+from megazpp.training.setup import open_loader
+
+SAMPLES = 8  # samples per forward pass if neither the flags nor the checkpoint give a --micro-batch-size
+
+
 @distributed_program
 def main(argv: list[str]) -> int:
     """Load the checkpoint on all ranks and score the data. Return the exit code."""
-    return run_on_checkpoint(EvaluateConfig, run, argv, check=check, features=FEATURES, common=COMMON)
+    return run_on_checkpoint(parse(argv), run, check=check)
 
 
 def check(config: RunConfig, extra: EvaluateConfig) -> None:

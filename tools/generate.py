@@ -30,27 +30,14 @@ from typing import Any, Literal
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
-from megazpp.parallel.roll_call import report_tracebacks
-
-report_tracebacks()  # before the imports below, which may fail on one host
-
 from megazpp.base.flags import check_positive, flag
-from megazpp.base.program import errors_as
-from megazpp.data.dataset import build_tokenizer
-from megazpp.data.documents import read_records
-from megazpp.data.tokenizer import Tokenizer, special_tokens_note
+from megazpp.base.program import answer_flags
 from megazpp.features import FEATURES
-from megazpp.inference.config import SampleConfig
-from megazpp.inference.generate import sequences_that_fit
-from megazpp.inference.on_checkpoint import Loaded, run_on_checkpoint
-from megazpp.inference.text import Start, check_start, continue_texts, start_of
-from megazpp.post_training.chat import ChatConfig, ChatTemplate, load_chat_template
-from megazpp.post_training.formatting import prompt_ids
-from megazpp.run.arguments import RunConfig
-from megazpp.run.start import distributed_program
+from megazpp.inference.config import SampleConfig, parse_checkpoint_flags
+from megazpp.post_training.config import ChatConfig
+from megazpp.run.arguments import ParsedRun
 
 DEFAULT_TOKENS = 100  # tokens to generate without --sample-tokens
-GivenPrompt = str | dict[str, Any]  # a text, or an object as in a .jsonl file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +72,47 @@ class GenerateConfig(ChatConfig):
             check_positive(self, "prompts_at_once")
 
 
+def parse(argv: list[str]) -> ParsedRun:
+    """Parse the flags; the checkpoint completes them later."""
+    common, defaults = [field.name for field in dataclasses.fields(SampleConfig)], {"sample_tokens": DEFAULT_TOKENS}
+    return parse_checkpoint_flags(
+        argv,
+        GenerateConfig,
+        file=__file__,
+        description=__doc__,
+        features=FEATURES,
+        common=common,
+        defaults=defaults,
+    )
+
+
+if __name__ == "__main__":
+    answer_flags(parse)  # before the imports below, which take seconds
+
+from megazpp.parallel.roll_call import report_tracebacks
+
+report_tracebacks()  # before the imports below, which may fail on one host
+
+from megazpp.base.program import errors_as
+from megazpp.data.dataset import build_tokenizer
+from megazpp.data.documents import read_records
+from megazpp.data.tokenizer import Tokenizer, special_tokens_note
+from megazpp.inference.generate import sequences_that_fit
+from megazpp.inference.on_checkpoint import Loaded, run_on_checkpoint
+from megazpp.inference.text import Start, check_start, continue_texts, start_of
+from megazpp.post_training.chat import ChatTemplate, load_chat_template
+from megazpp.post_training.config import ChatConfig
+from megazpp.post_training.formatting import prompt_ids
+from megazpp.run.arguments import RunConfig
+from megazpp.run.start import distributed_program
+
+GivenPrompt = str | dict[str, Any]  # a text, or an object as in a .jsonl file
+
+
 @distributed_program
 def main(argv: list[str]) -> int:
     """Load the checkpoint on all ranks and continue the prompts. Return the exit code."""
-    options: dict[str, Any] = {"check": check, "features": FEATURES, "spread": False}
-    options["common"] = [field.name for field in dataclasses.fields(SampleConfig)]
-    return run_on_checkpoint(GenerateConfig, run, argv, defaults={"sample_tokens": DEFAULT_TOKENS}, **options)
+    return run_on_checkpoint(parse(argv), run, check=check, spread=False)
 
 
 def check(config: RunConfig, extra: GenerateConfig) -> None:

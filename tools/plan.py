@@ -9,6 +9,7 @@ flags are the flags of pretrain_gpt.py, whose --plan estimates one run on one cl
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import sys
@@ -16,21 +17,15 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
-from megazpp.base.program import flags_of, program, say_notices
+from megazpp.base.program import answer_flags, flags_of, program, say_notices
 from megazpp.features import FEATURES
-from megazpp.parallel.launch import device_type
-from megazpp.planner.estimate import Estimate, Estimator
-from megazpp.planner.variants import changed, for_planning, schemes
-from megazpp.run.arguments import RunConfig, parse_run_config
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.cluster_file import read_cluster
+from megazpp.run.arguments import ParsedRun, RunConfig, parse_run_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@program
-def main(argv: list[str]) -> None:
-    """Print a Markdown table with a row per cluster size and a column per scheme."""
+def parse(argv: list[str]) -> tuple[argparse.Namespace, ParsedRun]:
+    """Parse this program's own flags, and the flags of the run."""
     parser = flags_of(__doc__)
     parser.add_argument(
         "--nodes", type=int, nargs="+", required=True, help="numbers of nodes, instead of the cluster file's number"
@@ -39,7 +34,23 @@ def main(argv: list[str]) -> None:
         "--micro-batches", type=int, default=1, help="number of micro-batches per optimizer step (default: 1)"
     )
     args, run_flags = parser.parse_known_args(argv)
-    parsed = parse_run_config(run_flags, ROOT, features=FEATURES, program="plan.py")
+    return args, parse_run_config(run_flags, ROOT, features=FEATURES, program="plan.py")
+
+
+if __name__ == "__main__":
+    answer_flags(parse)  # before the imports below, which take seconds
+
+from megazpp.parallel.launch import device_type
+from megazpp.planner.estimate import Estimate, Estimator
+from megazpp.planner.variants import changed, for_planning, schemes
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_file import read_cluster
+
+
+@program
+def main(argv: list[str]) -> None:
+    """Print a Markdown table with a row per cluster size and a column per scheme."""
+    args, parsed = parse(argv)
     config = parsed.config
     say_notices(parsed.notices)
     path = config.cluster.cluster_file

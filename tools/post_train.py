@@ -21,35 +21,52 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
-from megazpp.base.program import LAUNCHER_PID, announce, launched_rank
+from megazpp.base.program import LAUNCHER_PID, announce, answer_flags
+from megazpp.features import FEATURES
+from megazpp.post_training.config import DEFAULTS, EXTRA, TAKEN, post_configs
+from megazpp.run.arguments import ParsedRun, parse_run_config
 
-announce("post_train.py", "megazpp-post-train")  # before the imports below, because importing torch takes seconds
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def parse(argv: list[str]) -> ParsedRun:
+    """Parse the flags; the checkpoint completes them later."""
+    return parse_run_config(
+        argv,
+        ROOT,
+        program="post_train.py",
+        description=(__doc__ or "").partition("\n")[0],
+        features=FEATURES,
+        extra=EXTRA,
+        default_file=None,
+        defaults=DEFAULTS,
+        taken=TAKEN,
+    )
+
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    answer_flags(parse)
+    announce("post_train.py", "megazpp-post-train")
 
 from megazpp.parallel.roll_call import report_tracebacks
 
 report_tracebacks()
 
-from megazpp.base.program import Problems, leave, user_errors
+from megazpp.base.program import Problems, launched_rank, leave, user_errors
 from megazpp.checkpoint.read import start_of
-from megazpp.features import FEATURES
 from megazpp.model.backends import check_device
 from megazpp.parallel.launch import RESTART_COUNT, detect_rank_info, device_type
 from megazpp.parallel.worker import worker_process
 from megazpp.planner.config import PlanConfig
 from megazpp.planner.report import print_report, report_parts
 from megazpp.planner.variants import changed
-from megazpp.post_training.config import DEFAULTS
 from megazpp.post_training.plan import describe_phases, plan_models
 from megazpp.post_training.setup import (
-    EXTRA,
-    TAKEN,
     check_files,
     check_post_training,
     find_start,
-    post_configs,
 )
 from megazpp.post_training.trainer import PostTraining
-from megazpp.run.arguments import ParsedRun, parse_run_config
 from megazpp.run.checks import plan_run
 from megazpp.run.start import (
     announced_cluster,
@@ -61,24 +78,12 @@ from megazpp.run.start import (
 )
 from megazpp.run.trainer import Trainer, open_run
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 @distributed_program
 def main(argv: list[str]) -> int:
     """Post-train a model as a worker, or check the flags and start the workers. Return the exit code."""
     # ---- flags
-    parsed = parse_run_config(
-        argv,
-        ROOT,
-        program="post_train.py",
-        description=(__doc__ or "").partition("\n")[0],
-        features=FEATURES,
-        extra=EXTRA,
-        default_file=None,
-        defaults=DEFAULTS,
-        taken=TAKEN,
-    )
+    parsed = parse(argv)
 
     # ---- the checkpoint to start from
     parsed, source, earlier = find_start(parsed, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)

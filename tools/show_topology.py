@@ -16,20 +16,15 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
-from megazpp.base.program import flags_of, program, say_notices
+from megazpp.base.program import answer_flags, flags_of, program, say_notices
 from megazpp.features import FEATURES
-from megazpp.run.arguments import parse_run_config
-from megazpp.run.checks import lay_out
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.cluster_file import cyclic_order, read_cluster
-from megazpp.topology.show import topology_text
+from megazpp.run.arguments import ParsedRun, parse_run_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@program
-def main(argv: list[str]) -> None:
-    """Print the layout that the flags give."""
+def parse(argv: list[str]) -> tuple[argparse.Namespace, ParsedRun]:
+    """Parse this program's own flags, and the flags of the run."""
     parser = flags_of(__doc__)
     parser.add_argument("--nodes", type=int, help="number of nodes")
     parser.add_argument("--ranks-per-node", type=int, help="number of ranks on each node")
@@ -43,7 +38,22 @@ def main(argv: list[str]) -> None:
         help="numbering of the ranks: node by node (block), or in turn over all nodes (cyclic) (default: block)",
     )
     args, run_flags = parser.parse_known_args(argv)
-    parsed = parse_run_config(run_flags, ROOT, features=FEATURES, program="show_topology.py")
+    return args, parse_run_config(run_flags, ROOT, features=FEATURES, program="show_topology.py")
+
+
+if __name__ == "__main__":
+    answer_flags(parse)  # before the imports below, which take seconds
+
+from megazpp.run.checks import lay_out
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_file import cyclic_order, read_cluster
+from megazpp.topology.show import topology_text
+
+
+@program
+def main(argv: list[str]) -> None:
+    """Print the layout that the flags give."""
+    args, parsed = parse(argv)
     config = parsed.config
     say_notices(parsed.notices)
     cluster = choose_cluster(args, config.cluster.cluster_file)

@@ -123,12 +123,27 @@ def announce(*names: str) -> None:
         say_at_terminal(f"MegaZ++ {megazpp.__version__} starts: importing torch")
 
 
-def is_worker(env: Mapping[str, str] = os.environ) -> bool:
-    """Return True if a launcher has started this process as a rank of a job."""
+def answer_flags(answer: Callable[[list[str]], object]) -> None:
+    """Exit if flags are wrong or ask only for information. A program calls it before imports that take seconds.
+
+    Workers skip it: their `main` finds the same mistakes, and also tells the ranks of other hosts.
+
+    Args:
+        answer: parses the arguments without the program name; it raises ValueError or OSError if they are wrong, and
+            SystemExit if it has printed what they ask for.
+    """
     try:
-        return LAUNCHER_PID in env or "RANK" in env or find_launcher(env) is not None
+        is_worker = LAUNCHER_PID in os.environ or "RANK" in os.environ or find_launcher(os.environ) is not None
     except ValueError:  # `detect_rank_info` reports it later
-        return True
+        return
+
+    @program
+    @functools.wraps(answer)
+    def run(argv: list[str]) -> None:
+        answer(argv)
+
+    if not is_worker and (status := run()):
+        raise SystemExit(status)
 
 
 def launched_rank(env: Mapping[str, str] = os.environ) -> int:

@@ -10,18 +10,17 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from megazpp.base.files import remove, renamed_when_done, try_lock
-from megazpp.base.flags import check_words, flag
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
 from megazpp.checkpoint.metadata import IMPORTED_FROM, SCORE_PAD, SHAPE, CheckpointMetadata, found_from_anywhere
 from megazpp.checkpoint.read import find_weights
 from megazpp.checkpoint.weights import WeightOpener
+from megazpp.convert.config import ConvertConfig
 from megazpp.convert.huggingface import class_name, open_model, write_model
 from megazpp.convert.megatron import open_megatron
 from megazpp.convert.model import HEAD, Model
@@ -30,31 +29,6 @@ from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_fi
 from megazpp.data.tokenizer import TokenizerConfig, load_tokenizer, names_tokenizer, special_tokens_note
 from megazpp.data.tokenizer_folder import CONFIG
 from megazpp.optim.schedule import ScheduleConfig, build_schedule
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvertConfig:
-    """Conversion.
-
-    Source, target and formats.
-    """
-
-    input: str | None = flag(None, "folder of a Hugging Face model, or of checkpoints of Megatron-LM or MegaZ++")
-    output: str | None = flag(None, "folder to write, which must be new or empty")
-    source: Literal["huggingface", "megatron", "megazpp"] | None = flag(
-        None, "format of --input (default: detected from its files)", name="--from"
-    )
-    target: Literal["huggingface", "megazpp"] | None = flag(
-        None, "format of --output (default: huggingface from our checkpoints, megazpp from all others)", name="--to"
-    )
-    ckpt_step: int | None = flag(None, "convert the checkpoint of this iteration instead of the latest")
-    adapter: str | None = flag(None, "folder of a LoRA adapter (adapter_config.json) to merge into the weights")
-    keep_adapters: bool = flag(
-        False, "write a LoRA run's base, and its adapters for PEFT into adapter/, instead of merging them"
-    )
-
-    def __post_init__(self) -> None:
-        check_words(self)
 
 
 def convert(

@@ -1,11 +1,16 @@
-"""The flags of text generation."""
+"""The flags of programs that use a checkpoint's model, and of text generation."""
 
 from __future__ import annotations
 
+import types
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megazpp.base.flags import check_not_negative, check_positive, flag
-from megazpp.run.arguments import FeatureConfig
+from megazpp.packed_weights.config import WeightsConfig
+from megazpp.run.arguments import TAKEN, FeatureConfig, ParsedRun, parse_run_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,3 +71,46 @@ class SampleConfig(FeatureConfig):
     def stops(self) -> tuple[str, ...]:
         """The strings that end a generated text; `\\n` in the flag becomes a line break."""
         return tuple(stop.replace("\\n", "\n") for stop in self.sample_stop)
+
+
+# Names of config fields whose flags --help lists in all programs that use a checkpoint:
+COMMON = ("load", "ckpt_step", "tensor_model_parallel_size", "nproc", "bf16", "fp16", "tokenizer_model", "print_config")
+
+
+def parse_checkpoint_flags(
+    argv: Sequence[str],
+    extra: type,
+    *,
+    file: str,
+    description: str | None,
+    features: Sequence[Any],
+    common: Sequence[str],
+    defaults: Mapping[str, Any] = types.MappingProxyType({}),
+) -> ParsedRun:
+    """Parse the command line of a program that uses a checkpoint's model, before the checkpoint's flags are known.
+
+    Args:
+        argv: command line without the program name.
+        extra: config class of the program's own flags.
+        file: the program's file, in a folder of the repository.
+        description: text whose first line describes the program.
+        features: optional features, whose flags the program also accepts.
+        common: names of config fields whose flags --help lists, besides COMMON, the flags of `extra` and those of the
+            weights' storage.
+        defaults: this program's defaults by field name, where they differ from those of the configs.
+    Raises:
+        ValueError: a flag or its value is wrong.
+    """
+    path = Path(file).resolve()
+    return parse_run_config(
+        argv,
+        path.parents[1],
+        program=path.name,
+        description=(description or "").partition("\n")[0],
+        features=features,
+        extra=[extra, WeightsConfig],
+        common=[*COMMON, *common],
+        default_file=None,
+        defaults=defaults,
+        taken=TAKEN,
+    )

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import sys
-import types
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,25 +17,22 @@ from megazpp.checkpoint.read import LoadSource, find_weights, first_sound, load_
 from megazpp.data.dataset import build_tokenizer
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.gpt import GPTModel
-from megazpp.packed_weights.load import WeightsConfig, bf16_note, load_used_model
+from megazpp.packed_weights.load import bf16_note, load_used_model
 from megazpp.packed_weights.reader import open_frozen_place
 from megazpp.packed_weights.streamed import StreamedUnits
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.host_discovery import resolve_cluster
 from megazpp.parallel.launch import detect_rank_info, device_type
 from megazpp.parallel.worker import Worker, seed_everything, worker_process
-from megazpp.run.arguments import ParsedRun, RunConfig, parse_run_config
-from megazpp.run.checkpoint_flags import TAKEN, with_checkpoint_flags
+from megazpp.run.arguments import ParsedRun, RunConfig
+from megazpp.run.checkpoint_flags import with_checkpoint_flags
 from megazpp.run.checks import lay_out, plan_model
-from megazpp.run.feature import Feature, weight_opener
+from megazpp.run.feature import weight_opener
 from megazpp.run.start import announced_cluster, facts_of, start_workers
 from megazpp.topology.cluster import Cluster
 from megazpp.training.context import Console
 from megazpp.training.setup import build_model
 from megazpp.zero.sharding import WeightHandle
-
-# Names of config fields whose flags --help lists in all programs that use a checkpoint:
-COMMON = ("load", "ckpt_step", "tensor_model_parallel_size", "nproc", "bf16", "fp16", "tokenizer_model", "print_config")
 
 
 class Loaded(NamedTuple):
@@ -68,51 +62,22 @@ class Loaded(NamedTuple):
 
 
 def run_on_checkpoint(
-    extra: type,
-    work: Callable[[Loaded], None],
-    argv: list[str],
-    *,
-    check: Callable[[RunConfig, Any], None],
-    features: Sequence[Feature],
-    common: Sequence[str],
-    defaults: Mapping[str, Any] = types.MappingProxyType({}),
-    spread: bool = True,
+    parsed: ParsedRun, work: Callable[[Loaded], None], *, check: Callable[[RunConfig, Any], None], spread: bool = True
 ) -> int:
-    """Read the command line and the checkpoint's flags, load the model on all ranks, and run `work`.
+    """Complete the flags from the checkpoint, load its model on all ranks, and run `work`.
 
     Args:
-        extra: config class of the program's own flags.
-        work: function that uses the loaded model; called on all ranks. It is in the program's file, in a folder of the
-            repository, whose docstring describes the program.
-        argv: the command line.
+        parsed: the command line, from `parse_checkpoint_flags`.
+        work: function that uses the loaded model; called on all ranks.
         check: function that raises ValueError if the flags do not fit together.
-        features: the optional features, whose flags the program also accepts.
-        common: names of config fields whose flags --help lists, besides COMMON, the flags of `extra` and those of the
-            weights' storage.
-        defaults: this program's defaults by field name, where they differ from those of the configs.
         spread: whether to shard the model over more GPUs than tensor parallelism needs, unless --nproc says otherwise.
             False: each rank keeps its whole tensor-parallel part in the compute dtype. On a CPU, one process per
             tensor-parallel rank uses all cores in both cases.
     Returns:
         the exit status.
     """
-
-    # ---- the flags: command line first, then the checkpoint's
-    path = Path(inspect.getfile(work)).resolve()
-    about = (sys.modules[work.__module__].__doc__ or "").partition("\n")[0]
-    kinds = [extra, WeightsConfig]
-    parsed = parse_run_config(
-        argv,
-        path.parents[1],
-        program=path.name,
-        description=about,
-        features=features,
-        extra=kinds,
-        common=[*COMMON, *common],
-        default_file=None,
-        defaults=defaults,
-        taken=TAKEN,
-    )
+    # ---- the checkpoint, and its flags
+    features = parsed.config.features
     given = parsed.config.checkpoint
     if given.load is None:
         raise ValueError("--load is missing: give the folder of checkpoints")

@@ -31,7 +31,7 @@ class AdapterBaseConfig(FeatureConfig):
 class Lora(Feature):
     """Opens checkpoints of LoRA runs as whole weights. Post-training has the flags that train adapters."""
 
-    config = AdapterBaseConfig
+    config, opens_weights = AdapterBaseConfig, True
 
     def weight_opener(self, sections: Sequence[Any]) -> AdapterOpener:
         """Return the opener, which looks for bases in the folders of --lora-base first."""

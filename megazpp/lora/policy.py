@@ -19,6 +19,7 @@ from megazpp.checkpoint.metadata import IMPORTED_FROM, CheckpointMetadata
 from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import MODEL, SCALAR_HEAD
+from megazpp.lora.checks import adapter_settings
 from megazpp.lora.config import LoraConfig
 from megazpp.lora.layers import Linear, LowRankAdapter, QkvAdapter
 from megazpp.lora.peft import AdapterSettings, Branch, find_branches, read_adapter, write_adapter
@@ -72,7 +73,7 @@ def load_adapted(
         keep_reference: True to keep the adapters of --lora-load unchanged for use under `adapters_off`.
     """
     # ---- base
-    settings = lora.settings(spec.config)
+    settings = adapter_settings(lora, spec.config)
     dims, device = place.dims, place.device
     bits = lora.base_weight_bits
     if bits is not None:

@@ -13,14 +13,11 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from megazpp.base.files import cache_folder
-from megazpp.base.flags import check_not_negative, check_words, flag
 from megazpp.base.program import GIGA
 from megazpp.checkpoint.checksums import checkpoint_digest
 from megazpp.checkpoint.metadata import CheckpointMetadata
@@ -28,6 +25,7 @@ from megazpp.checkpoint.read import LoadSource
 from megazpp.data.cache import build_once, cache_key
 from megazpp.model.gpt import GPTModel
 from megazpp.model.moe import Experts
+from megazpp.packed_weights.config import WeightsConfig
 from megazpp.packed_weights.format import LoadRows, MessagePlan, at_rest
 from megazpp.packed_weights.frozen import FrozenUnits, freeze
 from megazpp.packed_weights.reader import FrozenPlace, WeightReader
@@ -37,51 +35,6 @@ from megazpp.parallel.comm_queue import ThreadQueue, Work
 from megazpp.parallel.dims import raise_on_all_ranks
 from megazpp.training.config import ModelSpec
 from megazpp.training.setup import model_on_meta
-from megazpp.zero.config import PrecisionConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightsConfig:
-    """Weight storage.
-
-    Where the weights of a model that is not trained are kept between uses, and in how many bits.
-    """
-
-    weights_device: Literal["device", "host", "disk"] = flag(
-        "device",
-        "memory that holds the weights between uses; with host or disk, the device holds the embedding, the output "
-        "layer and a few layers",
-    )
-    weight_bits: Literal[32, 16, 8, 4] | None = flag(
-        None, "bits per element of packed weights (default: the bits of the compute dtype, without rounding)"
-    )
-    weight_store: str | None = flag(
-        None, "folder of packed weights for --weights-device disk, written once (default: a folder in the user's cache)"
-    )
-    prefetch_layers: int = flag(
-        1, "layers that are fetched ahead of their use; each one occupies its packed bytes on the device"
-    )
-
-    def __post_init__(self) -> None:
-        check_words(self)
-        check_not_negative(self, "prefetch_layers")
-        if self.weight_store is not None and self.weights_device != "disk":
-            raise ValueError(
-                f"--weight-store {self.weight_store} needs --weights-device disk, not {self.weights_device}"
-            )
-
-    @property
-    def packs(self) -> bool:
-        """True if --weights-device or --weight-bits selects packed weights, which are streamed layer by layer."""
-        return self.weights_device != "device" or self.weight_bits is not None
-
-    def at_rest(self, precision: PrecisionConfig) -> tuple[int, torch.dtype]:
-        """Return the bits per element of packed weights, and the dtype of weights that are not quantized.
-
-        Args:
-            precision: dtypes of the model.
-        """
-        return at_rest(self.weight_bits, precision.param_dtype)
 
 
 def load_used_model(
@@ -167,7 +120,7 @@ def load_streamed_model(
     for module in model.modules():
         if isinstance(module, Experts):
             module.grouped = False  # a grouped product needs ordinary tensors
-    layers, (bits, exact) = list(model.layers), config.at_rest(spec.precision)
+    layers, (bits, exact) = list(model.layers), at_rest(config.weight_bits, spec.precision.param_dtype)
     plan = plan_stream(model, layers, axis.size, bits, exact)
 
     # Pack the weights, or open the store. `held` are the messages of layers in memory.

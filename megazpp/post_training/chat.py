@@ -7,18 +7,16 @@ the assistant's words are the text that each of its messages adds to the convers
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megazpp.base.files import find_file, read_small_file
-from megazpp.base.flags import flag, shown
-from megazpp.base.program import errors_as, in_words
+from megazpp.base.program import errors_as
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.data.tokenizer_folder import import_package, with_template
+from megazpp.post_training.config import ChatConfig, parse_json, parse_object
 
 Message = Mapping[str, Any]
 Spans = tuple[str, list[tuple[int, int]]]
@@ -41,27 +39,6 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _READS_PARTS = re.compile(r"""\.type\b|\[\s*['"]type['"]\s*\]|\bis (not )?(string|iterable)\b""")
 _PROBE = [{"role": role, "content": "dummy"} for role in ("user", "assistant", "user")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatConfig:
-    """Conversations.
-
-    Conversion of conversations to text.
-    """
-
-    chat_template: str | None = flag(
-        None,
-        "file of a Jinja chat template, or the name of one of the tokenizer's templates (default: the tokenizer's; "
-        "ChatML in plain text if it has none)",
-    )
-    chat_template_kwargs: str | None = flag(
-        None, "JSON object of further variables of the template, such as '{\"enable_thinking\": false}'"
-    )
-    system_prompt: str | None = flag(None, "system message for conversations that have none")
-
-    def __post_init__(self) -> None:
-        _object(self.chat_template_kwargs, "--chat-template-kwargs")
 
 
 class ChatTemplate:
@@ -199,7 +176,7 @@ def load_chat_template(config: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate
         _compiled(source, name, [])
     elif tokenizer.chat_template() is None:
         name = "the default chat template"
-    variables = _object(config.chat_template_kwargs, "--chat-template-kwargs")
+    variables = parse_object(config.chat_template_kwargs, "--chat-template-kwargs")
     return ChatTemplate(tokenizer, source, name=name, variables=variables, system_prompt=config.system_prompt)
 
 
@@ -208,11 +185,13 @@ def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
     Each is a JSON value, or a string that holds JSON, as in TRL's format for tools.
     """
-    found = {name: _json(record[name], repr(name)) for name in ("tools", "documents") if record.get(name) is not None}
+    found = {
+        name: parse_json(record[name], repr(name)) for name in ("tools", "documents") if record.get(name) is not None
+    }
     for name, value in found.items():
         if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
             raise ValueError(f"{name!r} is {value!r:.80}, not a list of objects")
-    return found | _object(record.get("chat_template_kwargs"), "'chat_template_kwargs'")
+    return found | parse_object(record.get("chat_template_kwargs"), "'chat_template_kwargs'")
 
 
 def _compiled(source: str, name: str, conversations: list[Any], **options: Any) -> tuple[list[str], list[Any]]:
@@ -252,18 +231,3 @@ def _joined(message: Message) -> Message:
     """Join the text parts of a message, for a template that expects strings."""
     content = message.get("content")
     return {**message, "content": "".join(part["text"] for part in content)} if isinstance(content, list) else message
-
-
-def _json(value: Any, name: str) -> Any:
-    """Return a JSON value, parsed if it is a string; `name` is for messages."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} {shown(value)} is not JSON: {in_words(error)}") from error
-
-
-def _object(value: Any, name: str) -> dict[str, Any]:
-    found = _json(value, name)
-    if not isinstance(found, dict | None):
-        raise ValueError(f"{name} {value!r:.80} is not a JSON object")
-    return found or {}

@@ -7,13 +7,31 @@ process or a micro-batch. tests/post_training/test_trl_defaults.py lists each di
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from megazpp.base.flags import as_words, as_written, check_not_negative, check_positive, check_words, flag, spelling
-from megazpp.post_training.losses import PairLoss, RewardScale, TokenLoss
+from megazpp.base.flags import (
+    as_words,
+    as_written,
+    check_not_negative,
+    check_positive,
+    check_words,
+    flag,
+    shown,
+    spelling,
+)
+from megazpp.base.program import in_words
+from megazpp.lora.config import LoraConfig
+from megazpp.packed_weights.config import WeightsConfig
+from megazpp.run.arguments import ParsedRun
 
+PairLoss = Literal[
+    "sigmoid", "hinge", "ipo", "robust", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "sft"
+]
+TokenLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+RewardScale = Literal["group", "batch", "none"]
 ROLLOUTS = ("grpo", "ppo")
 GRPO, PPO, DRAWN = (f"--objective {names}" for names in (*ROLLOUTS, " ".join(ROLLOUTS)))  # flags that others need
 REFERENCE, CHOSEN_LOSS = f"{DRAWN} dpo", f"{GRPO} dpo"
@@ -30,6 +48,7 @@ DEFAULTS = {
     "sample_top_k": 0,
     "sample_top_p": 1.0,
 }
+TAKEN = ("model", "tokenizer", "precision")  # configs whose flags come from the checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,3 +257,110 @@ class PostTrainingConfig:
     def passes(self) -> int:
         """Number of passes over a buffer of completions."""
         return self.num_ppo_epochs if self.objective == "ppo" else self.num_iterations
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """Conversations.
+
+    Conversion of conversations to text.
+    """
+
+    chat_template: str | None = flag(
+        None,
+        "file of a Jinja chat template, or the name of one of the tokenizer's templates (default: the tokenizer's; "
+        "ChatML in plain text if it has none)",
+    )
+    chat_template_kwargs: str | None = flag(
+        None, "JSON object of further variables of the template, such as '{\"enable_thinking\": false}'"
+    )
+    system_prompt: str | None = flag(None, "system message for conversations that have none")
+
+    def __post_init__(self) -> None:
+        parse_object(self.chat_template_kwargs, "--chat-template-kwargs")
+
+
+def parse_json(value: Any, name: str) -> Any:
+    """Return a JSON value, parsed if it is a string; `name` is for messages."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} {shown(value)} is not JSON: {in_words(error)}") from error
+
+
+def parse_object(value: Any, name: str) -> dict[str, Any]:
+    """Return a JSON object, given as itself or as text; empty for None. `name` is for messages."""
+    found = parse_json(value, name)
+    if not isinstance(found, dict | None):
+        raise ValueError(f"{name} {value!r:.80} is not a JSON object")
+    return found or {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFormatConfig(ChatConfig):
+    """Data format.
+
+    Conversion of lines of data to token sequences.
+    """
+
+    max_length: int = flag(1024, "tokens of an example, prompt and answer together; longer examples are cut")
+    assistant_only_loss: bool = flag(False, "loss on the assistant's words only; needs conversations")
+    completion_only_loss: bool = flag(True, "loss on the completion only, for data with prompt and completion")
+    packing: bool = flag(
+        False, "put several examples into a row of --max-length, isolated from each other", needs="--objective sft"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "max_length")
+        if self.max_length < 2:
+            raise ValueError(f"--max-length {self.max_length} leaves no token to predict")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Rewards.
+
+    Reward functions and their weights.
+    """
+
+    reward_funcs: tuple[str, ...] = flag(
+        (),
+        "functions f(prompts, completions, **columns) -> list of numbers: module:function or file.py:function",
+        nargs="*",
+        needs=DRAWN,
+    )
+    reward_weights: tuple[float, ...] | None = flag(
+        None, "weight of each of --reward-funcs in the reward (default: 1 each)", nargs="+", needs=DRAWN
+    )
+
+    def __post_init__(self) -> None:
+        for value in self.reward_funcs:
+            module, _, name = value.rpartition(":")
+            if not module or not name.isidentifier():
+                raise ValueError(f"--reward-funcs {value} is not module:function or file.py:function")
+        if len(set(self.reward_funcs)) < len(self.reward_funcs):
+            raise ValueError(f"--reward-funcs {' '.join(self.reward_funcs)} names a function twice")
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
+            raise ValueError(
+                f"--reward-weights {' '.join(map(str, self.reward_weights))} has {len(self.reward_weights)} weights for"
+                f" the {len(self.reward_funcs)} of --reward-funcs"
+            )
+
+
+class PostConfigs(NamedTuple):
+    """The configs of post-training, in addition to the configs of every run."""
+
+    training: PostTrainingConfig
+    form: DataFormatConfig
+    rewards: RewardConfig
+    lora: LoraConfig
+    weights: WeightsConfig
+
+
+EXTRA: tuple[type, ...] = (PostTrainingConfig, DataFormatConfig, RewardConfig, LoraConfig, WeightsConfig)
+
+
+def post_configs(parsed: ParsedRun) -> PostConfigs:
+    """Return the configs of post-training."""
+    return PostConfigs(*parsed.extra)

@@ -22,19 +22,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from megazpp.base.flags import check_positive, flag
 from megazpp.data.cache import cache_key, load_or_save_arrays
 from megazpp.data.documents import kind_of, read_records
 from megazpp.data.text import content_hash
 from megazpp.data.tokenizer import Tokenizer
-from megazpp.post_training.chat import ChatConfig, ChatTemplate, Message, options_of
+from megazpp.post_training.chat import ChatTemplate, Message, options_of
+from megazpp.post_training.config import DataFormatConfig
 
 T = TypeVar("T")
 Record = Mapping[str, Any]
@@ -47,27 +46,6 @@ Text = tuple[str, list[tuple[int, int]], bool]
 _CHAT = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "documents", "chat_template_kwargs")
 _SAME = "'chosen' and 'rejected' are the same"
 _SUPERVISED = "'messages', nor 'prompt' and 'completion', nor 'text'"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataFormatConfig(ChatConfig):
-    """Data format.
-
-    Conversion of lines of data to token sequences.
-    """
-
-    max_length: int = flag(1024, "tokens of an example, prompt and answer together; longer examples are cut")
-    assistant_only_loss: bool = flag(False, "loss on the assistant's words only; needs conversations")
-    completion_only_loss: bool = flag(True, "loss on the completion only, for data with prompt and completion")
-    packing: bool = flag(
-        False, "put several examples into a row of --max-length, isolated from each other", needs="--objective sft"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "max_length")
-        if self.max_length < 2:
-            raise ValueError(f"--max-length {self.max_length} leaves no token to predict")
 
 
 class Examples(NamedTuple):

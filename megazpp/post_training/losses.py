@@ -18,11 +18,8 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-PairLoss = Literal[
-    "sigmoid", "hinge", "ipo", "robust", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "sft"
-]
-TokenLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
-RewardScale = Literal["group", "batch", "none"]
+from megazpp.post_training.config import PairLoss, RewardScale, TokenLoss
+
 AdvantageEstimator = Literal["grpo", "rloo"]
 _ADVANTAGE_EPSILON, _WHITEN_EPSILON = 1e-4, 1e-8  # the values of TRL
 

@@ -20,17 +20,18 @@ from collections import Counter
 import torch
 
 from megazpp.base.program import aligned
+from megazpp.lora.checks import adapter_settings
 from megazpp.lora.policy import add_adapters
 from megazpp.model.gpt import GPTModel
 from megazpp.model.layer_parts import LayerSettings
+from megazpp.packed_weights.format import at_rest
 from megazpp.packed_weights.streamed import plan_stream
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.estimate import build_step_simulator
 from megazpp.planner.report import memory_rows
 from megazpp.planner.simulator import Memory, SimulatedAxis
 from megazpp.planner.step import MASTER_BYTES, StepSimulator, measure
-from megazpp.post_training.config import PostTrainingConfig
-from megazpp.post_training.setup import PostConfigs
+from megazpp.post_training.config import PostConfigs, PostTrainingConfig
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan
 
@@ -69,7 +70,7 @@ def plan_models(
         documents=None,
         diloco=None,
     )
-    settings = None if lora.lora_r is None else lora.settings(config.model)
+    settings = None if lora.lora_r is None else adapter_settings(lora, config.model)
 
     def adapt(model: GPTModel) -> None:
         assert settings is not None
@@ -148,6 +149,7 @@ def _streamed_bytes(config: RunConfig, configs: PostConfigs, plan: RunPlan, rank
     assert config.tokenizer.vocab_size is not None
     with torch.device("meta"):
         model = GPTModel(config.model, LayerSettings(tp=tp), vocab_size=config.tokenizer.vocab_size)
-    stream = plan_stream(model, list(model.layers), plan.layout.axis_size("local"), *weights.at_rest(config.precision))
+    stored = at_rest(weights.weight_bits, config.precision.param_dtype)
+    stream = plan_stream(model, list(model.layers), plan.layout.axis_size("local"), *stored)
     fetched = weights.weights_device == "disk" or (weights.weights_device == "host" and not on_cpu)
     return stream.device_bytes(weights.prefetch_layers, fetched=fetched)

@@ -27,7 +27,8 @@ from megazpp.data.loader import on_device
 from megazpp.lora.layers import adapters_off
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.packed_weights.load import WeightsConfig, load_used_model
+from megazpp.packed_weights.config import WeightsConfig
+from megazpp.packed_weights.load import load_used_model
 from megazpp.packed_weights.reader import FrozenPlace
 from megazpp.parallel.dims import raise_on_all_ranks
 from megazpp.post_training.batch import row_multiple

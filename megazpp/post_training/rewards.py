@@ -17,7 +17,6 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -25,43 +24,11 @@ from typing import Any, NamedTuple
 import torch
 
 from megazpp.base.files import find_file
-from megazpp.base.flags import flag
-from megazpp.post_training.config import DRAWN
+from megazpp.post_training.config import RewardConfig
 from megazpp.post_training.formatting import Prompt
 from megazpp.post_training.losses import nanstd
 
 _GIVEN = ("prompts", "completions", "completion_ids")  # arguments that are not columns of the data
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    """Rewards.
-
-    Reward functions and their weights.
-    """
-
-    reward_funcs: tuple[str, ...] = flag(
-        (),
-        "functions f(prompts, completions, **columns) -> list of numbers: module:function or file.py:function",
-        nargs="*",
-        needs=DRAWN,
-    )
-    reward_weights: tuple[float, ...] | None = flag(
-        None, "weight of each of --reward-funcs in the reward (default: 1 each)", nargs="+", needs=DRAWN
-    )
-
-    def __post_init__(self) -> None:
-        for value in self.reward_funcs:
-            module, _, name = value.rpartition(":")
-            if not module or not name.isidentifier():
-                raise ValueError(f"--reward-funcs {value} is not module:function or file.py:function")
-        if len(set(self.reward_funcs)) < len(self.reward_funcs):
-            raise ValueError(f"--reward-funcs {' '.join(self.reward_funcs)} names a function twice")
-        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
-            raise ValueError(
-                f"--reward-weights {' '.join(map(str, self.reward_weights))} has {len(self.reward_weights)} weights for"
-                f" the {len(self.reward_funcs)} of --reward-funcs"
-            )
 
 
 class RewardFunction(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megazpp.base.flags import COMMAND_LINE, DEFAULT, in_use, spelling
 from megazpp.base.program import Problems, errors_as
@@ -21,15 +21,21 @@ from megazpp.data.cache import check_cache_dir
 from megazpp.data.dataset import build_tokenizer, cache_dir
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig
 from megazpp.inference.config import SampleConfig
-from megazpp.lora.config import LoraConfig, with_adapters
+from megazpp.lora.checks import check_adapters, with_adapters
 from megazpp.lora.feature import adapter_opener
 from megazpp.model.backends import check_products
-from megazpp.packed_weights.load import WeightsConfig
 from megazpp.post_training.chat import load_chat_template
-from megazpp.post_training.config import DEFAULT_RATE, PostTrainingConfig
-from megazpp.post_training.formatting import DataFormatConfig, read_examples, read_prompts
+from megazpp.post_training.config import (
+    DEFAULT_RATE,
+    TAKEN,
+    DataFormatConfig,
+    PostConfigs,
+    PostTrainingConfig,
+    post_configs,
+)
+from megazpp.post_training.formatting import read_examples, read_prompts
 from megazpp.post_training.reference import find_frozen, reward_config
-from megazpp.post_training.rewards import RewardConfig, check_reward_functions
+from megazpp.post_training.rewards import check_reward_functions
 from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.run.checkpoint_flags import with_checkpoint_flags, with_resumed_weight_delta
 from megazpp.run.checks import check_model
@@ -38,25 +44,6 @@ from megazpp.training.batches import BatchPlan
 
 CHECK_SECONDS = 1.0  # time for reading data before workers start
 LONGEST = 1024  # TRL's default of --max-length, if the model has that many positions
-TAKEN = ("model", "tokenizer", "precision")  # configs whose flags come from the checkpoint
-
-
-class PostConfigs(NamedTuple):
-    """The configs of post-training, in addition to the configs of every run."""
-
-    training: PostTrainingConfig
-    form: DataFormatConfig
-    rewards: RewardConfig
-    lora: LoraConfig
-    weights: WeightsConfig
-
-
-EXTRA: tuple[type, ...] = (PostTrainingConfig, DataFormatConfig, RewardConfig, LoraConfig, WeightsConfig)
-
-
-def post_configs(parsed: ParsedRun) -> PostConfigs:
-    """Return the configs of post-training."""
-    return PostConfigs(*parsed.extra)
 
 
 def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSource, CheckpointMetadata]:
@@ -116,7 +103,7 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
     if form.packing and post.objective != "sft":
         raise ValueError(f"--packing is for --objective sft, not {post.objective}")
     streams, lora = configs.weights.packs and not post.reward_load, configs.lora.lora_r is not None
-    configs.lora.check(config)
+    check_adapters(configs.lora, config)
     if config.values().get("save_weight_patches") is not None and (lora or post.objective == "reward"):
         asked = f"--lora-r {configs.lora.lora_r}" if lora else "--objective reward"
         raise ValueError(f"--save-weight-patches is for all weights of a policy, not with {asked}")

@@ -25,9 +25,11 @@ from megazpp.inference.config import SampleConfig
 from megazpp.lora.feature import adapter_opener
 from megazpp.lora.peft import TENSORS
 from megazpp.lora.policy import AdaptedPolicy, load_adapted, save_adapter
+from megazpp.packed_weights.format import at_rest
 from megazpp.packed_weights.reader import FrozenPlace, open_frozen_place
 from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.chat import load_chat_template
+from megazpp.post_training.config import post_configs
 from megazpp.post_training.data import (
     PreferenceDataset,
     PromptDataset,
@@ -41,7 +43,7 @@ from megazpp.post_training.reference import FrozenModel, SyncedModel, cached_log
 from megazpp.post_training.rewards import check_arguments, load_reward_functions
 from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader
 from megazpp.post_training.sampler import PolicySampler
-from megazpp.post_training.setup import post_configs, reference_folder, train_paths
+from megazpp.post_training.setup import reference_folder, train_paths
 from megazpp.run.trainer import OpenRun, TrainingParts
 from megazpp.training.config import ModelSpec
 from megazpp.training.metrics_logger import Validation
@@ -287,7 +289,9 @@ class PostTraining:
         """Set the reference's log-probabilities in each dataset of pairs, and free the reference."""
         precision, weights = self.config.precision, self.weights
         source, _ = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, opener=self._opener)
-        bits = self.lora.base_weight_bits or (weights.at_rest(precision)[0] if weights.packs else "its own")
+        bits = self.lora.base_weight_bits or (
+            at_rest(weights.weight_bits, precision.param_dtype)[0] if weights.packs else "its own"
+        )
         digest = checkpoint_digest(source.checkpoint)
         if self.lora.lora_load is not None:
             digest += content_hash([Path(self.lora.lora_load) / TENSORS])[0]

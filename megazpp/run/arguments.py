@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 Section = TypeVar("Section", bound="FeatureConfig")
 DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"
 OF_THE_DEVICE = {"fp8_format"}  # fields that are not taken from a checkpoint: this device may not support them
+# Parts of RunConfig that describe a model and its training data. Flags for the devices and for the sharding are not
+# taken, because the program that loads the checkpoint may run on another cluster.
+TAKEN = ("model", "batches", "data", "tokenizer", "precision", "evaluation")
 _EXCLUSIVE = (  # groups of fields that exclude each other; their configs reject two fields of one group
     ("train_iters", "train_samples"),
     ("lr_decay_iters", "lr_decay_samples"),

@@ -16,12 +16,8 @@ from megazpp.base.flags import asks, spelling, wrong_types
 from megazpp.checkpoint.folder import RECORD, CheckpointFolder, read_tokenizer
 from megazpp.checkpoint.metadata import CheckpointMetadata, shape_of
 from megazpp.data.tokenizer import load_tokenizer, names_tokenizer
-from megazpp.run.arguments import MUTUALLY_EXCLUSIVE, OF_THE_DEVICE, ParsedRun
+from megazpp.run.arguments import MUTUALLY_EXCLUSIVE, OF_THE_DEVICE, TAKEN, ParsedRun
 from megazpp.zero.plan import default_weight_delta
-
-# Parts of RunConfig that describe a model and its training data. Flags for the devices and for the sharding are not
-# taken, because the program that loads the checkpoint may run on another cluster.
-TAKEN = ("model", "batches", "data", "tokenizer", "precision", "evaluation")
 
 
 def with_checkpoint_flags(

@@ -106,17 +106,15 @@ class Feature:
 
     Attributes:
         config: class of the feature's flags, which become a section of `RunConfig`; None if it has no flags.
+        opens_weights: whether the feature saves weights in a form that only its `weight_opener` can open.
     """
 
     config: type[FeatureConfig] | None = None
+    opens_weights: bool = False
 
-    def weight_opener(self, sections: Sequence[Any]) -> WeightOpener | None:
-        """Return the opener of weights that the feature saves in a form of its own; None if it saves none.
-
-        Args:
-            sections: configs of the features that have flags.
-        """
-        return None
+    def weight_opener(self, sections: Sequence[Any]) -> WeightOpener:
+        """Return the opener of weights of checkpoints, if `opens_weights`; `sections` has the feature's config."""
+        raise NotImplementedError
 
     def num_replica_groups(self, config: RunConfig, cluster: Cluster) -> int:
         """Return the number of groups of nodes that each train a separate copy of the model.
@@ -172,5 +170,5 @@ def weight_opener(features: Sequence[Feature], sections: Sequence[Any]) -> Weigh
     """
     from megazpp.checkpoint.weights import WHOLE_WEIGHTS
 
-    openers = (feature.weight_opener(sections) for feature in features)
-    return next((opener for opener in openers if opener is not None), WHOLE_WEIGHTS)
+    openers = (feature.weight_opener(sections) for feature in features if feature.opens_weights)
+    return next(openers, WHOLE_WEIGHTS)

@@ -19,7 +19,8 @@ from helpers.refusals import not_refused
 from helpers.training import LLAMA_STYLE
 
 from megazpp.checkpoint.weights import WHOLE_WEIGHTS
-from megazpp.convert.convert import ConvertConfig, convert
+from megazpp.convert.config import ConvertConfig
+from megazpp.convert.convert import convert
 from megazpp.convert.megatron import load_file, open_megatron
 from megazpp.convert.model import Model
 from megazpp.convert.native import open_checkpoint

@@ -14,6 +14,7 @@ import torch
 from helpers.dry_run import CPU, DryTask, count_step, language_model_task, plan_on_cpus
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megazpp.lora.checks import adapter_settings
 from megazpp.lora.policy import add_adapters
 from megazpp.model.gpt import GPTModel
 from megazpp.model.layer_parts import SharedGenerator
@@ -22,11 +23,10 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.step import TrafficTable
 from megazpp.post_training.batch import PairBatch, RolloutBatch
-from megazpp.post_training.config import PostTrainingConfig
+from megazpp.post_training.config import PostConfigs, PostTrainingConfig
 from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss
 from megazpp.post_training.plan import Phases, plan_models, rows_of
 from megazpp.post_training.reference import FrozenModel
-from megazpp.post_training.setup import PostConfigs
 from megazpp.run.arguments import RunConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.training.config import ModelSpec
@@ -91,7 +91,9 @@ def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *,
             policy, base = frozen(spec, trained="scalar_head.", bits=lora.base_weight_bits)
             base_bytes = base.kept_bytes
             add_adapters(
-                policy, lora.settings(spec.config), SharedGenerator(CPU, seed=spec.seed, data_rank=dims.dropout_rank)
+                policy,
+                adapter_settings(lora, spec.config),
+                SharedGenerator(CPU, seed=spec.seed, data_rank=dims.dropout_rank),
             )
             if post.needs_reference and not post.precompute_ref_log_probs:
                 reference = FrozenModel(policy, is_policy=True).logps

@@ -12,7 +12,8 @@ import safetensors.torch
 import tokenizers
 import torch
 
-from megazpp.convert.convert import ConvertConfig, convert
+from megazpp.convert.config import ConvertConfig
+from megazpp.convert.convert import convert
 from megazpp.convert.model import Model
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.features import FEATURES

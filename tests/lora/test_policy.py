@@ -17,6 +17,7 @@ from helpers.training import CLIP, CPU, GPT2_STYLE, LLAMA_STYLE, Case, dims_on_r
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights
 from megazpp.convert.native import open_checkpoint
+from megazpp.lora.checks import adapter_settings
 from megazpp.lora.config import LoraConfig
 from megazpp.lora.layers import LowRankAdapter, adapters_off
 from megazpp.lora.policy import AdaptedPolicy, add_adapters, load_adapted, save_adapter
@@ -89,7 +90,7 @@ def in_one_process(
             rows = plan_rows(weight.shape[1], bits)
             weight.copy_(rows.unpack(rows.pack(weight), torch.empty_like(weight)))
     base = {name: weight.clone() for name, weight in model.state_dict().items()}
-    add_adapters(model.requires_grad_(False), lora.settings(case.model), None)
+    add_adapters(model.requires_grad_(False), adapter_settings(lora, case.model), None)
     for module in model.modules():
         if isinstance(module, LowRankAdapter):
             module.to_empty(device=CPU)
@@ -204,7 +205,7 @@ def test_dropout_masks_agree_over_tp_and_in_recomputation(loads, layout):
 
 def test_adapter_adds_its_product_times_alpha_over_rank():
     layer = GPTModel(LLAMA_STYLE, vocab_size=101)
-    add_adapters(layer, dataclasses.replace(ALL, lora_alpha=12.0).settings(LLAMA_STYLE), None)
+    add_adapters(layer, adapter_settings(dataclasses.replace(ALL, lora_alpha=12.0), LLAMA_STYLE), None)
     adapter = layer.get_submodule("layers.0.mlp.fc2.adapter").to_empty(device=CPU)
     with torch.no_grad():
         x = torch.rand(3, 2, adapter.a.shape[0])

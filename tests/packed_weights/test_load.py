@@ -34,14 +34,9 @@ from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.inference.config import SampleConfig
 from megazpp.inference.generate import generate
 from megazpp.model.gpt import GPTModel
+from megazpp.packed_weights.config import WeightsConfig
 from megazpp.packed_weights.frozen import frozen_bytes
-from megazpp.packed_weights.load import (
-    WeightsConfig,
-    load_frozen_model,
-    load_streamed_model,
-    load_used_model,
-    pack_where_they_stay,
-)
+from megazpp.packed_weights.load import load_frozen_model, load_streamed_model, load_used_model, pack_where_they_stay
 from megazpp.packed_weights.store import FetchRing
 from megazpp.packed_weights.streamed import plan_stream
 from megazpp.parallel.dims import ParallelDims

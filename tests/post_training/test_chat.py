@@ -16,8 +16,9 @@ from helpers.refusals import not_refused
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from megazpp.data.tokenizer_folder import find_tokenizer
 from megazpp.post_training import chat
-from megazpp.post_training.chat import ChatConfig, ChatTemplate, load_chat_template, options_of
-from megazpp.post_training.formatting import DataFormatConfig, Examples, read_examples, read_prompts
+from megazpp.post_training.chat import ChatTemplate, load_chat_template, options_of
+from megazpp.post_training.config import ChatConfig, DataFormatConfig
+from megazpp.post_training.formatting import Examples, read_examples, read_prompts
 
 TOKENIZERS = [qwen2, llama3, llama2, added, unigram]
 

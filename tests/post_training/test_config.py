@@ -8,7 +8,7 @@ from helpers.refusals import not_refused, table
 
 from megazpp.base.command_line import FlagParser
 from megazpp.base.flags import flag_name
-from megazpp.post_training.setup import EXTRA
+from megazpp.post_training.config import EXTRA
 
 PARSER = FlagParser(EXTRA, program="x")
 FIELDS = {flag_name(field): field for each in EXTRA for field in dataclasses.fields(each)}

@@ -13,16 +13,14 @@ from helpers.training import CPU
 from megazpp.data.tokenizer import ByteTokenizer
 from megazpp.inference.config import SampleConfig
 from megazpp.lora.config import LoraConfig
-from megazpp.packed_weights.load import WeightsConfig
+from megazpp.packed_weights.config import WeightsConfig
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.simulator import Memory
 from megazpp.planner.step import sent_on
-from megazpp.post_training.config import ROLLOUTS, PostTrainingConfig
-from megazpp.post_training.formatting import DataFormatConfig, Prompt
+from megazpp.post_training.config import ROLLOUTS, DataFormatConfig, PostConfigs, PostTrainingConfig, RewardConfig
+from megazpp.post_training.formatting import Prompt
 from megazpp.post_training.plan import plan_models
-from megazpp.post_training.rewards import RewardConfig
 from megazpp.post_training.sampler import PolicySampler
-from megazpp.post_training.setup import PostConfigs
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import plan_run
 from megazpp.topology.cluster import Cluster

@@ -16,8 +16,9 @@ from tokenizers import processors
 
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from megazpp.data.tokenizer_folder import find_tokenizer
-from megazpp.post_training.chat import ChatConfig, ChatTemplate, load_chat_template
-from megazpp.post_training.formatting import DataFormatConfig, Examples, Prompt, read_examples, read_prompts
+from megazpp.post_training.chat import ChatTemplate, load_chat_template
+from megazpp.post_training.config import ChatConfig, DataFormatConfig
+from megazpp.post_training.formatting import Examples, Prompt, read_examples, read_prompts
 
 TOKENIZER = ByteTokenizer()
 TEMPLATE = load_chat_template(ChatConfig(), TOKENIZER)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megazpp.post_training import losses as formulas
-from megazpp.post_training.losses import AdvantageEstimator, RewardScale, TokenLoss
+from megazpp.post_training.config import RewardScale, TokenLoss
+from megazpp.post_training.losses import AdvantageEstimator
 from megazpp.post_training.reference import mix_
 from megazpp.post_training.rewards import total_rewards
 

@@ -19,6 +19,7 @@ from lora.test_policy import STEPS, adapt, in_one_process, train
 
 from megazpp.convert.huggingface import open_model
 from megazpp.data.loader import MicroBatch
+from megazpp.lora.checks import adapter_settings
 from megazpp.lora.config import LoraConfig
 from megazpp.lora.layers import adapters_off
 from megazpp.model.gpt import GPTModel
@@ -193,8 +194,8 @@ def test_adapters_outside_of_attention_are_refused_in_models_with_experts():
     ]
 
     def settings(target: str) -> object:
-        return dataclasses.replace(ATTENTION, lora_target_modules=("q_proj", target)).settings(MIXTURE)
+        return adapter_settings(dataclasses.replace(ATTENTION, lora_target_modules=("q_proj", target)), MIXTURE)
 
     assert not_refused(rows, settings) == []
-    assert ATTENTION.settings(MIXTURE).targets == ATTENTION.lora_target_modules
-    assert LoraConfig(lora_r=2).settings(MIXTURE).targets == ("q_proj", "v_proj")
+    assert adapter_settings(ATTENTION, MIXTURE).targets == ATTENTION.lora_target_modules
+    assert adapter_settings(LoraConfig(lora_r=2), MIXTURE).targets == ("q_proj", "v_proj")

@@ -25,8 +25,8 @@ from megazpp.convert.huggingface import open_model
 from megazpp.convert.native import open_checkpoint
 from megazpp.features import FEATURES
 from megazpp.inference.config import SampleConfig
-from megazpp.post_training.config import DEFAULTS
-from megazpp.post_training.setup import EXTRA, find_start, post_configs
+from megazpp.post_training.config import DEFAULTS, EXTRA, post_configs
+from megazpp.post_training.setup import find_start
 from megazpp.run.arguments import ParsedRun, parse_run_config
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, dims_on_ranks, spec_
 
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.packed_weights.load import WeightsConfig
+from megazpp.packed_weights.config import WeightsConfig
 from megazpp.parallel.config import ParallelConfig
 from megazpp.post_training import reference
 from megazpp.post_training.data import PreferenceDataset

@@ -9,9 +9,9 @@ import pytest
 import torch
 from helpers.refusals import not_refused
 
+from megazpp.post_training.config import RewardConfig
 from megazpp.post_training.formatting import Prompt
 from megazpp.post_training.rewards import (
-    RewardConfig,
     RewardFunction,
     check_arguments,
     check_reward_functions,

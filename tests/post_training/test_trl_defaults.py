@@ -8,8 +8,7 @@ import pytest
 from post_training.test_losses import FILES
 
 from megazpp.features import FEATURES
-from megazpp.post_training.config import DEFAULT_RATE, DEFAULTS, PostTrainingConfig
-from megazpp.post_training.setup import EXTRA
+from megazpp.post_training.config import DEFAULT_RATE, DEFAULTS, EXTRA, PostTrainingConfig
 from megazpp.run.arguments import run_configs, section_configs
 
 OBJECTIVES: dict[str, tuple[dict[str, Any], str]] = {  # TRL's config -> our flags, and defaults that must be equal

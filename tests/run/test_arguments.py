@@ -10,10 +10,10 @@ from train_tokenizer import TrainTokenizerConfig
 
 from megazpp.base.command_line import FlagParser, read_megatron_flags
 from megazpp.base.flags import flag_name
-from megazpp.convert.convert import ConvertConfig
+from megazpp.convert.config import ConvertConfig
 from megazpp.data.preprocess import PreprocessConfig
 from megazpp.features import FEATURES
-from megazpp.post_training.setup import EXTRA
+from megazpp.post_training.config import EXTRA
 from megazpp.run.arguments import parse_run_config, run_configs, section_configs
 from megazpp.run.checks import plan_run
 from megazpp.topology.cluster import Cluster

@@ -1,0 +1,109 @@
+"""Checks of LoRA's flags against the model, the layout, and existing adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megazpp.base.flags import as_words, in_use, spelling
+from megazpp.lora.config import LoraConfig
+from megazpp.lora.peft import ALL_LINEAR, SETTINGS, AdapterSettings, default_targets, find_branches, read_adapter
+from megazpp.model.config import GPTConfig
+from megazpp.packed_weights.format import at_rest, plan_rows
+from megazpp.run.arguments import ParsedRun, RunConfig
+
+
+def adapter_settings(lora: LoraConfig, config: GPTConfig) -> AdapterSettings:
+    """Return the settings of adapter_config.json for a model, without those of its base.
+
+    Raises:
+        ValueError: a target is no linear layer of the model; or no layer of attention, if the model has experts.
+    """
+    assert lora.lora_r is not None
+    targets = lora.lora_target_modules or default_targets(config)
+    if config.num_experts is not None:
+        _check_attention(config, targets)
+    find_branches(config, targets)
+    return AdapterSettings(lora.lora_r, lora.lora_alpha, lora.lora_dropout, targets)
+
+
+def check_adapters(lora: LoraConfig, config: RunConfig) -> None:
+    """Check the flags against the run's model and layout.
+
+    Tensor parallelism must not split quantization blocks of the base's weights, because their rounding would depend
+    on the tensor-parallel size.
+
+    Raises:
+        ValueError: a target has no adapter, the layout splits blocks, or experts are distributed over ranks.
+    """
+    if lora.lora_r is None:
+        return
+    model, bits, tp = config.model, lora.base_weight_bits, config.parallel.tensor_model_parallel_size
+    if (ep := config.parallel.expert_model_parallel_size) > 1 and model.num_experts is not None:
+        raise ValueError(
+            f"--expert-model-parallel-size {ep} with --lora-r {lora.lora_r}: every rank uses all experts of the "
+            "frozen base; use --expert-model-parallel-size 1"
+        )
+    adapter_settings(lora, model)
+    sizes = {
+        in_use(model, "ffn_hidden_size", model.dense_ffn_size): model.dense_ffn_size,
+        f"--moe-shared-expert-intermediate-size {model.moe_shared_expert_intermediate_size}": (
+            model.moe_shared_expert_intermediate_size
+        ),
+        f"--num-attention-heads {model.heads} x {in_use(model, 'kv_channels', model.head_size)}": (
+            model.heads * model.head_size
+        ),
+    }
+    for name, columns in ((name, size) for name, size in sizes.items() if size is not None):
+        fmt = plan_rows(columns, *at_rest(bits, config.precision.param_dtype)).fmt
+        if tp > 1 and fmt is not None and columns % (tp * fmt.block_size):
+            raise ValueError(
+                f"--base-weight-bits {bits}: {name} / --tensor-model-parallel-size {tp} is no multiple "
+                f"of {fmt.block_size}, the number of elements that share a scale"
+            )
+
+
+def _check_attention(config: GPTConfig, targets: Sequence[str]) -> None:
+    """Raise ValueError for a target outside of attention, because experts take no adapters."""
+    modules = [x.module for x in find_branches(config, (ALL_LINEAR,)) if ".attention." in x.linear]
+    for target in targets:
+        if not any(f".{module}".endswith(f".{target}") for module in modules):
+            names = sorted({module.rpartition(".")[2] for module in modules})
+            raise ValueError(
+                f"--lora-target-modules {target} with --num-experts {config.num_experts}: only attention takes "
+                f"adapters; name some of {', '.join(names)}"
+            )
+
+
+def with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, Any] | None, where: str) -> LoraConfig:
+    """Complete `lora` with the settings of existing adapters, from the resumed run or --lora-load.
+
+    Args:
+        lora: flags of the adapters.
+        parsed: all flags.
+        earlier: flags of the resumed run; None if none is resumed.
+        where: description of its checkpoint, for messages.
+    Raises:
+        ValueError: flags contradict the adapters, or --lora-load cannot be used.
+    """
+    if earlier is not None:
+        theirs = {f.name: earlier.get(f.name, f.default) for f in dataclasses.fields(LoraConfig)}
+        theirs["lora_target_modules"] = theirs["lora_target_modules"] and tuple(theirs["lora_target_modules"])
+    elif lora.lora_load is not None:
+        path = Path(lora.lora_load).expanduser().resolve()
+        found, where = read_adapter(path, parsed.config.model)[0], f"--lora-load {path}"
+        theirs = dict(zip(SETTINGS, found, strict=False)) | {"lora_load": str(path)}
+        theirs["base_weight_bits"] = lora.base_weight_bits  # the base may be rounded differently than before
+    else:
+        return lora
+    for name in ("lora_r", "lora_alpha", "lora_target_modules", "base_weight_bits"):
+        asked, there = (sorted(x) if isinstance(x, tuple) else x for x in (getattr(lora, name), theirs[name]))
+        if name in parsed.origins and asked != there:
+            raise ValueError(
+                f"{spelling(lora, name)} is {as_words(getattr(lora, name))}, but {where} has {as_words(theirs[name])}"
+            )
+    if "lora_dropout" in parsed.origins:
+        theirs.pop("lora_dropout")
+    return dataclasses.replace(lora, **theirs)

@@ -1,0 +1,44 @@
+"""The flags of the storage of weights that are not trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megazpp.base.flags import check_not_negative, check_words, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsConfig:
+    """Weight storage.
+
+    Where the weights of a model that is not trained are kept between uses, and in how many bits.
+    """
+
+    weights_device: Literal["device", "host", "disk"] = flag(
+        "device",
+        "memory that holds the weights between uses; with host or disk, the device holds the embedding, the output "
+        "layer and a few layers",
+    )
+    weight_bits: Literal[32, 16, 8, 4] | None = flag(
+        None, "bits per element of packed weights (default: the bits of the compute dtype, without rounding)"
+    )
+    weight_store: str | None = flag(
+        None, "folder of packed weights for --weights-device disk, written once (default: a folder in the user's cache)"
+    )
+    prefetch_layers: int = flag(
+        1, "layers that are fetched ahead of their use; each one occupies its packed bytes on the device"
+    )
+
+    def __post_init__(self) -> None:
+        check_words(self)
+        check_not_negative(self, "prefetch_layers")
+        if self.weight_store is not None and self.weights_device != "disk":
+            raise ValueError(
+                f"--weight-store {self.weight_store} needs --weights-device disk, not {self.weights_device}"
+            )
+
+    @property
+    def packs(self) -> bool:
+        """True if --weights-device or --weight-bits selects packed weights, which are streamed layer by layer."""
+        return self.weights_device != "device" or self.weight_bits is not None
