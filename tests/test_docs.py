@@ -289,6 +289,8 @@ def test_python_code_of_pages_runs_on_four_ranks():
     for code in [code for page in pages for code in blocks(page, "python")]:
         if "trainer_callback()" in code:  # for other people's trainers; tests/drop_in/test_api.py has one
             continue
+        if "weight_patches" in code:  # for inference engines; tests/weight_patches/test_engines.py runs it
+            continue
         assert "zeropp(model)" in code
         code = code.replace("zeropp(model)", "zeropp(model, ranks_per_node=2)")
         code = re.sub(r'torch.device\("cuda".*\)', 'torch.device("cpu")', code)
