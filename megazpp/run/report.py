@@ -154,7 +154,6 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool
     if save is not None and generates:
         lines.append(f"generate text: {tool('generate')} --load {shlex.quote(save)} --prompt 'Call me'")
     if any(path.startswith(BUILTIN) for path in parsed.config.data.text_path) and "save" not in parsed.origins:
-        program = sys.argv[0] if Path(sys.argv[0]).suffix == ".py" else Path(sys.argv[0]).name
-        python = "python " if program.endswith(".py") else ""
-        lines.append(f"train it on your text: {python}{program} --text-path your_text.txt --save your_model/")
+        start = f"python {sys.argv[0]}" if (home / "pretrain_gpt.py").exists() else "megazpp"
+        lines.append(f"train it on your text: {start} --text-path your_text.txt --save your_model/")
     return "\n".join(lines)
