@@ -145,6 +145,8 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool
         # "..." are the launcher's own flags, which may differ between hosts
         start = "python" if launched is None else f"{launched.launcher} ..."
         command = f"to resume: {start} {shlex.join([program, *flags])}{to}{there}"
+        if parsed.config.launch.num_nodes > 1:
+            return f"{command}\nstart it on each host, with its own --node-rank"
         if launched is None or launched.launcher != "torchrun" or launched.local_size == launched.world_size:
             return command
         return f"{command}\ntorchrun may wait minutes for a node that was interrupted; Ctrl-C ends it, nothing is lost"
