@@ -53,6 +53,7 @@ SMALL_RUN = "--nproc 2 --train-iters 4 --eval-interval 4 --eval-iters 1 --global
 INSTEAD = [
     (r"^git clone .*", ""),
     (r"^pip install .* && ", ""),
+    (r"^python pretrain_gpt.py --nnodes (.*?)( \.\.\.)?$", r"python pretrain_gpt.py --nnodes \1 --print-config"),
     (r"^python -m pytest$", ""),
     (r"^python -m pytest (\S+).*", rf"test -e {ROOT}/\1"),
     (r"pretrain_gpt.py \.\.\.", "pretrain_gpt.py @book.args"),
