@@ -53,6 +53,10 @@ SMALL_RUN = "--nproc 2 --train-iters 4 --eval-interval 4 --eval-iters 1 --global
 INSTEAD = [
     (r"^git clone .*", ""),
     (r"^pip install .* && ", ""),
+    (  # tests/test_two_machines.py runs these commands
+        r"^python pretrain_gpt.py --nnodes .*--run-dir (\S+).*",
+        r"mkdir -p \1 && cp configs/clusters/two_laptops.yaml \1/cluster.yaml",
+    ),
     (r"^python pretrain_gpt.py --nnodes (.*?)( \.\.\.)?$", r"python pretrain_gpt.py --nnodes \1 --print-config"),
     (r"^python -m pytest$", ""),
     (r"^python -m pytest (\S+).*", rf"test -e {ROOT}/\1"),

@@ -136,7 +136,7 @@ def test_commands_of_the_page_measure_the_link_and_train(machines):
     (code, log), _ = both(machines, f"{measure} {SMALL}")
     assert code == 0, log
     (gigabytes,) = re.findall(r"measured cross .*: ([\d.e-]+) GB/s", log)
-    assert 0.03 < float(gigabytes) < 0.13  # of 0.125 GB/s; loaded cores are slower
+    assert 0.03 < float(gigabytes) < 0.14  # of 0.125 GB/s; loaded cores are slower
     (file,) = alpha.folder.glob("runs/*/cluster.yaml")
     assert "device:" in file.read_text()
 

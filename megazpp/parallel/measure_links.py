@@ -28,7 +28,7 @@ REPEATS = 5  # timed all-gathers per size
 SMALL_BYTES = 256  # bytes per rank of the small all-gather, few enough that its time is only latency
 COPIED_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # more than caches hold
 PRODUCT_FLOPS = {"cpu": 2e9, "cuda": 2e12}  # fewest operations per timing of products, about 0.1 s or less
-LARGE_TOTAL_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}  # total of the large one; 256 MiB take about 5 ms at 50 GB/s
+LARGE_TOTAL_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # more than buffers of a link hold; 256 MiB: 5 ms at 50 GB/s
 
 
 def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list[str]]:
