@@ -61,7 +61,7 @@ def training_parts(
         Moments(model, optimizer),
         ErrorFeedback(sharding, dims, values),
         SecondaryPartition(sharding),
-        RandomGenerators(model.settings.generator, next(model.parameters()).device, dims, seed=seed),
+        RandomGenerators(model.settings.generator, sharding.device, dims, seed=seed),
     ]
 
 
@@ -75,6 +75,7 @@ class Weights(StatePart):
         self._model, self._sharding = model, sharding
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        self._sharding.settle()
         return {name: tensor.detach() for name, tensor in model_state(self._model).items()}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:

@@ -186,7 +186,7 @@ class TrainState:
     @property
     def device(self) -> torch.device:
         """The device of the model."""
-        return next(self.model.parameters()).device
+        return self._sharding.device
 
     def _parts_of(self, optimizer: bool, rng: bool) -> Iterator[StatePart]:
         """Iterate over the parts to save or load: the weights, and the groups that the arguments select."""

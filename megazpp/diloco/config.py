@@ -196,11 +196,13 @@ def plan_diloco(
         num_layers: layers of the model.
         tokens_per_step: tokens per step of one replica group.
     Raises:
-        ValueError: there are more fragments than layers.
+        ValueError: there are more fragments than layers, or the states are in host memory.
     """
     steps = config.diloco_steps
     if steps is None:
         return None
+    if zero.optimizer_cpu_offload:
+        raise ValueError(f"--optimizer-cpu-offload does not support --diloco-steps {steps}")
     if config.diloco_fragments > num_layers:
         raise ValueError(f"--diloco-fragments {config.diloco_fragments} is more than --num-layers {num_layers}")
     # defaults of the outer optimizer

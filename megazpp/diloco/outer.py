@@ -177,7 +177,7 @@ class ReplicaGroups:
     def __init__(self, sharding: Sharding, dims: ParallelDims, plan: DilocoPlan, precision: PrecisionConfig) -> None:
         self.plan, self.sharding, self._dims, self.axis = plan, sharding, dims, dims.replica_group
         sharding.reshard()
-        device = next(sharding.model.parameters()).device
+        device = sharding.device
         self.units = []
         for unit in sharding.units:
             shapes = [tuple(shard.shape) for shard in unit.shards()]

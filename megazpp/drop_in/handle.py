@@ -212,7 +212,7 @@ class Handle(Sharding):
     def _kept_by(self) -> list[Any]:
         """Return a description of the layout of the kept state; a file with another description does not fit."""
         axes = [getattr(self._layout, axis) for axis in ("cross", "local", "tp", "ep")]
-        ranks = [self._device.type, *axes, list(self._layout.mesh_ranks())]
+        ranks = [self.device.type, *axes, list(self._layout.mesh_ranks())]
         units = [[[p.name, list(p.shape)] for p in unit.parameters] for unit in self.units]
         errors = [[name, str(part.dtype), list(part.shape)] for name, part in self.feedback_state().items()]
         trained = [list(reduce.unit.trained) for reduce in self._restoring if errors]

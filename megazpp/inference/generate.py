@@ -190,7 +190,7 @@ def draw_completions(
         UserError: a logit is NaN, as from weights of a run that has diverged.
     """
     # ---- state and results, on the device
-    device = model.embedding.word.weight.device  # frozen models have this tensor but no parameters
+    device = model.device
     batch, limit, longest = len(prompts), config.sample_tokens, max(map(len, prompts))
     if is_last is not None or look_every is None:
         look_every = LOOK_EVERY if device.type == "cuda" and is_last is None else 1

@@ -79,6 +79,11 @@ class GPTModel(nn.Module):
         kinds = [(config.has_window(index), config.rotates(index)) for index in range(config.layers)]
         self.kinds: list[tuple[bool, bool]] = kinds  # for each layer: has a window, applies rotary embeddings
 
+    @property
+    def device(self) -> torch.device:
+        """The device that computes."""
+        return self.settings.device or self.embedding.word.weight.device  # frozen models have no parameters
+
     def forward(
         self,
         tokens: torch.Tensor,

@@ -52,6 +52,7 @@ class LayerSettings:
         compiled: whether to compile the layers; None compiles them only if --compile is set explicitly.
         varying_sizes: whether to compile the layers at once for any batch size and sequence length, instead of once for
             each of the first few sizes.
+        device: device that computes; None for the device of the parameters, which may also be in host memory.
     """
 
     tp: MeshAxis = field(default_factory=lambda: MeshAxis("tp"))
@@ -64,6 +65,7 @@ class LayerSettings:
     grouped: bool = False
     compiled: bool | None = None
     varying_sizes: bool = False
+    device: torch.device | None = None
 
     def used_by(self, config: GPTConfig) -> LayerSettings:
         """Return the settings in which a model of `config` uses only what it needs on these axes."""

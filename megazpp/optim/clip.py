@@ -16,7 +16,7 @@ tensor_parallel/parameters.py). `global_grad_norm` does not need it, because the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,7 +47,12 @@ class GradNorm(NamedTuple):
 
 
 def global_grad_norm(
-    named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis, *, divisor: float = 1.0
+    named_parameters: NamedParameters,
+    tp: MeshAxis,
+    shard: MeshAxis,
+    *,
+    divisor: float = 1.0,
+    norms: Mapping[str, torch.Tensor] | None = None,
 ) -> GradNorm:
     """Compute the L2 norm of all gradients, with one all-reduce of one number on each axis.
 
@@ -57,17 +62,21 @@ def global_grad_norm(
         tp: tensor-parallel axis.
         shard: axis over which FSDP2 shards parameters.
         divisor: number by which the norm is divided, the loss scale.
+        norms: the L2 norm of this rank's shard of each gradient, fp32 scalars by name; None computes them from `.grad`.
     """
-    names, parts = list[str](), list[tuple[torch.Tensor, int]]()
+    names, gradients, counts = list[str](), list[torch.Tensor](), list[int]()
     copies = dict[object, int]()  # number of copies by placement: computed once for the few placements that occur
     for name, parameter in named_parameters:
-        if parameter.grad is not None:
-            names.append(name)
-            placed = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-            if placed not in copies:
-                copies[placed] = _copies(_split(name, parameter, tp, shard), tp, shard)
-            parts.append((local(parameter.grad), copies[placed]))
-    squares = _squares(parts)
+        if norms is None and parameter.grad is not None:
+            gradients.append(local(parameter.grad))
+        elif norms is None or name not in norms:
+            continue
+        names.append(name)
+        placed = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        if placed not in copies:
+            copies[placed] = _copies(_split(name, parameter, tp, shard), tp, shard)
+        counts.append(copies[placed])
+    squares = _squares(_norms(gradients) if norms is None else [norms[name] for name in names], counts)
     total = _summed_root(squares.sum(), tp, shard)
     return GradNorm((total / divisor).float(), names, squares, divisor)
 
@@ -87,7 +96,12 @@ def grad_norms(norm: GradNorm, tp: MeshAxis, shard: MeshAxis) -> dict[str, float
 
 
 def global_parameter_norm(
-    named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis, *, rows: Mapping[str, int]
+    named_parameters: NamedParameters,
+    tp: MeshAxis,
+    shard: MeshAxis,
+    *,
+    rows: Mapping[str, int],
+    device: torch.device,
 ) -> torch.Tensor:
     """Compute the L2 norm of all parameters, an fp32 scalar; elements are counted as in `global_grad_norm`.
 
@@ -96,13 +110,14 @@ def global_parameter_norm(
         tp: tensor-parallel axis.
         shard: axis over which FSDP2 shards parameters.
         rows: for each parameter with padding rows at its end, the number of its rows without padding.
+        device: device of the collectives. The parameters may be in host memory.
     """
-    parts = []
+    parts, counts = list[torch.Tensor](), list[int]()
     for name, parameter in named_parameters:
         split = _split(name, parameter, tp, shard)
-        kept = local(parameter.detach())[: _own_rows(name, parameter, split, rows, tp, shard)]
-        parts.append((kept, _copies(split, tp, shard)))
-    return _summed_root(_squares(parts).sum(), tp, shard).float()
+        parts.append(local(parameter.detach())[: _own_rows(name, parameter, split, rows, tp, shard)])
+        counts.append(_copies(split, tp, shard))
+    return _summed_root(_squares(_norms(parts), counts).sum().to(device), tp, shard).float()
 
 
 def count_zero_grads(
@@ -153,18 +168,22 @@ def divide_grads_(parameters: Iterable[nn.Parameter], divisor: torch.Tensor) -> 
         torch._foreach_div_(grads, divisor)
 
 
-def _squares(parts: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
-    """Return the squared norm of each tensor divided by its number of copies, [len(parts)] fp64.
+def _norms(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the L2 norm of each tensor, fp32 scalars."""
+    return torch._foreach_norm(tensors, 2, dtype=torch.float32) if tensors else ()
+
+
+def _squares(norms: Sequence[torch.Tensor], copies: list[int]) -> torch.Tensor:
+    """Return the square of each norm, divided by the number of copies of its tensor, [len(norms)] fp64.
 
     In fp32 the square of a norm above 2e19 would overflow, and a sum of many small squares would lose digits.
     """
-    if not parts:
+    if not norms:
         return torch.zeros(0, dtype=torch.float64)
-    norms = torch.stack(torch._foreach_norm([part for part, _ in parts], 2, dtype=torch.float32))
-    copies = torch.tensor([copies for _, copies in parts], dtype=torch.float64)
-    if norms.is_cuda:  # a copy from memory that is not pinned would make the host wait for the whole backward
-        copies = copies.pin_memory().to(norms.device, non_blocking=True)
-    return norms.double().square() / copies
+    found, divisors = torch.stack(tuple(norms)), torch.tensor(copies, dtype=torch.float64)
+    if found.is_cuda:  # a copy from memory that is not pinned would make the host wait for the whole backward
+        divisors = divisors.pin_memory().to(found.device, non_blocking=True)
+    return found.double().square() / divisors
 
 
 def _summed_root(squares: torch.Tensor, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:

@@ -7,7 +7,7 @@ decay before every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -64,24 +64,59 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 }
         # ---- fused update of the local tensors
         states = [self.state[parameter] for parameter in trained]
-        adamw(
+        fused_adamw_(
+            group,
             [local(parameter) for parameter in trained],
             [local(parameter.grad) for parameter in trained],
             [local(state["exp_avg"]) for state in states],
             [local(state["exp_avg_sq"]) for state in states],
-            [],
             [state["step"] for state in states],
-            fused=True,
             grad_scale=grad_scale,
             found_inf=found_inf,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
         )
+
+
+def fused_adamw_(
+    group: Mapping[str, Any],
+    weights: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    exp_avg: list[torch.Tensor],
+    exp_avg_sq: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    *,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> None:
+    """Update weights and moments in place by torch's fused AdamW.
+
+    Args:
+        group: learning rate and other constants, as in `param_groups`.
+        weights: local tensors of the parameters.
+        gradients: their gradients.
+        exp_avg: first moments.
+        exp_avg_sq: second moments.
+        steps: fp32 scalars on the device, the numbers of updates.
+        grad_scale: see `DeviceOptimizer.step`.
+        found_inf: see `DeviceOptimizer.step`.
+    """
+    adamw(
+        weights,
+        gradients,
+        exp_avg,
+        exp_avg_sq,
+        [],
+        steps,
+        fused=True,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
 
 
 class ShardedAdamW(DeviceOptimizer, torch.optim.AdamW):

@@ -296,7 +296,7 @@ class ObjectiveEvaluator(Evaluator):
 
     def mean_loss(self, steps: Iterable[Sequence[Any]]) -> float:
         """Return the mean loss over the steps."""
-        total = torch.zeros((), dtype=torch.float64, device=self.model.embedding.word.weight.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.model.device)
         found: dict[str, list[float]] = {}
         for batches in steps:
             self.objective.begin_step(batches)

@@ -96,7 +96,7 @@ class RolloutLoader(StatePart):
     wait_seconds: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self._dims, self._device = self.sampler.dims, next(self.sampler.model.parameters()).device
+        self._dims, self._device = self.sampler.dims, self.sampler.sharding.device
         self._buffer: Buffer | None = None
         self._used_up = True
         self._metrics: dict[str, float] = {}

@@ -97,8 +97,8 @@ class PolicySampler:
 
         with user_errors():
             found = raise_on_all_ranks(self.dims.world, work)
-        device = next(self.model.parameters()).device
-        return self.dims.cp.broadcast_(self.dims.tp.broadcast_(found.to(device))).cpu()
+        found = found.to(self.sharding.device)
+        return self.dims.cp.broadcast_(self.dims.tp.broadcast_(found)).cpu()
 
     def _draw(self, prompts: list[list[int]], uniform: torch.Tensor) -> tuple[Drawn, list[str]]:
         """Sample the completions of one batch."""

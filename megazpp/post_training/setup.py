@@ -107,6 +107,9 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
     if config.values().get("save_weight_patches") is not None and (lora or post.objective == "reward"):
         asked = f"--lora-r {configs.lora.lora_r}" if lora else "--objective reward"
         raise ValueError(f"--save-weight-patches is for all weights of a policy, not with {asked}")
+    if config.zero.optimizer_cpu_offload and (lora or post.sync_ref_model):
+        given = f"--lora-r {configs.lora.lora_r}" if lora else "--sync-ref-model"
+        raise ValueError(f"--optimizer-cpu-offload does not support {given}")
     if lora and post.sync_ref_model:
         raise ValueError("--sync-ref-model: with --lora-r the reference is the base, which never changes")
     if post.sync_ref_model and not (config.checkpoint.save_optim and config.checkpoint.load_optim):

@@ -88,21 +88,25 @@ def _draw_experts_(
 
 
 @torch.no_grad()
-def share_parameters_(model: nn.Module, *copies: MeshAxis, tp: MeshAxis) -> None:
+def share_parameters_(model: nn.Module, *copies: MeshAxis, tp: MeshAxis, device: torch.device) -> None:
     """Copy randomly initialized parameters from one rank to all ranks that hold the same part.
 
     Args:
         model: model whose parameters are updated in place.
         copies: axes along which ranks hold equal parts.
         tp: tensor-parallel axis. Parameters that it does not split are copied along it as well.
+        device: device of the collectives. The parameters may be in host memory.
     """
     for _, module, attribute, spec in owned_parameters(model):
         if spec.std > 0.0:
-            values = local(getattr(module, attribute).detach())
+            own = local(getattr(module, attribute).detach())
+            values = own.to(device)
             if spec.split is None:
                 tp.broadcast_(values)
             for axis in copies:
                 axis.broadcast_(values)
+            if values is not own:
+                own.copy_(values)
 
 
 def draw_parameter(

@@ -39,8 +39,10 @@ NODE = "node"  # axis tp x local: the ranks of a node that share a model copy; o
 EXPERT_AXES = ("ep", "expert local", "expert shard")  # axes of experts' parameters, see `Layout.for_experts`
 DATA_AXES = ("shard", "local", "cross")  # for weights and gradients: shard in one ring, local and cross in two hops
 WIRES = ("tp", "local", "cross")  # classes of counted traffic; other axes count under one of these
+PCIE, HOST = "pcie", "host"  # wire and axis of copies between a device and host memory (--optimizer-cpu-offload)
+UPLOAD, DOWNLOAD = "upload", "download"  # kinds of these copies: to the device, and from it
 # names of the wires, and of the bytes between replica groups, in texts
-WIRE_NAMES = {"tp": "tp", "local": "intra-node", "cross": "inter-node", "replica_group": "replica-group"}
+WIRE_NAMES = {"tp": "tp", "local": "intra-node", "cross": "inter-node", "replica_group": "replica-group", PCIE: "PCIe"}
 COORDINATES = ("replicate", "cross", "local", "tp")  # coordinates of a rank in its replica group, outermost first
 
 

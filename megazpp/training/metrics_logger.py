@@ -16,7 +16,6 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from megazpp.model.router import router_metrics
 from megazpp.optim.clip import global_parameter_norm
@@ -28,6 +27,7 @@ from megazpp.training.context import RunContext
 from megazpp.training.metrics import NOTHING_SENT, IntervalRecord, Meter, StepRecord, validation_lines
 from megazpp.training.objective import StopRequested
 from megazpp.training.tracking import Tracker
+from megazpp.zero.sharding import Sharding
 
 SPIKE, SPIKE_STEPS = 10, 10  # a gradient norm above 10 times the median is logged, once 10 steps were recorded
 MEBI = 1024 * 1024
@@ -47,7 +47,7 @@ class MetricsRecorder:
         config: the flags for logging.
         run: process groups, device, console and run folder.
         meter: accumulates the steps.
-        model: model whose parameter norm is recorded.
+        sharding: handle on the model whose parameter norm is recorded.
         tracker: writes files, wandb and TensorBoard on rank 0; None on other ranks.
         report_timers: returns lines with the timers' times, which follow a log line; None for none.
         validation: function that evaluates the validation data; None without such data.
@@ -62,7 +62,7 @@ class MetricsRecorder:
     run: RunContext
     meter: Meter
     _: KW_ONLY
-    model: nn.Module
+    sharding: Sharding
     tracker: Tracker | None = None
     report_timers: Callable[[], str | None] = lambda: None
     validation: Validation | None = None
@@ -84,11 +84,13 @@ class MetricsRecorder:
         run, dims, log = self.run, self.run.dims, last or self.logs(record.iteration)
         sent = self._sent_bytes_per_node() if log else NOTHING_SENT  # read before the norm below adds traffic
         if log and self.config.log_params_norm:
-            named, axes = self.model.named_parameters(), (dims.tp, dims.shard)
-            record.params_norm = float(global_parameter_norm(named, *axes, rows=existing_rows(self.model)))
+            self.sharding.settle()
+            model, axes = self.sharding.model, (dims.tp, dims.shard)
+            settings: dict[str, Any] = {"rows": existing_rows(model), "device": run.device}
+            record.params_norm = float(global_parameter_norm(model.named_parameters(), *axes, **settings))
         if log:
             with dims.counter.paused():
-                record.metrics = {**record.metrics, **router_metrics(self.model, dims.world.all_reduce_)}
+                record.metrics = {**record.metrics, **router_metrics(self.sharding.model, dims.world.all_reduce_)}
 
         # ---- the step
         self.meter.add(record)

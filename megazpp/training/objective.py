@@ -177,7 +177,7 @@ class Evaluator:
         Args:
             steps: this rank's micro-batches of each global batch.
         """
-        totals = torch.zeros(2, dtype=torch.float64, device=self.model.embedding.word.weight.device)  # loss, tokens
+        totals = torch.zeros(2, dtype=torch.float64, device=self.model.device)  # loss, tokens
         for batch in itertools.chain.from_iterable(steps):
             starts = {"position_ids": batch.position_ids, "document_starts": batch.document_starts}
             losses = self.model(batch.tokens, batch.labels, **starts)

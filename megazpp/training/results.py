@@ -21,7 +21,7 @@ from megazpp.base.program import MEGA, aligned, times_fewer
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.axis import Traffic
 from megazpp.parallel.dims import ParallelDims
-from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, WIRE_NAMES, WIRES
+from megazpp.topology.layout import AXES, DOWNLOAD, EXPERT_AXES, HOST, NODE, PCIE, UPLOAD, WIRE_NAMES, WIRES
 from megazpp.training.metrics import INNER_LOSS, validation_lines
 from megazpp.training.metrics_logger import MetricsRecorder, Validation, peak_memory_bytes
 from megazpp.zero.config import PrecisionConfig
@@ -118,6 +118,7 @@ def collect_traffic(dims: ParallelDims, device: torch.device) -> list[TrafficRow
     """
     table = dims.counter.table()
     keys = list(itertools.product(WIRES, (*AXES, NODE, *EXPERT_AXES), COLLECTIVES))
+    keys += [(PCIE, HOST, UPLOAD), (PCIE, HOST, DOWNLOAD)]
     mine = [table.get(key, Traffic(0, 0)) for key in keys]
     calls = dims.world.max_(torch.tensor([t.calls for t in mine], dtype=torch.int64, device=device))
     sent = dims.world.all_reduce_(torch.tensor([t.sent_bytes for t in mine], dtype=torch.int64, device=device))

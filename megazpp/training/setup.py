@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from megazpp.model.backends import compiles_layers, find_document_kernel, find_g
 from megazpp.model.gpt import GPTModel
 from megazpp.model.layer_parts import LayerSettings, SharedGenerator
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.dims import ParallelDims, raise_on_all_ranks
 from megazpp.tensor_parallel.initialize import distribute_parameters, initialize_parameters_, share_parameters_
 from megazpp.training.batches import BatchPlan
 from megazpp.training.config import ModelSpec
@@ -52,11 +53,20 @@ def fill(built: ShardedModel, spec: ModelSpec, dims: ParallelDims, device: torch
         dims: mesh axes of the job.
         device: device on which the model runs.
     """
-    built.model.to_empty(device=device)
+    if (host := built.sharding.host) is None:
+        built.model.to_empty(device=device)
+    else:  # the device never holds the shards
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        raise_on_all_ranks(dims.world, functools.partial(host.allocate, device, num_local=num_local))
+        for module in built.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = torch.empty_like(buffer, device=device)
     draw_device = torch.device("cpu") if spec.config.use_cpu_initialization else device
     initialize_parameters_(built.model, seed=spec.seed, draw_device=draw_device)
     with dims.counter.paused():  # the traffic counter is for training steps only
-        share_parameters_(built.model, dims.replicate, dims.replica_group, tp=dims.tp)
+        share_parameters_(built.model, dims.replicate, dims.replica_group, tp=dims.tp, device=device)
+        if host is not None:
+            host.refresh()
     return built
 
 
@@ -84,6 +94,7 @@ def model_on_meta(
         grouped=find_grouped_product(config, device, dtype),
         compiled=compiles_layers(config, device.type)[0],
         varying_sizes=spec.varying_sizes,
+        device=device,
     )
     with torch.device("meta"):
         return GPTModel(spec.config, settings, vocab_size=spec.vocab_size, scalar_head=spec.scalar_head)

@@ -70,6 +70,8 @@ class TrainStep:
         self._objective: Objective = self.objective or LanguageModelLoss(self.dims)
         self._partial, self._rows = partial_parameters(self.model), existing_rows(self.model)
         self._routers = biased_routers(self.model)
+        if self.sharding.host is not None and self.dims.tp.size > 1:
+            self.sharding.host.partial = self._partial
         self._before: LaunchedStep | None = None
 
     def __call__(self, micro_batches: Sequence[Any], **settings: Any) -> StepRecord:
@@ -99,8 +101,12 @@ class TrainStep:
 
         # ---- gradient norm, and the previous step's check
         with self._span("norm"):
-            sum_partial_gradients_((p for name, p in named if name in self._partial), self.dims.tp)
-            norm = global_grad_norm(named, *axes, divisor=scale)
+            norms = None
+            if self.sharding.host is None:
+                sum_partial_gradients_((p for name, p in named if name in self._partial), self.dims.tp)
+            else:  # the gradients are in host memory, the norms of their shards are known
+                norms = self.sharding.host.norms(self.dims.tp)
+            norm = global_grad_norm(named, *axes, divisor=scale, norms=norms)
             numbers = [loss, norm.value.double()]
             if self.count_zeros:
                 numbers.append(count_zero_grads(named, *axes, rows=self._rows))

@@ -81,6 +81,20 @@ class ZeroConfig:
         "more traffic",
     )
 
+    optimizer_cpu_offload: bool = flag(
+        False,
+        "keep fp32 weights, moments and the gradients of a step in host memory (16 bytes per parameter); the optimizer "
+        "updates them on the device, one sharding unit after the other, with identical results",
+        common=True,
+    )
+
+    zero_offload_partial_sums: bool = flag(
+        False,
+        "also keep the gradients that wait for the cross-node hop in host memory, instead of 4 bytes per parameter and "
+        "rank of a node on the device",
+        needs="--optimizer-cpu-offload",
+    )
+
     overlap_param_gather: bool | None = flag(
         None, "overlap the gathers of weights with the forward and the backward (default: on with --zeropp)"
     )
@@ -148,9 +162,9 @@ class ZeroConfig:
         """Return the stage that is used when parameters are sharded over `num_ranks` ranks.
 
         With one rank a gather is only a cast to the compute dtype. Stage 2 casts once per weight update, stage 3 would
-        cast at each use. So stage 3 becomes stage 2.
+        cast at each use. So stage 3 becomes stage 2, except with --optimizer-cpu-offload, which saves memory.
         """
-        return min(self.stage, 2) if num_ranks == 1 else self.stage
+        return min(self.stage, 2) if num_ranks == 1 and not self.optimizer_cpu_offload else self.stage
 
 
 @dataclass(frozen=True, kw_only=True)

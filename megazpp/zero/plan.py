@@ -59,6 +59,8 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
         ValueError: the flags contradict each other or the layout; the message names the flags and their values.
     """
     # ---- weights: whole or as deltas
+    if config.optimizer_cpu_offload:
+        _check_host_states(config, layout)
     keep = _keeps_secondary(config, layout)
     lossless = lossless if config.chooses_weight_delta else config.zero_weight_delta == "lossless"
     if lossless and not keep:
@@ -119,6 +121,18 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
     return plan._replace(notices=tuple(notices))
 
 
+def _check_host_states(config: ZeroConfig, layout: Layout) -> None:
+    """Raise a ValueError if --optimizer-cpu-offload does not support the stage or the layout."""
+    offload = "--optimizer-cpu-offload"
+    if config.stage != 3:
+        raise ValueError(f"{offload} needs --zero-stage 3, the default, not {config.stage}")
+    if layout.replicate > 1:
+        raise ValueError(
+            f"{offload} with {layout.replicate} replicas of the model (--hsdp, --num-distributed-optimizer-instances) "
+            "is not supported: use ZeRO-3 or --zeropp over all data ranks"
+        )
+
+
 def _keeps_secondary(config: ZeroConfig, layout: Layout) -> bool:
     """Return True if the flags ask for the secondary partition (hpZ).
 
@@ -152,6 +166,7 @@ def _without_effect(config: ZeroConfig, plan: CommPlan) -> str | None:
         "zero_error_feedback_reset": crossing and config.zero_error_feedback,
         "zero_accumulate_in_bf16": two_hops,
         "zero_cross_every_microbatch": two_hops,
+        "zero_offload_partial_sums": two_hops and not config.zero_cross_every_microbatch,
         "overlap_param_gather": plan.overlap_gather or not config.overlap_param_gather,
         "overlap_grad_reduce": plan.overlap_reduce or not config.overlap_grad_reduce,
     }

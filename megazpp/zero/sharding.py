@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from megazpp.kernels.block_quant import rescale_
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
@@ -30,6 +30,8 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.comms import CommContext, CountedGather, CountedReduce, SummingReduce
 from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
 from megazpp.zero.gather import InterNodeMessage, TwoHopGather
+from megazpp.zero.host import HostedUnit, HostMemory
+from megazpp.zero.host_reduce import HostedRingReduce, HostedSum, HostedTwoHopReduce
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.secondary import Resident
 from megazpp.zero.units import Unit, find_units
@@ -55,6 +57,7 @@ class Sharding:
         zero: the configuration; the intervals of keyframes and of error feedback resets are read from it.
         comms: the all-gather and the reduce-scatter of each unit; empty if FSDP2's own are used.
         counter: counts the bytes that this rank sends.
+        host: the states in host memory; None without --optimizer-cpu-offload.
     """
 
     keeps_gathered = True
@@ -64,10 +67,11 @@ class Sharding:
         model: nn.Module,
         units: Sequence[Unit],
         zero: ZeroConfig,
-        comms: Sequence[tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]],
+        comms: Sequence[tuple[TwoHopGather | CountedGather | None, SummingReduce]],
         counter: TrafficCounter,
+        host: HostMemory | None = None,
     ) -> None:
-        self.model, self.units, self.counter, self._zero = model, units, counter, zero
+        self.model, self.units, self.counter, self.host, self._zero = model, units, counter, host, zero
         self._iteration: int | None = None
         self._modules = [(module, zero.stage_over(unit.num_shards)) for unit in units for module in unit.modules]
         self._gathers = [gather for gather, _ in comms if isinstance(gather, TwoHopGather)]
@@ -76,14 +80,16 @@ class Sharding:
         self._residents = [gather for gather in self._gathers if gather.secondary.sends_differences]
 
     def begin_step(self, iteration: int) -> None:
-        """Set the number of the training step; call it before the first micro-batch.
+        """Begin a training step; call it before the first micro-batch.
 
-        Only --zero-weight-keyframe-interval needs it.
+        Only --zero-weight-keyframe-interval and --optimizer-cpu-offload need it.
 
         Args:
             iteration: number of the step, from 1.
         """
         self._iteration = iteration
+        if self.host is not None:
+            self.host.begin_step()
 
     def begin_micro_batch(self, *, last: bool) -> None:
         """Prepare FSDP2 for one micro-batch; call it before each forward of a training step.
@@ -98,7 +104,7 @@ class Sharding:
                 module.set_requires_all_reduce(last, recurse=False)
             if stage <= 2:
                 module.set_reshard_after_backward(last, recurse=False)
-        for reduce in self._reduces:
+        for reduce in self._watchable:
             reduce.begin_micro_batch(last=last)
 
     def end_step(self, factor: torch.Tensor | float, *, iteration: int) -> None:
@@ -160,6 +166,16 @@ class Sharding:
         """
         for gather in self._gathers:
             gather.drop()
+        if self.host is not None:
+            self.host.refresh()
+
+    def settle(self) -> None:
+        """Wait until weights and optimizer states are complete; call it before anything but the model reads them.
+
+        Only with --optimizer-cpu-offload, where updates run beside the next forward, there is something to wait for.
+        """
+        if self.host is not None:
+            self.host.settle()
 
     @contextmanager
     def weight_update(self) -> Iterator[None]:
@@ -215,7 +231,7 @@ class Sharding:
         targets: dict[str, torch.Tensor] = {}
         for gather in self._residents:
             targets[gather.crossing_key] = torch.zeros((), dtype=torch.uint8, device="cpu")
-            targets |= gather.unit.as_parameters(gather.new_row(self._device))
+            targets |= gather.unit.as_parameters(gather.new_row(self.device))
         return targets
 
     def load_secondary_state(self, state: Mapping[str, torch.Tensor]) -> bool:
@@ -236,7 +252,7 @@ class Sharding:
             if crossing == InterNodeMessage.KEYFRAME or any(p.name not in state for p in gather.unit.parameters):
                 complete = complete and crossing == InterNodeMessage.KEYFRAME and sent is not None
                 continue
-            row = gather.new_row(self._device)
+            row = gather.new_row(self.device)
             for name, part in gather.unit.as_parameters(row).items():
                 part.copy_(state[name])
             with gather.secondary.cross.counter.paused():
@@ -269,7 +285,7 @@ class Sharding:
         """Return this rank's own tensors of error feedback by name, not copies of them."""
         buffers: dict[str, torch.Tensor] = {}
         for reduce in self._reduces:
-            errors = reduce.errors(self._device)
+            errors = reduce.errors(self.device)
             for index, (payload, scales) in enumerate(() if errors is None else errors.segments()):
                 name = f"{reduce.unit.key}.{index}"
                 buffers |= {f"{name}.payload": payload, f"{name}.scales": scales}
@@ -299,9 +315,9 @@ class Sharding:
         return sum(unit.segments[-1].stop for unit in self.units)
 
     @property
-    def _device(self) -> torch.device:
-        """The device of the model's parameters."""
-        return next(self.model.parameters()).device
+    def device(self) -> torch.device:
+        """The device that computes. The shards are there too, or in host memory with --optimizer-cpu-offload."""
+        return next(self.model.parameters()).device if self.host is None else self.host.device
 
 
 def shard_model(
@@ -335,13 +351,16 @@ def shard_model(
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False
     )
+    # host.py replaces what FSDP2 would do; with its pinned memory the host would wait for each gradient
+    offload = CPUOffloadPolicy(pin_memory=False) if zero.optimizer_cpu_offload else OffloadPolicy()
+    policies: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
     for unit_of_experts in experts:
         stage = zero.stage_over(dims.experts.shard.size)
-        fully_shard(unit_of_experts, mesh=dims.experts.data_mesh, reshard_after_forward=stage == 3, mp_policy=policy)
+        fully_shard(unit_of_experts, mesh=dims.experts.data_mesh, reshard_after_forward=stage == 3, **policies)
     stage = zero.stage_over(dims.shard.size)
     for group in [*units, [model]]:
         target = group[0] if len(group) == 1 else list(group)
-        fully_shard(target, mesh=dims.data_mesh, reshard_after_forward=stage == 3, mp_policy=policy)
+        fully_shard(target, mesh=dims.data_mesh, reshard_after_forward=stage == 3, **policies)
 
     # ---- the collectives of each unit
     replicate = dims.replicate
@@ -350,10 +369,11 @@ def shard_model(
         """Count the bytes of FSDP2's own all-reduce over replicas."""
         replicate.count("all_reduce", 2 * replicate.ring_bytes(reduced))
 
-    sharded = find_units(model, unit_class=Unit, data_dims=dims.data_mesh.ndim)
+    unit_class = HostedUnit if zero.optimizer_cpu_offload else Unit
+    sharded = find_units(model, unit_class=unit_class, data_dims=dims.data_mesh.ndim)
     context = CommContext(*_axes_of_hops(dims, wire), plan=wire, zero=zero, precision=precision)
     of_experts = context.over(*_axes_of_hops(dims.experts, wire)) if experts else context
-    comms = []
+    comms: list[tuple[TwoHopGather | CountedGather | None, SummingReduce]] = []
     for unit in sharded:
         for module in unit.modules:  # gradients are sums
             if unit.num_shards * replicate.size > 1:  # with one rank FSDP2 does not divide
@@ -362,9 +382,26 @@ def shard_model(
             if replicate.size > 1:
                 module.set_all_reduce_hook(count_all_reduce)
         if unit.num_shards > 1:  # with one rank FSDP2 calls no collectives
-            comms.append(make_comms(unit, of_experts if unit.modules[0] in experts else context))
-            use_comms(unit, *comms[-1])
-    return Sharding(model, sharded, zero, comms, dims.counter)
+            gather, reduce = make_comms(unit, of_experts if unit.modules[0] in experts else context)
+            use_comms(unit, gather, reduce)
+            comms.append((gather, reduce))
+        elif isinstance(unit, HostedUnit):
+            alone = HostedSum(unit, context)
+            alone.attach()
+            comms.append((None, alone))
+    host = None
+    if zero.optimizer_cpu_offload:
+        host = HostMemory(
+            [unit for unit in sharded if isinstance(unit, HostedUnit)],
+            dtype=precision.param_dtype,
+            keeps_copies=wire.gather is not None and wire.gather.keep,
+            counter=dims.counter,
+            timeline=dims.timeline,
+            overlap=context.overlap_gather,
+            num_sums=context.cross.size if wire.reduce is not None and zero.zero_offload_partial_sums else 0,
+            sum_dtype=torch.bfloat16 if zero.zero_accumulate_in_bf16 else torch.float32,
+        )
+    return Sharding(model, sharded, zero, comms, dims.counter, host)
 
 
 def _axes_of_hops(dims: ParallelDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
@@ -375,10 +412,12 @@ def _axes_of_hops(dims: ParallelDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxi
 
 def make_comms(unit: Unit, context: CommContext) -> tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]:
     """Make the all-gather and the reduce-scatter of one unit as the plan in `context` says."""
-    plan = context.plan
+    plan, hosted = context.plan, isinstance(unit, HostedUnit)
+    ring: type[CountedReduce] = HostedRingReduce if hosted else CountedReduce
+    two_hops: type[TwoHopReduce] = HostedTwoHopReduce if hosted else TwoHopReduce
     return (
         CountedGather(unit, context) if plan.gather is None else TwoHopGather(unit, context),
-        CountedReduce(unit, context) if plan.reduce is None else TwoHopReduce(unit, context),
+        ring(unit, context) if plan.reduce is None else two_hops(unit, context),
     )
 
 

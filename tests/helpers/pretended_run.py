@@ -112,7 +112,7 @@ class Run:
             TrackingConfig(log_interval=log_interval),
             RunContext(dims=self.dims, device=CPU, console=Console(enabled=True, out=self.out)),
             meter(total_iterations=steps, total_samples=2 * steps, seq_length=4, world_size=1, flops_per_token=1),
-            model=torch.nn.Module(),
+            sharding=SimpleNamespace(model=torch.nn.Module()),
             tracker=self.tracker,
             validation=self.evaluate,
         )

@@ -201,7 +201,8 @@ def build_on_ranks(case: Case) -> tuple[GPTModel, Any, ParallelDims]:
 
 def build_step(case: Case) -> tuple[TrainStep, ParallelDims]:
     model, sharding, dims = build_on_ranks(case)
-    optimizer = build_optimizer(model, case.optimizer, dims=dims, dtype=case.precision.param_dtype)
+    settings = {"dims": dims, "dtype": case.precision.param_dtype, "host": sharding.host}
+    optimizer = build_optimizer(model, case.optimizer, **settings)
     scaler = build_loss_scaler(LossScaleConfig(initial_loss_scale=2.0**12), fp16=case.precision.fp16)
     return TrainStep(model, sharding, optimizer, scaler, dims, clip_grad=CLIP), dims
 

@@ -37,7 +37,7 @@ def compare_with_one_process(tp: int, replicas: int) -> None:
     assert halved.value.item() == pytest.approx(expected, rel=1e-6)
     of_each = {name: p.grad.norm().item() for name, p in whole.named_parameters()}
     assert clip.grad_norms(halved, *axes) == pytest.approx(of_each, rel=1e-6)
-    assert clip.global_parameter_norm(named, *axes, rows={}) == norm.value
+    assert clip.global_parameter_norm(named, *axes, rows={}, device=CPU) == norm.value
     zeros = sum((p == 0).sum().item() for p in whole.parameters())
     assert clip.count_zero_grads(named, *axes, rows={}).item() == zeros
     nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
@@ -65,7 +65,7 @@ def measure_padded(case: Case) -> tuple[StepRecord, float, float]:
         placed = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.to_local().copy_(placed.to_local())
     named, rows = list(step.model.named_parameters()), existing_rows(step.model)
-    norm = clip.global_parameter_norm(named, dims.tp, dims.shard, rows=rows).item()
+    norm = clip.global_parameter_norm(named, dims.tp, dims.shard, rows=rows, device=CPU).item()
     step.count_zeros, squares = True, 0.0
     step.optimizer.zero_grad = lambda set_to_none: None
     record = step(case.batches(0, dims), learning_rate=0.0, weight_decay=0.0)
@@ -141,7 +141,7 @@ def test_sums_are_exact_in_one_process():
     assert norm_of(large, large) == pytest.approx(3e19 * math.sqrt(2))  # fp32 cannot represent the squares
     model = nn.Linear(63, 5)
     expected = nn.utils.parameters_to_vector(model.parameters()).norm().item()
-    assert clip.global_parameter_norm(model.named_parameters(), *ONE, rows={}).item() == pytest.approx(
+    assert clip.global_parameter_norm(model.named_parameters(), *ONE, rows={}, device=CPU).item() == pytest.approx(
         expected, rel=1e-6
     )
 

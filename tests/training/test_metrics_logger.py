@@ -101,7 +101,8 @@ def record_uneven_rows() -> tuple[list[dict[str, Any]], dict[str, Any]]:
     run = RunContext(dims=dims, device=CPU, console=Console(enabled=False))
     filled, records = meter(whole_samples=False), list[dict[str, Any]]()
     tracker: Any = SimpleNamespace(step=lambda record: None, interval=lambda record: records.append(record.fields))
-    recorder = MetricsRecorder(TrackingConfig(log_interval=2), run, filled, model=torch.nn.Module(), tracker=tracker)
+    sharding: Any = SimpleNamespace(model=torch.nn.Module())
+    recorder = MetricsRecorder(TrackingConfig(log_interval=2), run, filled, sharding=sharding, tracker=tracker)
     for iteration, tokens in enumerate((10, 100, 7), start=1):
         recorder.step(step(iteration, tokens=(dims.data_rank + 1) * tokens), last=iteration == 3)
     assert dims.counter.table() == {}

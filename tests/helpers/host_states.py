@@ -1,0 +1,54 @@
+"""Train on ranks and return everything that states in host memory must not change, and the bytes over PCIe."""
+
+import hashlib
+from typing import Any
+
+import torch
+from helpers.training import Case, build_step
+
+
+def train(case: Case) -> dict[str, Any]:
+    """Train with updates that run into the next step; the weights are compared at the end."""
+    step, dims = build_step(case)
+    steps, pcie = [], []
+    for index in range(case.steps):
+        before = dims.counter.sent_bytes("pcie")
+        settings = {"learning_rate": case.learning_rate, "weight_decay": 0.01, "iteration": index + 1}
+        record = step(case.batches(index, dims), **settings)
+        steps.append((record.loss, record.grad_norm, record.skipped))
+        pcie.append(dims.counter.sent_bytes("pcie") - before)
+    step.sharding.settle()
+    states = {name: digest(x) for name, x in step.model.named_parameters()}
+    for name, x in step.model.named_parameters():
+        states |= {f"{name}.{key}": digest(value) for key, value in step.optimizer.state[x].items()}
+    sent = {wire: dims.counter.sent_bytes(wire) for wire in ("tp", "local", "cross")}
+    return {"steps": steps, "states": states, "sent": sent, "pcie": pcie, "elements": step.sharding.shard_elements}
+
+
+def digest(x: torch.Tensor) -> str:
+    """Return a hash of this rank's part of a tensor."""
+    own = getattr(x, "_local_tensor", x).detach().contiguous()
+    return hashlib.sha256(own.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def train_with_events(case: Case) -> dict[str, Any]:
+    """Train with a second update that is skipped on the device, and an evaluation after each step."""
+    step, dims = build_step(case)
+    update, losses = step.optimizer.step, []
+
+    def skipping(*args: Any, **settings: Any) -> None:
+        update(*args, **settings | {"found_inf": torch.tensor(float(len(losses) == 2))})
+
+    step.optimizer.step = skipping  # type: ignore[method-assign]
+    for index in range(case.steps):
+        settings = {"learning_rate": case.learning_rate, "weight_decay": 0.01, "iteration": index + 1}
+        losses.append(step(case.batches(index, dims), **settings).loss)
+        batch = case.batches(99, dims)[0]
+        step.model.eval()
+        with torch.no_grad(), step.sharding.keep_unsharded():
+            losses.append(float(step.model(batch.tokens, batch.labels).sum()))
+    step.sharding.settle()
+    states = {name: digest(x) for name, x in step.model.named_parameters()}
+    table = dims.counter.table()
+    copied = {key[2]: traffic.sent_bytes for key, traffic in table.items() if key[0] == "pcie"}
+    return {"losses": losses, "states": states, "copied": copied, "elements": step.sharding.shard_elements}

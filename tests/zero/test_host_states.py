@@ -1,0 +1,144 @@
+"""Test states in host memory: bit-identical training, counted copies, refused flags, and too little host memory."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers.host_states import train, train_with_events
+from helpers.ranks import ranks
+from helpers.tiers import chosen
+from helpers.training import LLAMA_STYLE, MIXTURE_STYLE, Case
+
+from megazpp.parallel.config import ParallelConfig
+from megazpp.parallel.dims import plan_dims
+from megazpp.topology.cluster import Cluster
+from megazpp.zero import host
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
+from megazpp.zero.host import HostMemory, available_bytes
+from megazpp.zero.plan import plan_comm
+
+ROOT = Path(__file__).parents[2]
+LOSSLESS = ZeroConfig(zeropp=True, zero_weight_delta="lossless")
+INT8 = ZeroConfig(zeropp=True, zero_weight_delta="none")
+BF16 = PrecisionConfig(bf16=True)
+FP16 = PrecisionConfig(fp16=True, accumulate_allreduce_grads_in_fp32=True)
+SUMS = {"zero_offload_partial_sums": True}
+TP = {"tp": 2, "sequence_parallel": True, "ranks": 4}
+CASES: dict[str, dict[str, Any]] = {
+    "lossless": {},
+    "ZeRO-3": {"zero": ZeroConfig(), "nodes": 1, "micro_batches": 2},
+    "ZeRO-3, fp32": {"zero": ZeroConfig(), "precision": PrecisionConfig()},
+    "ZeRO-3, bf16 sums": {"zero": ZeroConfig(), "precision": PrecisionConfig(bf16=True, grad_reduce_in_bf16=True)},
+    "4 ranks": {"ranks": 4, "micro_batches": 4},
+    "int8, fp16": {"zero": INT8, "precision": FP16, "micro_batches": 4, "ranks": 4},
+    "int8, fp32": {"zero": INT8, "precision": PrecisionConfig(), "micro_batches": 1},
+    "no overlap": {"zero": dataclasses.replace(LOSSLESS, overlap_param_gather=False, overlap_grad_reduce=False)},
+    "no hpZ": {"zero": ZeroConfig(zeropp=True, zero_hpz_partition_size="1")},
+    "every micro-batch": {"zero": dataclasses.replace(INT8, zero_cross_every_microbatch=True)},
+    "bf16 sums": {"zero": INT8, "precision": PrecisionConfig(bf16=True, grad_reduce_in_bf16=True)},
+    "sums": {"flags": SUMS, "micro_batches": 4},
+    "sums, int8": {"flags": SUMS, "zero": INT8, "ranks": 4},
+    "sums in bf16": {"flags": SUMS, "zero": dataclasses.replace(INT8, zero_accumulate_in_bf16=True)},
+    "sums, one micro-batch": {"flags": SUMS, "micro_batches": 1},
+    "tp, lossless": TP,
+    "tp, ZeRO-3": {"zero": ZeroConfig(), **TP},
+    "one rank": {"zero": ZeroConfig(), "nodes": 1, "ranks": 1},
+    "one rank, fp32": {
+        "zero": ZeroConfig(),
+        "nodes": 1,
+        "ranks": 1,
+        "precision": PrecisionConfig(),
+        "micro_batches": 1,
+    },
+    "experts": {"model": MIXTURE_STYLE, "ep": 2, "ranks": 4},
+}
+
+
+def both(function: Any, case: Case, world: int, **flags: bool) -> tuple[list[Any], list[Any]]:
+    """Run a function on ranks for a case without and with states in host memory."""
+    assert case.zero is not None
+    offloaded = dataclasses.replace(case, zero=dataclasses.replace(case.zero, optimizer_cpu_offload=True, **flags))
+    return ranks(world).run(function, case), ranks(world).run(function, offloaded)
+
+
+@pytest.mark.parametrize("setting", chosen(CASES, "lossless", "ZeRO-3", "sums", "one rank"))
+def test_training_with_states_in_host_memory_is_bit_identical(setting):
+    given = {"model": LLAMA_STYLE, "nodes": 2, "micro_batches": 2, "precision": BF16, "zero": LOSSLESS, **setting}
+    world, flags = given.pop("ranks", 2), given.pop("flags", {})
+    for plain, offloaded in zip(*both(train, Case(steps=3, **given), world, **flags), strict=True):
+        for what in ("steps", "states", "sent"):
+            assert offloaded[what] == plain[what], what
+
+
+def test_skipped_steps_and_evaluations_are_bit_identical_and_copies_are_counted():
+    """The second update is skipped on the device, and an evaluation follows each step."""
+    case = Case(model=LLAMA_STYLE, nodes=2, micro_batches=2, steps=3, precision=BF16, zero=LOSSLESS)
+    for plain, offloaded in zip(*both(train_with_events, case, 2), strict=True):
+        copied = offloaded.pop("copied")
+        assert plain.pop("copied") == {}
+        assert offloaded == plain
+        # per step: gradients down, four states up and three down; weights up for the first use and after each step
+        element, steps = 4 * offloaded["elements"], 3
+        assert copied == {"upload": (4 * steps + 1 + steps) * element, "download": (1 + 3) * steps * element}
+
+
+# ---- refused before anything is allocated -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("zero", "parallel", "message"),
+    [
+        ({"zero_stage": 2}, {}, "--zero-stage 3, the default, not 2"),
+        ({"use_distributed_optimizer": True}, {}, "not 1"),
+        ({}, {"hsdp": True}, "2 replicas"),
+    ],
+)
+def test_unsupported_layouts_are_refused_by_flag(zero, parallel, message):
+    config = ZeroConfig(optimizer_cpu_offload=True, **zero)
+    layout = plan_dims(
+        ParallelConfig(allow_cp_across_nodes=True, **parallel),
+        Cluster(num_nodes=2, ranks_per_node=2) if "hsdp" in parallel else Cluster(num_nodes=1, ranks_per_node=4),
+        zero_stage=config.stage,
+    )
+    with pytest.raises(ValueError, match=f"--optimizer-cpu-offload .*{message}"):
+        plan_comm(config, layout, torch.bfloat16)
+
+
+def test_too_little_host_memory_is_an_error_with_its_numbers_before_any_allocation():
+    others: Any = {"overlap": False, "num_sums": 0, "sum_dtype": torch.float32}
+    memory = HostMemory([], dtype=torch.bfloat16, keeps_copies=False, counter=None, timeline=None, **others)
+    assert available_bytes() > 1e6
+    with (
+        mock.patch.object(HostMemory, "num_bytes", 73 * 10**9),
+        mock.patch.object(host, "available_bytes", return_value=512 * 10**9),
+        mock.patch.object(HostMemory, "_new_queue") as allocates,
+        pytest.raises(ValueError, match=r"--optimizer-cpu-offload needs 584.0 GB .* 8 ranks .* 512.0 GB are available"),
+    ):
+        memory.allocate(torch.device("cpu"), num_local=8)
+    assert not allocates.called
+
+
+def test_available_memory_is_the_cgroup_s_if_that_is_less(tmp_path):
+    (tmp_path / "memory.max").write_text("5000000\n")
+    (tmp_path / "memory.current").write_text("3000000\n")
+    (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 1000000\n")
+    with mock.patch.object(host, "CGROUPS", [(tmp_path, "memory.max", "memory.current", "inactive_file")]):
+        assert available_bytes() == 3_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    with mock.patch.object(host, "CGROUPS", [(tmp_path, "memory.max", "memory.current", "inactive_file")]):
+        assert available_bytes() > 3_000_000
+
+
+def test_the_device_is_not_taken_from_a_parameter():
+    """A parameter may be in host memory. Models of other programs (`drop_in`) are on their device."""
+    allowed = {"megazpp/zero/sharding.py", "megazpp/drop_in/wrap.py", "megazpp/model/gpt.py"}
+    found = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "megazpp").rglob("*.py")
+        if re.search(r"next\([^)]*parameters\(\)\)\.device|weight\.device|parameters\(\)\)\.is_cuda", path.read_text())
+    }
+    assert found <= allowed
