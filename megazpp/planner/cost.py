@@ -38,8 +38,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from megazpp.topology.cluster import MEASURED, Cluster, Device, LinkKind
-from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout
+from megazpp.topology.cluster import Cluster, Device, LinkKind
+from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, PCIE, Layout
 
 # Rows and columns of the tiles in which cuBLAS usually computes a product. Source: NVIDIA, Matrix Multiplication
 # Background User's Guide, "tile quantization".
@@ -154,12 +154,6 @@ CALIBRATIONS = {
         "four other models TFLOP/s are 2 to 22 % off",
         0,
     ),
-    MEASURED: Calibration(
-        Efficiency(),
-        "measured: --measure-links has measured products and copies on this device; other operations are slower, so "
-        "take the times as lower bounds",
-        0,
-    ),
 }
 UNCHECKED = Calibration(ASSUMED_EFFICIENCY, "shares of the data sheet that agree with published runs on A100")
 
@@ -214,6 +208,10 @@ class Costs:
         """Return the seconds of a collective on `axis` in which each rank sends `sent_bytes`."""
         return 0.0
 
+    def copy(self, num_bytes: int) -> float:
+        """Return the seconds of a copy between the device and host memory."""
+        return 0.0
+
 
 class ClusterCosts(Costs):
     """Cost model of a cluster whose file describes the device, and the links that are used.
@@ -235,8 +233,13 @@ class ClusterCosts(Costs):
         self._multiprocessors = efficiency.multiprocessors
         self._flops_per_second = 1e12 * device.teraflops * efficiency.matrix
         self._bytes_per_second = 1e9 * device.gigabytes_per_second * efficiency.memory
+        host = layout.cluster.host
+        self._copied_per_second = math.inf if host is None or PCIE in free else 1e9 * host.gigabytes_per_second
         names = (*AXES, NODE, *(EXPERT_AXES if layout.has_expert_axes else ()))
         self._axes = {axis: AxisCost(layout, axis, efficiency) for axis in names if axis not in free}
+
+    def copy(self, num_bytes: int) -> float:
+        return num_bytes / self._copied_per_second
 
     def operation(self, operation: Operation) -> float:
         seconds = self.memory(operation.bytes)

@@ -12,6 +12,7 @@ import torch
 from megazpp.base.program import MEGA
 from megazpp.diloco.config import DilocoPlan
 from megazpp.model.backends import FIRST_CAPABILITY, capability, mask_reason
+from megazpp.parallel.axis import Traffic
 from megazpp.planner.cost import ClusterCosts, Costs, calibration_for
 from megazpp.planner.simulator import Memory, lossless_share
 from megazpp.planner.step import SimulatedStep, StepSimulator, TrafficTable, measure, sent_on
@@ -19,7 +20,7 @@ from megazpp.planner.trace import Documents, TraceInputs, trace_on_rank
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan, plan_run
 from megazpp.topology.cluster import Cluster, Device, LinkKind, Links
-from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, WIRES, Layout
+from megazpp.topology.layout import AXES, DOWNLOAD, EXPERT_AXES, HOST, NODE, PCIE, UPLOAD, WIRES, Layout
 from megazpp.training.flops import model_flops_per_token
 from megazpp.zero.plan import WeightDelta, default_weight_delta
 
@@ -48,6 +49,8 @@ class Estimate(NamedTuple):
         held_up: seconds by which a synchronization delays training; 0 without local steps.
         busy: seconds per step by axis, and for the keys "compute" and "host"; {} without times.
         muon: description of Muon's work and communication; "" for other optimizers.
+        host_bytes: bytes of rank 0's states in host memory; 0 without --optimizer-cpu-offload.
+        copied: bytes of copies to and from these states per optimizer step, by direction.
     """
 
     config: RunConfig
@@ -62,11 +65,18 @@ class Estimate(NamedTuple):
     held_up: float
     busy: dict[str, float]
     muon: str
+    host_bytes: int
+    copied: dict[str, int]
 
     @property
     def gigabytes(self) -> float:
         """Memory of rank 0 at the peak, in GB."""
         return self.memory.total() / 1e9
+
+    @property
+    def host_gigabytes(self) -> float:
+        """States in the host memory of a node, in GB."""
+        return self.plan.layout.cluster.ranks_per_node * self.host_bytes / 1e9
 
     @property
     def usable_gigabytes(self) -> float:
@@ -76,8 +86,9 @@ class Estimate(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """True if the run fits into the device's usable memory."""
-        return self.gigabytes <= self.usable_gigabytes
+        """True if the run fits into the device's usable memory, and its states in host memory into a node's."""
+        host = self.plan.layout.cluster.host
+        return self.gigabytes <= self.usable_gigabytes and (host is None or self.host_gigabytes <= host.gigabytes)
 
     @property
     def tokens(self) -> int:
@@ -232,6 +243,8 @@ class Estimator:
             held_up=meeting.seconds,
             busy=busy if timed else {},
             muon=muon,
+            host_bytes=simulator.host_bytes,
+            copied={way: step.traffic.get((PCIE, HOST, way), Traffic(0, 0)).sent_bytes for way in (UPLOAD, DOWNLOAD)},
         )
 
     def _simulate(
@@ -254,6 +267,9 @@ class Estimator:
                 if kind not in known:
                     file = config.cluster.cluster_file
                     raise ValueError(f"--cluster-file {file}: links.{kind} is missing, and axis {axis} uses it")
+            if config.zero.optimizer_cpu_offload and self.cluster.host is None:
+                file = config.cluster.cluster_file
+                raise ValueError(f"--cluster-file {file}: host is missing, and --optimizer-cpu-offload uses it")
             costs = ClusterCosts(layout, self.calibration.efficiency, free=free)
         simulator = build_step_simulator(
             config, plan, costs, device_type=self._device_type, expert_load=self.expert_load
@@ -356,5 +372,7 @@ def _of_node(table: TrafficTable, layout: Layout) -> int:
     On each axis rank 0 sends at least as many bytes as any other rank. The ranks of a node that send over the network
     are those with a network link on that axis.
     """
-    senders = {axis: layout.links(axis).get("network", 0) / layout.cluster.num_nodes for _, axis, _ in table}
-    return round(sum(senders[axis] * t.sent_bytes for (_, axis, _), t in table.items()))
+    senders = {
+        axis: layout.links(axis).get("network", 0) / layout.cluster.num_nodes for wire, axis, _ in table if wire != PCIE
+    }
+    return round(sum(senders[axis] * t.sent_bytes for (wire, axis, _), t in table.items() if wire != PCIE))

@@ -25,7 +25,7 @@ from megazpp.planner.variants import (
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan
 from megazpp.topology.cluster import Cluster, nested_sizes
-from megazpp.topology.layout import WIRE_NAMES, WIRES
+from megazpp.topology.layout import DOWNLOAD, UPLOAD, WIRE_NAMES, WIRES
 
 PAYS = 1.02  # speed ratio to the next scheme from which on the report says that ZeRO++ pays
 SHOWN = 10  # number of the search's candidates that the report lists
@@ -128,6 +128,12 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
     # ---- communication
     sent = ", ".join(f"{WIRE_NAMES[wire]} {own.wires[wire] / MEGA:.3f} MB" for wire in WIRES)
     yield f"rank 0 sends per optimizer step: {sent}; a node sends {own.node_cross_bytes / MEGA:.3f} MB to other nodes"
+    if own.host_bytes:
+        up, down = (own.copied[way] / MEGA for way in (UPLOAD, DOWNLOAD))
+        yield (
+            f"states in host memory: {own.host_bytes / GIGA:.1f} GB per rank, {own.host_gigabytes:.1f} GB per node; "
+            f"rank 0 copies {up:.1f} MB to the device and {down:.1f} MB from it per optimizer step"
+        )
     if own.muon:
         yield own.muon
     diloco, device, gpus = own.plan.of(DilocoPlan), estimator.cluster.device, estimator.cluster.world_size
@@ -238,7 +244,7 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
             times = [
                 f"{estimate.seconds:.3f}",
                 f"{estimate.tokens_per_second:.0f}",
-                f"{estimate.teraflops:.1f}" if device.teraflops >= 1 else f"{estimate.teraflops:.2g}",
+                f"{estimate.teraflops:.1f}",
                 f"{100 * estimate.teraflops / device.teraflops:.1f} %",
                 f"{estimate.tokens_per_second / found['ZeRO-3'].tokens_per_second:.2f}" if "ZeRO-3" in found else "-",
                 f"{estimate.sufficient_gigabits:.3g}",
@@ -292,6 +298,13 @@ def _best(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     best = choices[0]
     if not best.fits:
         yield "no candidate fits into memory; the smallest need these flags after the given ones:"
+        if estimator.cluster.device is not None and estimator.cluster.host is None:
+            yield "(with `host` in the cluster file, --optimizer-cpu-offload is also tried)"
+    elif best.on_host and not config.zero.optimizer_cpu_offload:
+        yield (
+            "nothing fits into device memory alone, so these candidates keep training states in host memory; the "
+            "fastest, by the flags to append to the given ones:"
+        )
     elif not best.speed:
         yield (
             "candidates, by the flags to append to the given ones; their speed is unknown, because the cluster file "
@@ -303,6 +316,8 @@ def _best(estimator: Estimator, config: RunConfig) -> Iterator[str]:
         verdict = choice.problem or "fits"
         if choice.estimate is not None and not choice.fits:
             verdict = f"needs {choice.estimate.gigabytes:.1f} GB, a rank has {choice.estimate.usable_gigabytes:.1f}"
+            if choice.estimate.host_bytes:
+                verdict += f"; {choice.estimate.host_gigabytes:.1f} GB of host memory per node"
         elif choice.speed:
             slower = f", {100 * (1 - choice.speed / best.speed):.1f} % slower" if choice is not best else ""
             verdict = f"{choice.speed:.0f} tokens/s{slower}"

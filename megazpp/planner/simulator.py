@@ -226,6 +226,8 @@ class Memory(StrEnum):
     MOMENTS = "moments"
     GRADIENTS = "gradients"
     SECONDARY = "secondary partition"
+    WORKING = "working weights"
+    STAGING = "staging of host states"
     PARTIAL_SUMS = "partial sums"
     FEEDBACK = "error feedback"
     COMMON = "outer weights, common copy"
@@ -367,6 +369,8 @@ class SimulatedUnit(Unit):
         secondary_bytes: bytes of hpZ's secondary partition.
         partial_bytes: bytes of the partial sums that wait for qgZ's cross hop.
         feedback_bytes: bytes of the error feedback.
+        read: function that is called before each read of the shard for the hop across nodes.
+        updated: time at which the last update of a shard in host memory ends.
     """
 
     is_sharded = True
@@ -392,6 +396,8 @@ class SimulatedUnit(Unit):
         self.axis, self.shapes = axis, tuple(own_shapes(parameters, num_ranks, axis.rank))
         self.version, self.gathered, self.reduced = 0, False, False
         self.ready: float | None = None
+        self.read: Callable[[], None] = lambda: None
+        self.updated = 0.0
 
     def connect(self, context: CommContext) -> None:
         """Create the unit's gather and reduction, and compute the bytes that they hold."""
@@ -422,7 +428,14 @@ class SimulatedUnit(Unit):
         return [torch.empty(shape, device=META) for shape in self.shapes]
 
     def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
-        return (lambda: self.shard) if self.is_sharded else None
+        return self._read if self.is_sharded else None
+
+    def input_reader(self, given: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return self._read
+
+    def _read(self) -> torch.Tensor:
+        self.read()
+        return self.shard
 
     def check_shard_reader(self, expected: torch.Tensor) -> None: ...
 

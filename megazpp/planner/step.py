@@ -45,10 +45,11 @@ from megazpp.planner.simulator import (
     own_shapes,
 )
 from megazpp.planner.trace import BACKWARD, FORWARD, Trace, TraceSegment
-from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout
+from megazpp.topology.layout import AXES, DOWNLOAD, EXPERT_AXES, HOST, NODE, PCIE, UPLOAD, Layout
 from megazpp.training.config import ModelSpec
 from megazpp.zero.comms import CommContext
 from megazpp.zero.gather import TwoHopGather
+from megazpp.zero.host import NUM_SLOTS
 from megazpp.zero.reduce import TwoHopReduce
 
 MASTER_BYTES = 4  # bytes of an element of master weights, sharded gradients and moments, which are fp32
@@ -149,9 +150,15 @@ class StepSimulator:
             unit = SimulatedUnit(parameters, shard, exact=self.trace.exact)
             unit.connect(contexts[expert])
             unit.frozen = frozen_bytes(dict(frozen), local.size, precision.param_dtype, frozen_bits)
+            if zero.optimizer_cpu_offload and unit.secondary_bytes:
+                unit.read = functools.partial(self._read_from_host, unit)
             self.units.append(unit)
             self._groups += [] if expert else [[]]
             self._groups[-1].append(unit)
+        # ---- states in host memory
+        self._on_host = zero.optimizer_cpu_offload
+        self._sums_on_host = zero.zero_offload_partial_sums and spec.wire.reduce is not None
+        self._uploads, self._downloads = (self._simulation.new_clock() for _ in range(2))
         # ---- optimizer and local steps
         self.muon: JointOrthogonalizer | None = None
         if muon is not None and self.trace.matrices:
@@ -294,7 +301,7 @@ class StepSimulator:
             self._finish_unit(order[0][0], first=first, last=last)
             self._free_unpacked(order[0][0])
         # ---- end of backward: the hook of the root module waits for all reductions
-        for clock in (self._reductions, self._copies):
+        for clock in (self._reductions, self._copies, self._downloads):
             self._simulation.running.wait_until(clock.now)
         self._context.reduce_schedule.end_backward()
         self.ledger.free(Memory.BUFFERS)
@@ -360,14 +367,46 @@ class StepSimulator:
             self.orthogonalize(iteration=1)
         # ---- update: 1 pass for the norm, 8 for AdamW, which reads and writes weight, gradient and both moments
         passes = 1 + 8
-        self._touch(passes * 4 * sum(unit.size for unit in self.units))
+        if not self._on_host:
+            self._touch(passes * 4 * sum(unit.size for unit in self.units))
         for unit in self.units:
+            if self._on_host:
+                self._update_on_host(unit)
             gather = unit.gather if isinstance(unit.gather, TwoHopGather) else None
             if gather is not None:
                 gather.before_step()
             unit.version += 1
             if gather is not None:
                 gather.after_step(keyframe=False)
+
+    def _update_on_host(self, unit: SimulatedUnit) -> None:
+        """Simulate `HostShard.update`: upload four states, update them, and download three, beside other units'."""
+        state = MASTER_BYTES * unit.size
+        self._uploads.wait_until(self._simulation.running.now)
+        with self._simulation.on(self._uploads):
+            self._copy(UPLOAD, 4 * state, calls=4)
+        self._downloads.wait_until(self._uploads.now)
+        with self._simulation.on(self._downloads):
+            self._touch(8 * state)
+            self._copy(DOWNLOAD, 3 * state, calls=3)
+        unit.updated = self._downloads.now
+
+    def _read_from_host(self, unit: SimulatedUnit) -> None:
+        """Simulate `HostShard.read` on the running clock."""
+        self._simulation.running.wait_until(unit.updated)
+        self._copy(UPLOAD, MASTER_BYTES * unit.size)
+
+    def _copy(self, direction: str, num_bytes: int, *, calls: int = 1) -> None:
+        """Count `calls` copies between the device and host memory, and advance the running clock by its seconds."""
+        self.counter.add(PCIE, HOST, direction, num_bytes, calls=calls)
+        self._simulation.spend(self._costs.copy(num_bytes), axis=PCIE)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of this rank's states in host memory."""
+        size = sum(unit.size for unit in self.units) if self._on_host else 0
+        sums = sum(unit.partial_bytes for unit in self.units) if self._sums_on_host else 0
+        return 4 * MASTER_BYTES * size + sums
 
     def orthogonalize(self, *, iteration: int) -> SimulatedStep:
         """Simulate Muon's orthogonalization in the step `iteration`: communication of rows and Newton-Schulz."""
@@ -495,20 +534,33 @@ class StepSimulator:
         reductions.wait_until(compute.now)
         # ---- memory of the reduction
         partial = 0 if self._partial_sums_wait else unit.partial_bytes
-        self.ledger.pass_through(Memory.BUFFERS, unit.reduce_buffer + partial + result.nbytes)
+        first_sums = unit.partial_bytes if self._sums_on_host and first else partial  # later ones are in a slot
+        self.ledger.pass_through(Memory.BUFFERS, unit.reduce_buffer + first_sums + result.nbytes)
         if last or self._zero.zero_cross_every_microbatch:
-            self.ledger.pass_through(Memory.BUFFERS, unit.cross_buffer + partial + result.nbytes)
+            on_device = 2 * MASTER_BYTES * unit.size if self._on_host else result.nbytes
+            self.ledger.pass_through(Memory.BUFFERS, unit.cross_buffer + partial + on_device)
             if self._context.overlap_reduce:  # at worst the sums and late sums of all units wait for the cross hop
-                late_sum = 0 if unit.reduce.fills(result) else result.nbytes
+                late_sum = 0 if self._on_host or unit.reduce.fills(result) else result.nbytes
                 self.ledger.add(Memory.BUFFERS, partial + late_sum)
+        if self._sums_on_host and self._partial_sums_wait and not first:
+            with simulation.on(self._uploads):
+                self._copy(UPLOAD, unit.partial_bytes)
+            reductions.wait_until(self._uploads.now)
         # ---- reduction
         if unit.axis.size > 1:
             with simulation.on(reductions):
                 unit.reduce(result, whole, unit.axis.group, dist.ReduceOp.SUM)  # type: ignore[arg-type]
         waits = isinstance(unit.reduce, TwoHopReduce) and not unit.reduce.crosses and self._replicate.size == 1
-        if not waits and not unit.reduced:
+        if self._on_host:
+            self._downloads.wait_until(reductions.now)
+            with simulation.on(self._downloads):
+                if not waits and unit.reduced:
+                    self._copy(UPLOAD, MASTER_BYTES * unit.size)  # of the sum so far, to which the new one is added
+                if not waits or self._sums_on_host:
+                    self._copy(DOWNLOAD, unit.partial_bytes if waits else MASTER_BYTES * unit.size)
+        elif not waits and not unit.reduced:
             self.ledger.add(Memory.GRADIENTS, MASTER_BYTES * unit.size)
-            unit.reduced = True
+        unit.reduced = unit.reduced or not waits
         if last and self._replicate.size > 1:
             copies.wait_until(reductions.now)
             with simulation.on(copies):
@@ -518,15 +570,21 @@ class StepSimulator:
         """Start a new ledger with the memory that persists between steps."""
         self.ledger, units = Ledger(), self.units
         own = sum(math.prod(shape) for unit in units for shape in unit.shapes)
-        self.ledger.add(Memory.PARAMETERS, MASTER_BYTES * sum(unit.size for unit in units))
         less = 0 if self.muon is None else sum(map(math.prod, self._matrix_shards))
-        self.ledger.add(Memory.MOMENTS, MASTER_BYTES * (self._moments * own - less))
+        if not self._on_host:
+            self.ledger.add(Memory.PARAMETERS, MASTER_BYTES * sum(unit.size for unit in units))
+            self.ledger.add(Memory.MOMENTS, MASTER_BYTES * (self._moments * own - less))
+        else:
+            itemsize = self._precision.param_dtype.itemsize
+            self.ledger.add(Memory.WORKING, sum(itemsize * unit.size for unit in units if not unit.secondary_bytes))
+            sums = max(unit.partial_bytes for unit in units) if self._sums_on_host else 0
+            self.ledger.add(Memory.STAGING, NUM_SLOTS * (4 * MASTER_BYTES * max(unit.size for unit in units) + sums))
         self.ledger.add(Memory.SECONDARY, sum(unit.secondary_bytes for unit in units))
         self.ledger.add(Memory.FROZEN, sum(unit.frozen.kept for unit in units))
         self.ledger.add(Memory.FEEDBACK, sum(unit.feedback_bytes for unit in units))
         for unit in units:
             unit.reduced = False
-        if self._partial_sums_wait:
+        if self._partial_sums_wait and not self._sums_on_host:
             self.ledger.add(Memory.PARTIAL_SUMS, sum(unit.partial_bytes for unit in units))
         if self._diloco is not None:
             self.ledger.add(Memory.OUTER_MESSAGES, most_under_way(self.fragments, self._diloco)[0])

@@ -173,6 +173,11 @@ class Choice(NamedTuple):
         return self.estimate is not None and self.estimate.fits
 
     @property
+    def on_host(self) -> bool:
+        """True if the candidate keeps states in host memory."""
+        return self.estimate is not None and self.estimate.host_bytes > 0
+
+    @property
     def speed(self) -> float:
         """Tokens per second; 0 without an estimate or without times."""
         return self.estimate.tokens_per_second if self.estimate else 0.0
@@ -190,15 +195,27 @@ def search(estimator: Estimator, config: RunConfig) -> list[Choice]:
     The best candidate of each scheme and tensor-parallel size is also estimated with every other expert-parallel size,
     if the model has experts.
     Candidates with more recomputation are added only while the previous one does not fit. The local axis is not
-    searched: it always has all ranks in a node, or NVLink domain, that differ in their data.
+    searched: it always has all ranks in a node, or NVLink domain, that differ in their data. States in host memory are
+    tried only if no other candidate fits.
     """
-    domain, choices = estimator.cluster.ranks_per_domain, []
+    choices = _candidates(estimator, config, config)
+    if not any(choice.fits for choice in choices) and estimator.cluster.host is not None:
+        hosted = changed(config, zero={"optimizer_cpu_offload": True})
+        choices += _candidates(estimator, config, hosted)
+        with_sums = _candidates(estimator, config, changed(hosted, zero={"zero_offload_partial_sums": True}))
+        choices += [choice for choice in with_sums if choice.estimate and choice.estimate.plan.wire.reduce]
+    return sorted(choices, key=lambda choice: choice.order)
+
+
+def _candidates(estimator: Estimator, given: RunConfig, config: RunConfig) -> list[Choice]:
+    """Return the candidates around `config`, by the flags that turn `given` into them."""
+    domain, choices = estimator.cluster.ranks_per_domain, list[Choice]()
     for tp in nested_sizes(domain, domain):
         sized = changed(config, parallel={"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1})
         for run in _searched(sized, estimator.cluster):
-            of_scheme = _batch_sizes(estimator, config, run)
-            choices += of_scheme + _other_expert_sizes(estimator, config, run, of_scheme)
-    return sorted(choices, key=lambda choice: choice.order)
+            of_scheme = _batch_sizes(estimator, given, run)
+            choices += of_scheme + _other_expert_sizes(estimator, given, run, of_scheme)
+    return choices
 
 
 def flags_between(given: RunConfig, other: RunConfig) -> str:

@@ -23,9 +23,8 @@ from typing import Literal, NamedTuple
 
 LinkKind = Literal["domain", "node", "network"]
 LINK_KINDS: tuple[LinkKind, ...] = ("domain", "node", "network")  # fastest first
-MEASURED = "measured"  # first word of a link's `source` if its figures were measured; also a calibration
-# calibrations of --plan: devices, and figures of a device that --measure-links has measured
-CALIBRATION_NAMES = ("v100", "a100", "h100", "h100_500w", "h800", MEASURED)
+CALIBRATION_NAMES = ("v100", "a100", "h100", "h100_500w", "h800")  # devices for which --plan has a calibration
+MEASURED = "measured"  # first word of a link's `source` if its figures were measured
 MOST_RANKS = 1 << 20  # largest number of ranks; larger lists of ranks would take too much memory and time
 
 
@@ -40,6 +39,7 @@ class Cluster:
         order: rank at each position; None if ranks are numbered by position.
         links: bandwidth and latency of the links that are known.
         device: device of each rank, if a cluster file describes it.
+        host: memory of each node, if a cluster file describes it.
         notices: messages for the user.
     Raises:
         ValueError: there are no ranks or more than MOST_RANKS; domains are neither equal parts of a node nor equal
@@ -52,6 +52,7 @@ class Cluster:
     order: tuple[int, ...] | None = None
     links: Links | None = None
     device: Device | None = None
+    host: Host | None = None
     notices: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -185,6 +186,14 @@ class Links(NamedTuple):
         """Return a log line with all known links and the sources of their figures."""
         texts = [f"{kind} {link} ({link.source or 'no source given'})" for kind, link in self.known.items()]
         return f"links: {'; '.join(texts) or 'none known'}"
+
+
+class Host(NamedTuple):
+    """The memory of a node outside of its devices, for --optimizer-cpu-offload."""
+
+    gigabytes: float  # available memory of a node, in 1e9 bytes
+    gigabytes_per_second: float  # rate of copies between it and one device, each way, if all devices copy at once
+    source: str = ""
 
 
 class Device(NamedTuple):

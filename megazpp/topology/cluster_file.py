@@ -23,10 +23,12 @@ device:                   # optional: the device of each rank; --plan needs it
   gigabytes: 80           # memory size
   gigabytes_per_second: 3350
   calibration: h100       # optional: calibration with the shares of these peaks that published runs have reached
-                          #   (v100, a100, h100, h100_500w, h800); measured: --measure-links wrote these figures;
-                          #   without a calibration --plan warns
+                          #   (v100, a100, h100, h100_500w, h800); without it --plan warns
   price_per_hour: 2.5     # optional: price of one device in any currency, from which --plan computes costs
   source: NVIDIA H100 Tensor Core GPU data sheet
+host:                     # optional: memory of each node, for --optimizer-cpu-offload
+  gigabytes: 500          # memory that is available to the job
+  gigabytes_per_second: 20  # rate of copies between it and each device, each way, if all devices copy at once
 """
 
 from __future__ import annotations
@@ -45,11 +47,12 @@ from megazpp.base.files import cause, find_file, read_small_file
 from megazpp.base.flags import check_words, flag, shown
 from megazpp.base.launcher import find_launcher
 from megazpp.base.program import in_words
-from megazpp.topology.cluster import CALIBRATION_NAMES, LINK_KINDS, Cluster, Device, Link, Links, nested_sizes
+from megazpp.topology.cluster import CALIBRATION_NAMES, LINK_KINDS, Cluster, Device, Host, Link, Links, nested_sizes
 
-KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device")
+KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device", "host")
 DEVICE_FIGURES = ("teraflops", "gigabytes", "gigabytes_per_second")
 LINK_KEYS = ("gigabytes_per_second", "gigabits_per_second", "microseconds", "source")
+NO_DEVICE = "# --plan needs links (--measure-links measures them) and a device: copy them from configs/clusters\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ class ClusterConfig:
     measure_links: bool = flag(
         False,
         "measure bandwidth and latency of each axis at start-up with all-gathers, which takes a few seconds on slow "
-        "links, and the device's speed; the run folder's cluster.yaml stores the result for --cluster-file",
+        "links; the run folder's cluster.yaml stores the result for --cluster-file",
     )
 
     def __post_init__(self) -> None:
@@ -188,7 +191,10 @@ def cluster_text(cluster: Cluster) -> str:
             content["links"][kind] = figures | {"source": link.source}
     if cluster.device is not None:
         content["device"] = {key: value for key, value in cluster.device._asdict().items() if value is not None}
-    return yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
+    if cluster.host is not None:
+        content["host"] = cluster.host._asdict()
+    text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
+    return text if cluster.device is not None else text + NO_DEVICE
 
 
 def cyclic_order(nodes: int, ranks_per_node: int) -> tuple[int, ...]:
@@ -226,7 +232,10 @@ def _cluster(content: Any, *, source: str) -> Cluster:
         links = Links(**{kind: _link(f"links.{kind}", given[kind], source) for kind in given})
     nodes, per_node, domain = whole["nodes"], whole["ranks_per_node"], whole.get("fast_domain")
     device = _device(top["device"], source) if "device" in top else None
-    cluster = Cluster(num_nodes=nodes, ranks_per_node=per_node, domain_size=domain, links=links, device=device)
+    host = _host(top["host"], source) if "host" in top else None
+    cluster = Cluster(
+        num_nodes=nodes, ranks_per_node=per_node, domain_size=domain, links=links, device=device, host=host
+    )
     order = top.get("rank_order", "block")
     if order == "block":
         return cluster
@@ -268,6 +277,14 @@ def _device(value: Any, source: str) -> Device:
     if calibration is not None and str(calibration) not in CALIBRATION_NAMES:
         raise ValueError(f"device.calibration {shown(calibration)} is not one of {', '.join(CALIBRATION_NAMES)}")
     return Device(str(given["name"]), **figures, source=str(given.get("source", source)), calibration=calibration)
+
+
+def _host(value: Any, source: str) -> Host:
+    """Convert the mapping under the key host."""
+    figures = ("gigabytes", "gigabytes_per_second")
+    given = _mapping("host", value, (*figures, "source"), needed=figures)
+    size, rate = (_number(f"host.{key}", given[key]) for key in figures)
+    return Host(size, rate, str(given.get("source", source)))
 
 
 def _mapping(where: str, value: Any, keys: Collection[str], *, needed: Collection[str] = ()) -> dict[str, Any]:

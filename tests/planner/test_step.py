@@ -37,6 +37,7 @@ from megazpp.zero.plan import GRADIENT_BLOCK
 BF16 = PrecisionConfig(bf16=True)
 ALL = ZeroConfig(zeropp=True)
 ALONE = ZeroConfig(zeropp=True, overlap_param_gather=False, overlap_grad_reduce=False)
+HOST: dict[str, Any] = {"optimizer_cpu_offload": True, "zero_offload_partial_sums": True}
 MUON = OptimizerConfig(optimizer="muon")
 LOCAL = functools.partial(DilocoConfig, diloco_steps=4)
 two_nodes = functools.partial(Case, nodes=2)
@@ -87,8 +88,10 @@ def count(case: Case) -> tuple[TrafficTable, Any, TrafficTable]:
     step, dims = build_step(case)
     diloco = build_diloco(case, step, dims)
     step(case.batches(0, dims), learning_rate=1e-3, weight_decay=0.0)
+    step.sharding.settle()
     before, told = dims.counter.table(), watch(dims.counter, {name: getattr(dims, name) for name in DATA_AXES})
     step(case.batches(1, dims), learning_rate=1e-3, weight_decay=0.0)
+    step.sharding.settle()
     between, order = dims.counter.table(), in_order(told)
     if diloco is not None:
         diloco.finish()
@@ -123,6 +126,11 @@ GRID = {
     "no overlap, recompute": two_nodes(
         tp=2, micro_batches=2, model=dataclasses.replace(GPT2_STYLE, recompute_granularity="full"), zero=ALONE
     ),
+    "states in host memory": two_nodes(zero=dataclasses.replace(ALL, **HOST), micro_batches=4, precision=BF16),
+    "states in host memory, hpZ off": two_nodes(
+        zero=ZeroConfig(zeropp=True, zero_hpz_partition_size="1", **HOST), micro_batches=2, precision=BF16
+    ),
+    "states in host memory, ZeRO-3": two_nodes(zero=ZeroConfig(optimizer_cpu_offload=True), micro_batches=2),
     "replica groups, quantized": two_nodes(diloco=LOCAL()),
     "replica groups, tp, late fragments": two_nodes(
         tp=2,
@@ -140,6 +148,7 @@ QUICK = (
     "HSDP",
     "zeropp",
     "zeropp, tp, sequence",
+    "states in host memory",
     "Muon, whole over nodes",
     "replica groups, tp, late fragments",
 )

@@ -5,7 +5,7 @@ from helpers.small_run import parse
 
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.variants import Choice, search, with_recompute
-from megazpp.topology.cluster import Cluster, Device, Link, Links
+from megazpp.topology.cluster import Cluster, Device, Host, Link, Links
 
 SLOW = Links(domain=Link(100.0), network=Link(0.1))
 
@@ -17,11 +17,12 @@ def found(
     links: Links | None = SLOW,
     nodes: int = 2,
     model: str = "gpt_tiny",
+    host: Host | None = None,
 ) -> dict[str, Choice]:
     """Return the candidates for a tiny model with ZeRO-3 on nodes of two ranks, by their flags, in their order."""
     config = parse(f"@configs/{model}.args --bf16 {flags}").config
     device = Device("a GPU", teraflops=10.0, gigabytes=gigabytes, gigabytes_per_second=100.0)
-    cluster = Cluster(num_nodes=nodes, ranks_per_node=2, links=links, device=device)
+    cluster = Cluster(num_nodes=nodes, ranks_per_node=2, links=links, device=device, host=host)
     return {choice.flags: choice for choice in search(Estimator(cluster, device_type="cpu"), config)}
 
 
@@ -53,6 +54,23 @@ def test_flags_of_a_candidate_after_the_given_ones_are_its_run(given):
         if choice.estimate is not None:
             again = parse(f"@configs/gpt_tiny.args --bf16 --global-batch-size 16 {given} {flags}").config
             assert again == choice.estimate.config, flags
+
+
+def test_search_tries_states_in_host_memory_only_if_nothing_else_fits():
+    host = Host(gigabytes=1.0, gigabytes_per_second=10.0)
+    assert not any("offload" in flags for flags in found(host=host))
+    without, choices = (
+        found("--micro-batch-size 1", gigabytes=0.00548),
+        found("--micro-batch-size 1", gigabytes=0.00548, host=host),
+    )
+    assert not any(choice.fits for choice in without.values())
+    assert not any("offload" in flags for flags in without)
+    fitting = [flags for flags, choice in choices.items() if choice.fits]
+    assert fitting
+    assert all("--optimizer-cpu-offload" in flags for flags in fitting)
+    assert any("--zero-offload-partial-sums" in flags for flags in choices)
+    too_small = found("--micro-batch-size 1", gigabytes=0.00548, host=host._replace(gigabytes=0.001))
+    assert not any(choice.fits for choice in too_small.values())
 
 
 def test_search_keeps_local_steps():

@@ -10,8 +10,8 @@ from helpers.refusals import not_refused, table
 from helpers.small_run import ROOT
 
 from megazpp.topology import cluster_file
-from megazpp.topology.cluster import Cluster, Device, Link, Links
-from megazpp.topology.cluster_file import ClusterConfig, cluster_text, detect_cluster, read_cluster
+from megazpp.topology.cluster import Cluster, Device, Host, Link, Links
+from megazpp.topology.cluster_file import NO_DEVICE, ClusterConfig, cluster_text, detect_cluster, read_cluster
 from megazpp.topology.plan import plan_layout
 
 CYCLIC = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -101,7 +101,10 @@ def test_cluster_file_docstring_example(path):
             network=Link(12.5, 5.0, str(path)),
         ),
         device=Device("H100", 989.0, 80.0, 3350.0, "NVIDIA H100 Tensor Core GPU data sheet", "h100", 2.5),
+        host=Host(500.0, 20.0, str(path)),
     )
+    again = read_cluster(written(path, cluster_text(read_cluster(path))))
+    assert again.host == Host(500.0, 20.0, str(path))
 
 
 @pytest.mark.parametrize(
@@ -207,6 +210,7 @@ def test_cluster_text_round_trips(path):
         cluster = Cluster(num_nodes=2, ranks_per_node=4, **fields)
         text = cluster_text(cluster)
         assert read_cluster(written(path, text)) == cluster
+        assert (NO_DEVICE in text) == ("device" not in fields)
 
 
 def test_message_about_a_hostile_file_is_short(path):
