@@ -229,11 +229,12 @@ def test_classes_have_unique_names(product):
     assert [name for name, count in counts.items() if count > 1] == []
 
 
-# methods of our objects that torch, transformers and Python's files call
+# methods of our objects that torch, transformers, vLLM and Python's files call
 CALLED_BY_LIBRARIES = {
     *("on_save", "on_train_begin", "post_train"),
     *("_format_action_invocation", "_split_lines"),
     *("lookup_object", "create_stream", "all_gather_inputs"),
+    *("init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update"),
 }
 
 

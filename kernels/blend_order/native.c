@@ -24,7 +24,7 @@ that the following block cannot end early.
 #define AT_ONCE 16 /* groups per iteration when candidates are chosen */
 
 typedef double lanes __attribute__((vector_size(8 * LANES)));
-typedef int64_t masks __attribute__((vector_size(8 * LANES))); /* -1 for true, 0 for false */
+typedef int64_t masks __attribute__((vector_size(8 * LANES))); /* a lane is -1 for true, 0 for false */
 
 static inline lanes load(const double *from) {
     lanes x;
@@ -43,9 +43,9 @@ struct plan {
     const int32_t *starts, *members; /* group g has members[starts[g]] to members[starts[g + 1] - 1], ascending */
     int32_t *turns;
     double floor, slope, margin, expected; /* expected: the floor without its margin; NaN after a new floor */
-    double *some_shares, *some_taken; /* copies for the candidates, with room for num_groups + AT_ONCE elements each */
+    double *some_shares, *some_taken; /* the candidates' shares and taken; room for num_groups + AT_ONCE each */
     int32_t *candidates;
-    double *lags; /* of the choices in a block, with room for num_groups elements */
+    double *lags; /* lags of the choices in a block, with room for num_groups elements */
 };
 
 /* The floor at sample `at` of a block that begins with sample `begin`. */

@@ -126,14 +126,15 @@ def announce(*names: str) -> None:
 def answer_flags(answer: Callable[[list[str]], object]) -> None:
     """Exit if flags are wrong or ask only for information. A program calls it before imports that take seconds.
 
-    Workers skip it: their `main` finds the same mistakes, and also tells the ranks of other hosts.
+    Workers and the launchers of --nnodes skip it: `main` finds the same mistakes, and also tells the other hosts.
 
     Args:
         answer: parses the arguments without the program name; it raises ValueError or OSError if they are wrong, and
             SystemExit if it has printed what they ask for.
     """
     try:
-        is_worker = LAUNCHER_PID in os.environ or "RANK" in os.environ or find_launcher(os.environ) is not None
+        is_one_of_many = LAUNCHER_PID in os.environ or "RANK" in os.environ or find_launcher(os.environ) is not None
+        is_one_of_many |= any(word.partition("=")[0] == "--nnodes" for word in sys.argv)
     except ValueError:  # `detect_rank_info` reports it later
         return
 
@@ -142,7 +143,7 @@ def answer_flags(answer: Callable[[list[str]], object]) -> None:
     def run(argv: list[str]) -> None:
         answer(argv)
 
-    if not is_worker and (status := run()):
+    if not is_one_of_many and (status := run()):
         raise SystemExit(status)
 
 

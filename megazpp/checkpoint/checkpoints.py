@@ -13,16 +13,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
+import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.torch_version import TorchVersion
 
 from megazpp.base.program import GIGA, user_errors
-from megazpp.checkpoint.checksums import SummingWriter, write_checksums, write_durably
+from megazpp.checkpoint.checksums import INDEX, SummingWriter, write_checksums, write_durably
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD, CheckpointFolder, kept_iterations, write_tokenizer
 from megazpp.checkpoint.metadata import CheckpointMetadata
@@ -40,22 +43,41 @@ STAGER_IS_REUSABLE = TorchVersion(torch.__version__) >= TorchVersion("2.13")
 def take_folder(folder: CheckpointFolder, axis: MeshAxis, say: Callable[[str], None]) -> None:
     """Create and lock the folder of --save, and clean up after an earlier crash. All ranks call this.
 
+    Hosts without a shared file system have separate folders at this path. One rank locks each of them: rank 0, then the
+    first rank that does not see the folders of the ranks before.
+
     Args:
         folder: the folder, which stays locked until `Checkpoints.finish` or the end of the process.
         axis: axis over all ranks with a group for files, see `open_axis`.
         say: function that prints a line on rank 0.
     Raises:
-        ValueError: another job uses the folder, it is not writable, or the nodes see different folders.
+        ValueError: another job uses the folder, or it is not writable.
     """
+    seen, hosts = [False] * axis.size, []
+    while not all(seen):
+        owner = seen.index(False)
 
-    def lock() -> list[str]:
-        folder.lock()
-        return folder.recover()
+        def lock(owner: int = owner) -> tuple[str, list[str], str]:
+            if axis.rank != owner:
+                return "", [], ""
+            folder.lock()
+            return socket.gethostname(), folder.recover(), tempfile.mkdtemp(prefix=".", dir=folder.path)
 
-    for line in raise_on_all_ranks(axis, lock if axis.rank == 0 else list):
-        say(line)
-    if not all(axis.share_object(axis.gather_objects((folder.path / "lock").exists()))):
-        raise ValueError(f"{folder.name} is not the same folder on every node: it has to be on a shared file system")
+        found = axis.gather_objects(raise_on_all_ranks(axis, lock))
+        host, lines, mark = axis.share_object(found[owner] if found else None)
+        hosts.append(host)
+        seen = axis.share_object(axis.gather_objects(seen[axis.rank] or (folder.path / Path(mark).name).is_dir()))
+        if axis.rank == owner:
+            Path(mark).rmdir()
+        for line in lines:
+            say(line)
+    folder.num_separate = len(hosts)
+    if folder.num_separate > 1:
+        say(
+            f"WARNING: {folder.name} is a separate folder on {' and '.join(hosts)}: each host keeps the files that its "
+            "ranks write. To resume, use the same hosts with the same ranks, or copy the checkpoint's files of all "
+            "hosts into one folder"
+        )
 
 
 class Checkpoints:
@@ -93,13 +115,13 @@ class Checkpoints:
         self._writing: Future[None] | None = None
 
     def check_space(self) -> None:
-        """Raise a ValueError on all ranks if the disk of --save has too little space for a checkpoint."""
+        """Raise a ValueError on all ranks if a disk of --save has too little space for its part of a checkpoint."""
         folder, axis = self._folder, self._axis
         if folder is None:
             return
         num_weights = sum(parameter.numel() for parameter in self._state.model.parameters())
         # fp32 weights, and with --save-optim two fp32 moments
-        needed = 4 * num_weights * (3 if self._config.save_optim else 1)
+        needed = 4 * num_weights * (3 if self._config.save_optim else 1) / folder.num_separate
 
         def compare() -> None:
             free = shutil.disk_usage(folder.path).free
@@ -108,7 +130,7 @@ class Checkpoints:
                 raise ValueError(space)
             self._say(space if free > 2 * needed else f"WARNING: {space}")
 
-        raise_on_all_ranks(axis, lambda: compare() if axis.rank == 0 else None)
+        raise_on_all_ranks(axis, lambda: compare() if folder.is_locked else None)
 
     def load(self, verified: Verified, schedule: Schedule) -> Resumed:
         """Load a checkpoint into the state and return the position to resume from; see `CheckpointReader.read`.
@@ -126,7 +148,7 @@ class Checkpoints:
         own = folder is not None and folder.of(iteration).resolve() == verified.path.resolve()
         if folder is not None and own and verified.source.iteration is not None:
             # a later restart must also resume from this iteration
-            raise_on_all_ranks(self._axis, lambda: folder.track(iteration) if self._axis.rank == 0 else None)
+            raise_on_all_ranks(self._axis, lambda: folder.track(iteration) if folder.is_locked else None)
         return resumed
 
     def save(self, progress: TrainingProgress) -> None:
@@ -252,33 +274,43 @@ def write_checkpoint(
         ValueError: a rank could not write. The unfinished checkpoint is deleted, and earlier ones are unchanged.
     """
     started, iteration = time.perf_counter(), record.progress.iteration
-    partial = folder.partial(iteration)
+    partial, owns = folder.partial(iteration), folder.is_locked or axis.rank == 0
     writer = SummingWriter(partial, axis.timeline, read)
 
     def complete() -> str:
-        """Write the metadata and checksums, rename the folder, move the tracker, and delete old checkpoints.
+        """Write the metadata and checksums, rename the folder, and move the tracker, when all tensors are on disk.
 
-        Rank 0 runs this when the tensors of all ranks are on disk. Returns a note for the log line, or "".
+        Returns a note for the log line, or "".
         """
         sums = {name: part for of_rank in parts for name, part in of_rank.items()}
-        named = dataclasses.replace(record, tokenizer_folder=write_tokenizer(folder.path, tokenizer or {}))
+        named = dataclasses.replace(written, tokenizer_folder=write_tokenizer(folder.path, tokenizer or {}))
         sums[RECORD] = write_durably(partial / RECORD, named.as_json())
+        if axis.rank != 0:
+            write_durably(partial / INDEX, index)
         write_checksums(partial, sums)
         aside = folder.complete(iteration)
+        return f" | of the branch that this run has left: {', '.join(map(str, aside))}" if aside else ""
+
+    def delete_old() -> None:
         if keep_last is not None or retain_interval is not None:
             kept = kept_iterations(folder.iterations(), keep_last=keep_last, retain_interval=retain_interval)
             folder.keep_only(kept)
-        return f" | of the branch that this run has left: {', '.join(map(str, aside))}" if aside else ""
 
-    # write the tensors on all ranks, then complete the checkpoint on rank 0
+    # write the tensors on all ranks
     try:
-        raise_on_all_ranks(axis, lambda: folder.begin(iteration) if axis.rank == 0 else None)
+        raise_on_all_ranks(axis, lambda: folder.begin(iteration) if owns else None)
         with axis.timeline.span(axis.name, "save"):
             raise_on_all_ranks(axis, lambda: writer.save(tensors, axis.group))
-        parts = axis.gather_objects(writer.sums)
+        parts, written, index = axis.gather_objects(writer.sums), record, b""
+        if folder.num_separate > 1:
+            index = (partial / INDEX).read_bytes() if axis.rank == 0 else b""
+            parts, written, index = axis.share_object((parts, record, index))
+        # complete the checkpoint in every folder, rank 0's last: what it names as the latest is then on all hosts
+        raise_on_all_ranks(axis, lambda: complete() if owns and axis.rank != 0 else "")
         note = raise_on_all_ranks(axis, lambda: complete() if axis.rank == 0 else "")
+        raise_on_all_ranks(axis, lambda: delete_old() if owns else None)
     except ValueError as error:
-        if axis.rank == 0:
+        if owns:
             folder.abandon(iteration)
         raise ValueError(f"{folder.name}: iteration {iteration} could not be saved: {error}") from error
     # describe the result

@@ -36,7 +36,12 @@ from torch.utils import serialization
 from megazpp.base.files import DamagedError, cause, read_small_file, write_synced
 from megazpp.parallel.timeline import FILES, Timeline
 
-NAME = "checksums.txt"
+NAME, INDEX = "checksums.txt", ".metadata"  # INDEX is the name that torch.distributed.checkpoint gives
+# hint about a missing file
+SEPARATE = (
+    " (if the hosts that saved it had no shared folder: resume on the same hosts with the same ranks, or copy the "
+    "checkpoint's files of all hosts into one folder)"
+)
 _CHUNK_BYTES = 1 << 22
 _LINE = re.compile(r"([0-9a-f]{8}) +(\d+)  (.+)\n")
 _WRITER = re.compile(r"__(\d+)_")  # torch.distributed.checkpoint names a file after the rank that wrote it
@@ -105,7 +110,7 @@ def verify_files(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, names: 
         try:
             found = sum_file(path)
         except OSError as error:
-            problems.append(f"{path} cannot be read: {error.strerror}")
+            problems.append(f"{path} cannot be read: {error.strerror}{SEPARATE * (not path.exists())}")
             continue
         if found.size != expected.size:
             problems.append(f"{path} is damaged: it has {found.size} bytes, {expected.size} were written")

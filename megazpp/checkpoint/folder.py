@@ -59,11 +59,14 @@ class CheckpointFolder:
     Args:
         path: path of the folder; `~` is expanded.
         flag: flag that the path came from, such as "--save", for messages.
+    Attributes:
+        num_separate: number of separate folders at this path, on hosts without a shared file system.
     """
 
     def __init__(self, path: str | Path, flag: str) -> None:
         self.path, self.flag = Path(path).expanduser(), flag
         self._lock: IO[str] | None = None
+        self.num_separate = 1
 
     @property
     def name(self) -> str:
@@ -122,6 +125,11 @@ class CheckpointFolder:
             )
 
     # ---- methods that need the lock -----------------------------------------------------------------------------
+
+    @property
+    def is_locked(self) -> bool:
+        """True if this process has locked the folder. It then completes and deletes the checkpoints in it."""
+        return self._lock is not None
 
     def lock(self, *, patience_seconds: float = 5.0) -> None:
         """Create the folder if needed, and lock it until `unlock` or the end of this process.

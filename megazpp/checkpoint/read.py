@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import socket
 import time
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -20,7 +21,7 @@ import torch
 
 from megazpp.base.files import DamagedError
 from megazpp.base.program import GIGA
-from megazpp.checkpoint.checksums import verify_files
+from megazpp.checkpoint.checksums import checkpoint_digest, verify_files
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD, TRACKER, CheckpointFolder
 from megazpp.checkpoint.metadata import (
@@ -270,6 +271,9 @@ def verify(source: LoadSource | None, axis: MeshAxis, say: Callable[[str], None]
         """Verify a checkpoint's files on all ranks together, and return their size in bytes and the metadata."""
         path = folder.of(iteration)
         size = raise_on_all_ranks(axis, lambda: verify_files(path, rank=axis.rank, num_ranks=axis.size))
+        digests = axis.share_object(axis.gather_objects((socket.gethostname(), checkpoint_digest(path))))
+        if other := next((host for host, digest in digests if digest != digests[0][1]), None):
+            raise DamagedError(f"{path} on {other} is not part of the same checkpoint as on {digests[0][0]}")
         record = raise_on_all_ranks(axis, lambda: read_record(path) if axis.rank == 0 else None)
         return size, axis.share_object(record)
 
@@ -395,7 +399,7 @@ class CheckpointReader:
         check_weights(saved, shapes, padded, record, checkpoint, any_head=not source.continues)
         # read the tensors, and let each part of the state take over its own
         targets = self._state.targets(saved, **parts)
-        raise_on_all_ranks(self._axis, lambda: reader.fill(targets, self._state.padded(targets)))
+        reader.fill(targets, self._state.padded(targets), self._axis)
         if source.optimizer:
             try:
                 self._state.values.load_state_dict(vars(record))

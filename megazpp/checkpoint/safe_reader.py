@@ -27,9 +27,13 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.distributed.tensor import DTensor
 
+from megazpp.checkpoint.checksums import INDEX, SEPARATE, read_checksums
 from megazpp.checkpoint.checksums import NAME as CHECKSUMS
-from megazpp.checkpoint.checksums import read_checksums
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.dims import raise_on_all_ranks
 
+Chunk = tuple[str, tuple[int, ...]]  # key of a tensor, and index of the first element of one of its chunks
+Part = tuple[torch.Tensor, tuple[slice, ...]]  # part of a target to fill, and its place in a chunk
 _AT_ONCE = 1 << 22  # largest number of elements per read from a file (but at least one row)
 
 
@@ -47,11 +51,15 @@ class SafeReader:
         self.path = checkpoint
         self._pieces: dict[MetadataIndex, tuple[Path, int]] = {}
         self._covered = set[str]()  # keys of tensors whose chunks were checked
+        self._exists = functools.cache(Path.exists)
+        self._absent: dict[Chunk, list[Part]] | None = (
+            None  # parts whose files are not here, while `fill` collects them
+        )
 
     @functools.cached_property
     def _index(self) -> Metadata:
         """The content of `.metadata`, which is read at the first use."""
-        with (self.path / ".metadata").open("rb") as file:
+        with (self.path / INDEX).open("rb") as file:
             return _IndexUnpickler(file).load()
 
     @functools.cached_property
@@ -69,16 +77,37 @@ class SafeReader:
         """Return the shape, dtype and chunks of every tensor, by key."""
         return self._saved
 
-    def fill(self, targets: Mapping[str, torch.Tensor], padded: Collection[str]) -> None:
+    def fill(self, targets: Mapping[str, torch.Tensor], padded: Collection[str], axis: MeshAxis | None = None) -> None:
         """Read saved tensors into `targets`. The checkpoint may have been saved with another layout.
 
         Args:
             targets: tensors to fill by key. For a DTensor, only the local shard is read.
             padded: keys of tensors that end in padding rows. The saved tensor may have more or fewer rows; target rows
                 that it lacks stay unchanged.
+            axis: ranks that fill their own targets from the checkpoint and all call this. A rank then also gets parts
+                whose files only other hosts have; one rank writes a tensor that several have. None: one process.
         Raises:
-            ValueError: a saved tensor has another shape, or cannot be read.
+            ValueError: a saved tensor has another shape, or cannot be read; on all ranks.
         """
+        axis = axis or MeshAxis("alone")
+        self._absent = absent = dict[Chunk, list[Part]]()
+        raise_on_all_ranks(axis, lambda: self._fill_from_here(targets, padded))
+        self._absent = None
+
+        # parts of chunks whose files are not here
+        wanted = sorted(set().union(*axis.share_object(axis.gather_objects(list(absent)))))
+        there = axis.share_object(axis.gather_objects([self._is_here(chunk) for chunk in wanted])) if wanted else []
+        for number, chunk in enumerate(wanted):
+            holder = next((rank for rank, holds in enumerate(there) if holds[number]), None)
+            if holder is None:
+                raise ValueError(f"{self.path}: a file with {chunk[0]} is on no host{SEPARATE}")
+            found = axis.gather_objects(self._read_chunk(chunk) if axis.rank == holder else None)
+            content = axis.share_object(found[holder] if found else None)
+            for part, place in absent.get(chunk, ()):
+                part.copy_(content[place])
+
+    def _fill_from_here(self, targets: Mapping[str, torch.Tensor], padded: Collection[str]) -> None:
+        """Fill the targets from the files that are here, see `fill`, and collect the other parts in `_absent`."""
         saved = self.tensors()
         for key, target in targets.items():
             size, shape = tuple(saved[key].size), tuple(target.shape)
@@ -121,8 +150,12 @@ class SafeReader:
             if any(first >= end for first, end in zip(low, high, strict=True)):
                 continue
             inside = box[tuple(slice(a - start, b - start) for a, b, start in zip(low, high, offsets, strict=True))]
-            columns = [slice(a - own, b - own) for a, b, own in zip(low, high, begins, strict=True)][1:]
+            place = tuple(slice(a - own, b - own) for a, b, own in zip(low, high, begins, strict=True))
+            if self._absent is not None and not self._is_here((key, begins)):
+                self._absent.setdefault((key, begins), []).append((inside, place))
+                continue
             # read whole rows of the chunk, and copy the columns that the box needs
+            columns = place[1:]
             path, start = self._find_piece(MetadataIndex(key, chunk.offsets))
             dtype, width = entry.properties.dtype, math.prod(sizes[1:])
             for part in inside.split(max(_AT_ONCE // width, 1)):
@@ -133,6 +166,25 @@ class SafeReader:
                     raise ValueError(f"{path} is too short")
                 part.copy_(torch.from_numpy(content).view(dtype).view(-1, *sizes[1:])[:, *columns])
                 low[0] += len(part)
+
+    def _is_here(self, chunk: Chunk) -> bool:
+        """Return False if the file with a chunk of a tensor is missing on this host."""
+        found = self._index.storage_data.get(self._place_of(chunk))
+        return found is None or self._exists(self.path / found.relative_path)
+
+    def _read_chunk(self, chunk: Chunk) -> torch.Tensor:
+        """Return a chunk of a tensor, a scalar as a vector of one element."""
+        key, begins = chunk
+        entry, place = self.tensors()[key], self._place_of(chunk)
+        sizes = next(each.sizes for each in entry.chunks if each.offsets == place.offset)
+        content = torch.empty(tuple(sizes) or (1,), dtype=entry.properties.dtype)
+        self.read_box(key, begins, content)
+        return content
+
+    def _place_of(self, chunk: Chunk) -> MetadataIndex:
+        """Return the name of a chunk in the index, where the first element of a scalar has no coordinates."""
+        key, begins = chunk
+        return MetadataIndex(key, begins if self.tensors()[key].size else ())
 
     def _check_chunks(self, key: str, entry: TensorStorageMetadata) -> None:
         """Raise ValueError unless the chunks of a tensor cover each of its elements exactly once."""
@@ -170,6 +222,8 @@ class SafeReader:
                         "does not list"
                     )
                 path = self.path / found.relative_path
+                if not path.exists():
+                    raise ValueError(f"{path} is missing{SEPARATE}")
                 with path.open("rb") as file, warnings.catch_warnings(), torch.serialization.skip_data():
                     view: Any = _create_file_view(file, found.offset, found.length)
                     archive: Any = torch._C.PyTorchFileReader(view)

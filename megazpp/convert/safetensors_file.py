@@ -85,7 +85,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Deferred], metadata: Mapping
         tensors: tensors, which are read one after the other.
         metadata: strings to store in the header.
     """
-    names, start = {dtype: name for name, dtype in (*DTYPES.items(), ("I32", torch.int32))}, 0
+    names, start = {dtype: name for name, dtype in (*DTYPES.items(), ("U8", torch.uint8))}, 0
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     for name, entry in tensors.items():
         place = [start, start + num_bytes(entry)]

@@ -61,6 +61,17 @@ class LaunchConfig:
         "rank)",
         common=True,
     )
+    nnodes: int | None = flag(
+        None,
+        "number of hosts, without torchrun or srun: start the same command on each host with its own --node-rank "
+        "(default: 1)",
+        common=True,
+    )
+    node_rank: int | None = flag(
+        None, "number of this host, from 0 to --nnodes - 1; host 0 has the address --master-addr", common=True
+    )
+    master_addr: str | None = flag(None, "address of host 0, at which the others connect to it", common=True)
+    master_port: int = flag(29500, "TCP port of host 0, which its firewall must allow")
     max_restarts: int = flag(
         0,
         "number of times to restart all local workers after one has failed (under torchrun, use torchrun's "
@@ -84,14 +95,31 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         check_words(self)
-        check_positive(self, "nproc", "distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
-        check_not_negative(self, "max_restarts")
+        check_positive(self, "nproc", "nnodes", "distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
+        check_not_negative(self, "max_restarts", "node_rank")
+        for name in ("node_rank", "master_addr"):
+            if self.nnodes is None and (value := getattr(self, name)) is not None:
+                raise ValueError(f"{spelling(self, name)} {value} needs --nnodes, the number of hosts")
+        if self.node_rank is not None and self.node_rank >= self.num_nodes:
+            raise ValueError(f"--node-rank {self.node_rank} is not a number from 0 to {self.num_nodes - 1} (--nnodes)")
+        if not 0 < self.master_port < 2**16:
+            raise ValueError(f"--master-port {self.master_port} is not a TCP port (1 to 65535)")
+        if self.num_nodes > 1 and self.max_restarts:
+            raise ValueError(
+                f"--max-restarts {self.max_restarts} cannot be combined with --nnodes {self.nnodes}: after a failure, "
+                "start the command again on each host, with --load"
+            )
         if not 0 <= self.seed <= LARGEST_SEED:
             raise ValueError(f"--seed {self.seed} is not a number from 0 to {LARGEST_SEED}")
         names = ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
         for name, seconds in zip(names, self.hang_seconds, strict=True):
             if seconds > YEAR_SECONDS:
                 raise ValueError(f"{spelling(self, name)} {getattr(self, name)} is more than a year")
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of hosts on which our own launcher starts workers."""
+        return self.nnodes or 1
 
     @property
     def hang_seconds(self) -> tuple[float, float]:

@@ -4,6 +4,7 @@
 |---------------------------------|---------------------------|--------------------------------------------------------|
 | no launcher: a single process   | in the process            | nowhere                                                |
 | this program                    | in the launching process  | this machine                                           |
+| this program, with --nnodes     | in node 0's launcher      | the network, at --master-addr (hosts.py)               |
 | torchrun                        | in torchrun               | the network: torch listens on every interface          |
 | srun, mpirun, ..., or manually  | in rank 0, at MASTER_ADDR | the network, or this machine if MASTER_ADDR is loopback|
 
@@ -30,7 +31,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -39,6 +40,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from megazpp.base.flags import spelling
 from megazpp.base.launcher import LOOPBACK, find_address, find_launcher
 from megazpp.base.program import (
     EXIT_ERROR,
@@ -47,9 +49,13 @@ from megazpp.base.program import (
     EXIT_SECONDARY,
     EXIT_USER_ERROR,
     LAUNCHER_PID,
+    JobError,
+    UserError,
     handling,
+    say,
 )
 from megazpp.parallel.config import LaunchConfig
+from megazpp.parallel.hosts import LOOPBACK_NAMES, Hosts
 
 POLL_SECONDS = 0.05
 # A rank whose collective breaks reports a secondary failure. The launcher then waits this long for the rank that failed
@@ -60,7 +66,6 @@ MOST_CPU_WORKERS = 4  # default limit; the default is at least 2, so that collec
 # what --signal names, LSF and Grid Engine SIGUSR2, or SIGXCPU at a limit of CPU time.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # torchrun and our launcher both set this variable
-LOOPBACK_NAMES = (LOOPBACK, "localhost")
 PORTS_PER_STEP = 7919  # distance between the ports of two steps of a Slurm job; jobs with near numbers do not collide
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the store is in the launching process, not in rank 0
 
@@ -74,12 +79,15 @@ class RankInfo:
         world_size: number of ranks in the job.
         rank: this process's rank, 0 if it is not a worker.
         local_rank: this process's index among the ranks of its node.
+        launched_size: number of workers that this process has to launch, if other hosts launch the rest; otherwise
+            None.
     """
 
     started: bool
     world_size: int
     rank: int = 0
     local_rank: int = 0
+    launched_size: int | None = None
 
 
 def detect_rank_info(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> RankInfo:
@@ -89,8 +97,8 @@ def detect_rank_info(config: LaunchConfig, env: Mapping[str, str] = os.environ) 
         config: number of workers, restarts and back end.
         env: environment of this process.
     Raises:
-        ValueError: --nproc or --max-restarts is given although a launcher started the workers; the launcher left out
-            an address; or --distributed-backend nccl is given without a GPU.
+        ValueError: --nproc, --nnodes or --max-restarts is given although a launcher started the workers; the launcher
+            left out an address; or --distributed-backend nccl is given without a GPU.
     """
     if config.distributed_backend == "nccl" and not torch.cuda.is_available():
         raise ValueError("--distributed-backend nccl needs a GPU, but torch finds none on this machine")
@@ -98,9 +106,12 @@ def detect_rank_info(config: LaunchConfig, env: Mapping[str, str] = os.environ) 
     if launched is None:
         cores = len(os.sched_getaffinity(0))
         nproc = config.nproc or torch.cuda.device_count() or min(max(cores, 2), MOST_CPU_WORKERS)
+        if config.num_nodes > 1:
+            return RankInfo(started=False, world_size=config.num_nodes * nproc, launched_size=nproc)
         return RankInfo(started=nproc == 1 and not config.max_restarts, world_size=nproc)
     if LAUNCHER_PID not in env:
-        for name, value in (("--nproc", config.nproc), ("--max-restarts", config.max_restarts or None)):
+        own = {"--nproc": config.nproc, "--nnodes": config.nnodes, "--max-restarts": config.max_restarts or None}
+        for name, value in own.items():
             if value is not None:
                 raise ValueError(
                     f"{name} {value} conflicts with {launched.launcher}, which starts and restarts the workers; remove "
@@ -199,6 +210,30 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if several else LOOPBACK
 
 
+def hosts_of(config: LaunchConfig, nproc: int = 1) -> Hosts | None:
+    """Return the hosts of a job that --nnodes spreads over several of them, with `nproc` ranks each; otherwise None.
+
+    Raises:
+        ValueError: --node-rank or --master-addr is missing.
+    """
+    if config.num_nodes == 1:
+        return None
+    if config.node_rank is None or config.master_addr is None:
+        missing = [name for name in ("node_rank", "master_addr") if getattr(config, name) is None]
+        raise ValueError(
+            f"--nnodes {config.nnodes} needs {' and '.join(spelling(config, name) for name in missing)}: on host 0 for "
+            f"example --node-rank 0 --master-addr 10.0.0.1, and on each other host the same address and its own number"
+        )
+    return Hosts(
+        num_nodes=config.num_nodes,
+        node_rank=config.node_rank,
+        address=config.master_addr,
+        port=config.master_port,
+        ranks_per_node=nproc,
+        patience_seconds=60 * config.distributed_timeout_minutes,
+    )
+
+
 def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0) -> int:
     """Run `command` in `nproc` local worker processes. When one fails, end the others and restart all of them.
 
@@ -241,21 +276,85 @@ def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0)
     return EXIT_ERROR
 
 
+def launch_workers_of_host(command: Sequence[str], hosts: Hosts) -> int:
+    """Run this host's workers of a job on several hosts; the hosts end together, and each prints the reason.
+
+    Signals are forwarded as in `launch_workers`. The workers of all hosts then finish their step and save.
+
+    Args:
+        command: program and arguments of each worker.
+        hosts: the hosts of the job.
+    Returns:
+        The exit code, as of `launch_workers`; 1 if another host has ended the job.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // hosts.ranks_per_node)))
+    workers = Workers(command, hosts.ranks_per_node, nodes=hosts.num_nodes, node=hosts.node_rank)
+    code, reason, told = EXIT_ERROR, "its launcher has failed", False
+    with _passing_signals_to(workers.processes, then=hosts.note) as passed:
+        try:
+            code, reason, told = _run_on_host(workers, hosts, passed)
+        finally:
+            workers.stop()
+            hosts.end(reason, grace_seconds=GRACE_SECONDS if told else 0.0)
+    return code
+
+
+def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals]) -> tuple[int, str, bool]:
+    """Start this host's workers, watch them, and print how the job has ended.
+
+    Args:
+        workers: the workers of this host.
+        hosts: the hosts of the job.
+        passed: list of the signals that have been forwarded, which grows.
+    Returns:
+        The exit code; the reason for which this host has failed, or ""; and whether a rank of this host has told ranks
+        of the others, which then print more.
+    """
+    failures: Mapping[int, int] | None = None
+    try:
+        workers.start({**hosts.gather(), AGENT_STORE: "True", RESTART_COUNT: "0"})
+        while (failures := workers.failures()) is None and not hosts.is_time_to_end:
+            time.sleep(POLL_SECONDS)
+        if failures and set(failures.values()) == {EXIT_SECONDARY}:  # a rank of another host failed first
+            hosts.wait_for_reason(GRACE_SECONDS)
+            failures = None if hosts.over else failures
+    except ValueError as error:
+        UserError(str(error)).show()
+        return EXIT_USER_ERROR, str(error), False
+    except (JobError, KeyboardInterrupt):  # another host has ended the job before it began, or this one does
+        workers.stop()
+    if passed:
+        return _ended_by(passed[0]), "" if failures == {} else f"ended by {passed[0].name}", False
+    reason = describe_failure(failures) if failures else ""
+    told = failures is not None and all(code > 0 for code in failures.values())  # not if a signal has killed it
+    if failures and EXIT_USER_ERROR in failures.values():  # the worker has already printed its message
+        return EXIT_USER_ERROR, reason, told
+    if reason or hosts.over:
+        print(f"{f'{hosts.name}: {reason}' if reason else hosts.over}; the job is over", file=sys.stderr, flush=True)
+        return EXIT_ERROR, reason, told
+    if hosts.node_rank != 0:  # host 0 has printed the log
+        say(f"{hosts.name}: the job has ended without errors")
+    return 0, "", False
+
+
 class Workers:
     """The worker processes of a job on this machine, one per rank. Several nodes can be emulated.
 
     Args:
         command: program and arguments of each worker.
         ranks_per_node: number of workers per node.
-        nodes: number of emulated nodes.
+        nodes: number of nodes of the job.
+        node: index of the node whose workers are started; None starts those of all nodes, which are then emulated.
     Attributes:
-        processes: the started processes, by rank.
+        processes: the started processes, by rank from the first rank that is started.
         command: the given command.
     """
 
-    def __init__(self, command: Sequence[str], ranks_per_node: int, *, nodes: int = 1) -> None:
+    def __init__(self, command: Sequence[str], ranks_per_node: int, *, nodes: int = 1, node: int | None = None) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.command, self._ranks_per_node, self._nodes = command, ranks_per_node, nodes
+        first, count = (0, nodes) if node is None else (node * ranks_per_node, 1)
+        self._ranks = range(first, first + count * ranks_per_node)
         self._deadline: float | None = None
 
     def start(self, env: Mapping[str, str]) -> Self:
@@ -268,7 +367,7 @@ class Workers:
         self._deadline = None
         world_size = self._nodes * self._ranks_per_node
         try:
-            for rank in range(world_size):
+            for rank in self._ranks:
                 node, local_rank = divmod(rank, self._ranks_per_node)
                 place = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node, "WORLD_SIZE": world_size}
                 place["LOCAL_WORLD_SIZE"] = self._ranks_per_node
@@ -303,7 +402,8 @@ class Workers:
         Returns:
             None while the job runs. Once it is over, the nonzero exit codes by rank, {} if all ranks succeeded.
         """
-        codes = {rank: code for rank, process in enumerate(self.processes) if (code := process.poll()) is not None}
+        started = zip(self._ranks, self.processes, strict=True)
+        codes = {rank: code for rank, process in started if (code := process.poll()) is not None}
         failures = {rank: code for rank, code in codes.items() if code != 0}
         if failures and self._deadline is None:
             self._deadline = time.monotonic() + GRACE_SECONDS
@@ -321,10 +421,16 @@ class Workers:
 
 
 @contextlib.contextmanager
-def _passing_signals_to(workers: list[subprocess.Popen[bytes]]) -> Iterator[list[signal.Signals]]:
+def _passing_signals_to(
+    workers: list[subprocess.Popen[bytes]], then: Callable[[str], None] = lambda name: None
+) -> Iterator[list[signal.Signals]]:
     """Forward the signals that stop a run in an orderly way to `workers`, and yield the list of forwarded signals.
 
-    A second SIGINT raises KeyboardInterrupt instead.
+    A second SIGINT, and a signal before there are workers, raise KeyboardInterrupt instead.
+
+    Args:
+        workers: the processes, which may be started in the context.
+        then: function that is called with the name of a signal after it has been forwarded.
     """
     passed: list[signal.Signals] = []
 
@@ -333,8 +439,11 @@ def _passing_signals_to(workers: list[subprocess.Popen[bytes]]) -> Iterator[list
         if signum == signal.SIGINT and signal.SIGINT in passed:
             raise KeyboardInterrupt
         passed.append(signal.Signals(signum))
+        if not workers:
+            raise KeyboardInterrupt
         for worker in workers:
             worker.send_signal(signum)
+        then(passed[-1].name)
 
     with handling(STOP_SIGNALS, pass_on):
         yield passed

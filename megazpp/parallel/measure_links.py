@@ -1,4 +1,4 @@
-"""`--measure-links`: measure bandwidth and latency of each axis's links at start-up, from all-gathers of two sizes.
+"""`--measure-links`: measure at start-up the links of each axis, from all-gathers of two sizes, and the ranks' device.
 
 The model is a ring: an all-gather over n ranks with b bytes each takes (n-1) (latency + b / bandwidth). Measurements
 with two values of b determine latency and bandwidth. gloo or NCCL may use another algorithm. The result then describes
@@ -6,23 +6,29 @@ the ring that would take the same time.
 
 All groups of an axis run at once, as in training. Ranks that share a network adapter therefore share it in the
 measurement too, and the measured bandwidth is one rank's part.
+
+The device's speed is that of the slowest rank, in products of the run's shape and in copies. All ranks run at once.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
-from megazpp.topology.cluster import LINK_KINDS, MEASURED, Link, LinkKind, Links
+from megazpp.topology.cluster import LINK_KINDS, MEASURED, Device, Link, LinkKind, Links
 
 REPEATS = 5  # timed all-gathers per size
 SMALL_BYTES = 256  # bytes per rank of the small all-gather, few enough that its time is only latency
-LARGE_TOTAL_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}  # total of the large one; 256 MiB take about 5 ms at 50 GB/s
+COPIED_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # more than caches hold
+PRODUCT_FLOPS = {"cpu": 2e9, "cuda": 2e12}  # fewest operations per timing of products, about 0.1 s or less
+LARGE_TOTAL_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # more than buffers of a link hold; 256 MiB: 5 ms at 50 GB/s
 
 
 def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list[str]]:
@@ -80,15 +86,53 @@ def fit_link(num_ranks: int, small: tuple[int, float], large: tuple[int, float])
 
 
 def _time_all_gather(axis: MeshAxis, world: MeshAxis, bytes_per_rank: int, device: torch.device) -> float:
-    """Return the seconds of one all-gather on the slowest rank.
-
-    The first all-gather, which connects and warms up, is dropped. Each rank takes the median of the others.
-    """
+    """Return the seconds of one all-gather on the slowest rank; see `_time`."""
     mine = torch.zeros(bytes_per_rank, dtype=torch.uint8, device=device)
     out = torch.empty(bytes_per_rank * axis.size, dtype=torch.uint8, device=device)
+    return _time(lambda: axis.all_gather(mine, out=out), world, device)
+
+
+def measure_device(
+    dims: ParallelDims, device: torch.device, dtype: torch.dtype, *, tokens: int, hidden: int, name: str
+) -> Device:
+    """Return the device of a rank with the speed that the slowest rank reaches. All ranks call this.
+
+    Args:
+        dims: axes of the job.
+        device: device of this rank.
+        dtype: dtype of the products, the run's compute dtype.
+        tokens: rows of the products, a micro-batch's tokens.
+        hidden: inner size of the products, which have four times as many columns, as in an MLP.
+        name: name of the device.
+    """
+    sizes = (tokens, hidden), (hidden, 4 * hidden)
+    left, right = (torch.linspace(-1, 1, m * n, device=device).to(dtype).view(m, n) for m, n in sizes)
+    flops = 2.0 * tokens * hidden * 4 * hidden
+    repeats = max(1, round(PRODUCT_FLOPS[device.type] / flops))
+    source = torch.zeros(COPIED_BYTES[device.type] // 4, device=device)
+    target = torch.empty_like(source)
+    with dims.counter.paused():
+        product = _time(lambda: [left @ right for _ in range(repeats)], dims.world, device)
+        copy = _time(lambda: target.copy_(source), dims.world, device)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // dims.layout.cluster.ranks_per_node
+    return Device(
+        name,
+        teraflops=float(f"{flops * repeats / product / 1e12:.3g}"),
+        gigabytes=float(f"{memory / 1e9:.4g}"),
+        gigabytes_per_second=float(f"{2 * COPIED_BYTES[device.type] / copy / 1e9:.3g}"),
+        source=f"{MEASURED}: [{tokens}, {hidden}] x [{hidden}, {4 * hidden}] products in {str(dtype)[6:]}, copies",
+        calibration=MEASURED,
+    )
+
+
+def _time(work: Callable[[], object], world: MeshAxis, device: torch.device) -> float:
+    """Return the seconds of `work` on the slowest rank: the median of each rank, without the first, which warms up."""
     moments = [time.perf_counter()]
     for _ in range(1 + REPEATS):
-        axis.all_gather(mine, out=out)
+        work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         moments.append(time.perf_counter())

@@ -24,9 +24,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megazpp.base.command_line import FlagParser, expand_flag_files, split_into_flags
+from megazpp.base.files import HOME
 from megazpp.base.launcher import find_launcher
 from megazpp.base.program import LAUNCHER_PID, JobError
-from megazpp.parallel.launch import RESTART_COUNT, RankInfo, open_store
+from megazpp.parallel.config import LaunchConfig
+from megazpp.parallel.hosts import Hosts
+from megazpp.parallel.launch import RESTART_COUNT, RankInfo, hosts_of, open_store
 
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 10.0  # time in which a rank that has failed waits for the verdict, and rank 0 for readers of it
@@ -89,11 +93,27 @@ def report_tracebacks() -> None:
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.__excepthook__(kind, error, trace)
-        place = None if LAUNCHER_PID in os.environ else launched_place()  # our own launcher sees this process end
-        if place is not None and issubclass(kind, Exception):
-            report_failure(place, JobError(f"{kind.__name__}: {error}"), name=roll_call_at_start())
+        if LAUNCHER_PID in os.environ or not issubclass(kind, Exception):
+            return  # our own launcher sees this process end
+        place, hosts, text = launched_place(), hosts_in(sys.argv[1:]), f"{kind.__name__}: {error}"
+        if place is not None:
+            report_failure(place, JobError(text), name=roll_call_at_start())
+        elif hosts is not None:
+            hosts.tell(text)
 
     sys.excepthook = report
+
+
+def hosts_in(argv: Sequence[str]) -> Hosts | None:
+    """Return the hosts of --nnodes on a command line whose other flags may be wrong; None without several hosts."""
+    parser = FlagParser([LaunchConfig], program="")
+    names = {"--nnodes", "--node-rank", "--master-addr", "--master-port"}
+    try:
+        flags = [each for each in split_into_flags(expand_flag_files(argv, HOME)) if each.name in names]
+        (config,) = parser.read([word for each in flags for word in (each.name, *each.values)], HOME, {}).configs
+        return hosts_of(config)
+    except ValueError:  # these flags are wrong themselves
+        return None
 
 
 def report_failure(place: RankInfo, error: JobError, *, name: str) -> None:

@@ -38,7 +38,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from megazpp.topology.cluster import Cluster, Device, LinkKind
+from megazpp.topology.cluster import MEASURED, Cluster, Device, LinkKind
 from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, PCIE, Layout
 
 # Rows and columns of the tiles in which cuBLAS usually computes a product. Source: NVIDIA, Matrix Multiplication
@@ -152,6 +152,12 @@ CALIBRATIONS = {
         H800_EFFICIENCY,
         "h800: fitted to a published run of Megatron-LM on 128 H800 with 2048 tokens per model copy (SDP4Bit); for "
         "four other models TFLOP/s are 2 to 22 % off",
+        0,
+    ),
+    MEASURED: Calibration(
+        Efficiency(),
+        "measured: --measure-links has measured products and copies on this device; other operations are slower, so "
+        "take the times as lower bounds",
         0,
     ),
 }

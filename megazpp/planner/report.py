@@ -244,7 +244,7 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
             times = [
                 f"{estimate.seconds:.3f}",
                 f"{estimate.tokens_per_second:.0f}",
-                f"{estimate.teraflops:.1f}",
+                f"{estimate.teraflops:.1f}" if device.teraflops >= 1 else f"{estimate.teraflops:.2g}",
                 f"{100 * estimate.teraflops / device.teraflops:.1f} %",
                 f"{estimate.tokens_per_second / found['ZeRO-3'].tokens_per_second:.2f}" if "ZeRO-3" in found else "-",
                 f"{estimate.sufficient_gigabits:.3g}",

@@ -365,7 +365,8 @@ class TraceRecorder(TorchDispatchMode):
         """Return the forward hook that ends segment `index`, in forward now and in backward when its gradient comes."""
 
         def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-            output = output[0] if isinstance(output, tuple) else output  # with the losses of a router
+            # A layer with experts returns (hidden states, losses of its router).
+            output = output[0] if isinstance(output, tuple) else output
             self.enter((FORWARD, index + 1))
             if output.requires_grad:
                 output.register_hook(functools.partial(self.enter, (BACKWARD, index)))

@@ -145,6 +145,8 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool
         # "..." are the launcher's own flags, which may differ between hosts
         start = "python" if launched is None else f"{launched.launcher} ..."
         command = f"to resume: {start} {shlex.join([program, *flags])}{to}{there}"
+        if parsed.config.launch.num_nodes > 1:
+            return f"{command}\nstart it on each host, with its own --node-rank"
         if launched is None or launched.launcher != "torchrun" or launched.local_size == launched.world_size:
             return command
         return f"{command}\ntorchrun may wait minutes for a node that was interrupted; Ctrl-C ends it, nothing is lost"
@@ -154,7 +156,6 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool
     if save is not None and generates:
         lines.append(f"generate text: {tool('generate')} --load {shlex.quote(save)} --prompt 'Call me'")
     if any(path.startswith(BUILTIN) for path in parsed.config.data.text_path) and "save" not in parsed.origins:
-        program = sys.argv[0] if Path(sys.argv[0]).suffix == ".py" else Path(sys.argv[0]).name
-        python = "python " if program.endswith(".py") else ""
-        lines.append(f"train it on your text: {python}{program} --text-path your_text.txt --save your_model/")
+        start = f"python {sys.argv[0]}" if (home / "pretrain_gpt.py").exists() else "megazpp"
+        lines.append(f"train it on your text: {start} --text-path your_text.txt --save your_model/")
     return "\n".join(lines)

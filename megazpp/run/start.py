@@ -38,8 +38,8 @@ from megazpp.data.tokenizer import Tokenizer
 from megazpp.kernels import formats
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.environment import prepare_environment
-from megazpp.parallel.launch import RankInfo, detect_rank_info, launch_workers
-from megazpp.parallel.roll_call import launched_place, report_failure, roll_call_at_start
+from megazpp.parallel.launch import RankInfo, detect_rank_info, hosts_of, launch_workers, launch_workers_of_host
+from megazpp.parallel.roll_call import hosts_in, launched_place, report_failure, roll_call_at_start
 from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
@@ -48,7 +48,16 @@ from megazpp.training.context import default_run_dir
 
 # Ends of the names of fields with paths, and other fields whose values may differ between hosts.
 PATHS = ("path", "file", "dir", "folder", "model", "save", "load", "store", "patches")
-OF_THE_HOST = ("lora_base", "reward_funcs", "nproc", "local_rank", "max_restarts", "num_workers")
+OF_THE_HOST = (
+    "lora_base",
+    "reward_funcs",
+    "nproc",
+    "local_rank",
+    "max_restarts",
+    "num_workers",
+    "node_rank",
+    "master_addr",
+)
 # Environment variables that change results, or that NCCL needs to be equal on all ranks.
 VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
@@ -80,11 +89,15 @@ def distributed_program(main: Callable[[list[str]], int]) -> Callable[..., int]:
                 say_notices(notices)
             return main(argv)
         except (OSError, ValueError, JobError) as error:
-            place = launched_place()
-            if place is None:
-                raise
+            place, hosts = launched_place(), hosts_in(argv)
             failure = error if isinstance(error, JobError) else UserError(in_words(error, argv))
-            report_failure(place, failure, name=roll_call_at_start())
+            if place is not None:
+                report_failure(place, failure, name=roll_call_at_start())
+            elif hosts is not None:
+                failure.show()
+                hosts.tell(str(failure))
+            else:
+                raise
             return failure.exit_code
 
     return run
@@ -132,8 +145,12 @@ def _digest_of_sources() -> str:
 
 def start_workers(place: RankInfo, launch: LaunchConfig) -> int:
     """Start the workers on this machine with this program's arguments, wait for them, and return the exit status."""
-    say_at_terminal(f"starting {place.world_size} workers; each imports torch")
-    return launch_workers([sys.executable, *sys.argv], place.world_size, max_restarts=launch.max_restarts)
+    size, command = place.launched_size or place.world_size, [sys.executable, *sys.argv]
+    hosts = hosts_of(launch, size)
+    say_at_terminal(f"starting {size} workers; each imports torch")
+    if hosts is not None:
+        return launch_workers_of_host(command, hosts)
+    return launch_workers(command, size, max_restarts=launch.max_restarts)
 
 
 def hold_run_dir(parsed: ParsedRun) -> None:
@@ -175,14 +192,17 @@ def own_checkpoints(
 def announced_cluster(config: RunConfig, place: RankInfo) -> Cluster:
     """Return the cluster that the flags and the launcher's environment describe, as known before workers start."""
     launcher_env = os.environ if place.started and place.world_size > 1 else {}  # ignore a batch script's variables
+    if place.launched_size is not None:
+        launcher_env = {"LOCAL_WORLD_SIZE": str(place.launched_size)}
     return config.detect_cluster(place.world_size, launcher_env)
 
 
 def planned_cluster(config: RunConfig) -> Cluster:
     """Return the cluster for a program that starts no workers, such as --plan.
 
-    It is the cluster of --cluster-file, or without the flag the ranks that this machine would start.
+    It is the cluster of --cluster-file, or without the flag the ranks that this command would start.
     """
     path = config.cluster.cluster_file
-    world_size = detect_rank_info(config.launch, {}).world_size if path is None else read_cluster(path).world_size
-    return config.detect_cluster(world_size, {})
+    if path is None:
+        return announced_cluster(config, detect_rank_info(config.launch, {}))
+    return config.detect_cluster(read_cluster(path).world_size, {})

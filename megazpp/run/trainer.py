@@ -36,7 +36,7 @@ from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
 from megazpp.parallel.host_discovery import resolve_cluster
-from megazpp.parallel.measure_links import measure_links
+from megazpp.parallel.measure_links import measure_device, measure_links
 from megazpp.parallel.worker import Worker, seed_everything
 from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.run.checks import RunPlan, lay_out, plan_run
@@ -132,8 +132,19 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
     seed_everything(config.launch.seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
     if config.cluster.measure_links:
         links, lines = measure_links(dims, worker.device)
-        cluster = dataclasses.replace(cluster, links=links)
-        console.log("\n".join(lines))
+        assert config.model.hidden_size is not None
+        samples = config.batches.micro_batch_size or (config.batches.global_batch_size or 1) // layout.data or 1
+        measured = measure_device(
+            dims,
+            worker.device,
+            config.precision.param_dtype,
+            tokens=samples * (config.data.seq_length or 1),
+            hidden=config.model.hidden_size,
+            name=device_name(worker.device),
+        )
+        cluster = dataclasses.replace(cluster, links=links, device=cluster.device or measured)
+        speed = f"{measured.teraflops:g} TFLOP/s, {measured.gigabytes_per_second:g} GB/s"
+        console.log("\n".join([*lines, f"measured the slowest rank's device: {speed} ({measured.source})"]))
 
     # ---- the checkpoint, the format of weights between nodes, and the plan
     checkpoint, save = own_checkpoints(config.checkpoint, config.tracking, restarted=worker.restarts > 0), None

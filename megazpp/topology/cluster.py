@@ -23,8 +23,9 @@ from typing import Literal, NamedTuple
 
 LinkKind = Literal["domain", "node", "network"]
 LINK_KINDS: tuple[LinkKind, ...] = ("domain", "node", "network")  # fastest first
-CALIBRATION_NAMES = ("v100", "a100", "h100", "h100_500w", "h800")  # devices for which --plan has a calibration
-MEASURED = "measured"  # first word of a link's `source` if its figures were measured
+MEASURED = "measured"  # first word of a link's `source` if its figures were measured; also a calibration
+# calibrations of --plan: devices, and figures of a device that --measure-links has measured
+CALIBRATION_NAMES = ("v100", "a100", "h100", "h100_500w", "h800", MEASURED)
 MOST_RANKS = 1 << 20  # largest number of ranks; larger lists of ranks would take too much memory and time
 
 

@@ -23,7 +23,8 @@ device:                   # optional: the device of each rank; --plan needs it
   gigabytes: 80           # memory size
   gigabytes_per_second: 3350
   calibration: h100       # optional: calibration with the shares of these peaks that published runs have reached
-                          #   (v100, a100, h100, h100_500w, h800); without it --plan warns
+                          #   (v100, a100, h100, h100_500w, h800); measured: --measure-links wrote these figures;
+                          #   without a calibration --plan warns
   price_per_hour: 2.5     # optional: price of one device in any currency, from which --plan computes costs
   source: NVIDIA H100 Tensor Core GPU data sheet
 host:                     # optional: memory of each node, for --optimizer-cpu-offload
@@ -52,7 +53,6 @@ from megazpp.topology.cluster import CALIBRATION_NAMES, LINK_KINDS, Cluster, Dev
 KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device", "host")
 DEVICE_FIGURES = ("teraflops", "gigabytes", "gigabytes_per_second")
 LINK_KEYS = ("gigabytes_per_second", "gigabits_per_second", "microseconds", "source")
-NO_DEVICE = "# --plan needs links (--measure-links measures them) and a device: copy them from configs/clusters\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class ClusterConfig:
     measure_links: bool = flag(
         False,
         "measure bandwidth and latency of each axis at start-up with all-gathers, which takes a few seconds on slow "
-        "links; the run folder's cluster.yaml stores the result for --cluster-file",
+        "links, and the device's speed; the run folder's cluster.yaml stores the result for --cluster-file",
     )
 
     def __post_init__(self) -> None:
@@ -193,8 +193,7 @@ def cluster_text(cluster: Cluster) -> str:
         content["device"] = {key: value for key, value in cluster.device._asdict().items() if value is not None}
     if cluster.host is not None:
         content["host"] = cluster.host._asdict()
-    text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
-    return text if cluster.device is not None else text + NO_DEVICE
+    return yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
 
 
 def cyclic_order(nodes: int, ranks_per_node: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ class PatchesConfig(FeatureConfig):
     """
 
     save_weight_patches: str | None = flag(
-        None, "folder for a file per step with the 16-bit weights that the step has changed, under Hugging Face names"
+        None, "folder in which every rank writes how each step has changed its 16-bit weights, for inference engines"
     )
     weight_anchor_interval: int = flag(
         100, "iterations between files with all weights in this folder", needs="--save-weight-patches"

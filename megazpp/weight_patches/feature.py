@@ -1,4 +1,4 @@
-"""Optional feature that writes weight patches: files with the 16-bit weights that each step has changed."""
+"""Optional feature that writes weight patches: files with the changes of the 16-bit weights in each step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WeightPatchesFeature(Feature):
         check_patches(config.model, config.precision, plan.wire)
 
     def attach(self, parts: TrainerParts) -> Attached:
-        """Return the action that writes a file after every step; nothing without --save-weight-patches."""
+        """Return the action that writes files after every step; nothing without --save-weight-patches."""
         flags = parts.config.section(PatchesConfig)
         if flags.save_weight_patches is None:
             return Attached()
@@ -42,7 +42,8 @@ class WeightPatchesFeature(Feature):
         from megazpp.weight_patches.patches import WeightPatches
 
         folder, interval = Path(flags.save_weight_patches), flags.weight_anchor_interval
-        patches = WeightPatches(folder, interval, *parts.built, parts.run.dims)
+        dtype = parts.config.precision.param_dtype
+        patches = WeightPatches(folder, interval, *parts.built, parts.run.dims, dtype=dtype)
         return Attached(after_step=(AfterStep(patches.write, interval=1),))
 
 

@@ -1,28 +1,42 @@
-"""Weight patches: the 16-bit weights that each optimizer step has changed, for engines that generate with the policy.
+"""Weight patches: the changes of the 16-bit weights in each optimizer step, for engines that generate with the policy.
 
-    anchor-000100.safetensors    {name: weights}                        all weights, at regular intervals of steps
-    patch-000101.safetensors     {name.indices: int32, name.values}     changed elements, by index in the flat weight
+    DIR/0001/weights-000001-00000-of-00004.safetensors    all weights, first and at regular intervals of steps
+    DIR/0001/patch-000002-00000-of-00004.safetensors      the changes since the step before, as lossless deltas
 
-Names and shapes are Hugging Face's. Values are the 16-bit weights with which training computes. Each file's metadata
-holds `step` and `base_step`, the step to which a patch applies. An anchor and all patches after it reproduce the
-weights of each step bit for bit. Files appear atomically. A resumed run begins with an anchor.
+Each rank writes the shards that it holds, so nothing is communicated. Of ranks with equal copies the first one writes.
+A version is complete when all its files exist; files appear atomically. A run begins a new chain, which is a numbered
+folder, when it starts and when it resumes. reader.py reads the files.
 
-Patches cause no inter-node traffic if the run keeps a secondary partition, because the weights are gathered inside the
-node. Rank 0 needs memory on the host for one copy of all weights. TRL and vLLM accept this format (SparseWeightPatch).
+A file has tensors by the names of `GPTModel`. In `weights` they are shards in the dtype of compute; in `patch` each is
+a message of kernels/weight_delta, [M] uint8, as long as needed. Buffers are whole, in fp32. The metadata has:
+
+    step        number of the optimizer step
+    chain       checksum of the first `weights` of the chain and of all patches up to this step: 8 hexadecimal digits
+    base        `chain` of the weights to which a patch applies
+    checksum    checksum of the tensors of `weights`
+    model       JSON in `weights`: architecture, size of the vocabulary, whole shape and first index of each shard
+
+The weights are the master weights rounded to 16 bits, as in a checkpoint that was converted to 16 bits. Training with
+`--zero-weight-delta lossless` computes with them too, except for changes that a message had no room for
+(`weights_left_out`), which follow a step later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from megazpp.base.files import renamed_when_done
+from megazpp.base.files import first_free, renamed_when_done
 from megazpp.convert.huggingface import choose_architecture
-from megazpp.convert.model import HEAD, OUTPUT, WORDS, held
+from megazpp.convert.model import HEAD, held
 from megazpp.convert.safetensors_file import write_tensors
+from megazpp.kernels.weight_delta import encode, message_bytes, numbers
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.schedule import TrainingProgress
@@ -32,67 +46,120 @@ from megazpp.zero.sharding import Sharding
 
 
 class WeightPatches:
-    """The writer of a patch or an anchor (all weights) after every step.
+    """The writer of this rank's patch after every step, and of its weights at regular intervals.
+
+    The weights of the last step stay in host memory: two bytes per parameter that this rank holds.
 
     Args:
-        folder: folder for the files; it is created.
-        interval: iterations between anchors.
+        folder: folder of the chains; it is created.
+        interval: iterations between files with all weights.
         model: model whose weights are written.
-        sharding: its sharding units, which are unsharded one after the other.
+        sharding: its sharding units.
         dims: axes of the job.
+        dtype: dtype in which training computes, of 16 bits.
     """
 
-    def __init__(self, folder: Path, interval: int, model: GPTModel, sharding: Sharding, dims: ParallelDims) -> None:
-        self._folder, self._interval, self._model, self._sharding, self._dims = folder, interval, model, sharding, dims
-        self._pieces = choose_architecture(model.config).pieces(model.config)
-        self._last: dict[str, torch.Tensor] = {}  # on rank 0, the weights of the last file
+    def __init__(
+        self,
+        folder: Path,
+        interval: int,
+        model: GPTModel,
+        sharding: Sharding,
+        dims: ParallelDims,
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        self._folder, self._interval, self._dtype = folder, interval, dtype
+        self._model, self._sharding, self._dims = model, sharding, dims
+        self._file = dims.shard.rank * dims.tp.size + dims.tp.rank
+        self._num_files = dims.shard.size * dims.tp.size
+        self._last: dict[str, torch.Tensor] = {}  # this rank's shards after the last step, on the host
+        self._places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # whole shape and first index
         self._step: int | None = None
+        self._chain = 0
 
     def write(self, progress: TrainingProgress) -> None:
-        """Write the weights that the last step has changed, or an anchor. All ranks call this after every step."""
-        step, base = progress.iteration, self._step
-        anchor = base is None or step != base + 1 or step % self._interval == 0
-        found: dict[str, torch.Tensor] = {}
-        with torch.no_grad(), self._dims.counter.paused():
-            for name, new in self._weights():
-                if not anchor:
-                    old = self._last[name]
-                    bits = torch.int16 if new.itemsize == 2 else torch.int32
-                    indices = (new.view(bits) != old.view(bits)).flatten().nonzero()[:, 0].int()
-                    found |= {f"{name}.indices": indices, f"{name}.values": new.flatten()[indices]}
-                self._last[name] = new
+        """Write how the last step has changed this rank's shards. All ranks call this after every step."""
+        step, first = progress.iteration, self._step is None or progress.iteration != self._step + 1
+        if first:
+            self._begin_chain()
         self._step = step
+        if self._dims.replicate.rank > 0:
+            return
+        # ---- changes and buffers
+        changes: dict[str, torch.Tensor] = {}
+        for name, shard in self._shards():
+            new = shard.detach().to(self._dtype, copy=True)
+            if not first:
+                changes[name] = encode_change(new, self._last[name])
+            self._last[name] = new.cpu()
+        buffers = {name: buffer.cpu() for name, buffer in self._model.named_buffers() if self._file == 0}
+        # ---- files
+        weights, base = self._last | buffers, self._chain
+        if first:
+            self._chain = checksum(weights)
+        else:
+            changes |= buffers
+            self._chain = checksum(changes, base)
+            self._write("patch", changes, {"base": f"{base:08x}"})
+        if first or step % self._interval == 0:
+            places = self._places | {name: (tuple(x.shape), (0,) * x.dim()) for name, x in buffers.items()}
+            model = {"config": asdict(self._model.config), "vocab_size": self._model.vocab_size, "places": places}
+            self._write("weights", weights, {"checksum": f"{checksum(weights):08x}", "model": json.dumps(model)})
+
+    def _begin_chain(self) -> None:
+        """Create the folder of a new chain. All ranks call this."""
+        chain: Path | None = None
         if self._dims.world.rank == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            kind, tensors = ("anchor", self._last) if anchor else ("patch", found)
-            path = self._folder / f"{kind}-{step:06d}.safetensors"
-            about = {"step": str(step), "base_step": str(step if anchor else base)}
-            with renamed_when_done(path.with_suffix(".unfinished"), path) as unfinished:
-                write_tensors(unfinished, {name: held(tensor) for name, tensor in tensors.items()}, about)
+            chain = first_free(lambda number: self._folder / f"{number:04d}")
+            chain.mkdir(parents=True)
+        with self._dims.counter.paused():
+            self._chain_folder: Path = self._dims.world.share_object(chain)
 
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gather the weights unit by unit on all ranks, and on rank 0 yield each with its Hugging Face name.
-
-        Buffers, which every rank holds whole, follow the weights in their own dtype.
-        """
+    def _shards(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and local tensor of each shard that this rank writes, and note its place in the whole tensor."""
         for unit in self._sharding.units:
-            with unit.unsharded() as weights:
-                for entry, weight in zip(unit.parameters, weights, strict=True):
-                    yield from self._as_theirs(entry.name, weight)
-        for name, buffer in self._model.named_buffers():
-            yield from self._as_theirs(name, buffer)
+            for name, weight in unit.as_dtensors(unit.shards()).items():
+                local = weight.to_local()
+                if name != HEAD and local.numel() and _is_first_copy(weight):
+                    (chunk,) = weight.__create_chunk_list__()
+                    self._places[name] = tuple(weight.shape), tuple(chunk.offsets)
+                    yield name, local
 
-    def _as_theirs(self, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield one of our tensors as Hugging Face's tensors, on rank 0; a scalar head is left out.
+    def _write(self, kind: str, tensors: Mapping[str, torch.Tensor], about: dict[str, str]) -> None:
+        name = f"{kind}-{self._step:06d}-{self._file:05d}-of-{self._num_files:05d}.safetensors"
+        path = self._chain_folder / name
+        about = {"step": str(self._step), "chain": f"{self._chain:08x}", **about}
+        with renamed_when_done(path.with_suffix(".unfinished"), path) as unfinished:
+            write_tensors(unfinished, {name: held(tensor) for name, tensor in tensors.items()}, about)
 
-        All ranks call this, because a DTensor is gathered.
-        """
-        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        if self._dims.world.rank == 0 and name != HEAD:
-            rows = whole[: self._model.vocab_size] if name in (WORDS, OUTPUT) else whole
-            piece = self._pieces[name]
-            for theirs, part in zip(piece.theirs, piece.split(rows), strict=True):
-                yield theirs, part.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+def _is_first_copy(weight: DTensor) -> bool:
+    """Return True if no earlier rank holds an equal copy of this rank's shard."""
+    coordinate = weight.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return not any(index for index, place in zip(coordinate, weight.placements, strict=True) if place.is_replicate())
+
+
+def encode_change(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """Return a message [M] uint8 on the host, as short as possible, that turns `old` into `new` bit for bit.
+
+    Args:
+        new: weights in 16 bits, contiguous.
+        old: weights of the same shape and dtype, on any device.
+    """
+    message = torch.empty(message_bytes(new.numel()), dtype=torch.uint8, device=new.device)
+    encode(new.view(-1), old.to(new.device).view(-1), message)
+    needed = int(numbers(message.unsqueeze(0))[0, 0])
+    return message[: message_bytes(new.numel(), needed)].cpu()
+
+
+def checksum(tensors: Mapping[str, torch.Tensor], start: int = 0) -> int:
+    """Return the CRC-32 of names and contents, in the order of names, continued from the checksum `start`."""
+    for name in sorted(tensors):
+        start = zlib.crc32(name.encode(), start)
+        start = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, start)
+    return start
 
 
 def check_patches(config: GPTConfig, precision: PrecisionConfig, wire: CommPlan) -> None:
@@ -110,8 +177,4 @@ def check_patches(config: GPTConfig, precision: PrecisionConfig, wire: CommPlan)
             f"--save-weight-patches needs 16-bit weights, but training computes with weights in {wire.gather.fmt.bits} "
             "bits; use --zero-weight-delta lossless, which gathers 16 bits"
         )
-    if choose_architecture(config).fused:
-        raise ValueError(
-            "--save-weight-patches does not support phi3: its gate_up_proj is two matrices here, and patches cannot "
-            "join them"
-        )
+    choose_architecture(config)

@@ -23,6 +23,7 @@ FOREIGN = {
     "--help": "argparse",
     "--help-all": "read before argparse",
     "--nproc-per-node": "torchrun",
+    "--uts": "nsenter and unshare",
 }
 BEGINNINGS = ("--lr-decay-", "--lr-warmup-", "--lr-wsd-decay-", "--train-", "--no-", "--no-load-", "--no-save-")
 

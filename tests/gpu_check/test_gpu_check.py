@@ -202,7 +202,7 @@ def test_kernel_save_and_generation_parts_report_their_rows(forking_check):
     assert places[1]["same text"] == "yes"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("program", "same"), [("gpu_check_workers streams", True), ("helpers.broken_overlap", False)])
 def test_disturbances_change_results_only_if_a_wait_is_missing(forking_check, program, same):
     ways = [f"{way} --num-layers 2" for way in (OVERLAP_OFF, f"{INT8} --disturbed")]

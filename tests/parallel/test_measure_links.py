@@ -7,8 +7,8 @@ from helpers.ranks import ranks
 from megazpp.parallel import measure_links as links_module
 from megazpp.parallel.config import ParallelConfig
 from megazpp.parallel.dims import ParallelDims, plan_dims
-from megazpp.parallel.measure_links import fit_link, measure_links
-from megazpp.topology.cluster import Cluster, Link, Links
+from megazpp.parallel.measure_links import fit_link, measure_device, measure_links
+from megazpp.topology.cluster import Cluster, Device, Link, Links
 
 CPU = torch.device("cpu")
 NODES = Cluster(num_nodes=2, ranks_per_node=2, links=Links(*[Link(1.0, source="a file")] * 3))
@@ -85,3 +85,25 @@ def check_figures() -> None:
 
 def test_measurement_replaces_only_the_axis_slowest_kind_of_link():
     ranks(4).run(check_figures)
+
+
+def measure_slow_copies() -> tuple[Device, dict]:
+    """Measure the device on a fake clock, on which a timed call lasts 0.5 s on rank 0 and 2 s on rank 3."""
+    dims, now = make_dims(NODES), [0.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            links_module.time, "perf_counter", lambda: now.append(now[-1] + 0.5 * (1 + dims.world.rank)) or now[-1]
+        )
+        device = measure_device(dims, CPU, torch.float32, tokens=128, hidden=64, name="CPU")
+    return device, dims.counter.table()
+
+
+def test_device_has_the_speed_of_the_slowest_rank_and_is_equal_on_all_ranks():
+    found = ranks(4).run(measure_slow_copies)
+    assert found == [found[0]] * 4
+    device, table = found[0]
+    assert table == {}
+    assert device.teraflops == pytest.approx(2e9 / 2.0 / 1e12, rel=0.02)  # 2e9 operations in 2 s on rank 3
+    assert device.gigabytes_per_second == pytest.approx(2 * (64 << 20) / 2.0 / 1e9, rel=0.02)
+    assert device.calibration == "measured"
+    assert device.source == "measured: [128, 64] x [64, 256] products in float32, copies"

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from helpers.fork_python import forked_python
 from helpers.program import ROOT, run_forked
+from helpers.tiers import chosen
 
 EXAMPLES = sorted((ROOT / "tools/examples").glob("*.py"))
+DISTINCT = ("own_loop", "qwen3_experts", "trainer")  # TRL's, accelerate's and torchtitan's loops: tests/drop_in
 NEEDS = {"accelerate_loop": "accelerate", "trainer": "accelerate", "torchtitan_llama": "torchtitan"}
 
 
@@ -21,8 +23,7 @@ def losses(mode: str, path: str, folder: Path) -> list[float]:
     return sorted(float(loss) for loss in re.findall(r"(?:loss |'loss': ')([0-9.]+)", output))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+@pytest.mark.parametrize("path", chosen({path.stem: path for path in EXAMPLES}, slow=DISTINCT))
 def test_example_without_quantization_matches_training_without_zeropp(path, tmp_path, monkeypatch):
     """Losses are compared to the four digits that the frameworks print; TRL sums in bf16."""
     monkeypatch.setenv("MEGAZPP_RANKS_PER_NODE", "2")

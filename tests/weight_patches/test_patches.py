@@ -1,6 +1,8 @@
-"""Test weight patches: an anchor file plus the patches after it equals each step's weights, bit for bit."""
+"""Test weight patches: all weights plus the patches after them equal each step's weights, bit for bit."""
 
 import dataclasses
+import json
+import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,16 @@ from helpers.ranks import ranks
 from helpers.refusals import not_refused
 from helpers.small_run import ROOT, SMALL, check
 from helpers.tiers import slow
-from helpers.training import BIASED_STYLE, GPT2_STYLE, LLAMA_STYLE, Case, build_step
+from helpers.training import BIASED_STYLE, GPT2_STYLE, LLAMA_STYLE, MIXTURE_STYLE, Case, build_step
 from safetensors.torch import load_file
 
+from megazpp.base.files import DamagedError
 from megazpp.convert.huggingface import choose_architecture
 from megazpp.convert.model import OUTPUT, WORDS, held, split_all
+from megazpp.convert.safetensors_file import read_metadata
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.weight_patches.patches import WeightPatches
+from megazpp.weight_patches.reader import PatchReader, newest_step
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 LOSSLESS = ZeroConfig(zeropp=True, zero_weight_delta="lossless")
@@ -30,38 +35,31 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)
 
 
-def train(case: Case, folder: Path, restart_after: int) -> list[Bits]:
-    """Train and write patches. Return each step's weights as a checkpoint converted to 16 bits holds them."""
+def train(case: Case, folder: Path, restart_after: int) -> tuple[list[Bits], int]:
+    """Train and write patches.
+
+    Return each step's weights as a checkpoint converted to 16 bits holds them, and the bytes that all writes sent.
+    """
     step, dims = build_step(case)
-    pieces, expected, patches = choose_architecture(case.model).pieces(case.model), [], None
+    pieces, expected, patches, sent = choose_architecture(case.model).pieces(case.model), [], None, 0
     for index in range(case.steps):
         if patches is None or index == restart_after:
-            patches = WeightPatches(folder, 4, step.model, step.sharding, dims)
+            patches = WeightPatches(folder, 4, step.model, step.sharding, dims, dtype=torch.bfloat16)
         step(case.batches(index, dims), learning_rate=1e-3, weight_decay=0.01)
+        before = sum(entry.sent_bytes for entry in dims.counter.table().values())
         patches.write(TrainingProgress(iteration=index + 1))
+        sent += sum(entry.sent_bytes for entry in dims.counter.table().values()) - before
         ours = {name: p.full_tensor().detach().bfloat16() for name, p in step.model.named_parameters()}
         ours |= {name: buffer.clone() for name, buffer in step.model.named_buffers()}  # fp32, as in transformers
         ours |= {name: ours[name][: step.model.vocab_size] for name in (WORDS, OUTPUT) if name in ours}
         theirs = split_all(pieces, {name: held(tensor) for name, tensor in ours.items()})
         expected.append({name: bits_of(entry.read()) for name, entry in theirs.items()})
-    return expected
+    dims.world.all_reduce_(torch.zeros(1))  # the test reads the files of all ranks
+    return expected, sent
 
 
-def follow(folder: Path, steps: int) -> list[Bits]:
-    """Return the weights at each step, rebuilt from the newest anchor and the patches after it."""
-    weights, found = Bits(), []
-    for step in range(1, steps + 1):
-        anchor, patch = (folder / f"{kind}-{step:06d}.safetensors" for kind in ("anchor", "patch"))
-        assert anchor.exists() != patch.exists()
-        if anchor.exists():
-            weights = load_file(anchor)
-        else:
-            changes = load_file(patch)
-            for name, weight in weights.items():
-                assert changes[f"{name}.indices"].dtype == torch.int32
-                weight.view(-1)[changes[f"{name}.indices"]] = changes[f"{name}.values"]
-        found.append({name: bits_of(weight).clone() for name, weight in weights.items()})
-    return found
+def bits_from(reader: PatchReader) -> Bits:
+    return {name: bits_of(weight) for name, weight in reader.weights()}
 
 
 CASES: list[Any] = [
@@ -69,15 +67,124 @@ CASES: list[Any] = [
     slow(4, {"nodes": 2, "tp": 2, "zero": LOSSLESS, "model": GPT2_STYLE, "micro_batches": 2}),
     (2, {"zero": ZeroConfig(), "model": GLM}),
     slow(4, {"tp": 2, "zero": ZeroConfig(), "model": LLAMA_STYLE}),
+    slow(4, {"ep": 2, "nodes": 2, "zero": LOSSLESS, "model": MIXTURE_STYLE}),
+    slow(2, {"zero": ZeroConfig(zero_stage=0), "stage": 0, "model": LLAMA_STYLE}),
 ]
 
 
 @pytest.mark.parametrize(("world", "case"), CASES)
-def test_patches_after_an_anchor_rebuild_weights_bit_for_bit(world, case, tmp_path):
-    """An anchor is written first, then at a fixed interval, and first again after a restart."""
-    expected = ranks(world).run(train, Case(**case, precision=PrecisionConfig(bf16=True), steps=6), tmp_path, 5)[0]
-    assert sorted(path.stem for path in tmp_path.glob("anchor*")) == ["anchor-000001", "anchor-000004", "anchor-000006"]
-    torch.testing.assert_close(follow(tmp_path, 6), expected, rtol=0, atol=0)
+def test_patches_after_all_weights_rebuild_each_step_bit_for_bit(world, case, tmp_path):
+    """All weights are written first, then at an interval; a restart begins another chain."""
+    results = ranks(world).run(train, Case(**case, precision=PrecisionConfig(bf16=True), steps=6), tmp_path, 5)
+    expected = results[0][0]
+    assert [sent for _, sent in results] == [0] * world  # each rank writes what it holds
+    files = {path.name[:14] for path in (tmp_path / "0001").iterdir()}
+    assert files == {"weights-000001", "weights-000004", *(f"patch-00000{step}-0" for step in (2, 3, 4, 5))}
+    # ---- one reader that follows, and new ones that start from the newest weights
+    (tmp_path / "0002").rename(tmp_path / "later")
+    reader = PatchReader(tmp_path)
+    for step in range(1, 6):
+        assert reader.advance(step) == step
+        torch.testing.assert_close(bits_from(reader), expected[step - 1], rtol=0, atol=0)
+    assert newest_step(tmp_path) == 5
+    fresh = PatchReader(tmp_path)
+    assert fresh.advance() == 5
+    torch.testing.assert_close(bits_from(fresh), expected[4], rtol=0, atol=0)
+    assert reader.advance(3) == 3  # back
+    torch.testing.assert_close(bits_from(reader), expected[2], rtol=0, atol=0)
+    (tmp_path / "later").rename(tmp_path / "0002")
+    assert reader.advance() == newest_step(tmp_path) == 6
+    torch.testing.assert_close(bits_from(reader), expected[5], rtol=0, atol=0)
+    # ---- every element is stored once
+    paths = list((tmp_path / "0002").glob("weights-*"))
+    stored = [load_file(path) for path in paths]
+    assert {name for tensors in stored for name in tensors} == set(
+        choose_architecture(case["model"]).pieces(case["model"])
+    )
+    shapes: dict[str, list[int]] = {}
+    for path in paths:
+        shapes |= {name: place[0] for name, place in json.loads(read_metadata(path)["model"])["places"].items()}
+    count = sum(tensor.numel() for tensors in stored for tensor in tensors.values())
+    assert count == sum(math.prod(shape) for shape in shapes.values())
+
+
+@pytest.fixture(scope="module")
+def small_chain(tmp_path_factory) -> tuple[Path, list[Bits]]:
+    """Write five steps of a run on two ranks."""
+    folder = tmp_path_factory.mktemp("patches")
+    case = Case(zero=ZeroConfig(), model=LLAMA_STYLE, precision=PrecisionConfig(bf16=True), steps=5)
+    return folder, ranks(2).run(train, case, folder, 9)[0][0]
+
+
+@pytest.fixture
+def chain(small_chain, tmp_path) -> Path:
+    folder = tmp_path / "0001"
+    folder.mkdir()
+    for path in (small_chain[0] / "0001").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def test_damaged_or_foreign_patch_is_refused_and_changes_nothing(chain, small_chain):
+    second, third = (chain / f"patch-00000{step}-00001-of-00002.safetensors" for step in (2, 3))
+    whole = second.read_bytes()
+    for content, message in [
+        (whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], "its chain has the checksum"),
+        (whole[: len(whole) // 2], "is damaged"),
+        (third.read_bytes(), "applies to weights with chain"),
+    ]:
+        second.write_bytes(content)
+        reader = PatchReader(chain.parent)
+        assert reader.advance(1) == 1
+        with pytest.raises(DamagedError, match=message):
+            reader.advance(2)
+        assert reader.step == 1
+        torch.testing.assert_close(bits_from(reader), small_chain[1][0], rtol=0, atol=0)
+    second.write_bytes(whole)
+    assert reader.advance(3) == 3
+    torch.testing.assert_close(bits_from(reader), small_chain[1][2], rtol=0, atol=0)
+
+
+def test_damaged_weights_are_refused(chain):
+    path = chain / "weights-000001-00000-of-00002.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-5] + bytes([content[-5] ^ 64]) + content[-4:])
+    with pytest.raises(DamagedError, match="its tensors have the checksum"):
+        PatchReader(chain.parent).advance(2)
+
+
+def test_incomplete_files_are_not_read(chain):
+    """The files of one writer are missing, as while another rank still writes."""
+    (chain / "patch-000005-00000-of-00002.safetensors").unlink()
+    reader = PatchReader(chain.parent)
+    assert reader.advance() == newest_step(chain.parent) == 4
+    with pytest.raises(ValueError, match="no complete files for step 5"):
+        reader.advance(5)
+    (chain / "weights-000004-00000-of-00002.safetensors").unlink()
+    (chain / "patch-000002-00001-of-00002.safetensors").unlink()
+    assert PatchReader(chain.parent).advance() == newest_step(chain.parent) == 1
+    assert PatchReader(chain / "none").advance() is newest_step(chain / "none") is None
+
+
+def test_follower_continues_at_newer_weights_when_old_patches_are_gone(chain, small_chain):
+    reader = PatchReader(chain.parent)
+    assert reader.advance(1) == 1
+    for path in chain.glob("patch-00000[234]-*"):
+        path.unlink()
+    assert reader.advance() == 5
+    torch.testing.assert_close(bits_from(reader), small_chain[1][4], rtol=0, atol=0)
+
+
+def test_saved_folder_is_transformers_model(chain, small_chain, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    reader = PatchReader(chain.parent)
+    for step in (4, 5):  # the second replaces the first
+        assert reader.advance(step) == step
+        reader.save(tmp_path / "policy")
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.bfloat16)
+        found = {name: bits_of(x) for name, x in model.state_dict().items() if name in small_chain[1][step - 1]}
+        torch.testing.assert_close(found, small_chain[1][step - 1], rtol=0, atol=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0001", "policy"]
 
 
 def test_unsupported_weights_are_rejected_by_flag():
@@ -92,10 +199,11 @@ def test_unsupported_weights_are_rejected_by_flag():
 
 
 @pytest.mark.slow
-def test_run_writes_anchors_and_patches_at_the_interval(tmp_path):
+def test_run_writes_weights_and_patches_at_the_interval(tmp_path):
     flags = "--bf16 --nproc 1 --save-weight-patches patches --weight-anchor-interval 3 --train-iters 4"
     words = shlex.split(f"{SMALL} {flags} --num-layers 1 --tokenizer-type NullTokenizer --vocab-size 256")
     code, output = run_forked(str(ROOT / "pretrain_gpt.py"), *words, folder=tmp_path, cwd=tmp_path)
     assert code == 0, output
-    kinds = sorted(path.stem for path in (tmp_path / "patches").iterdir())
-    assert kinds == ["anchor-000001", "anchor-000003", "patch-000002", "patch-000004"]
+    names = sorted(path.name[:14] for path in (tmp_path / "patches" / "0001").iterdir())
+    assert names == ["patch-000002-0", "patch-000003-0", "patch-000004-0", "weights-000001", "weights-000003"]
+    assert PatchReader(tmp_path / "patches").advance() == 4

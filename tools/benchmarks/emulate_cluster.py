@@ -2,9 +2,10 @@
 
     python tools/benchmarks/emulate_cluster.py --nodes 2 --ranks-per-node 4 --rate 500mbit -- pretrain_gpt.py --zeropp
 
-Each node is a network namespace. A veth pair connects it to a bridge, which is in a separate namespace. Both ends of
-the pair have a token bucket filter (`tc tbf`), so --rate limits a node's sent and received traffic. Ranks of the same
-node communicate over the loopback of their namespace, which is not limited. Needs root and iproute2 (`ip`, `tc`).
+Each node is a network namespace with its own host name. A veth pair connects it to a bridge, which is in a separate
+namespace. Both ends of the pair have a token bucket filter (`tc tbf`), so --rate limits a node's sent and received
+traffic. Ranks of the same node communicate over the loopback of their namespace, which is not limited. Needs root and
+iproute2 (`ip`, `tc`).
 
     node 0 [lo, eth0] ==tbf== node0 \\
                                      bridge
@@ -42,6 +43,7 @@ SMALLEST_BURST, BURST_SECONDS, QUEUE_LATENCY = 128_000, 0.004, "50ms"  # a burst
 FIRST_PORT = 29500
 LAST_CHARACTERS = 4000  # number of characters shown from the end of a rank's stderr
 NO_IPV6 = "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6"  # IPv6 neighbor discovery would count as traffic
+NAME = "echo > /proc/sys/kernel/hostname "  # command of a shell that sets the host name
 HOLD = f"mount -t sysfs sysfs /sys; {NO_IPV6}; ip link set lo up; echo ready; exec sleep infinity"
 
 
@@ -198,15 +200,15 @@ class EmulatedCluster:
         for node in range(self.nodes):
             for where, device in ((node, "eth0"), (self.nodes, f"node{node}")):
                 if bits is None:
-                    self._run(where, f"tc qdisc del dev {device} root 2>/dev/null || true")
+                    self.run(where, f"tc qdisc del dev {device} root 2>/dev/null || true")
                     continue
                 burst = int(max(SMALLEST_BURST, bits / 8 * BURST_SECONDS))
                 limit = f"rate {bits:.0f}bit burst {burst} latency {QUEUE_LATENCY}"
-                self._run(where, f"tc qdisc replace dev {device} root tbf {limit}")
+                self.run(where, f"tc qdisc replace dev {device} root tbf {limit}")
 
     def uplink_bytes(self) -> list[UplinkBytes]:
         """Return the bytes that each node has exchanged with other nodes so far."""
-        links = {link["ifname"]: link["stats64"] for link in json.loads(self._run(self.nodes, "ip -json -s link show"))}
+        links = {link["ifname"]: link["stats64"] for link in json.loads(self.run(self.nodes, "ip -json -s link show"))}
         # The bridge's ends of the links receive the bytes that a node has sent.
         found = [links[f"node{node}"] for node in range(self.nodes)]
         return [UplinkBytes(sent=end["rx"]["bytes"], received=end["tx"]["bytes"]) for end in found]
@@ -218,7 +220,7 @@ class EmulatedCluster:
             command: program and arguments.
             pass_fds: file descriptors that rank 0 inherits.
         """
-        prefixes = [self._inside(node) for node in range(self.nodes)]
+        prefixes = [self.inside(node) for node in range(self.nodes)]
         job = RankProcesses(command, self.ranks_per_node, prefixes=prefixes, interface="eth0", pass_fds=pass_fds)
         # Each job gets a different port, because the previous job's port may still be closing.
         self._jobs.append(job.start_at(_address(0), FIRST_PORT + len(self._jobs)))
@@ -232,9 +234,9 @@ class EmulatedCluster:
             hosts.write("\n".join(lines) + "\n")
             hosts.flush()
             hold = f"mount --bind {shlex.quote(hosts.name)} /etc/hosts; {HOLD}"
-            for _ in range(self.nodes + 1):
+            for number in range(self.nodes + 1):
                 holder = subprocess.Popen(
-                    ["unshare", "--net", "--mount", "sh", "-ec", hold],
+                    ["unshare", "--net", "--mount", "--uts", "sh", "-ec", f"{NAME}node{number}; {hold}"],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
@@ -246,22 +248,23 @@ class EmulatedCluster:
                 assert holder.stdout is not None
                 if (line := holder.stdout.readline()) != "ready\n":
                     raise UserError(f"cannot create a network namespace: {(line + holder.stdout.read()).strip()}")
-        self._run(self.nodes, "ip link add name bridge type bridge && ip link set bridge up")
+        self.run(self.nodes, "ip link add name bridge type bridge && ip link set bridge up")
         for node in range(self.nodes):
             ends = f"name node{node} type veth peer name eth0 netns {self._holders[node].pid}"
-            self._run(self.nodes, f"ip link add {ends} && ip link set node{node} master bridge up")
-            self._run(node, f"ip address add {_address(node)}/24 dev eth0 && ip link set eth0 up")
+            self.run(self.nodes, f"ip link add {ends} && ip link set node{node} master bridge up")
+            self.run(node, f"ip address add {_address(node)}/24 dev eth0 && ip link set eth0 up")
 
-    def _inside(self, namespace: int) -> tuple[str, ...]:
+    def inside(self, namespace: int) -> tuple[str, ...]:
         """Return the command prefix that enters the namespace of a node; number `nodes` is the bridge's namespace.
 
         The command starts in the current folder. Without `--wd` it would start in /, where relative paths are wrong.
         """
-        return ("nsenter", "--net", "--mount", f"--wd={os.getcwd()}", "--target", str(self._holders[namespace].pid))
+        target = str(self._holders[namespace].pid)
+        return ("nsenter", "--net", "--mount", "--uts", f"--wd={os.getcwd()}", "--target", target)
 
-    def _run(self, namespace: int, script: str) -> str:
+    def run(self, namespace: int, script: str) -> str:
         """Run a shell script in a namespace and return its output."""
-        done = subprocess.run([*self._inside(namespace), "sh", "-c", script], capture_output=True, text=True)
+        done = subprocess.run([*self.inside(namespace), "sh", "-c", script], capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"`{script}` failed: {done.stderr.strip()}")
         return done.stdout

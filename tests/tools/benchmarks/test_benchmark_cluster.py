@@ -75,6 +75,7 @@ def measured(tmp_path_factory) -> tuple[list[Sample], int, str]:
     return samples, results["parameters"], (folder / "out" / "table.md").read_text()
 
 
+@pytest.mark.nightly
 def test_all_variants_reach_similar_losses_on_emulated_nodes(measured):
     samples, _, table = measured
     flat = [s for s in samples if s.variant in FLAT and s.round == 0]
@@ -86,6 +87,7 @@ def test_all_variants_reach_similar_losses_on_emulated_nodes(measured):
     assert " zeropp |" in table
 
 
+@pytest.mark.nightly
 def test_local_steps_are_measured_per_cycle_with_or_without_delay(measured):
     samples, parameters, _ = measured
     local = [s for s in samples if s.variant not in FLAT]
@@ -98,6 +100,7 @@ def test_local_steps_are_measured_per_cycle_with_or_without_delay(measured):
     assert max(last["diloco-10"], last["diloco-10-delay"]) < last["zero3"] - 0.1  # 30 steps were taken instead of 3
 
 
+@pytest.mark.nightly
 def test_flags_after_the_dashes_reach_every_variant(tmp_path):
     small = "--local --nodes 2 --ranks-per-node 2 --hidden-size 64 --num-layers 1 --vocab-size 64 --seq-length 8"
     experts = "--num-experts 4 --moe-ffn-hidden-size 256 --expert-model-parallel-size 2 --swiglu --disable-bias-linear"

@@ -1,0 +1,300 @@
+"""The launchers of a job on several hosts: how they find each other, and how they end together.
+
+    pretrain_gpt.py --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 ...         the same command on each host
+
+The launcher of node 0 holds the job's store, which listens only at --master-addr. Each launcher connects to it,
+compares its number of ranks with node 0's, and starts its workers when all launchers are there. The first launcher
+whose host fails writes the reason to the store. The others print the reason within seconds, and end their workers.
+
+A call on the store blocks for as long as the link is down. One thread of each launcher therefore makes all of these
+calls, and the main thread waits for it with deadlines. A link that is lost during the run ends each host through the
+watchdogs of its ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megazpp.base.launcher import LOOPBACK
+from megazpp.base.program import JobError, say, say_at_terminal
+
+POLL_SECONDS = 0.1
+CONNECT_SECONDS = 2.0  # limit of one attempt to connect
+WAIT_SECONDS = 15.0  # time for the other hosts to start, before a launcher says what may be wrong
+TELL_SECONDS = 20.0  # time in which a launcher that fails before the start tries to tell the others
+END_SECONDS = 10.0  # time in which the launcher that holds the store stays for the others at the end
+LOST_SECONDS = 3.0  # time for one message at the end, after which the link counts as lost
+SIOCGIFADDR = 0x8915  # request of <linux/sockios.h> for the address of an interface
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # variables with the interface of collectives
+LOOPBACK_NAMES = (LOOPBACK, "localhost")
+JOINED, LEFT, REASON, FAILED, NOTE = "joined", "left", "reason", "failed", "note"  # keys in the store
+
+
+@dataclass(kw_only=True)
+class Hosts:
+    """The hosts of a job, and the connection of one host's launcher to the others.
+
+    Attributes:
+        num_nodes: number of hosts (--nnodes).
+        node_rank: number of this host; host 0 holds the store.
+        address: address of host 0, by name or number.
+        port: TCP port of the store.
+        ranks_per_node: number of ranks on each host.
+        patience_seconds: longest time to wait for the other hosts.
+        name: name of this host.
+        over: reason for which another host has ended the job; None while it runs.
+        over_at: time at which this host's ranks have to have ended, as `time.monotonic()` gives it.
+    """
+
+    num_nodes: int
+    node_rank: int
+    address: str
+    port: int
+    ranks_per_node: int = 1
+    patience_seconds: float = 600.0
+    name: str = field(default_factory=socket.gethostname)
+    over: str | None = None
+    over_at: float = math.inf
+
+    def __post_init__(self) -> None:
+        self._obstacle = ""  # why this host is not connected to the store yet
+        self._interface: str | None = None  # network interface towards the store
+        self._first = ""  # name of host 0
+        self._sent: dict[str, str] = {}  # messages to write to the store, by key
+        self._connected, self._complete = threading.Event(), threading.Event()
+        self._until = math.inf  # time at which to stop connecting
+        self._leaving, self._done = threading.Event(), threading.Event()
+        self._mistake: ValueError | None = None  # mistake of this host
+
+    @property
+    def where(self) -> str:
+        """The address and port of the store."""
+        return f"{self.address}:{self.port}"
+
+    # ---- the main thread ------------------------------------------------------------------------------------------
+
+    def gather(self) -> dict[str, str]:
+        """Wait until all hosts have joined the job, and return the environment variables for this host's workers.
+
+        Raises:
+            ValueError: the flags of two hosts do not fit together, the store cannot be opened or reached, or hosts
+                have not come in time.
+            JobError: another host has failed.
+        """
+        first, total = self.node_rank * self.ranks_per_node, self.num_nodes * self.ranks_per_node
+        ranks = f"rank {first}" if self.ranks_per_node == 1 else f"ranks {first} to {first + self.ranks_per_node - 1}"
+        place = f"{self.name}: node {self.node_rank} of {self.num_nodes}, {ranks} of {total}"
+        say(f"{place}; {'waiting for the others' if self.node_rank == 0 else 'connecting to node 0'} at {self.where}")
+        self._start(join=True)
+        started, hinted = time.monotonic(), False
+        while not self._complete.wait(POLL_SECONDS):
+            seconds = time.monotonic() - started
+            if self._mistake is not None:
+                raise self._mistake
+            if self.over is not None:
+                raise JobError(self.over)
+            if seconds > self.patience_seconds:
+                raise ValueError(f"{self._waiting()} for {seconds:.0f} s")
+            if seconds > WAIT_SECONDS and not hinted:
+                hinted = True
+                say(f"{self.name}: {self._waiting()} for {seconds:.0f} s; waiting up to {self.patience_seconds:g} s")
+        say(f"{place}; all hosts are there" + (f"; {self._first} prints the log" if self.node_rank else ""))
+        variables = {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)}
+        if self._interface is not None:
+            chosen = {name for name in INTERFACES if name not in os.environ}
+            variables |= dict.fromkeys(chosen, self._interface)
+        return variables
+
+    def note(self, signal_name: str) -> None:
+        """Make the other hosts print that this one has received a signal. Returns at once."""
+        self._sent[NOTE] = f"{self.name} has received {signal_name}: all hosts finish the step, save and end"
+
+    def end(self, reason: str, *, grace_seconds: float = 0.0, seconds: float = LOST_SECONDS) -> None:
+        """Leave the job, and on the host with the store wait until the others have left.
+
+        Args:
+            reason: why this host has failed, which the others print; "" if it has not.
+            grace_seconds: time in which the ranks of the other hosts may print more before they are ended.
+            seconds: time in which to connect to the store and to write the reason.
+        """
+        if reason:
+            self._sent[REASON] = json.dumps([f"{self.name}: {reason}", grace_seconds])
+        self._until = time.monotonic() + seconds
+        self._leaving.set()
+        self._done.wait(max(seconds, END_SECONDS) if self.node_rank == 0 else seconds)
+
+    def tell(self, reason: str) -> None:
+        """Tell the other hosts that this one has failed before the start."""
+        say_at_terminal(f"{self.name}: telling the other hosts, for at most {TELL_SECONDS:g} s; Ctrl-C ends this")
+        self._start(join=False)
+        with contextlib.suppress(KeyboardInterrupt):
+            self.end(reason, seconds=TELL_SECONDS)
+
+    @property
+    def is_time_to_end(self) -> bool:
+        """True if another host has ended the job, and this host's ranks have had time to print more about it."""
+        return time.monotonic() > self.over_at
+
+    def wait_for_reason(self, seconds: float) -> None:
+        """Wait until another host has ended the job, at most `seconds`."""
+        deadline = time.monotonic() + seconds
+        while self.over is None and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+    def _waiting(self) -> str:
+        """Return what this host waits for, and what the user can check."""
+        again = "start the same command on each host, with its own --node-rank"
+        if self.node_rank == 0:
+            return (
+                f"--nnodes {self.num_nodes}: not all other hosts have connected to {self.where} ({again}; a firewall "
+                f"here may drop port {self.port}), after waiting"
+            )
+        if self._connected.is_set():
+            return f"--nnodes {self.num_nodes}: not all hosts have connected to {self.where} ({again}), after waiting"
+        return (
+            f"--master-addr {self.address} --master-port {self.port} cannot be reached: {self._obstacle} (node 0 has "
+            "not started, the address is wrong, or a firewall there drops the port), after waiting"
+        )
+
+    # ---- the thread that uses the store ---------------------------------------------------------------------------
+
+    def _start(self, *, join: bool) -> None:
+        """Start the thread; `join` is False for a host that only tells why it has failed."""
+        threading.Thread(target=self._exchange, args=(join,), name="megazpp-hosts", daemon=True).start()
+
+    def _exchange(self, join: bool) -> None:
+        """Open the store, join the job, pass messages on, and leave."""
+        try:
+            root = self._listen() if self.node_rank == 0 else self._connect()
+            store = dist.PrefixStore("megazpp/hosts", root)
+            self._connected.set()
+            if join:
+                self._join(store)
+            printed, expected = "", self.num_nodes
+            while True:
+                leaving = self._leaving.is_set()
+                if NOTE in self._sent:
+                    printed = self._sent.pop(NOTE)
+                    store.set(NOTE, printed)
+                if REASON in self._sent and store.add(FAILED, 1) == 1:
+                    store.set(REASON, self._sent.pop(REASON))
+                elif self.over is None and store.check([REASON]):
+                    self.over, grace_seconds = json.loads(store.get(REASON))
+                    self.over_at = time.monotonic() + grace_seconds
+                if store.check([NOTE]) and (text := store.get(NOTE).decode()) != printed:
+                    printed = text
+                    say(text)
+                if join and (expected := store.add(JOINED, 0)) == self.num_nodes and self._mistake is None:
+                    self._complete.set()
+                if leaving:
+                    break
+                time.sleep(POLL_SECONDS)
+            store.add(LEFT, 1)
+            while self.node_rank == 0 and store.add(LEFT, 0) < expected:
+                time.sleep(POLL_SECONDS)
+        except ValueError as mistake:
+            self._mistake = mistake
+        except RuntimeError:
+            self.over = f"{self.name}: the connection to node 0 ({self._first or self.address}, {self.where}) was lost"
+            self.over_at = time.monotonic()
+        self._done.set()
+
+    def _listen(self) -> dist.TCPStore:
+        """Create the store of the job on this host, the first one; raise a ValueError if that is impossible."""
+        family, address = self._resolve()
+        try:
+            listener = socket.create_server((address, self.port), family=family)
+        except OSError as error:
+            flag = f"--master-addr {self.address}"
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ValueError(
+                    f"{flag} is not an address of {self.name}: node rank 0 belongs to the machine with that address "
+                    "(`ip -brief address` shows the addresses of a machine)"
+                ) from None
+            raise ValueError(
+                f"{flag} --master-port {self.port}: {os.strerror(error.errno or 0)} on {self.name}"
+            ) from None
+        self._interface, self._first = interface_of(address), self.name
+        return dist.TCPStore(
+            address,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self.patience_seconds),
+            master_listen_fd=listener.detach(),
+        )
+
+    def _connect(self) -> dist.TCPStore:
+        """Connect to the store as soon as it is there; raise a ValueError if the time to leave comes first."""
+        _, address = self._resolve()
+        while time.monotonic() < self._until:
+            try:
+                with socket.create_connection((address, self.port), CONNECT_SECONDS) as probe:
+                    self._interface = interface_of(probe.getsockname()[0])
+                timeout = timedelta(seconds=self.patience_seconds)
+                return dist.TCPStore(address, self.port, is_master=False, timeout=timeout)
+            except OSError as error:
+                self._obstacle = error.strerror or "no answer"
+            time.sleep(POLL_SECONDS)
+        raise ValueError(self._waiting())
+
+    def _resolve(self) -> tuple[socket.AddressFamily, str]:
+        """Return the family and the number of the address; raise a ValueError if others cannot use it."""
+        flag = f"--master-addr {self.address}"
+        try:
+            family, *_, number = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0]
+        except OSError as error:
+            raise ValueError(f"{flag}: {error.strerror}") from None
+        if str(number[0]).startswith("127.") and self.address not in LOOPBACK_NAMES:
+            raise ValueError(
+                f"{flag} is {number[0]} on {self.name}, which other hosts cannot reach: give the number that "
+                "`ip -brief address` shows"
+            )
+        return family, str(number[0])
+
+    def _join(self, store: dist.Store) -> None:
+        """Claim this host's number, and compare the flags with host 0's.
+
+        Raises:
+            ValueError: another host has the number. The job does not end, so that this host can be started again.
+        """
+        mine = [self.name, self.num_nodes, self.ranks_per_node]
+        if store.add(f"claims/{self.node_rank}", 1) > 1:
+            taken = json.loads(store.get(f"host/{self.node_rank}"))[0]
+            raise ValueError(f"--node-rank {self.node_rank} is already taken by {taken}: each host needs its own")
+        store.set(f"host/{self.node_rank}", json.dumps(mine))
+        while not store.check(["host/0"]):
+            if store.check([REASON]):  # node 0 has failed before it could join
+                return
+            time.sleep(POLL_SECONDS)
+        if self.node_rank != 0:
+            self._first, *theirs = json.loads(store.get("host/0"))
+            for flag, own, other in zip(("--nnodes", "--nproc"), mine[1:], theirs, strict=True):
+                if own != other:
+                    self._mistake = ValueError(f"{flag} is {own} on {self.name}, but {other} on {self._first}")
+                    return
+        store.add(JOINED, 1)
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface with this IPv4 address, for example "eth1"; None for loopback or if none has it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in [] if address.startswith("127.") else socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None

@@ -1,0 +1,59 @@
+"""vLLM's weight transfer from weight patches: the back end `megazpp` of `--weight-transfer-config`.
+
+vLLM loads `register` in each of its processes, because pyproject.toml names it as a plugin (vllm.general_plugins). Each
+worker reads the patches itself, and loads the weights like a checkpoint. Written for vLLM 0.33.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+from vllm.distributed.weight_transfer import base
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from megazpp.weight_patches.reader import PatchReader
+
+
+@dataclass
+class PatchFolder(base.WeightTransferInitInfo):
+    """The folder that --save-weight-patches names, as the workers see it."""
+
+    folder: str
+
+
+@dataclass
+class PatchStep(base.WeightTransferUpdateInfo):
+    """The optimizer step whose weights all workers load."""
+
+    step: int
+
+
+class PatchTransferEngine(base.WeightTransferEngine[PatchFolder, PatchStep]):
+    """The receiving side of a weight transfer in a worker of vLLM; its methods are vLLM's."""
+
+    init_info_cls, update_info_cls = PatchFolder, PatchStep
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: PatchFolder) -> None:
+        self._reader = PatchReader(init_info.folder)
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: PatchStep) -> None:
+        self._reader.advance(update_info.step)
+        self.model.load_weights(self._reader.weights())
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        del self._reader
+
+
+def register() -> None:
+    """Register the back end with vLLM; a second call changes nothing."""
+    with suppress(ValueError):  # it is registered already
+        WeightTransferEngineFactory.register_engine("megazpp", PatchTransferEngine)

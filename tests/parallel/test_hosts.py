@@ -1,0 +1,177 @@
+"""Test how the launchers of --nnodes find each other and end together. Threads stand for hosts."""
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from helpers.refusals import not_refused
+
+from megazpp.base.program import JobError
+from megazpp.parallel import hosts, roll_call
+from megazpp.parallel.config import LaunchConfig
+from megazpp.parallel.hosts import Hosts
+from megazpp.parallel.launch import RankInfo, detect_rank_info, hosts_of
+
+NAMES = ("alpha", "beta", "gamma")
+TWO = {"nnodes": 2, "node_rank": 0, "master_addr": "10.0.0.1"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def host(number: int, port: int, *, name: str = "", **fields) -> Hosts:
+    settings = {"num_nodes": 2, "address": "127.0.0.1", "port": port, "patience_seconds": 20.0} | fields
+    return Hosts(node_rank=number, name=name or NAMES[number], **settings)
+
+
+def outcome(here: Hosts) -> str:
+    """Join the other hosts and leave; return the error as the launcher would print it, or ""."""
+    try:
+        here.gather()
+    except (ValueError, JobError) as error:
+        here.end(str(error))
+        return str(error)
+    here.end("")
+    return ""
+
+
+def together(*all_hosts: Hosts) -> list[str]:
+    with ThreadPoolExecutor(len(all_hosts)) as pool:
+        return list(pool.map(outcome, all_hosts))
+
+
+def test_hosts_find_each_other_and_say_which_ranks_they_have(capsys):
+    port = free_port()
+    settings = {"num_nodes": 3, "ranks_per_node": 2}
+    assert together(*(host(number, port, **settings) for number in (2, 0, 1))) == ["", "", ""]
+    lines = capsys.readouterr().err.splitlines()
+    assert f"alpha: node 0 of 3, ranks 0 to 1 of 6; waiting for the others at 127.0.0.1:{port}" in lines
+    assert f"gamma: node 2 of 3, ranks 4 to 5 of 6; connecting to node 0 at 127.0.0.1:{port}" in lines
+    assert "beta: node 1 of 3, ranks 2 to 3 of 6; all hosts are there; alpha prints the log" in lines
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"num_nodes": 3}, "--nnodes is 3 on beta, but 2 on alpha"),
+        ({"ranks_per_node": 4}, "--nproc is 4 on beta, but 1 on"),
+    ],
+)
+def test_different_flags_end_both_hosts_with_the_values(fields, problem):
+    port = free_port()
+    first, second = together(host(0, port), host(1, port, **fields))
+    assert second.startswith(problem)
+    assert first == f"beta: {second}"
+
+
+def test_second_host_with_the_same_node_rank_ends_alone():
+    port = free_port()
+    here, there, late = (host(number, port, name=name) for number, name in ((0, "alpha"), (1, "beta"), (1, "gamma")))
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(here.gather), pool.submit(there.gather)]
+        for each in waiting:
+            each.result()
+        assert outcome(late) == "--node-rank 1 is already taken by beta: each host needs its own"
+        assert here.over is there.over is None
+        ends = [pool.submit(each.end, "") for each in (here, there)]
+        for each in ends:
+            each.result()
+
+
+def test_reason_reaches_the_other_hosts_within_seconds():
+    port = free_port()
+    here, there = host(0, port), host(1, port)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(Hosts.gather, (here, there)))
+        started = time.monotonic()
+        pool.submit(there.end, "rank 1 was killed by SIGKILL")
+        here.wait_for_reason(10)
+        assert here.over == "beta: rank 1 was killed by SIGKILL"
+        assert time.monotonic() - started < 2
+        here.end("")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_failure_before_the_start_is_told_to_a_host_that_waits(failing):
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(outcome, host(1 - failing, port))
+        host(failing, port).tell("--lr 0x is wrong")
+        assert other.result() == f"{NAMES[failing]}: --lr 0x is wrong"
+
+
+def test_unreachable_host_is_named_with_the_reason_and_the_time(monkeypatch, capsys):
+    monkeypatch.setattr(hosts, "WAIT_SECONDS", 0.2)
+    port = free_port()
+    problem = outcome(host(1, port, patience_seconds=1.0))
+    assert problem.startswith(f"--master-addr 127.0.0.1 --master-port {port} cannot be reached: Connection refused (")
+    assert problem.endswith("after waiting for 1 s")
+    assert "Connection refused" in capsys.readouterr().err
+    problem = outcome(host(0, port, patience_seconds=1.0))
+    assert problem.startswith(f"--nnodes 2: not all other hosts have connected to 127.0.0.1:{port} (")
+
+
+def test_address_of_another_machine_or_a_taken_port_is_refused():
+    port = free_port()
+    assert outcome(host(0, port, address="192.0.2.1")).startswith(
+        "--master-addr 192.0.2.1 is not an address of alpha: "
+    )
+    with socket.create_server(("127.0.0.1", port)):
+        assert (
+            outcome(host(0, port)) == f"--master-addr 127.0.0.1 --master-port {port}: Address already in use on alpha"
+        )
+
+
+def test_name_that_is_unknown_or_means_only_this_machine_is_refused(monkeypatch):
+    def asked(*_, **__):
+        return [(socket.AF_INET, 0, 0, "", ("127.0.1.1", 1))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", asked)
+    assert outcome(host(0, 1, address="alpha")).startswith(
+        "--master-addr alpha is 127.0.1.1 on alpha, which other hosts "
+    )
+
+    def unknown(*_, **__):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert outcome(host(1, 1, address="alpah")) == "--master-addr alpah: Name or service not known"
+
+
+REFUSED = [
+    ({"node_rank": 1}, "--node-rank 1 needs --nnodes"),
+    ({"master_addr": "a"}, "--master-addr a needs --nnodes"),
+    ({**TWO, "node_rank": 2}, "--node-rank 2 is not a number from 0 to 1 (--nnodes)"),
+    ({"nnodes": 0}, "--nnodes 0 is not positive"),
+    ({**TWO, "master_port": 70000}, "--master-port 70000 is not a TCP port"),
+    ({**TWO, "max_restarts": 1}, "--max-restarts 1 cannot be combined with --nnodes 2"),
+    ({"nnodes": 2}, "--nnodes 2 needs --node-rank and --master-addr"),
+    ({"nnodes": 2, "node_rank": 0}, "--nnodes 2 needs --master-addr"),
+]
+
+
+def test_flags_that_do_not_fit_are_refused_by_name():
+    assert not_refused(REFUSED, lambda flags: hosts_of(LaunchConfig(**flags))) == []
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with pytest.raises(ValueError, match="--nnodes 2 conflicts with torchrun"):
+        detect_rank_info(LaunchConfig(**TWO), torchrun)
+    assert detect_rank_info(LaunchConfig(**TWO, nproc=3), {}) == RankInfo(started=False, world_size=6, launched_size=3)
+    assert hosts_of(LaunchConfig(nnodes=1, node_rank=0, master_addr="a")) is None
+
+
+def test_hosts_are_found_on_a_command_line_with_mistakes(tmp_path):
+    flags = tmp_path / "flags.args"
+    flags.write_text("--nnodes 2 --master-addr alpha\n--lr 0x\n")
+    found = roll_call.hosts_in([f"@{flags}", "--node-rank", "1", "--lrr", "3", "--no-such"])
+    assert (found.num_nodes, found.node_rank, found.address, found.port) == (2, 1, "alpha", 29500)
+    for words in ([], ["--nnodes", "2", "--node-rank", "7", "--master-addr", "a"], ["--nnodes", "x"], ["@nowhere"]):
+        assert roll_call.hosts_in(words) is None
+
+
+def test_interface_is_found_by_its_address():
+    assert hosts.interface_of("127.0.0.1") is None
+    assert hosts.interface_of("192.0.2.1") is None
