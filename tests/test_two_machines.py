@@ -17,13 +17,12 @@ from pathlib import Path
 
 import pytest
 from helpers.program import LAUNCHER_VARIABLES, ROOT
+from helpers.tiers import chosen, nightly, slow
 
 from megazpp.base.program import UserError
 
 sys.path.append(str(ROOT / "tools/benchmarks"))
 from emulate_cluster import EmulatedCluster
-
-pytestmark = pytest.mark.slow
 
 PAGE = ROOT / "docs/guides/two_machines.md"
 SMALL = "--global-batch-size 6 --eval-iters 1 --sample-tokens 2 --log-interval 1"
@@ -118,6 +117,7 @@ def both(machines: tuple[Machine, Machine], command: str, seconds: float = SECON
 FIRST = "python pretrain_gpt.py --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --nproc 1 --zeropp"
 
 
+@pytest.mark.slow
 def test_commands_of_the_page_measure_the_link_and_train(machines):
     first, measure, *_ = commands()
     assert first.startswith(FIRST)
@@ -141,7 +141,7 @@ def test_commands_of_the_page_measure_the_link_and_train(machines):
     assert "device:" in file.read_text()
 
 
-@pytest.mark.parametrize("pressed", [0, 1])
+@pytest.mark.parametrize("pressed", [nightly(0), slow(1)])
 def test_ctrl_c_on_either_machine_saves_and_ends_both_and_the_run_resumes(machines, pressed):
     command = f"{FIRST} {SMALL} {LONG} --save ckpt --load ckpt"
     for machine in machines:
@@ -183,7 +183,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", chosen({name: name for name in MISTAKES}, slow=("a typo", "another version")))
 def test_mistake_on_the_second_machine_is_printed_on_both(machines, tmp_path, mistake):
     flags, message = MISTAKES[mistake]
     if mistake == "another version":
@@ -197,6 +197,7 @@ def test_mistake_on_the_second_machine_is_printed_on_both(machines, tmp_path, mi
         assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_killed_rank_of_one_machine_is_named_on_both(machines):
     for machine in machines:
         machine.start(f"{FIRST} {SMALL} {LONG} --no-save-to-run-dir")
@@ -210,7 +211,11 @@ def test_killed_rank_of_one_machine_is_named_on_both(machines):
 
 
 CUTS: dict[str, tuple[str, Callable[[Machine], None], tuple[str, str]]] = {
-    "before the start": ("", lambda first: None, ("not all other hosts have connected", "cannot be reached")),
+    "before the start": (
+        "--distributed-timeout-minutes 0.2",
+        lambda first: None,
+        ("not all hosts have connected", "cannot be reached"),
+    ),
     "in training": (LONG, lambda first: first.wait_for("iteration        3/"), ("watchdog: the job", "watchdog: the ")),
     "in a save": (
         f"{LONG} --save ckpt --save-interval 2",
@@ -220,7 +225,7 @@ CUTS: dict[str, tuple[str, Callable[[Machine], None], tuple[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("moment", CUTS)
+@pytest.mark.parametrize("moment", chosen({name: name for name in CUTS}, slow=("before the start", "in training")))
 def test_cable_that_is_pulled_ends_both_machines_with_a_reason(machines, cluster, moment):
     flags, reach, (first, second) = CUTS[moment]
     if moment == "before the start":

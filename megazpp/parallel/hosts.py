@@ -107,10 +107,11 @@ class Hosts:
             if self.over is not None:
                 raise JobError(self.over)
             if seconds > self.patience_seconds:
-                raise ValueError(f"{self._waiting()} for {seconds:.0f} s")
+                raise ValueError(f"{self._waiting()}; {self.name} has waited {seconds:.0f} s")
             if seconds > WAIT_SECONDS and not hinted:
                 hinted = True
-                say(f"{self.name}: {self._waiting()} for {seconds:.0f} s; waiting up to {self.patience_seconds:g} s")
+                limit = f"{self.name} has waited {seconds:.0f} s and goes on up to {self.patience_seconds:g} s"
+                say(f"{limit}: {self._waiting()}")
         say(f"{place}; all hosts are there" + (f"; {self._first} prints the log" if self.node_rank else ""))
         variables = {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)}
         if self._interface is not None:
@@ -156,17 +157,15 @@ class Hosts:
 
     def _waiting(self) -> str:
         """Return what this host waits for, and what the user can check."""
-        again = "start the same command on each host, with its own --node-rank"
-        if self.node_rank == 0:
+        if self._connected.is_set() or self.node_rank == 0:
+            firewall = f"; a firewall here may drop port {self.port}" if self.node_rank == 0 else ""
             return (
-                f"--nnodes {self.num_nodes}: not all other hosts have connected to {self.where} ({again}; a firewall "
-                f"here may drop port {self.port}), after waiting"
+                f"--nnodes {self.num_nodes}: not all hosts have connected to {self.where} (start the same command on "
+                f"each host, with its own --node-rank{firewall})"
             )
-        if self._connected.is_set():
-            return f"--nnodes {self.num_nodes}: not all hosts have connected to {self.where} ({again}), after waiting"
         return (
             f"--master-addr {self.address} --master-port {self.port} cannot be reached: {self._obstacle} (node 0 has "
-            "not started, the address is wrong, or a firewall there drops the port), after waiting"
+            "not started, the address is wrong, or a firewall there drops the port)"
         )
 
     # ---- the thread that uses the store ---------------------------------------------------------------------------

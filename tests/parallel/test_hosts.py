@@ -109,10 +109,10 @@ def test_unreachable_host_is_named_with_the_reason_and_the_time(monkeypatch, cap
     port = free_port()
     problem = outcome(host(1, port, patience_seconds=1.0))
     assert problem.startswith(f"--master-addr 127.0.0.1 --master-port {port} cannot be reached: Connection refused (")
-    assert problem.endswith("after waiting for 1 s")
+    assert problem.endswith("drops the port); beta has waited 1 s")
     assert "Connection refused" in capsys.readouterr().err
     problem = outcome(host(0, port, patience_seconds=1.0))
-    assert problem.startswith(f"--nnodes 2: not all other hosts have connected to 127.0.0.1:{port} (")
+    assert problem.startswith(f"--nnodes 2: not all hosts have connected to 127.0.0.1:{port} (")
 
 
 def test_address_of_another_machine_or_a_taken_port_is_refused():
