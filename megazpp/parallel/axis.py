@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from megazpp.parallel.comm_queue import CommQueue, StreamQueue, ThreadQueue
+from megazpp.parallel.environment import uses_nccl
 from megazpp.parallel.timeline import Timeline
 
 
@@ -375,7 +376,7 @@ def make_group(
     """
     mine = next(ranks for ranks in partition if dist.get_rank() in ranks)
     ascending = all(list(ranks) == sorted(ranks) for ranks in partition)
-    world, nccl = dist.group.WORLD, dist.get_backend() == "nccl"
+    world, nccl = dist.group.WORLD, uses_nccl()
     assert world is not None
     if options is backend is None and mine == tuple(range(dist.get_world_size())):
         return world

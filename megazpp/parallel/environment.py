@@ -121,12 +121,20 @@ def order_launches(layout: Layout, env: MutableMapping[str, str] = os.environ) -
         env.setdefault(LAUNCH_ORDER, "1")
 
 
+def uses_nccl() -> bool:
+    """Return True if the default process group uses NCCL: "nccl", or torch 2.15's "nccl2", "nccl-lazy", "nccl-legacy".
+
+    All of them take ProcessGroupNCCL.Options.
+    """
+    return dist.get_backend().startswith("nccl")
+
+
 def axis_options(axis: str, layout: Layout, config: NcclConfig) -> Any:
     """Return new `pg_options` for one group of `axis`, None with gloo and for an axis of one rank.
 
     The group keeps and modifies the object, so each group needs a separate one.
     """
-    if dist.get_backend() != "nccl" or layout.axis_size(axis) == 1:
+    if not uses_nccl() or layout.axis_size(axis) == 1:
         return None
     inside = axis in ("tp", "cp", "local") or (axis == "shard" and layout.cross == 1)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=inside and config.nccl_high_priority)

@@ -87,6 +87,7 @@ def test_paused_counter_ignores_only_collectives_submitted_meanwhile():
     assert ranks(2).run(send_under_way) == [16 + 32] * 2
 
 
+@pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-lazy"])  # names of torch 2.15
 @pytest.mark.parametrize(("partition", "bound", "expected", "calls"), [
     ([(0, 2), (1, 3)], True, "split", [[[0, 2], [1, 3]]]),  # one call for all groups of an axis
     ([(0, 1), (2, 3)], False, [2, 3], [[0, 1], [2, 3]]),
@@ -94,7 +95,7 @@ def test_paused_counter_ignores_only_collectives_submitted_meanwhile():
     ([(0,), (1,), (2,), (3,)], True, [2], [[2]]),
     ([(0, 1, 2, 3)], True, "world", []),
 ])  # fmt: skip
-def test_nccl_groups_are_split_in_one_call_if_possible(partition, bound, expected, calls, monkeypatch):
+def test_nccl_groups_are_split_in_one_call_if_possible(partition, bound, expected, calls, backend, monkeypatch):
     """Checked on rank 2 of 4. One rank alone gets no communicator, and all ranks reuse the default group."""
     called: list[Any] = []
 
@@ -113,7 +114,7 @@ def test_nccl_groups_are_split_in_one_call_if_possible(partition, bound, expecte
     for fake in (split_group, new_group):
         monkeypatch.setattr(dist, fake.__name__, fake)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
-    for name, answer in {"get_backend": "nccl", "get_rank": 2, "get_world_size": 4}.items():
+    for name, answer in {"get_backend": backend, "get_rank": 2, "get_world_size": 4}.items():
         monkeypatch.setattr(dist, name, lambda answer=answer: answer)
     assert make_group(partition, "tp", "options" if calls else None) == (world if expected == "world" else expected)
     assert called == calls

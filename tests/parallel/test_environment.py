@@ -112,12 +112,13 @@ PRIORITIES = [  # axis, nodes, flags, expected high priority, expected options
 ]
 
 
-def test_node_groups_have_high_priority_and_flags_reach_their_axes(monkeypatch):
+@pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-lazy"])  # names of torch 2.15
+def test_node_groups_have_high_priority_and_flags_reach_their_axes(backend, monkeypatch):
     def options(is_high_priority_stream=False):
         return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
-    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
     for axis, nodes, config, first, own in PRIORITIES:
         made, another = (axis_options(axis, layout(nodes), config) for _ in range(2))
         assert (made.is_high_priority_stream, vars(made.config)) == (first, own), (axis, nodes, config)
