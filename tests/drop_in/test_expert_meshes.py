@@ -161,8 +161,13 @@ def clip(model: nn.Module) -> None:
 def build(kind: str | None, case: dict[str, Any]) -> tuple[Any, Any, torch.optim.Optimizer]:
     model: Any = Mixture()
     model.checkpointing = case.get("checkpointing", False)
+    if case.get("lora"):  # freezes all other weights
+        from peft import LoraConfig, inject_adapter_in_model
+
+        config = LoraConfig(r=4, target_modules=["dense", "router"], init_lora_weights=False)
+        model = inject_adapter_in_model(config, model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(part in name for part in case.get("frozen", ())))
+        parameter.requires_grad_(parameter.requires_grad and not any(part in name for part in case.get("frozen", ())))
     fsdp = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if case.get("bf16") else {}
     wrap(model, case.get("recipe", "apart"), case.get("ep", 2), **fsdp)
     handle = None
@@ -226,7 +231,9 @@ RECIPES = ("apart", "together") if hasattr(torch.distributed.fsdp, "DataParallel
         slow({"idle": True}, 1e-5),
         slow({"frozen": ("experts",)}, 1e-5),
         slow({"frozen": ("experts.up", "router", "words", "norm")}, 1e-5),
+        slow({"lora": True}, 1e-5),
         slow({"checkpointing": True}, 1e-5),
+        slow({"checkpointing": True, "lora": True, "accumulate": 2, "signal": "accumulate"}, 1e-5),
         slow({"compile": True}, 1e-5),
         slow({"ranks_per_node": 4}, 1e-5),
         slow({"ranks_per_node": 4, "ep": 4}, 1e-5),
@@ -277,6 +284,34 @@ def test_training_of_experts_resumes_bit_for_bit(kind, tmp_path):
     for recipe in RECIPES:
         (folder := tmp_path / recipe).mkdir()
         ranks(RANKS).run(resume, str(folder), kind, recipe)
+
+
+def resume_with_another_degree(folder: str, kind: str) -> None:
+    """Save with two ranks per node, and resume with other expert-parallel degrees on one node or two."""
+    case = {"bf16": kind == "lossless"}
+    run = build(kind, case)
+    steps(*run, case, range(2))
+    dcp.save(dict(enumerate(get_state_dict(run[0], run[2]))), checkpoint_id=folder)
+    run[1].save(folder)
+    before = whole(run[0])
+    expected = steps(*run, case, range(2, 4))
+    for ep, ranks_per_node in ((1, 2), (4, 4)):
+        again = build(kind, {**case, "ep": ep, "ranks_per_node": ranks_per_node})
+        again[1].load(folder)
+        state = dict(enumerate(get_state_dict(again[0], again[2])))
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(again[0], again[2], model_state_dict=state[0], optim_state_dict=state[1])
+        torch.testing.assert_close(whole(again[0]), before, rtol=0, atol=0)
+        found = steps(*again, case, range(2, 4))
+        torch.testing.assert_close(
+            torch.tensor(found), torch.tensor(expected), rtol=1e-2 if case["bf16"] else 1e-5, atol=0
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["exact", "lossless"])
+def test_training_of_experts_resumes_with_another_degree(kind, tmp_path):
+    ranks(RANKS).run(resume_with_another_degree, str(tmp_path), kind)
 
 
 def on_three_meshes(model: Mixture) -> None:
