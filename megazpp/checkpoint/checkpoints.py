@@ -90,6 +90,7 @@ class Checkpoints:
         axis: axis over all ranks with a group for files, see `open_axis`.
         say: function that prints a line on rank 0.
         folder: folder of --save after `take_folder`; None without --save.
+        shared: True if other jobs save to the folder too. It is then locked only while a checkpoint is written.
         tokenizer: contents of the tokenizer's files by file name; None or empty for a tokenizer without files.
     """
 
@@ -102,8 +103,10 @@ class Checkpoints:
         say: Callable[[str], None],
         *,
         folder: CheckpointFolder | None,
+        shared: bool = False,
         tokenizer: Mapping[str, bytes] | None = None,
     ) -> None:
+        self._shared = shared
         self._config, self._state, self._record, self._axis, self._say = config, state, record, axis, say
         self._folder, self._tokenizer = folder, tokenizer
         self._thread = threads_on(state.device, 1, "checkpoint") if config.async_save else None
@@ -183,7 +186,7 @@ class Checkpoints:
 
         # write now, or copy the tensors and write in the thread
         if self._thread is None:
-            with user_errors():
+            with user_errors(), self._locked(folder):
                 write(tensors)
             return
         self._writing = self._thread.submit(write, self._stage(tensors))
@@ -191,6 +194,17 @@ class Checkpoints:
             f"  scheduled an async checkpoint save at iteration {iteration:7d} to {folder.path}"
             f" | training waited {time.perf_counter() - started:.3f} s"
         )
+
+    @contextlib.contextmanager
+    def _locked(self, folder: CheckpointFolder) -> Iterator[None]:
+        """Hold the lock of a shared folder in this context."""
+        if self._shared:
+            raise_on_all_ranks(self._axis, lambda: folder.lock() if self._axis.rank == 0 else None)
+        try:
+            yield
+        finally:
+            if self._shared:
+                folder.unlock()
 
     @contextlib.contextmanager
     def watch(self, iteration: int) -> Iterator[None]:

@@ -21,6 +21,8 @@ class Diloco(Feature):
     def num_replica_groups(self, config: RunConfig, cluster: Cluster) -> int:
         """Check the flags against the cluster, and return the number of replica groups."""
         flags = config.section(DilocoConfig)
+        if config.jobs > 1:
+            return 1  # the other groups are other jobs
         return count_replica_groups(flags, cluster, verify_interval=config.verify.zero_verify_interval)
 
     def check(self, config: RunConfig, plan: RunPlan) -> DilocoPlan | None:
@@ -33,13 +35,13 @@ class Diloco(Feature):
             config.zero,
             iterations=batches.total_iterations,
             num_layers=config.model.num_layers,
-            tokens_per_step=batches.global_batch_size * config.data.seq_length / layout.replica_group,
+            tokens_per_step=batches.global_batch_size * config.data.seq_length / layout.replica_group / config.jobs,
         )
 
     def attach(self, parts: TrainerParts) -> Attached:
         """Attach DiLoCo to the trainer: synchronization, checkpoint state, and outer weights for evaluation."""
         plan, dims, device = parts.plan.of(DilocoPlan), parts.run.dims, parts.run.device
-        if plan is None:
+        if plan is None or parts.config.jobs > 1:
             return Attached()
         from megazpp.diloco.loop import LocalSteps, check_replica_group_memory
         from megazpp.diloco.outer import ReplicaGroups

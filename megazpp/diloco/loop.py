@@ -13,6 +13,7 @@ import torch
 from megazpp.base.program import GIGA
 from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.outer import ReplicaGroups
+from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.timeline import COMPUTE
 from megazpp.training.anomalies import Guard
@@ -36,19 +37,21 @@ class LocalSteps:
         self.replica_groups, self._objective, self._guard, self._dims = replica_groups, objective, guard, dims
         self._losses, self._steps = torch.zeros(()), 0  # summed losses and steps since the last synchronization
 
-    def after_step(self, launched: LaunchedStep, iteration: int, last: bool) -> bool:
-        """Merge and start the synchronizations that are due after `iteration`.
+    def after_step(
+        self, launched: LaunchedStep, progress: TrainingProgress, last: bool
+    ) -> tuple[TrainingProgress, bool]:
+        """Merge and start the synchronizations that are due after a step.
 
         Args:
             launched: the step.
-            iteration: index of the step.
+            progress: progress after the step.
             last: True for the run's last step, after which all fragments synchronize.
         Returns:
-            True if all replica groups have waited for each other.
+            the progress, and True if all replica groups have waited for each other.
         Raises:
             NotFiniteError: a step of some group since the last synchronization was not finite; raised on all ranks.
         """
-        replica_groups = self.replica_groups
+        replica_groups, iteration = self.replica_groups, progress.iteration
         replica_groups.count(self._objective.tokens)
         self._losses, self._steps = launched.loss + self._losses.to(launched.loss.device), self._steps + 1
         meets = last or replica_groups.meets_at(iteration)
@@ -61,13 +64,13 @@ class LocalSteps:
             launched.record.metrics = {**launched.record.metrics, INNER_LOSS: losses / world.size}
             self._losses, self._steps = torch.zeros(()), 0
             if self._guard.resolve(failed=failed > 0, back=back > 0):
-                return True  # all groups have reloaded a checkpoint
+                return progress, True  # all groups have reloaded a checkpoint
         with self._dims.timeline.span(COMPUTE, "synchronize"):
             if last:
                 replica_groups.finish()
             else:
                 replica_groups.after_step(iteration)
-        return meets
+        return progress, meets
 
 
 def check_replica_group_memory(shard_elements: int, dims: ParallelDims, device: torch.device, plan: DilocoPlan) -> None:

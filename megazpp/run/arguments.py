@@ -141,6 +141,11 @@ class RunConfig:
         """Return the feature config of class `kind`, or one with default values if the feature is not installed."""
         return next((section for section in self.sections if isinstance(section, kind)), None) or kind()
 
+    @property
+    def jobs(self) -> int:
+        """The number of jobs that train the run's model together, each on its share of every batch; usually 1."""
+        return max((feature.num_jobs(self) for feature in self.features), default=1)
+
     def with_section(self, section: FeatureConfig) -> RunConfig:
         """Return a copy in which `section` replaces the feature config of the same class."""
         sections = (section if type(section) is type(other) else other for other in self.sections)

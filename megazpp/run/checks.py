@@ -166,7 +166,7 @@ def plan_run(
         with problems:
             wire, notices = plan_model(config, layout, device_type=device_type, weight_delta=weight_delta)
         with problems:
-            batches = plan_batches(config.batches, data_parallel_size=layout.data).resumed_at(start)
+            batches = plan_batches(config.batches, data_parallel_size=layout.data * config.jobs).resumed_at(start)
             total = batches.total_iterations
             observed = _check_observers(config, total, cluster.world_size, device_type, start=start.iteration)
             schedule = build_schedule(

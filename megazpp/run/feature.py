@@ -10,7 +10,7 @@ before torch is imported, which takes seconds, and so that a feature that is not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from megazpp.checkpoint.state import RunValues, StatePart
     from megazpp.checkpoint.weights import WeightOpener
     from megazpp.data.tokenizer import Tokenizer
+    from megazpp.optim.schedule import TrainingProgress
     from megazpp.run.checks import RunPlan
     from megazpp.topology.cluster import Cluster
     from megazpp.training.anomalies import Guard
     from megazpp.training.context import RunContext
-    from megazpp.training.loop import AfterStep
+    from megazpp.training.loop import AfterStep, Loader, Synchronize
     from megazpp.training.objective import Objective
     from megazpp.training.setup import ShardedModel
-    from megazpp.training.step import LaunchedStep
     from megazpp.zero.plan import WeightDelta
 
 
@@ -60,7 +60,10 @@ class TrainerParts:
         states: tensors of a checkpoint, in parts. A feature may add, wrap or replace parts of this list. Parts that the
             program adds to it are not in the list.
         flags: flag values that checkpoints record, by field name. A feature may add to them.
+        samples: description of the training and held-out samples, see data/identity.py.
         stopped: function that returns True once this rank has caught a stop signal.
+        save, validate: functions of the progress that save a checkpoint and evaluate the validation data, for a feature
+            with `Attached.schedules_actions`.
     """
 
     config: RunConfig
@@ -73,7 +76,10 @@ class TrainerParts:
     values: RunValues
     states: list[StatePart]
     flags: dict[str, Any]
+    samples: Mapping[str, Any] = field(default_factory=dict)
     stopped: Callable[[], bool] = lambda: False
+    save: Callable[[TrainingProgress], None] = lambda progress: None
+    validate: Callable[[TrainingProgress], None] = lambda progress: None
 
 
 @dataclass(kw_only=True)
@@ -83,8 +89,12 @@ class Attached:
     Attributes:
         after_step: actions after steps, run after the trainer's checkpoints. A checkpoint therefore does not have what
             these actions change after its step.
-        synchronize: function that synchronizes DiLoCo's replica groups; see `train` in training/loop.py. The trainer
-            uses the first feature that provides it.
+        synchronize: function that synchronizes DiLoCo's replica groups; see `Synchronize` in training/loop.py. The
+            trainer uses the first feature that provides it.
+        begin: called before the first step with the progress; returns the progress with which the training starts.
+        loader: function that wraps the loader of training samples.
+        schedules_actions: True if the feature calls `TrainerParts.save` and `validate` itself, and the trainer does not
+            call them by iterations.
         evaluation_weights: returns a context in which the model has the weights to evaluate, for a feature that
             evaluates other weights than it trains.
         wait: called after the last step; waits for the feature's background work.
@@ -93,7 +103,10 @@ class Attached:
     """
 
     after_step: Sequence[AfterStep] = ()
-    synchronize: Callable[[LaunchedStep, int, bool], bool] | None = None
+    synchronize: Synchronize | None = None
+    begin: Callable[[TrainingProgress], TrainingProgress] = lambda progress: progress
+    loader: Callable[[Loader], Loader] = lambda loader: loader
+    schedules_actions: bool = False
     evaluation_weights: Callable[[], AbstractContextManager[None]] = nullcontext
     wait: Callable[[], None] = field(default=lambda: None)
     finish: Callable[[Callable[[], AbstractContextManager[None]], int], None] = field(
@@ -122,6 +135,10 @@ class Feature:
         Raises:
             ValueError: the nodes do not divide into the groups that the flags request.
         """
+        return 1
+
+    def num_jobs(self, config: RunConfig) -> int:
+        """Return the number of jobs, each with its own process groups, that train the run's model together."""
         return 1
 
     def choose_weight_delta(

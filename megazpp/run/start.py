@@ -14,7 +14,7 @@ import functools
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +104,20 @@ def distributed_program(main: Callable[[list[str]], int]) -> Callable[..., int]:
 
 
 def facts_of(parsed: ParsedRun) -> dict[str, str]:
-    """Return what must be equal on all ranks before they start: flags, versions, and variables of the environment.
+    """Return what must be equal on all ranks before they start: flags, versions, and variables of the environment."""
+    return facts_of_flags(parsed.parts)
+
+
+def facts_of_flags(parts: Sequence[Any]) -> dict[str, str]:
+    """Return flags, versions, and variables of the environment, by the names that messages use.
 
     Paths may differ between hosts. What the files contain is compared once they are open.
+
+    Args:
+        parts: the configs of a run.
     """
     flags = {}
-    for part in parsed.parts:
+    for part in parts:
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
             is_path = field.name.endswith(PATHS) and not isinstance(value, bool)

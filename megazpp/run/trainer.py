@@ -100,7 +100,8 @@ class OpenRun:
     @property
     def needs_samples(self) -> bool:
         """True if the samples have to be described, because ranks or a checkpoint compare them."""
-        return self.save is not None or self.checkpoint is not None or self.worker.world_size > 1
+        several = self.worker.world_size > 1 or self.config.jobs > 1
+        return self.save is not None or self.checkpoint is not None or several
 
     def compare_data(self, tokenizer: Tokenizer, samples: Mapping[str, Any]) -> None:
         """Raise a UserError on all ranks if tokenizers or samples differ between them."""
@@ -153,6 +154,8 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
         if checkpoint.save is not None:
             save = CheckpointFolder(checkpoint.save, "--save")
             take_folder(save, files, console.log)
+            if config.jobs > 1:
+                save.unlock()  # `Checkpoints` locks it for each save, because another job may save the next one
         verified = verify(source, files, console.log)
         start = TrainingProgress() if verified is None else verified.start
         weight_delta = choose_weight_delta(config, cluster, dims, worker.device)
@@ -317,7 +320,10 @@ class Trainer:
             values=values,
             states=states,
             flags=flags,
+            samples=parts.samples,
             stopped=lambda: run.stops.caught != 0,
+            save=lambda progress: self.checkpoints.save(progress),
+            validate=lambda progress: self.validate(progress),
         )
         with user_errors():
             self.attached = [feature.attach(open_parts) for feature in config.features]
@@ -341,7 +347,14 @@ class Trainer:
         )
         state = TrainState(model, sharding, values, [*open_parts.states, *parts.states])
         self.checkpoints = Checkpoints(
-            config.checkpoint, state, record, run.files, context.log, folder=run.save, tokenizer=tokenizer.files
+            config.checkpoint,
+            state,
+            record,
+            run.files,
+            context.log,
+            folder=run.save,
+            shared=config.jobs > 1,
+            tokenizer=tokenizer.files,
         )
         with user_errors():
             self.checkpoints.check_space()
@@ -367,7 +380,7 @@ class Trainer:
             total_iterations=plan.batches.total_iterations,
             total_samples=plan.batches.total_samples,
             seq_length=seq_length,
-            world_size=plan.layout.cluster.world_size,
+            world_size=plan.layout.cluster.world_size * config.jobs,
             whole_samples=parts.whole_samples,
             flops_per_token=model_flops_per_token(config.model, padded_vocab_size=padded, seq_length=seq_length),
             peak_flops=peak_flops(device_name(context.device), config.precision.param_dtype),
@@ -425,13 +438,14 @@ class Trainer:
         if context.device.type == "cuda":  # the CPU kernels are already compiled
             self.parts.built.sharding.compile_kernels(context.device)
         after, observers = list[AfterStep](), [*self.parts.observers]
-        if run.save is not None:
+        scheduled = not any(attached.schedules_actions for attached in self.attached)
+        if run.save is not None and scheduled:
             after.append(AfterStep(self.checkpoints.save, run.config.checkpoint.save_interval, at_end=True))
         if run.config.checkpoint.async_save:
             observers.append(self.checkpoints.watch)
         for attached in self.attached:
             after += attached.after_step
-        if self.parts.validation is not None:
+        if self.parts.validation is not None and scheduled:
             after.append(AfterStep(self.validate, run.config.evaluation.eval_interval))
         if run.config.profiler.profile:
             observers.append(run.profiler.step)
@@ -440,15 +454,19 @@ class Trainer:
 
         # ---- training loop
         with self.parts.batches as batches, run.profiler:
+            loader: Loader = batches
+            progress = start.progress
+            for attached in self.attached:
+                loader, progress = attached.loader(loader), attached.begin(progress)
             progress = train(
                 self.step,
-                batches,
+                loader,
                 run.plan.batches,
                 start.schedule,
                 self.recorder,
                 run.stops,
                 observers,
-                start=start.progress,
+                start=progress,
                 after=after,
                 synchronize=next((each.synchronize for each in self.attached if each.synchronize is not None), None),
             )

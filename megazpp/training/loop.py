@@ -61,6 +61,22 @@ class Loader(Protocol):
         """
 
 
+class Synchronize(Protocol):
+    """Synchronization of DiLoCo's replica groups, which skip steps independently but share one schedule."""
+
+    def __call__(self, launched: LaunchedStep, progress: TrainingProgress, last: bool) -> tuple[TrainingProgress, bool]:
+        """Synchronize the groups after a step, if that is due.
+
+        Args:
+            launched: the step.
+            progress: progress after the step.
+            last: True for the last step of the run.
+        Returns:
+            the progress from which the training continues, and True if all ranks of the job may now decide to stop.
+        """
+        ...
+
+
 class AfterStep(NamedTuple):
     """An action after some of the steps, for example a save or an evaluation; every rank runs it.
 
@@ -90,7 +106,7 @@ def train(
     *,
     start: TrainingProgress,
     after: Sequence[AfterStep] = (),
-    synchronize: Callable[[LaunchedStep, int, bool], bool] | None = None,
+    synchronize: Synchronize | None = None,
 ) -> TrainingProgress:
     """Train until `plan` is complete or `stops` ends the run.
 
@@ -104,9 +120,7 @@ def train(
         observers: context managers around each step, entered in this order.
         start: progress from which the run starts or resumes.
         after: actions after some steps, run in this order.
-        synchronize: synchronizes DiLoCo's replica groups, which skip steps independently but share one schedule. It is
-            called with a step, its iteration, and True for the last step of the run. It returns whether all groups have
-            waited for each other.
+        synchronize: synchronizes DiLoCo's replica groups after each step.
     Returns:
         the progress at the end of the run.
     """
@@ -142,18 +156,25 @@ def train(
                     weight_decay=schedule.weight_decay(progress.scheduled_samples),
                     iteration=iteration,
                 )
-                after_it = progress._replace(
-                    iteration=iteration, consumed_samples=progress.consumed_samples + batch_size
+                after_it, met = (
+                    progress._replace(
+                        iteration=iteration,
+                        consumed_samples=progress.consumed_samples + batch_size,
+                        scheduled_samples=progress.scheduled_samples + batch_size,
+                    ),
+                    True,
                 )
                 final = plan.is_complete(after_it)
-                met = synchronize is None or synchronize(launched, iteration, final)
+                if synchronize is not None:
+                    after_it, met = synchronize(launched, after_it, final)
+                    final = plan.is_complete(after_it)
             collect_garbage(iteration)
 
             # ---- advance the progress, and decide whether to stop
             micro_batches = plan.num_micro_batches_at(progress.consumed_samples)
             progress = after_it._replace(
-                scheduled_samples=progress.scheduled_samples
-                + (0 if synchronize is None and launched.skipped else batch_size),
+                scheduled_samples=after_it.scheduled_samples
+                - (batch_size if synchronize is None and launched.skipped else 0),
                 micro_batches=progress.micro_batches + micro_batches,
                 stop_reason=stops.reason(iteration, step.dims, agree=met, at_once=synchronize is not None),
             )

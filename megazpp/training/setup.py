@@ -140,14 +140,15 @@ def open_loader(
         plan: batch sizes.
         dims: mesh axes of the job.
         device: device to which batches are copied.
-        ramp_up: whether the batch size follows the plan's ramp-up. False: it is always the full batch size.
+        ramp_up: True for a training loader: the batch size follows the plan's ramp-up, and the ranks of all jobs of the
+            run share a batch. False for held-out data: the ranks of this job share a batch, always of the full size.
         make_batch: function from samples to a micro-batch; None for `make_micro_batch` with the flags of `config`.
     """
     return BatchLoader(
         dataset,
         micro_batch_size=plan.micro_batch_size,
         data_rank=dims.data_rank,
-        data_size=dims.data_size,
+        data_size=plan.data_parallel_size if ramp_up else dims.data_size,
         make_batch=make_batch or functools.partial(make_micro_batch, **batch_options(config, tokenizer)),
         device=device,
         num_workers=config.num_workers,

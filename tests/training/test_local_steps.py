@@ -13,6 +13,7 @@ from helpers.training import CPU, Case, build_diloco, build_on_ranks, build_step
 from megazpp.diloco import loop
 from megazpp.diloco.config import DilocoConfig
 from megazpp.diloco.loop import LocalSteps, check_replica_group_memory
+from megazpp.optim.schedule import TrainingProgress
 from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.config import StopConfig
 from megazpp.training.loop import StopConditions
@@ -38,7 +39,7 @@ def train(
         with mock.patch.object(dims.replica_group, "count") as groups, mock.patch.object(dims.world, "count") as world:
             launched = launch(step, case, iteration - 1)
             try:
-                met = local_steps.after_step(launched, iteration, last=iteration == case.steps)
+                _, met = local_steps.after_step(launched, TrainingProgress(iteration), iteration == case.steps)
             except NotFiniteError as error:
                 return rows, str(error)
             row = {"met": met, "stopped": stops.reason(iteration, dims, agree=met, at_once=True)}
