@@ -15,6 +15,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "convert": (),
     "diloco": (),
     "drop_in": (),
+    "elastic": ("diloco",),
     "inference": ("packed_weights",),
     "lora": ("convert", "packed_weights"),
     "packed_weights": (),

@@ -31,7 +31,7 @@ checkpoint
 training
 run
 convert diloco drop_in packed_weights report
-inference lora weight_patches
+elastic inference lora weight_patches
 planner
 post_training
 """  # folders by layer, the lowest first

@@ -133,7 +133,7 @@ class Checkpoints:
                 raise ValueError(space)
             self._say(space if free > 2 * needed else f"WARNING: {space}")
 
-        raise_on_all_ranks(axis, lambda: compare() if folder.is_locked else None)
+        raise_on_all_ranks(axis, lambda: compare() if folder.is_locked or (self._shared and axis.rank == 0) else None)
 
     def load(self, verified: Verified, schedule: Schedule) -> Resumed:
         """Load a checkpoint into the state and return the position to resume from; see `CheckpointReader.read`.

@@ -156,6 +156,10 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
             take_folder(save, files, console.log)
             if config.jobs > 1:
                 save.unlock()  # `Checkpoints` locks it for each save, because another job may save the next one
+                if save.num_separate > 1:
+                    raise ValueError(
+                        f"{save.name}: the hosts of a job with --diloco-coordinator need one shared folder"
+                    )
         verified = verify(source, files, console.log)
         start = TrainingProgress() if verified is None else verified.start
         weight_delta = choose_weight_delta(config, cluster, dims, worker.device)

@@ -1,0 +1,307 @@
+"""A rank's side of elastic DiLoCo: reports to the coordinator, and messages that ranks fetch from each other. No torch.
+
+Threads keep a connection to the coordinator, fetch contributions, and serve contributions and snapshots of the outer
+state to the ranks with the same index in other groups. The training loop publishes a contribution, waits for
+commits, and reads the messages of a commit. Reports and states are level-triggered: each one replaces all
+earlier ones, so a lost connection loses nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megazpp.elastic.rounds import HEARTBEAT_SECONDS, Record
+from megazpp.elastic.wire import Address, AuthenticatedListener, Channel, connect
+
+REPORT_SECONDS, RETRY_SECONDS, FETCH_SECONDS = 0.25, 0.3, 10.0
+
+
+class OutError(RuntimeError):
+    """The coordinator has refused this group, or declared it out; the group's job has to start again."""
+
+
+class Agent:
+    """The connections of one rank.
+
+    Args:
+        coordinator: address of the coordinator.
+        secret: secret of the run.
+        group: name of the group.
+        rank: index of this rank in the group.
+        hello: what the group says of itself, see `Rounds.connect`: incarnation, facts, rules, version, id, saves.
+        listen: host to listen on for other groups; None for this side of the connection to the coordinator.
+        advertise: host at which other groups reach this rank; None for the host that it listens on.
+        most_bytes: size of the largest message and of a snapshot.
+        snapshot: function that returns what there is to know about the outer state (its version), and its bytes.
+        say: function that prints a log line.
+    Attributes:
+        state: last state from the coordinator.
+        version, id: version of this rank's outer state, which the training loop sets.
+        steps, seconds, wants, joined, leaves: parts of this rank's report, which the training loop sets.
+    """
+
+    def __init__(
+        self,
+        coordinator: Address,
+        secret: bytes,
+        *,
+        group: str,
+        rank: int,
+        hello: Record,
+        listen: str | None,
+        advertise: str | None,
+        most_bytes: int,
+        snapshot: Callable[[], tuple[Record, bytes]],
+        say: Callable[[str], None],
+    ) -> None:
+        self.group, self.rank, self.incarnation = group, rank, hello["incarnation"]
+        self._coordinator, self._secret, self._hello = coordinator, secret, hello
+        self._advertise, self._most_bytes, self._snapshot, self._say = advertise, most_bytes, snapshot, say
+        self._changed, self._state_at = threading.Condition(), 0.0
+        self._channel: Channel | None = None
+        self.state: Record | None = None
+        self._messages: dict[str, bytes] = {}
+        self._published: dict[str, Record] = {}
+        self._flying: set[str] = set()
+        self._failure: Exception | None = None
+        self._closed = False
+        self.version, self.id = hello["version"], hello["id"]
+        self.steps, self.wants, self.joined, self.leaves = 0, 0, False, False
+        self.seconds: float | None = None
+        self.fingerprint: tuple[int, int] | None = None
+        self._numbers, self._sent_bytes = 0, 0
+        first = self._connect(time.monotonic() + 6 * HEARTBEAT_SECONDS)
+        self._listener = AuthenticatedListener(Address(listen or first.local_host, 0), secret, self._serve)
+        first.close()
+        for work in (self._keep_connection, self._keep_reporting, self._keep_fetching):
+            threading.Thread(target=self._run, args=(work,), daemon=True).start()
+
+    # ---- for the training loop ----------------------------------------------------------------------------------
+
+    def wait(self, ready: Callable[[Record], Any], seconds: float | None = None) -> Any:
+        """Wait until `ready` of the state returns a true value, and return that value; None after `seconds`.
+
+        Raises:
+            OutError: the coordinator has refused this group or declared it out.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        with self._changed:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                found = None if self.state is None else ready(self.state)
+                if found or (deadline is not None and time.monotonic() > deadline):
+                    return found or None
+                self._changed.wait(0.1)
+
+    def tell(self, **values: Any) -> None:
+        """Set attributes that the reports contain, and report them at once."""
+        with self._changed:
+            for name, value in values.items():
+                setattr(self, name, value)
+        self._report()
+
+    def publish(self, data: bytes, *, tokens: float, steps: int, cells: list[list[int]]) -> str:
+        """Publish a contribution to the version that this rank has; return its id."""
+        with self._changed:
+            cid = f"{self.incarnation}.{self._numbers}"
+            self._numbers += 1
+            self._messages[cid] = data
+            digest = hashlib.sha256(data).hexdigest()
+            entry = {"base": self.version, "tokens": tokens, "steps": steps, "cells": cells, "digest": digest}
+            self._published[cid] = entry
+        self._report()
+        return cid
+
+    def messages_of(self, version: int) -> tuple[Record, list[bytes]] | None:
+        """Return the commit of a version and its messages; None if one of them is missing."""
+        commit = None if self.state is None else self.state["commits"].get(str(version))
+        if commit is None or any(entry["cid"] not in self._messages for entry in commit["set"]):
+            return None
+        return commit, [self._messages[entry["cid"]] for entry in commit["set"]]
+
+    def fetch_snapshot(self, address: Address) -> tuple[Record, bytearray]:
+        """Return the `snapshot` of the rank at `address`."""
+        return self._fetch(address, {"wants": "snapshot"}, self._most_bytes)
+
+    def take_sent_bytes(self) -> int:
+        """Return the bytes of contributions and snapshots that this rank has sent since the last call."""
+        with self._changed:
+            taken, self._sent_bytes = self._sent_bytes, 0
+        return taken
+
+    def seconds_to_quorum(self) -> float | None:
+        """Return the seconds until the quorum of this round is expected; None if that is unknown."""
+        state = self.state
+        if state is None or self._channel is None or state["version"] != self.version or state["quorum_in"] is None:
+            return None
+        return state["quorum_in"] - (time.monotonic() - self._state_at)
+
+    def close(self) -> None:
+        """End the connections."""
+        self._closed = True
+        self._listener.close()
+        if self._channel is not None:
+            self._channel.close()
+
+    # ---- threads ------------------------------------------------------------------------------------------------
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+
+    def _connect(self, deadline: float) -> Channel:
+        """Connect to the coordinator; try again until `deadline`."""
+        while True:
+            try:
+                return connect(self._coordinator, self._secret, seconds=HEARTBEAT_SECONDS)
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    where = ":".join(map(str, self._coordinator))
+                    raise OutError(f"--diloco-coordinator {where} cannot be reached: {error}") from error
+                time.sleep(RETRY_SECONDS)
+
+    def _keep_connection(self) -> None:
+        """Receive states, and connect again when the connection is lost."""
+        refused_until, lost = time.monotonic() + 3 * HEARTBEAT_SECONDS, False
+        while not self._closed:
+            channel = self._connect(float("inf"))
+            try:
+                address = Address(self._advertise or self._listener.address.host, self._listener.address.port)
+                about = {"version": self.version, "id": self.id, "address": address}
+                channel.send(self._hello | {"group": self.group, "rank": self.rank} | about)
+                with self._changed:
+                    self._channel = channel
+                self._report()
+                while True:
+                    state = channel.receive()
+                    if "refused" in state:
+                        if state["passes"] and time.monotonic() < refused_until:
+                            break
+                        raise OutError(state["refused"])
+                    if lost:
+                        self._say("the coordinator is back")
+                        lost = False
+                    self._take_in(state)
+            except OSError as error:
+                if self.state is not None and not self._closed and not lost:
+                    self._say(f"lost the coordinator ({error}); training continues until the next synchronization")
+                    lost = True
+            finally:
+                channel.close()
+                with self._changed:
+                    self._channel = None
+            time.sleep(RETRY_SECONDS)
+
+    def _take_in(self, state: Record) -> None:
+        """Replace the state, and drop messages that nobody needs any more."""
+        with self._changed:
+            if state["status"] == "out":
+                raise OutError(f"the coordinator has declared group {self.group} out")
+            if state["version"] < self.version:
+                raise OutError(f"the run went back to version {state['version']}, this group has {self.version}")
+            self.state, self._state_at = state, time.monotonic()
+            merged = {entry["cid"] for commit in state["commits"].values() for entry in commit["set"]}
+            self._published = {cid: entry for cid, entry in self._published.items() if cid not in merged}
+            needed = merged | state["pool"].keys() | self._published.keys()
+            self._messages = {cid: data for cid, data in self._messages.items() if cid in needed}
+            self._changed.notify_all()
+
+    def _keep_reporting(self) -> None:
+        while not self._closed:
+            time.sleep(REPORT_SECONDS)
+            self._report()
+
+    def _report(self) -> None:
+        with self._changed:
+            channel = self._channel
+            report = {
+                "published": self._published,
+                "have": sorted(self._messages),
+                "version": self.version,
+                "fingerprint": self.fingerprint,
+                "steps": self.steps,
+                "seconds": self.seconds,
+                "wants": self.wants,
+                "joined": self.joined,
+                "leaves": self.leaves,
+            }
+        if channel is not None:
+            try:
+                channel.send(report)
+            except OSError:
+                channel.close()  # the thread that receives connects again
+
+    def _keep_fetching(self) -> None:
+        """Fetch each contribution that the state names, each in a thread of its own, so that a slow one delays none."""
+        while not self._closed:
+            with self._changed:
+                self._changed.wait(0.1)
+                if self.state is None:
+                    continue
+                entries = list(self.state["pool"].values())
+                entries += [entry for commit in self.state["commits"].values() for entry in commit["set"]]
+                wanted = {e["cid"]: e for e in entries if e["cid"] not in self._messages.keys() | self._flying}
+                self._flying |= wanted.keys()
+            for entry in wanted.values():
+                threading.Thread(target=self._run, args=(lambda e=entry: self._fetch_entry(e),), daemon=True).start()
+
+    def _fetch_entry(self, entry: Record) -> None:
+        """Fetch a contribution from its group, or from any other that has it."""
+        assert self.state is not None
+        peers = sorted(self.state["peers"].items(), key=lambda item: item[0] != entry["group"])
+        try:
+            for _, peer in peers:
+                if peer["address"] is None:
+                    continue
+                try:
+                    request = {"wants": "contribution", "cid": entry["cid"]}
+                    _, data = self._fetch(Address(*peer["address"]), request, self._most_bytes)
+                except (OSError, ValueError, KeyError):
+                    continue
+                if hashlib.sha256(data).hexdigest() == entry["digest"]:
+                    with self._changed:
+                        self._messages[entry["cid"]] = bytes(data)
+                        self._changed.notify_all()
+                    self._report()
+                    return
+            time.sleep(RETRY_SECONDS)
+        finally:
+            with self._changed:
+                self._flying.discard(entry["cid"])
+
+    def _fetch(self, address: Address, request: Record, most_bytes: int) -> tuple[Record, bytearray]:
+        channel = connect(address, self._secret, seconds=FETCH_SECONDS)
+        try:
+            channel.send(request)
+            return channel.receive_data(most_bytes)
+        finally:
+            channel.close()
+
+    def _serve(self, channel: Channel) -> None:
+        """Serve one request of a rank of another group."""
+        channel.set_timeout(FETCH_SECONDS)
+        request = channel.receive()
+        if request["wants"] == "snapshot":
+            about, data = self._snapshot()
+        elif (found := self._messages.get(request["cid"])) is not None:
+            about, data = {}, found
+        else:
+            return
+        channel.send_data(about, data)
+        with self._changed:
+            self._sent_bytes += len(data)
+
+
+def new_incarnation() -> str:
+    """Return an identifier for one start of a group's job."""
+    return secrets.token_hex(8)

@@ -1,0 +1,191 @@
+"""The coordinator: serves `Rounds` over authenticated connections, with a journal on disk. It needs no torch.
+
+The journal of term N is the file coordinator/journal-N.jsonl in the run's folder; starting a coordinator creates the
+next one exclusively and copies the records of the one before. A record is synced to disk, then the coordinator looks
+for a higher term, and only then sends the new state. If there is a higher term, it ends without sending. So of two
+coordinators with the same folder only the newer one decides, and it has read every record that a rank could know.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from megazpp.base.files import lock_for_this_job
+from megazpp.elastic.rounds import HEARTBEAT_SECONDS, RefusedError, Rounds
+from megazpp.elastic.wire import Address, AuthenticatedListener, Channel
+
+TICK_SECONDS, PUSH_SECONDS = 0.02, 0.25
+
+
+class SupersededError(RuntimeError):
+    """Another coordinator has taken over the run's folder."""
+
+
+class Journal:
+    """The records of one term on disk.
+
+    Args:
+        folder: folder of the run, which must exist.
+    Attributes:
+        term: number of this coordinator's start.
+        records: the records of earlier terms.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "coordinator"
+        self._folder.mkdir(exist_ok=True)
+        self._file: IO[str] | None = None
+        while self._file is None:
+            self.term = self._newest() + 1
+            try:
+                self._file = self._path(self.term).open("x")
+            except FileExistsError:
+                continue  # another coordinator has taken this term
+        self.records = self._read(self.term - 1)
+        self.append(self.records)
+
+    def append(self, records: list[dict]) -> None:
+        """Write records, and return when they are on disk.
+
+        Raises:
+            SupersededError: a later term exists. The caller must not tell anyone about the records.
+        """
+        assert self._file is not None
+        for record in records:
+            self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._newest() != self.term:
+            raise SupersededError(f"term {self._newest()} of another coordinator has replaced term {self.term}")
+
+    def _read(self, term: int) -> list[dict]:
+        """Return the records of a term, without a last line that was cut short."""
+        if not self._path(term).exists():
+            return []
+        *lines, _ = self._path(term).read_text().split("\n")
+        return [json.loads(line) for line in lines]
+
+    def _newest(self) -> int:
+        return max(
+            (int(path.stem.removeprefix("journal-")) for path in self._folder.glob("journal-*.jsonl")), default=0
+        )
+
+    def _path(self, term: int) -> Path:
+        return self._folder / f"journal-{term}.jsonl"
+
+
+class Coordinator:
+    """A running coordinator.
+
+    Args:
+        folder: folder of the run.
+        address: address to listen on.
+        secret: secret of the run.
+        say: function that prints a log line.
+        take_over: True to replace a coordinator that holds the folder's lock.
+    Attributes:
+        address: the address, with the chosen port.
+        failed: reason why the coordinator has ended; None while it runs.
+
+    Raises:
+        ValueError: another coordinator uses the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        address: Address,
+        secret: bytes,
+        *,
+        say: Callable[[str], None] = print,
+        take_over: bool = False,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not take_over:
+            self._held = lock_for_this_job(folder / "coordinator.lock", f"--folder {folder}")
+        self._say, self._journal = say, Journal(folder)
+        self._rounds = Rounds(self._journal.records, now=time.monotonic())
+        self._lock, self._channels = threading.Lock(), dict[Channel, tuple[str, int]]()
+        self._pushed_at, self.failed = 0.0, threading.Event()
+        self.why = ""
+        self._listener = AuthenticatedListener(address, secret, self._serve, say)
+        self.address = self._listener.address
+        say(
+            f"term {self._journal.term} at version {self._rounds.version} listens on {':'.join(map(str, self.address))}"
+        )
+        threading.Thread(target=self._tick, daemon=True).start()
+
+    def close(self, why: str = "closed") -> None:
+        """End the coordinator: groups finish their interval, and then wait for another one."""
+        self.why = self.why or why
+        self.failed.set()
+        self._listener.close()
+        for channel in list(self._channels):
+            channel.close()
+
+    def _tick(self) -> None:
+        try:
+            while not self.failed.is_set():
+                time.sleep(TICK_SECONDS)
+                with self._lock:
+                    self._advance()
+        except Exception as error:
+            self.close(str(error) or repr(error))
+
+    def _advance(self) -> None:
+        """Make the decisions that are due, write them to the journal, and send the state."""
+        now = time.monotonic()
+        self._rounds.tick(now)
+        records = self._rounds.take_records()
+        if records:
+            self._journal.append([record | {"time": round(time.time(), 3)} for record in records])
+        for line in self._rounds.take_lines():
+            self._say(line)
+        if records or now > self._pushed_at + PUSH_SECONDS:
+            self._pushed_at = now
+            for channel, (name, rank) in list(self._channels.items()):
+                try:
+                    channel.send(self._rounds.state(name, rank, now))
+                    if self._rounds.groups[name].status == "out":
+                        channel.close()
+                except OSError:
+                    channel.close()
+
+    def _serve(self, channel: Channel) -> None:
+        """Serve a rank until its connection ends."""
+        hello = channel.receive()
+        name, rank, incarnation = hello["group"], hello["rank"], hello["incarnation"]
+        try:
+            with self._lock:
+                self._rounds.connect(name, rank, hello, time.monotonic())
+                self._channels[channel] = name, rank
+        except RefusedError as error:
+            channel.send({"refused": str(error), "passes": error.passes})
+            self._say(f"refused group {name}: {error}")
+            return
+        channel.set_timeout(HEARTBEAT_SECONDS)
+        try:
+            while True:
+                report = channel.receive()
+                with self._lock:
+                    if self._rounds.groups[name].incarnation != incarnation:
+                        return
+                    self._rounds.report(name, rank, report, time.monotonic())
+        finally:
+            with self._lock:
+                del self._channels[channel]
+                self._rounds.disconnect(name, incarnation, rank, time.monotonic())
+
+
+def serve_until_ended(coordinator: Coordinator) -> int:
+    """Wait until the coordinator has ended, print why, and return the exit status of the program."""
+    coordinator.failed.wait()
+    print(f"the coordinator has ended: {coordinator.why}", file=sys.stderr, flush=True)
+    return 1

@@ -1,0 +1,148 @@
+"""Registers elastic DiLoCo as an optional feature of pretraining."""
+
+from __future__ import annotations
+
+import functools
+import socket
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from megazpp.diloco.config import DilocoConfig, DilocoPlan
+from megazpp.elastic.agent import Agent, new_incarnation
+from megazpp.elastic.config import ElasticConfig, ElasticPlan, plan_elastic
+from megazpp.elastic.rounds import Record
+from megazpp.elastic.wire import parse_address
+from megazpp.run.arguments import ParsedRun, RunConfig
+from megazpp.run.feature import Attached, Feature, TrainerParts
+
+if TYPE_CHECKING:
+    from megazpp.elastic.outer import WholeOuter
+    from megazpp.run.checks import RunPlan
+
+OF_THE_GROUP = ("--diloco-coordinator", "--diloco-group", "--diloco-listen", "--diloco-advertise", "--master-port")
+
+
+class Elastic(Feature):
+    """Makes a job one of several replica groups, which start, end and fall behind independently."""
+
+    config = ElasticConfig
+
+    def num_jobs(self, config: RunConfig) -> int:
+        """Return the nominal number of replica groups; 1 without --diloco-coordinator."""
+        if config.section(ElasticConfig).diloco_coordinator is None:
+            return 1
+        return config.section(DilocoConfig).diloco_replica_groups or 1
+
+    def check(self, config: RunConfig, plan: RunPlan) -> ElasticPlan | None:
+        """Check the flags, and return the rules of the run; None without --diloco-coordinator."""
+        return plan_elastic(config, plan)
+
+    def command(self, parsed: ParsedRun) -> int | None:
+        """Refuse --plan, whose estimates do not include elastic DiLoCo."""
+        coordinator = parsed.config.section(ElasticConfig).diloco_coordinator
+        if coordinator is not None and parsed.values().get("plan"):
+            raise ValueError(f"--plan does not support --diloco-coordinator {coordinator}: plan the run without it")
+        return None
+
+    def attach(self, parts: TrainerParts) -> Attached:
+        """Attach the outer state, the checkpoint state, and the loop that synchronizes with the other groups."""
+        plan, diloco, run = parts.plan.of(ElasticPlan), parts.plan.of(DilocoPlan), parts.run
+        if plan is None:
+            return Attached()
+        from megazpp.elastic.loop import ElasticLoop
+        from megazpp.elastic.outer import WholeOuter
+        from megazpp.elastic.state import elastic_parts
+        from megazpp.parallel.dims import open_axis
+        from megazpp.parallel.worker import seed_everything
+        from megazpp.training.objective import LanguageModelLoss
+
+        assert diloco is not None
+        assert isinstance(parts.objective, LanguageModelLoss), "others are refused by check_post_training"
+        flags, axis, dims = parts.config.section(ElasticConfig), open_axis(run.dims), run.dims
+        outer = WholeOuter(
+            parts.built.sharding,
+            diloco,
+            parts.config.precision,
+            num_groups=plan.rules.groups,
+            late_factor=flags.diloco_late_factor,
+        )
+        identity = axis.share_object((flags.diloco_group or socket.gethostname(), new_incarnation()))
+        connect = functools.partial(
+            _connect, flags, identity, axis.rank, plan, _facts(parts), parts.config.checkpoint.saves, run.log, outer
+        )
+        loop = ElasticLoop(
+            outer,
+            plan.rules,
+            parts.plan.batches,
+            parts.objective,
+            axis,
+            connect=connect,
+            save=parts.save,
+            validate=parts.validate,
+            seed=lambda slot: seed_everything(
+                parts.config.launch.seed, data_rank=slot * dims.data_size + dims.dropout_rank, tp_rank=dims.tp.rank
+            ),
+            stopped=parts.stopped,
+            say=run.log,
+        )
+        parts.states = elastic_parts(parts.states, outer, loop, parts.built.model)
+        parts.flags |= {"diloco_outer_lr": diloco.outer_lr, "diloco_outer_momentum": diloco.outer_momentum}
+        return Attached(
+            synchronize=loop.after_step,
+            begin=loop.begin,
+            loader=loop.loader,
+            schedules_actions=True,
+            evaluation_weights=outer.evaluation_weights,
+            wait=loop.close,
+        )
+
+
+def _facts(parts: TrainerParts) -> dict[str, str]:
+    """Return what must be equal in all groups of the run: flags, versions, tokenizer, data, and the ranks' layout."""
+    from megazpp.run.start import facts_of_data, facts_of_flags
+
+    facts = facts_of_flags(parts.config.parts) | facts_of_data(parts.tokenizer, parts.samples)
+    layout = parts.plan.layout
+    facts["the layout of the ranks"] = str({name: layout.axis_size(name) for name in layout.coordinates})
+    return {name: value for name, value in facts.items() if name not in OF_THE_GROUP}
+
+
+def _connect(
+    flags: ElasticConfig,
+    identity: tuple[str, str],
+    rank: int,
+    plan: ElasticPlan,
+    facts: Mapping[str, str],
+    saves: bool,
+    say: Callable[[str], None],
+    outer: WholeOuter,
+    version: int,
+    commit_id: str,
+    snapshot: Callable[[], tuple[Record, bytes]],
+) -> Agent:
+    """Start the agent of this rank."""
+    assert flags.diloco_coordinator is not None
+    name, incarnation = identity
+    hello = {
+        "incarnation": incarnation,
+        "facts": facts,
+        "rules": list(plan.rules),
+        "version": version,
+        "id": commit_id,
+        "saves": saves,
+    }
+    return Agent(
+        parse_address(flags.diloco_coordinator, "--diloco-coordinator"),
+        flags.secret,
+        group=name,
+        rank=rank,
+        hello=hello,
+        listen=flags.diloco_listen,
+        advertise=flags.diloco_advertise,
+        most_bytes=outer.most_bytes,
+        snapshot=snapshot,
+        say=say,
+    )
+
+
+FEATURE = Elastic()

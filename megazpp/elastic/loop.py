@@ -1,0 +1,347 @@
+"""Elastic DiLoCo in the training loop: joining a run, leases of samples, synchronizations, and progress.
+
+Rank 0 of a group decides after every step whether to go on, and tells the other ranks, so that all of them
+synchronize after the same step. Progress counts merged samples: after a synchronization it is what the commit says,
+and each local step adds a step, although other groups may be missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megazpp.base.program import MEGA
+from megazpp.elastic.agent import Agent, OutError
+from megazpp.elastic.outer import WholeOuter
+from megazpp.elastic.rounds import NO_COMMIT, Cell, Record, Rules
+from megazpp.elastic.wire import Address
+from megazpp.optim.schedule import TrainingProgress
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.timeline import WAIT
+from megazpp.training.batches import BatchPlan
+from megazpp.training.loop import Loader
+from megazpp.training.objective import LanguageModelLoss, StopRequested
+from megazpp.training.step import LaunchedStep
+
+CATCH_UP_SECONDS = 120.0  # wait for the messages of a commit
+LEAVING_SECONDS = 10.0  # wait of a group that leaves for the commit of its last contribution
+FAREWELL_SECONDS = 60.0  # wait at the end of the run, in which other groups may fetch messages
+POLL_SECONDS, RETRY_SECONDS = 20.0, 0.3
+SMOOTHING = 0.3  # share of the last step in the mean of the seconds per step
+
+
+class ElasticLoop:
+    """One replica group's part of an elastic run. Every rank of the group calls every method.
+
+    Args:
+        outer: outer state on this rank.
+        rules: rules of the run.
+        batches: batch sizes of the run; a group takes 1 / G of every batch.
+        objective: the language model's loss, which counts the tokens of each step.
+        axis: axis over all ranks of this job, with a gloo group.
+        connect: function that starts the agent, from version, id and a function that makes a snapshot.
+        save, validate: functions of the progress that save a checkpoint and evaluate held-out data.
+        seed: function of the group's slot that seeds dropout.
+        stopped: function that returns True once this rank has caught a stop signal.
+        say: function that prints a log line.
+    Attributes:
+        version, id: version of the outer state.
+        merged: steps of cells that the version has merged.
+    """
+
+    def __init__(
+        self,
+        outer: WholeOuter,
+        rules: Rules,
+        batches: BatchPlan,
+        objective: LanguageModelLoss,
+        axis: MeshAxis,
+        *,
+        connect: Callable[[int, str, Callable[[], tuple[Record, bytes]]], Agent],
+        save: Callable[[TrainingProgress], None],
+        validate: Callable[[TrainingProgress], None],
+        seed: Callable[[int], None],
+        stopped: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self.outer, self._rules, self._batches, self._objective, self._axis = outer, rules, batches, objective, axis
+        self._connect, self._save, self._validate, self._seed = connect, save, validate, seed
+        self._stopped, self._say = stopped, say
+        self.version, self.id, self.merged = 0, NO_COMMIT, 0
+        self._cell: Cell | None = None  # the steps of the leased cell that are not taken yet
+        self._cells: list[Cell] = []  # the steps that this interval has taken
+        self._steps, self._tokens, self._granted = 0, torch.zeros((), dtype=torch.float64), 0
+        self._live, self._last_step_at = rules.groups, 0.0
+
+    # ---- hooks of the trainer -----------------------------------------------------------------------------------
+
+    def begin(self, progress: TrainingProgress) -> TrainingProgress:
+        """Join the run, wait for the first samples, and return the progress from which this group trains."""
+        self._agent = agent = self._connect(self.version, self.id, self._snapshot)
+        while (status := self._agreed(self._membership)) == "joining" and not self._fetch_state():
+            pass
+        if status == "stopped":
+            return progress._replace(stop_reason="a stop signal")
+        agent.tell(joined=True)
+        self._agreed(lambda state: state["status"] == "member")
+        self._catch_up(progress)
+        self.outer.merge()
+        state = self._agreed(lambda state: state)
+        self._seed(state["slot"])
+        self._say(f"group {agent.group} takes part in column {state['slot']}, from version {self.version} on")
+        return self._await_cell(progress)
+
+    def loader(self, loader: Loader) -> Loader:
+        """Return a loader of the leased samples."""
+        return LeasedLoader(loader, self)
+
+    def after_step(
+        self, launched: LaunchedStep, progress: TrainingProgress, last: bool
+    ) -> tuple[TrainingProgress, bool]:
+        """Count the step, and synchronize if the interval is over.
+
+        Args:
+            launched: the step.
+            progress: progress after the step.
+            last: ignored: the run ends when all samples are merged.
+        Returns:
+            the progress, and True if this group leaves the run.
+        """
+        assert self._cell is not None
+        block, column, step, stop = self._cell
+        self._count_step(block, column, step)
+        self._cell = [block, column, step + 1, stop] if step + 1 < stop else None
+        goes_on, leaves, self._live, self._cell = self._axis.share_object(self._decide())
+        if goes_on:
+            return self._progress(progress), False
+        launched.check()
+        self._synchronize(progress, leaves=leaves)
+        progress = self._progress(progress) if leaves else self._await_cell(progress)
+        return progress, leaves or self._cell is None
+
+    def close(self) -> None:
+        """Leave the run, when the other groups have computed this group's version, for which they may need messages."""
+        with contextlib.suppress(OutError):
+            self._agent.tell(leaves=True)
+            self._agent.wait(lambda state: state["oldest"] >= self.version, FAREWELL_SECONDS)
+        self._agent.close()
+
+    # ---- an interval --------------------------------------------------------------------------------------------
+
+    @property
+    def has_samples(self) -> bool:
+        """True if the group has a leased cell."""
+        return self._cell is not None
+
+    def first_sample(self) -> int:
+        """Return the number of consumed samples with which a loader of this group's ranks finds the next step's."""
+        assert self._cell is not None
+        block, column, step, _ = self._cell
+        batches, rules = self._batches, self._rules
+        share = batches.data_parallel_size // rules.groups * batches.micro_batch_size
+        return (block * rules.interval + step) * batches.global_batch_size + column * share
+
+    def _count_step(self, block: int, column: int, step: int) -> None:
+        """Add a step to the interval's tokens, cells and time."""
+        self._tokens = self._tokens.to(self._objective.tokens.device) + self._objective.tokens
+        self._steps += 1
+        if self._cells and self._cells[-1][:2] == [block, column] and self._cells[-1][3] == step:
+            self._cells[-1][3] = step + 1
+        else:
+            self._cells.append([block, column, step, step + 1])
+        agent, now = self._agent, time.monotonic()
+        took, self._last_step_at = now - self._last_step_at, now
+        agent.seconds = took if agent.seconds is None else agent.seconds + SMOOTHING * (took - agent.seconds)
+        agent.steps, agent.leaves = self._steps, agent.leaves or self._stopped()
+
+    def _decide(self) -> tuple[bool, bool, int, Cell | None]:
+        """Return, on rank 0, whether to take another step, whether to leave, the live groups, and the next cell."""
+        if self._axis.rank > 0:
+            return False, False, 0, None
+        agent, state = self._agent, self._agent.wait(lambda state: state)
+        leaves, live = agent.leaves or state["leaves"], max(1, min(state["live"], self._rules.groups))
+        if leaves or self._steps == self._rules.interval or self._is_called(state):
+            return False, leaves, live, self._cell
+        cell = self._cell or self._ask(lambda state: state["exhausted"])
+        return cell is not None, False, live, cell
+
+    def _is_called(self, state: Record) -> bool:
+        """Return True if the others would have to wait for this group, which is too slow for a whole interval."""
+        agent, grace = self._agent, state["grace"]
+        quorum_in, seconds = agent.seconds_to_quorum(), agent.seconds
+        if quorum_in is None or seconds is None:
+            return False
+        remaining = (self._rules.interval - self._steps) * seconds
+        return remaining > quorum_in + grace and seconds > quorum_in + grace / 2
+
+    def _ask(self, gives_up: Callable[[Record], Any]) -> Cell | None:
+        """Ask for a cell, and wait until it is granted or `gives_up` of the state is true; on rank 0.
+
+        Returns:
+            the cell; None if there was none, or no answer within POLL_SECONDS.
+        """
+        wants = self._granted + 1
+        self._agent.tell(wants=wants)
+
+        with self._axis.timeline.span(WAIT, "samples"):  # by which the watchdog sees that the rank waits
+            state = self._agent.wait(
+                lambda state: (state["granted"] >= wants or gives_up(state)) and state, POLL_SECONDS
+            )
+        if state is None or state["granted"] < wants:
+            return None
+        self._granted = wants
+        return list(state["cell"])
+
+    def _await_cell(self, progress: TrainingProgress) -> TrainingProgress:
+        """Start an interval: wait for samples, and follow the commits of the others meanwhile; return the progress."""
+        self._steps, self._cells = 0, []
+        self._tokens.zero_()
+        self._agent.steps = 0
+        while self._cell is None:
+            cell = None
+            if self._axis.rank == 0:
+                cell = self._ask(lambda state: state["done"] or state["version"] > self.version or self._stopped())
+            self._cell = self._axis.share_object(cell)
+            if self._cell is None:
+                self._catch_up(progress)
+                self.outer.merge()
+                if self._is_over():
+                    break
+        self._last_step_at = time.monotonic()
+        return self._progress(progress)
+
+    def _is_over(self) -> bool:
+        """Return True if all samples are merged, or rank 0 has caught a stop signal while it waited."""
+        return self._axis.share_object(self._stopped() or self.merged == self._rules.iterations * self._rules.groups)
+
+    def _synchronize(self, progress: TrainingProgress, *, leaves: bool) -> None:
+        """Publish this group's contribution, wait for the next version, and merge it."""
+        agent, base, began = self._agent, self.version, time.monotonic()
+        tokens = float(self._tokens)
+        agent.publish(self.outer.pack(tokens), tokens=tokens, steps=self._steps, cells=self._cells)
+
+        def over(state: Record) -> bool:
+            waited = time.monotonic() - began
+            return state["version"] > base or (waited > LEAVING_SECONDS and (leaves or self._stopped()))
+
+        self._agreed(over)
+        waited = time.monotonic() - began
+        self._catch_up(progress)
+        self.outer.merge()
+        sent = f"sent {agent.take_sent_bytes() / MEGA:.3f} MB per rank to other groups"
+        self._say(f"version {self.version}: took {self._steps} steps, waited {waited:.1f} s, {sent}")
+
+    # ---- versions -----------------------------------------------------------------------------------------------
+
+    def _catch_up(self, progress: TrainingProgress) -> None:
+        """Apply all commits that rank 0 knows, and save and evaluate the versions for which this group is named."""
+        agent = self._agent
+        target = self._agreed(lambda state: (state["version"],))[0]
+        while self.version < target:
+            found = agent.wait(lambda state: agent.messages_of(self.version + 1), CATCH_UP_SECONDS)
+            if found is None:
+                raise OutError(f"version {self.version + 1} of the run could not be fetched; start this group again")
+            commit, messages = found
+            with self.outer.lock:
+                self.outer.apply(commit["set"], messages, self.version)
+                self.version, self.id, self.merged = commit["commit"], commit["id"], commit["merged"]
+            agent.tell(version=self.version, id=self.id, fingerprint=(self.version, self.outer.fingerprint()))
+            at = self._merged_progress(progress)
+            if commit["saves"] == agent.group:
+                self._save(at)
+            if commit["evaluates"] == agent.group:
+                self._validate(at)
+
+    def _merged_progress(self, progress: TrainingProgress) -> TrainingProgress:
+        """Return the progress of this version: merged samples, rounded down to whole batches."""
+        iteration, size = self.merged // self._rules.groups, self._batches.global_batch_size
+        samples = self.merged * size // self._rules.groups
+        return progress._replace(iteration=iteration, consumed_samples=iteration * size, scheduled_samples=samples)
+
+    def _progress(self, progress: TrainingProgress) -> TrainingProgress:
+        """Return the progress of this group: merged samples, and its own steps since then."""
+        at, size = self._merged_progress(progress), self._batches.global_batch_size
+        if self.merged == self._rules.iterations * self._rules.groups:
+            return at
+        iteration = min(at.iteration + self._steps, self._rules.iterations - 1)
+        scheduled = (
+            at.scheduled_samples + self._steps * size * min(self._live, self._rules.groups) // self._rules.groups
+        )
+        return at._replace(iteration=iteration, consumed_samples=iteration * size, scheduled_samples=scheduled)
+
+    # ---- joining ------------------------------------------------------------------------------------------------
+
+    def _membership(self, state: Record) -> str | None:
+        """Return "member", or "joining" if there is a member to fetch the state from; otherwise None, to wait.
+
+        After a stop signal, return "stopped".
+        """
+        if state["status"] == "member" or self._stopped():
+            return "stopped" if self._stopped() else "member"
+        return "joining" if any(peer["member"] for peer in state["peers"].values()) else None
+
+    def _fetch_state(self) -> bool:
+        """Fetch the outer state from a member; return False if the ranks have not got the same version."""
+        agent, began = self._agent, time.monotonic()
+        state = agent.wait(lambda state: state)
+        members = sorted(name for name, peer in state["peers"].items() if peer["member"])
+        donor = self._axis.share_object(members[0] if members else None)
+        found = None
+        try:
+            about, data = agent.fetch_snapshot(Address(*state["peers"][donor]["address"]))
+            self.outer.load(data)
+            found = about["version"], about["id"], about["merged"]
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            self._say(f"could not fetch the state of group {donor}: {error!r}")
+            time.sleep(RETRY_SECONDS)
+        all_found = self._axis.share_object(self._axis.gather_objects(found))
+        if found is None or set(all_found) != {found}:
+            return False
+        self.version, self.id, self.merged = found
+        agent.tell(version=self.version, id=self.id)
+        took = time.monotonic() - began
+        self._say(
+            f"state of version {self.version} from group {donor}: {len(data) / MEGA:.1f} MB per rank in {took:.1f} s"
+        )
+        return True
+
+    def _snapshot(self) -> tuple[Record, bytes]:
+        """Return the state for a rank of another group; called in a thread of the agent."""
+        with self.outer.lock:
+            return {"version": self.version, "id": self.id, "merged": self.merged}, self.outer.dump()
+
+    def _agreed(self, ready: Callable[[Record], Any]) -> Any:
+        """Wait until `ready` of rank 0's state is true, and return its value on all ranks."""
+        while True:  # share at times, so that a collective of the other ranks does not time out
+            with self._axis.timeline.span(WAIT, "other groups"):  # by which the watchdog sees that the rank waits
+                found = self._agent.wait(ready, POLL_SECONDS) if self._axis.rank == 0 else None
+            if (found := self._axis.share_object(found)) is not None:
+                return found
+
+
+class LeasedLoader:
+    """A loader of the samples that the coordinator has leased to this group.
+
+    Args:
+        loader: loader of a rank of this group.
+        loop: this group's part of the run.
+    """
+
+    def __init__(self, loader: Loader, loop: ElasticLoop) -> None:
+        self._loader, self._loop, self.wait_seconds = loader, loop, 0.0
+
+    def step(self, consumed_samples: int, global_batch_size: int) -> Sequence[Any]:
+        """Return this rank's micro-batches of the next leased step.
+
+        Raises:
+            StopRequested: a stop signal came while the group waited for samples.
+        """
+        if not self._loop.has_samples:
+            raise StopRequested("a stop signal")
+        batches = self._loader.step(self._loop.first_sample(), global_batch_size)
+        self.wait_seconds = self._loader.wait_seconds
+        return batches

@@ -1,0 +1,588 @@
+"""Decisions of elastic DiLoCo as a state machine: members, rounds, and leases of data; no sockets, clock or weights.
+
+`Rounds` takes events, each with the time at which it happened, and `tick` makes the decisions that are due. Every fact
+that must survive the coordinator is a record: `_decide` appends it to `records`, and `_apply` changes the state by it.
+The coordinator writes new records to its journal before any rank sees the new state. A coordinator that starts again
+applies the records of the journal, so it needs no other recovery.
+
+This is one file of more than 300 lines, because each decision depends on all parts of the state.
+
+Version v is the number of committed outer steps. A contribution is a group's outer gradient since version `base`, made
+of some steps of some cells. The samples of a run are a table: block b (H steps) times column c (G columns). A cell
+[b, c, first, stop] is a range of steps of one block in one column. It is free, leased to a group, part of a published
+contribution, or merged by a commit, and only records move it from one to another. So no step is merged twice.
+
+A group is joining (it has no state of the current version yet), a member, or out. Out is final for an incarnation,
+which is one start of the group's job. A member is live while all of its ranks are connected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+Cell = list[int]  # block, column, first step, step after the last one
+Record = dict[str, Any]
+
+BLIP_SECONDS = 0.5  # a connection that is lost for longer ends the membership of its group
+HEARTBEAT_SECONDS = 10.0  # so does a rank that is silent for longer
+ASSEMBLY_SECONDS = 60.0  # wait for the ranks of a new group, and at the start of a run for the other groups
+KEPT_VERSIONS = 8  # commits whose messages all groups keep, so that a slow or a new group can apply them
+WHOLE = 0.8  # share of an interval's steps from which a contribution counts for the quorum
+NO_COMMIT = "0" * 16  # id of version 0, the initial weights
+
+
+class RefusedError(ValueError):
+    """A group cannot take part; the text says why.
+
+    Attributes:
+        passes: True if the reason may pass within seconds, so that the group should try again.
+    """
+
+    def __init__(self, text: str, *, passes: bool = False) -> None:
+        super().__init__(text)
+        self.passes = passes
+
+
+class Rules(NamedTuple):
+    """The rules of a run, from the flags that all groups have in common."""
+
+    groups: int  # G: nominal number of groups, and columns of the table of samples
+    interval: int  # H: steps between two synchronizations
+    iterations: int  # steps of the run, with all groups present
+    ranks: int  # ranks of a group
+    quorum: int | None  # whole intervals that have to arrive before the grace begins; None: half of the live groups
+    grace: float | None  # seconds of waiting after the quorum; None: 3 % of an interval, at least 1 s
+    min_groups: int  # fewer live groups wait instead of training on
+    save_interval: int | None  # merged iterations between two checkpoints
+    eval_interval: int | None  # merged iterations between two evaluations
+
+
+@dataclass
+class Group:
+    """One incarnation of a group. Only the first four values are durable."""
+
+    slot: int
+    incarnation: str
+    status: str = "joining"  # or "member" or "out"
+    granted: int = 0  # cells that it has been given
+    cell: Cell | None = None  # the last of them
+    version: int | None = None  # version of the state with which it connected, if that is a version of this run
+    saves: bool = False  # whether it can write checkpoints
+    since: float = 0.0  # time of its first connection
+    deadline: float = math.inf  # time at which a lost connection ends its membership
+    was_whole: bool = False
+    leaves: bool = False  # whether a rank has caught a stop signal, or the run is over
+    addresses: dict[int, Any] = field(default_factory=dict)  # address of each connected rank
+    reports: dict[int, Record] = field(default_factory=dict)  # last report of each connected rank
+    heard: dict[int, float] = field(default_factory=dict)  # time of each rank's last report
+
+
+class Rounds:
+    """The state of a run's groups, commits and samples.
+
+    Args:
+        records: records of the journal, from the start of the run.
+        now: current time in seconds, of the clock that all events use.
+    Attributes:
+        records: records since the last `take_records`.
+        lines: log lines since the last `take_lines`.
+        closed: the contributions that the next commit will have, and when they were chosen.
+    """
+
+    def __init__(self, records: Iterable[Record] = (), *, now: float = 0.0) -> None:
+        self.facts: dict[str, str] | None = None
+        self.rules: Rules | None = None
+        self.groups: dict[str, Group] = {}
+        self.commits: list[Record] = []
+        self.pool: dict[str, Record] = {}  # published contributions that are not merged, by id
+        self.leases: dict[str, list[Cell]] = {}
+        self.free: list[Cell] = []
+        self.opened_blocks = 0
+        self.waited_for: set[str] = set()  # groups for which the current round waits
+        self.records: list[Record] = []
+        self.lines: list[str] = []
+        self.closed: tuple[list[str], float] | None = None
+        self._published: set[str] = set()
+        self._quorum_at: float | None = None
+        self._held_at: float | None = None  # when a quorum held all that is to be committed
+        self._assembled_at: float | None = None
+        self._fingerprints: dict[tuple[int, int], int] = {}  # by version and rank
+        for record in records:
+            self._apply(record)
+        self._hold_until = now + HEARTBEAT_SECONDS if self.members else now
+        for group in self.groups.values():
+            group.deadline = self._hold_until
+
+    # ---- what is known ----------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The number of committed outer steps."""
+        return len(self.commits)
+
+    @property
+    def members(self) -> set[str]:
+        """The names of the members."""
+        return {name for name, group in self.groups.items() if group.status == "member"}
+
+    @property
+    def live(self) -> set[str]:
+        """The names of the members of which all ranks are connected."""
+        return {name for name in self.members if self._is_whole(self.groups[name])}
+
+    @property
+    def merged_steps(self) -> int:
+        """Steps of cells that the commits have merged."""
+        return self.commits[-1]["merged"] if self.commits else 0
+
+    @property
+    def done(self) -> bool:
+        """True if all samples of the run are merged."""
+        return self.rules is not None and self.merged_steps == self.rules.iterations * self.rules.groups
+
+    @property
+    def exhausted(self) -> bool:
+        """True if no cell is free."""
+        return self.rules is not None and not self.free and self.opened_blocks == self._num_blocks
+
+    def id_of(self, version: int) -> str:
+        """Return the id of a version, a digest over all commits up to it; two branches have different ids."""
+        return self.commits[version - 1]["id"] if version else NO_COMMIT
+
+    def state(self, name: str, rank: int, now: float) -> Record:
+        """Return the state that a rank of a group needs to know; it replaces all earlier ones."""
+        group = self.groups[name]
+        kept = range(max(1, self.version - KEPT_VERSIONS + 1), self.version + 1)
+        return {
+            "version": self.version,
+            "id": self.id_of(self.version),
+            "status": group.status,
+            "slot": group.slot,
+            "granted": group.granted,
+            "cell": group.cell,
+            "exhausted": self.exhausted,
+            "done": self.done,
+            "merged": self.merged_steps,
+            "live": len(self.live),
+            "oldest": min((self.groups[other].reports[0]["version"] for other in self.live), default=self.version),
+            "leaves": group.leaves,
+            "quorum_in": self._seconds_to_quorum(now),
+            "grace": self._grace(),
+            "pool": {cid: self._for_rank(entry, rank) for cid, entry in self.pool.items()},
+            "commits": {
+                str(version): self.commits[version - 1]
+                | {"set": [self._for_rank(entry, rank) for entry in self.commits[version - 1]["set"]]}
+                for version in kept
+            },
+            "peers": {
+                other: {"slot": peer.slot, "member": peer.status == "member", "address": peer.addresses.get(rank)}
+                for other, peer in self.groups.items()
+                if other != name and peer.status != "out"
+            },
+        }
+
+    def take_records(self) -> list[Record]:
+        """Return the new records, for the journal."""
+        taken, self.records = self.records, []
+        return taken
+
+    def take_lines(self) -> list[str]:
+        """Return the new log lines."""
+        taken, self.lines = self.lines, []
+        return taken
+
+    # ---- events -----------------------------------------------------------------------------------------------------
+
+    def connect(self, name: str, rank: int, hello: Record, now: float) -> None:
+        """Take in the connection of a rank.
+
+        Args:
+            name: name of the group.
+            rank: index of the rank in its group.
+            hello: incarnation and address, flags and rules of the run, version and id of the rank's state.
+            now: current time.
+        Raises:
+            RefusedError: the group cannot take part, or not yet.
+        """
+        facts, rules = hello["facts"], Rules(*hello["rules"])
+        if self.facts is None or self.rules is None:
+            self._decide({"run": facts, "rules": list(rules)})
+        elif differing := [flag for flag in {**self.facts, **facts} if self.facts.get(flag) != facts.get(flag)]:
+            flag = differing[0]
+            raise RefusedError(
+                f"{flag} is {facts.get(flag)!r} in group {name}, and {self.facts.get(flag)!r} in the other groups of "
+                "this run: start all groups with the same flags"
+            )
+        version, group = hello["version"], self.groups.get(name)
+        known = version <= self.version and self.id_of(version) == hello["id"]
+        if group is None or group.incarnation != hello["incarnation"]:
+            if group is not None and group.status != "out":
+                if self._is_whole(group):
+                    raise RefusedError(f"--diloco-group {name} is in use by another job of this run", passes=True)
+                self._end(name, "it was started again")
+            taken = {other.slot for other in self.groups.values() if other.status != "out"}
+            slot = group.slot if group is not None and group.slot not in taken else _first_not_in(taken)
+            self._decide({"join": name, "slot": slot, "incarnation": hello["incarnation"]})
+            group = self.groups[name]
+        elif group.status == "out":
+            raise RefusedError(f"group {name} is out: start it again")
+        elif not known and group.status == "member":
+            raise RefusedError(f"version {version} of group {name} is not a version of this run: start it again")
+        if not group.addresses:
+            group.since = now
+        group.version, group.saves = version if known else None, hello["saves"]
+        group.addresses[rank], group.heard[rank] = hello["address"], now
+
+    def disconnect(self, name: str, incarnation: str, rank: int, now: float) -> None:
+        """Take in that the connection of a rank has ended."""
+        group = self.groups.get(name)
+        if group is not None and group.incarnation == incarnation:
+            for found in (group.addresses, group.reports, group.heard):
+                found.pop(rank, None)
+            group.deadline = now + BLIP_SECONDS
+
+    def report(self, name: str, rank: int, report: Record, now: float) -> None:
+        """Take in a rank's report, which replaces its earlier ones; see `Agent.report` for its content."""
+        group = self.groups[name]
+        group.reports[rank], group.heard[rank] = report, now
+        group.leaves = group.leaves or report["leaves"]
+        group.was_whole = group.was_whole or self._is_whole(group)
+        if group.status == "member" and report["fingerprint"] is not None:
+            version, number = report["fingerprint"]
+            if self._fingerprints.setdefault((version, rank), number) != number:
+                self._end(name, f"ERROR: the outer state of version {version} on its rank {rank} differs from others")
+
+    def tick(self, now: float) -> None:
+        """Make the decisions that are due."""
+        if self.rules is None:
+            return
+        self._end_lost_groups(now)
+        if now < self._hold_until and self.live != self.members:
+            return  # after a restart of the coordinator, groups need time to connect again
+        if not self.members:
+            self._begin_if_assembled(now)
+        for name, group in self.groups.items():
+            if group.status == "joining" and self._is_whole(group) and all(r["joined"] for r in group.reports.values()):
+                self._decide({"members": [name]})
+                self._say(f"group {name} joins at version {self.version}, {now - group.since:.1f} s after it connected")
+        for name in sorted(self.live):
+            self._take_contributions(name)
+        self._end_if_state_is_lost()
+        self._drop_lost()
+        if len(self.live) >= self.rules.min_groups and not self.done:
+            for name in sorted(self.live, key=lambda name: self.groups[name].slot):
+                self._grant(name)
+            self._close_round(now)
+            if self.closed is not None:
+                self._commit_if_held(now)
+
+    # ---- decisions --------------------------------------------------------------------------------------------------
+
+    def _end_lost_groups(self, now: float) -> None:
+        """Declare groups out that have lost a rank or are silent."""
+        for name, group in list(self.groups.items()):
+            if group.status == "out":
+                continue
+            silent = now - min(group.heard.values(), default=now)
+            if silent > HEARTBEAT_SECONDS:
+                self._end(name, f"no heartbeat for {silent:.0f} s")
+            elif not self._is_whole(group):
+                limit = (
+                    group.deadline if group.was_whole or group.status == "member" else group.since + ASSEMBLY_SECONDS
+                )
+                if now > limit:
+                    self._end(name, "connection lost")
+
+    def _end(self, name: str, why: str) -> None:
+        """Declare a group out, and return its leases."""
+        steps = sum(stop - first for _, _, first, stop in self.leases.get(name, []))
+        self._decide({"out": name})
+        why = "it has left" if self.groups[name].leaves else why
+        self._say(f"group {name} is out: {why}" + (f"; {steps} steps of its leases are free again" if steps else ""))
+
+    def _begin_if_assembled(self, now: float) -> None:
+        """Start the run, or start it again from the newest state that a group has, when no member is left."""
+        assert self.rules is not None
+        whole = {name: group for name, group in self.groups.items() if group.status == "joining" and group.was_whole}
+        starts = {name: group.version for name, group in whole.items() if group.version is not None}
+        if not starts:
+            return
+        if self._assembled_at is None:
+            self._assembled_at = now
+        if len(whole) < self.rules.groups and now < self._assembled_at + ASSEMBLY_SECONDS:
+            return
+        newest = max(starts.values())
+        steps = self.merged_steps - (self.commits[newest - 1]["merged"] if newest else 0)
+        if steps:
+            self._say(f"goes back from version {self.version} to {newest}: {steps} steps will be trained again")
+        names = sorted(name for name, version in starts.items() if version == newest)
+        self._decide({"begin": newest})
+        self._decide({"members": names})
+        self.waited_for = set(names)
+        self._say(f"starts at version {newest} with groups {', '.join(names)}")
+
+    def _take_contributions(self, name: str) -> None:
+        """Publish the contributions that all ranks of a group have packed."""
+        by_rank = self.groups[name].reports
+        for cid, entry in by_rank[0]["published"].items():
+            if cid not in self._published and all(cid in report["published"] for report in by_rank.values()):
+                digests = [by_rank[rank]["published"][cid]["digest"] for rank in sorted(by_rank)]
+                slot = self.groups[name].slot
+                self._decide({"publish": entry | {"cid": cid, "group": name, "slot": slot, "digest": digests}})
+
+    def _grant(self, name: str) -> None:
+        """Lease a cell to a group that asks for one: the oldest block first, in it the group's own column first."""
+        group = self.groups[name]
+        if group.reports[0]["wants"] <= group.granted or self.exhausted:
+            return
+        cells = self.free or self._cells_of(self.opened_blocks)
+        block = min(cell[0] for cell in cells)
+        cell = min((cell for cell in cells if cell[0] == block), key=lambda cell: (cell[1] != group.slot, cell))
+        self._decide({"lease": cell, "group": name})
+
+    def _end_if_state_is_lost(self) -> None:
+        """Declare all members out if none of them has, or can compute, the state of the current version.
+
+        That happens if the groups that held a commit's messages died before any other group had fetched them.
+        """
+        live = self.live
+        newest = max((self.groups[name].reports[0]["version"] for name in live), default=self.version)
+        if live != self.members or newest == self.version:
+            return
+        cids = [entry["cid"] for entry in self.commits[newest]["set"]]
+        if not any(all(self._holds(name, cid) for cid in cids) for name in live):
+            for name in sorted(live):
+                self._end(name, f"the messages of version {newest + 1} died with other groups")
+
+    def _drop_lost(self) -> None:
+        """Drop contributions that died with their groups before any other group had fetched them."""
+        lost = [] if self.live != self.members else [e for e in self.pool.values() if not self._can_be_fetched(e)]
+        if lost:
+            self._decide({"drop": [entry["cid"] for entry in lost]})
+            names, steps = ", ".join(entry["group"] for entry in lost), sum(entry["steps"] for entry in lost)
+            self._say(f"contributions of {names} are lost: {steps} steps of their samples will be trained again")
+
+    def _close_round(self, now: float) -> None:
+        """Choose the contributions of the next commit, if nothing more is worth waiting for."""
+        if self.closed is not None or not self.pool:
+            return
+        assert self.rules is not None
+        fresh = [e for e in self.pool.values() if e["base"] == self.version and self._is_safe(e)]
+        arrived = {entry["group"] for entry in fresh}
+        whole = {entry["group"] for entry in fresh if entry["steps"] >= WHOLE * self.rules.interval}
+        if len(whole) >= self._quorum() and self._quorum_at is None:
+            self._quorum_at = now
+        missing = {name for name in self.waited_for & self.members if not self._is_idle(name)} - arrived
+        if missing and (self._quorum_at is None or now < self._quorum_at + self._grace()):
+            return
+        chosen = [entry["cid"] for entry in self._in_order(self.pool.values()) if self._is_safe(entry)]
+        if chosen:
+            self.closed = chosen, now
+            if missing:
+                self._say(f"version {self.version + 1} does not wait for {', '.join(sorted(missing))}")
+
+    def _commit_if_held(self, now: float) -> None:
+        """Commit the chosen contributions when the live groups hold them, or a quorum does and the grace is over."""
+        assert self.closed is not None
+        live = self.live
+        chosen = [cid for cid in self.closed[0] if cid in self.pool]
+        if not chosen:
+            self.closed = None
+            return
+        holders = {name for name in live if all(self._holds(name, cid) for cid in chosen)}
+        if len(holders) >= min(self._quorum(), len(live)) and self._held_at is None:
+            self._held_at = now
+        if holders and (holders == live or (self._held_at is not None and now >= self._held_at + self._grace())):
+            self._commit([self.pool[cid] for cid in chosen])
+
+    def _commit(self, entries: Sequence[Record]) -> None:
+        """Commit a version, and name the groups that save and evaluate it."""
+        assert self.rules is not None
+        rules, before = self.rules, self.merged_steps
+        merged = before + sum(entry["steps"] for entry in entries)
+        cids = ",".join(entry["cid"] for entry in entries)
+        digest = hashlib.sha256(f"{self.id_of(self.version)} {cids}".encode()).hexdigest()[:16]
+        by_slot = sorted(self.live, key=lambda name: self.groups[name].slot)
+        writers = [name for name in by_slot if self.groups[name].saves]
+        at_end = merged == rules.iterations * rules.groups
+
+        def passes(interval: int | None) -> bool:
+            done, now_done = before // rules.groups, merged // rules.groups
+            return interval is not None and done // interval != now_done // interval
+
+        self._decide(
+            {
+                "commit": self.version + 1,
+                "id": digest,
+                "set": list(entries),
+                "merged": merged,
+                "saves": writers[0] if writers and (at_end or passes(rules.save_interval)) else None,
+                "evaluates": by_slot[-1] if passes(rules.eval_interval) and not at_end else None,
+            }
+        )
+        parts = [f"{e['group']} {e['steps']} steps{self._age_text(e)}" for e in entries]
+        self._say(f"version {self.version}: {', '.join(parts)}")
+        self.waited_for = set(self.members)
+
+    # ---- state changes by records -----------------------------------------------------------------------------------
+
+    def _decide(self, record: Record) -> None:
+        self._apply(record)
+        self.records.append(record)
+
+    def _apply(self, record: Record) -> None:
+        """Change the state by a record."""
+        match record:
+            case {"run": facts, "rules": rules}:
+                self.facts, self.rules = facts, Rules(*rules)
+            case {"join": name, "slot": slot, "incarnation": incarnation}:
+                self.groups[name] = Group(slot, incarnation)
+                self.leases[name] = []
+            case {"members": names}:
+                for name in names:
+                    self.groups[name].status = "member"
+            case {"out": name}:
+                self.groups[name].status = "out"
+                self._release(self.leases.pop(name, []))
+            case {"begin": version}:
+                for commit in self.commits[version:]:
+                    for entry in commit["set"]:
+                        self._release(entry["cells"])
+                for entry in self.pool.values():
+                    self._release(entry["cells"])
+                del self.commits[version:]
+                self.pool = {}
+                self._start_round()
+                self._fingerprints = {}
+            case {"lease": cell, "group": name}:
+                while self.opened_blocks <= cell[0]:
+                    self._release(self._cells_of(self.opened_blocks))
+                    self.opened_blocks += 1
+                self.free.remove(cell)
+                self.leases[name].append(cell)
+                self.groups[name].granted += 1
+                self.groups[name].cell = cell
+            case {"publish": entry}:
+                self.pool[entry["cid"]] = entry
+                self._published.add(entry["cid"])
+                for cell in entry["cells"]:
+                    self._take_from_lease(entry["group"], cell)
+            case {"drop": cids}:
+                for cid in cids:
+                    self._release(self.pool.pop(cid)["cells"])
+            case {"commit": version}:
+                assert version == self.version + 1, (version, self.version)
+                for entry in record["set"]:
+                    del self.pool[entry["cid"]]
+                self.commits.append(record)
+                self._start_round()
+                self.waited_for = self.members
+                old = [key for key in self._fingerprints if key[0] <= self.version - KEPT_VERSIONS]
+                for key in old:
+                    del self._fingerprints[key]
+            case _:
+                raise ValueError(f"unknown record {record}")
+
+    def _start_round(self) -> None:
+        self.closed = self._quorum_at = self._held_at = self._assembled_at = None
+
+    def _release(self, cells: Iterable[Cell]) -> None:
+        self.free = sorted([*self.free, *(cell for cell in cells if cell[2] < cell[3])])
+
+    def _take_from_lease(self, name: str, part: Cell) -> None:
+        """Shorten the lease that begins with the steps of `part`."""
+        leases = self.leases[name]
+        (index,) = (index for index, cell in enumerate(leases) if cell[:3] == part[:3])
+        block, column, _, stop = leases.pop(index)
+        assert part[3] <= stop, (part, stop)
+        if part[3] < stop:
+            leases.append([block, column, part[3], stop])
+
+    # ---- helpers ----------------------------------------------------------------------------------------------------
+
+    def _is_whole(self, group: Group) -> bool:
+        """Return True if all ranks of the group are connected and have reported."""
+        assert self.rules is not None
+        return len(group.reports) == self.rules.ranks
+
+    @property
+    def _num_blocks(self) -> int:
+        assert self.rules is not None
+        return -(-self.rules.iterations // self.rules.interval)
+
+    def _cells_of(self, block: int) -> list[Cell]:
+        """Return the whole cells of a block; the last block may have fewer steps."""
+        assert self.rules is not None
+        steps = min(self.rules.interval, self.rules.iterations - block * self.rules.interval)
+        return [[block, column, 0, steps] for column in range(self.rules.groups)]
+
+    def _quorum(self) -> int:
+        assert self.rules is not None
+        return self.rules.quorum or max(1, (len(self.live) + 1) // 2)
+
+    def _grace(self) -> float:
+        """Return the seconds to wait after the quorum."""
+        assert self.rules is not None
+        if self.rules.grace is not None:
+            return self.rules.grace
+        seconds = [group.reports[0]["seconds"] or 0.0 for group in (self.groups[name] for name in self.live)]
+        return max(1.0, 0.03 * self.rules.interval * min(seconds, default=0.0))
+
+    def _holds(self, name: str, cid: str) -> bool:
+        return all(cid in report["have"] for report in self.groups[name].reports.values())
+
+    def _is_safe(self, entry: Record) -> bool:
+        """Return True if a live group other than the contribution's own holds it, or there is no other live group."""
+        others = self.live - {entry["group"]}
+        return any(self._holds(name, entry["cid"]) for name in others or self.live)
+
+    def _can_be_fetched(self, entry: Record) -> bool:
+        """Return True if a live group holds the contribution, or a member that may come back."""
+        origin = self.groups.get(entry["group"])
+        alive = origin is not None and origin.status == "member" and entry["cid"].startswith(origin.incarnation)
+        return alive or any(self._holds(name, entry["cid"]) for name in self.live)
+
+    def _is_idle(self, name: str) -> bool:
+        """Return True for a live group without samples: it asks for a cell, there is none, and it has taken no step."""
+        report = self.groups[name].reports.get(0)
+        if report is None or report["version"] != self.version:
+            return False
+        return self.exhausted and report["wants"] > self.groups[name].granted and report["steps"] == 0
+
+    def _in_order(self, entries: Iterable[Record]) -> list[Record]:
+        """Return contributions in the order of the sum: by slot, the oldest of a slot first."""
+        return sorted(entries, key=lambda entry: (entry["slot"], entry["base"], entry["cid"]))
+
+    def _seconds_to_quorum(self, now: float) -> float | None:
+        """Return the seconds until the quorum of this round is expected; None if that is unknown."""
+        if self.rules is None or self.closed is not None:
+            return 0.0
+        found, sent = [], {entry["group"] for entry in self.pool.values() if entry["base"] == self.version}
+        for name in self.live:
+            report, heard = self.groups[name].reports[0], self.groups[name].heard[0]
+            if name in sent:
+                found.append(0.0)
+            elif report["seconds"] is not None and not self._is_idle(name):
+                steps = report["steps"] if report["version"] == self.version else 0
+                found.append(max(0.0, (self.rules.interval - steps) * report["seconds"] - (now - heard)))
+        quorum = self._quorum()
+        return sorted(found)[quorum - 1] if len(found) >= quorum else None
+
+    def _for_rank(self, entry: Record, rank: int) -> Record:
+        return entry | {"digest": entry["digest"][rank]}
+
+    def _age_text(self, entry: Record) -> str:
+        """Return a note for the log if a contribution is late. The version that has it is committed already."""
+        age = self.version - 1 - entry["base"]
+        return f" ({age} versions late)" if age else ""
+
+    def _say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def _first_not_in(taken: set[int]) -> int:
+    return next(slot for slot in range(len(taken) + 1) if slot not in taken)

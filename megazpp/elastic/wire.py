@@ -1,0 +1,244 @@
+"""Authenticated messages over TCP between the coordinator and the ranks, and between ranks. Standard library only.
+
+Both sides prove that they know the run's secret: each answers the other's random number by an HMAC-SHA256 over both
+numbers. Every frame then carries a MAC over its number, its direction and its content, with a key of this connection.
+A frame can therefore not be forged, repeated, reordered or reflected. Frames are JSON. Bulk data follows a frame, which
+contains its length and its SHA-256. Nothing is encrypted: use a VPN such as WireGuard over the open internet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+GREETING = b"megazpp elastic 1\n"
+NONCE_BYTES, MAC_BYTES, MOST_FRAME_BYTES = 16, 32, 1 << 24
+HANDSHAKE_SECONDS = 10.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+NO_SECRET = b"all groups are on this machine"
+_HEAD = struct.Struct("!I")
+_NUMBER = struct.Struct("!Q")
+
+
+class Address(NamedTuple):
+    """A TCP address."""
+
+    host: str
+    port: int
+
+
+class WireError(ConnectionError):
+    """The peer does not know the secret, or its frames are not valid."""
+
+
+class Channel:
+    """One side of an authenticated connection.
+
+    Several threads may send. One thread may receive.
+
+    Args:
+        sock: connected socket. `Channel` owns it, also if the handshake fails.
+        secret: secret of the run.
+        accepted: True on the side that accepted the connection.
+
+    Raises:
+        WireError: the peer does not know the secret.
+    """
+
+    def __init__(self, sock: socket.socket, secret: bytes, *, accepted: bool) -> None:
+        self._sock, self._sent, self._received, self._lock = sock, 0, 0, threading.Lock()
+        try:
+            sock.settimeout(HANDSHAKE_SECONDS)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            own = os.urandom(NONCE_BYTES)
+            sock.sendall(GREETING + own)
+            if self._read(len(GREETING)) != GREETING:
+                raise WireError("the peer speaks another protocol")
+            other = self._read(NONCE_BYTES)
+            nonces = other + own if accepted else own + other  # in the same order on both sides
+            sides = (b"accepted", b"connected") if accepted else (b"connected", b"accepted")
+            self._send_key, self._receive_key = (_mac(secret, side, nonces) for side in sides)
+            sock.sendall(_mac(self._send_key, b"proof"))
+            if not hmac.compare_digest(self._read(MAC_BYTES), _mac(self._receive_key, b"proof")):
+                raise WireError("the peer does not know the secret of this run")
+        except BaseException:
+            sock.close()
+            raise
+
+    @property
+    def local_host(self) -> str:
+        """The address of this side of the connection."""
+        return self._sock.getsockname()[0]
+
+    def set_timeout(self, seconds: float) -> None:
+        """Let `send` and `receive` raise TimeoutError if the peer is silent for `seconds`."""
+        self._sock.settimeout(seconds)
+
+    def send(self, message: Any) -> None:
+        """Send a message as JSON."""
+        data = json.dumps(message).encode()
+        assert len(data) <= MOST_FRAME_BYTES, len(data)
+        with self._lock:
+            mac = _mac(self._send_key, _NUMBER.pack(self._sent), data)
+            self._sent += 1
+            self._sock.sendall(_HEAD.pack(len(data)) + mac + data)
+
+    def receive(self) -> Any:
+        """Return the next message.
+
+        Raises:
+            WireError: the frame is too long, or its MAC is wrong.
+            OSError: the connection ended.
+        """
+        (length,) = _HEAD.unpack(self._read(_HEAD.size))
+        if length > MOST_FRAME_BYTES:
+            raise WireError(f"a frame of {length} bytes is too long")
+        mac, data = self._read(MAC_BYTES), self._read(length)
+        if not hmac.compare_digest(mac, _mac(self._receive_key, _NUMBER.pack(self._received), data)):
+            raise WireError("the MAC of a frame is wrong")
+        self._received += 1
+        return json.loads(data)
+
+    def send_data(self, message: dict[str, Any], data: bytes | memoryview) -> None:
+        """Send a message and bulk data. Nothing else may be sent on this connection meanwhile."""
+        self.send(message | {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+        self._sock.sendall(data)
+
+    def receive_data(self, most_bytes: int) -> tuple[dict[str, Any], bytearray]:
+        """Return a message and the bulk data that follows it.
+
+        Raises:
+            WireError: the data is longer than `most_bytes`, or not what the message describes.
+        """
+        message = self.receive()
+        if not 0 <= message["bytes"] <= most_bytes:
+            raise WireError(f"the peer offers {message['bytes']} bytes, at most {most_bytes} are expected")
+        data = self._read(message["bytes"])
+        if hashlib.sha256(data).hexdigest() != message["sha256"]:
+            raise WireError("the data was damaged on the way")
+        return message, data
+
+    def close(self) -> None:
+        """Close the connection. A thread that is blocked in `receive` gets an OSError."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _read(self, length: int) -> bytearray:
+        data = bytearray(length)
+        view, done = memoryview(data), 0
+        while done < length:
+            count = self._sock.recv_into(view[done:])
+            if count == 0:
+                raise ConnectionError("the peer closed the connection")
+            done += count
+        return data
+
+
+def _mac(key: bytes, *parts: bytes | bytearray) -> bytes:
+    mac = hmac.new(key, digestmod=hashlib.sha256)
+    for part in parts:
+        mac.update(_NUMBER.pack(len(part)))
+        mac.update(part)
+    return mac.digest()
+
+
+def connect(address: Address, secret: bytes, *, seconds: float) -> Channel:
+    """Connect to `address`; each operation on the channel may then take `seconds`."""
+    channel = Channel(socket.create_connection(address, seconds), secret, accepted=False)
+    channel.set_timeout(seconds)
+    return channel
+
+
+class AuthenticatedListener:
+    """Accepts connections, and runs `serve` in a thread of its own for each one that knows the secret.
+
+    Args:
+        address: address to listen on; port 0 takes a free port.
+        secret: secret of the run.
+        serve: function of a channel. The channel is closed when it returns or raises an OSError or a ValueError.
+        refused: function that is told why a connection was refused.
+    Attributes:
+        address: the address, with the chosen port.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        secret: bytes,
+        serve: Callable[[Channel], None],
+        refused: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        self._secret, self._serve, self._refused = secret, serve, refused
+        self._server = socket.create_server(address)
+        self.address = Address(*self._server.getsockname()[:2])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._server.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, peer = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._run, args=(sock, peer[0]), daemon=True).start()
+
+    def _run(self, sock: socket.socket, peer: str) -> None:
+        try:
+            channel = Channel(sock, self._secret, accepted=True)
+        except OSError as error:
+            self._refused(f"refused a connection from {peer}: {error}")
+            return
+        try:
+            self._serve(channel)
+        except (WireError, ValueError, KeyError, TypeError) as error:
+            self._refused(f"closed the connection to {peer}: {error!r}")
+        except OSError:
+            pass
+        finally:
+            channel.close()
+
+
+def read_secret(path: str, flag: str) -> bytes:
+    """Return the secret in a file, the value of `flag`, without surrounding white space.
+
+    Raises:
+        ValueError: the file cannot be read, others may read it, or the secret is shorter than 32 characters.
+    """
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            mode, secret = os.fstat(file.fileno()).st_mode & 0o777, file.read(4096).strip()
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}") from error
+    if mode & 0o077:
+        raise ValueError(f"{flag} {path}: other users may read it (mode {mode:o}); use chmod 600")
+    if len(secret) < 32:
+        raise ValueError(
+            f"{flag} {path}: {len(secret)} characters are too few, at least 32 are needed; make one with "
+            "head -c 32 /dev/urandom | base64"
+        )
+    return secret
+
+
+def parse_address(text: str, flag: str) -> Address:
+    """Return the address HOST:PORT, the value of `flag`.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{flag} {text}: HOST:PORT is expected, for example 10.8.0.1:29700")
+    return Address(host, int(port))

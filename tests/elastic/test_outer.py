@@ -1,0 +1,91 @@
+"""The whole outer state in every group against the exchange of fixed replica groups: equal bits."""
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from helpers.tiers import slow
+from helpers.training import LLAMA_STYLE, Case, build_diloco, build_step, diloco_plan
+
+from megazpp.diloco.config import DilocoConfig
+from megazpp.elastic.outer import WholeOuter
+
+
+def compare_exchanges(case: Case, versions: int) -> list[bool]:
+    """Train fixed replica groups; compute each of their outer steps also from the groups' messages."""
+    step, dims = build_step(case)
+    fixed, groups = build_diloco(case, step, dims), dims.replica_group.size
+    whole = WholeOuter(step.sharding, diloco_plan(case), case.precision, num_groups=groups, late_factor=0.5)
+    plan, equal = fixed.plan, []
+    for index in range(versions * plan.steps):
+        size = case.global_batch // dims.data_size
+        batch = case.batch(index, dims.data_rank * size, size)
+        step([batch], learning_rate=3e-3, weight_decay=0.01)
+        with dims.counter.paused():
+            tokens = dims.sum_over_data_(batch.loss_mask.sum(dtype=torch.float64))
+        fixed.count(tokens)
+        if (index + 1) % plan.steps == 0:
+            sent = float(fixed._tokens[0])
+            mine = whole.pack(sent), sent
+            found = dims.replica_group.gather_objects(mine)  # of the ranks with the same shard
+            found = dims.replica_group.share_object(found)
+            version = len(equal)
+            entries = [{"base": version, "tokens": tokens} for _, tokens in found]
+            whole.apply(entries, [message for message, _ in found], version)
+        fixed.after_step(index + 1)
+        if (index + 1) % plan.steps == 0:
+            pairs = zip(fixed.units, whole.units, strict=True)
+            rows = [torch.equal(mine.rows, theirs.rows) for mine, theirs in pairs]
+            own = dims.replica_group.rank
+            outer = [torch.equal(a.outer, b.outer[own]) for a, b in zip(fixed.units, whole.units, strict=True)]
+            equal.append(all(rows + outer))
+    changed = any(bool(unit.rows.any()) for unit in whole.units)
+    return [*equal, changed]
+
+
+def flags(bits: int, **more: float) -> DilocoConfig:
+    return DilocoConfig(diloco_steps=2, diloco_weight_bits=bits, diloco_gradient_bits=bits, diloco_outer_lr=0.7, **more)
+
+
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [
+        (2, Case(nodes=2, documents=True, diloco=flags(4, diloco_outer_momentum=0.6))),
+        slow(2, Case(nodes=2, diloco=flags(8, diloco_outer_momentum=0.0))),
+        slow(4, Case(nodes=4, diloco=flags(16, diloco_outer_momentum=0.6))),
+        slow(4, Case(nodes=2, tp=2, model=LLAMA_STYLE, vocab_size=112, diloco=flags(4, diloco_outer_momentum=0.6))),
+        slow(6, Case(nodes=3, global_batch=12, diloco=flags(4, diloco_outer_momentum=0.9))),
+    ],
+)
+def test_outer_steps_of_all_groups_have_the_bits_of_the_fixed_exchange(world, case):
+    for equal in ranks(world).run(compare_exchanges, case, 3):
+        assert equal == [True] * 4
+
+
+def late_and_snapshot(case: Case) -> tuple[torch.Tensor, torch.Tensor, bool, bool]:
+    """Apply a contribution one version late, and load the state from a snapshot."""
+    step, _ = build_step(case)
+    plan = diloco_plan(Case(nodes=2, diloco=flags(16, diloco_outer_momentum=0.0)))
+    whole, other = (WholeOuter(step.sharding, plan, case.precision, num_groups=2, late_factor=0.5) for _ in range(2))
+    before = [unit.rows.clone() for unit in whole.units]
+    with torch.no_grad():
+        for shard in (shard for unit in step.sharding.units for shard in unit.shards()):
+            shard.sub_(1.0)  # outer gradient of 1
+    ahead = whole.pack(8.0)
+    with torch.no_grad():
+        for shard in (shard for unit in step.sharding.units for shard in unit.shards()):
+            shard.add_(1.0)  # outer gradient of 0
+    level = whole.pack(8.0)
+    whole.apply([{"base": 1, "tokens": 8.0}, {"base": 0, "tokens": 8.0}], [level, ahead], version=1)
+    moved = torch.cat([(a - b.rows).flatten() for a, b in zip(before, whole.units, strict=True)])
+    differ = whole.fingerprint() != other.fingerprint()
+    other.load(bytearray(whole.dump()))
+    return moved.min(), moved.max(), differ, whole.fingerprint() == other.fingerprint()
+
+
+def test_late_contribution_has_less_weight_and_a_snapshot_has_the_whole_state():
+    """The mean of gradient 0 with weight 1 and gradient 1 with weight 0.5 is 1/3; padding does not move."""
+    (found,) = ranks(1).run(late_and_snapshot, Case(steps=1))
+    least, most, differ, equal = found
+    assert float(least) == 0.0
+    assert float(most) == pytest.approx(0.7 / 3, rel=1e-4)
+    assert (differ, equal) == (True, True)

@@ -1,0 +1,332 @@
+"""Random schedules of elastic DiLoCo's state machine: steps, fetches, deaths, lost connections and restarts."""
+
+import itertools
+from typing import Any
+
+import pytest
+from helpers.tiers import slow
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megazpp.elastic.rounds import NO_COMMIT, RefusedError, Rounds, Rules
+
+RULES = Rules(
+    groups=3,
+    interval=4,
+    iterations=10,
+    ranks=2,
+    quorum=None,
+    grace=1.0,
+    min_groups=1,
+    save_interval=3,
+    eval_interval=None,
+)
+FACTS = {"--seed": "1"}
+
+
+class Group:
+    """A group's job, which follows the protocol like agent.py and loop.py, with numbers in place of weights."""
+
+    def __init__(self, name: str, incarnation: str, version: int, version_id: str) -> None:
+        self.name, self.incarnation = name, incarnation
+        self.start = version, version_id
+        self.connected = [False] * RULES.ranks
+        self.have: list[set[str]] = [set() for _ in range(RULES.ranks)]
+        self.version, self.id, self.joined = version, version_id, False
+        self.published: dict[str, dict[str, Any]] = {}
+        self.steps, self.wants, self.granted, self.numbers = 0, 0, 0, 0
+        self.cell: list[int] | None = None
+        self.cells: list[list[int]] = []
+
+    def hello(self) -> dict[str, Any]:
+        return {
+            "incarnation": self.incarnation,
+            "facts": FACTS,
+            "rules": list(RULES),
+            "version": self.version,
+            "id": self.id,
+            "saves": True,
+            "address": ["host", 1],
+        }
+
+    def report(self, rank: int) -> dict[str, Any]:
+        entries = {cid: entry | {"digest": f"{cid}/{rank}"} for cid, entry in self.published.items()}
+        return {
+            "published": entries,
+            "have": sorted(self.have[rank]),
+            "version": self.version,
+            "fingerprint": None,
+            "steps": self.steps,
+            "seconds": 0.3,
+            "wants": self.wants,
+            "joined": self.joined,
+            "leaves": False,
+        }
+
+
+class World:
+    """A coordinator and its groups, whose events a test chooses."""
+
+    def __init__(self) -> None:
+        self.now, self.journal, self.incarnations = 0.0, [], itertools.count()
+        self.rounds = Rounds(now=0.0)
+        self.groups: dict[int, Group] = {}
+        self.saved = (0, NO_COMMIT)
+        self.ids: dict[int, str] = {0: NO_COMMIT}
+
+    # ---- events
+
+    def start(self, index: int) -> None:
+        if index not in self.groups:
+            self.groups[index] = Group(f"g{index}", f"i{next(self.incarnations)}", *self.saved)
+            self.connect(index)
+
+    def kill(self, index: int) -> None:
+        group = self.groups.pop(index, None)
+        for rank in range(RULES.ranks if group else 0):
+            if group.connected[rank]:
+                self.rounds.disconnect(group.name, group.incarnation, rank, self.now)
+
+    def connect(self, index: int) -> None:
+        group = self.groups.get(index)
+        for rank in range(RULES.ranks if group else 0):
+            if not group.connected[rank]:
+                try:
+                    self.rounds.connect(group.name, rank, group.hello(), self.now)
+                    group.connected[rank] = True
+                except RefusedError as error:
+                    if not error.passes:
+                        self.kill(index)
+                    return
+
+    def cut(self, index: int) -> None:
+        group = self.groups.get(index)
+        if group and group.connected[0]:
+            group.connected[0] = False
+            self.rounds.disconnect(group.name, group.incarnation, 0, self.now)
+
+    def restart_coordinator(self) -> None:
+        self.rounds = Rounds(self.journal, now=self.now)
+        for group in self.groups.values():
+            group.connected = [False] * RULES.ranks
+
+    def wait(self, seconds: float) -> None:
+        for _ in range(round(seconds / 0.5)):
+            self.now += 0.5
+            self.settle()
+
+    def fetch(self, index: int, rank: int) -> None:
+        """Fetch everything that a rank of the same index in another group holds."""
+        group = self.groups.get(index)
+        state = self.state(index)
+        if state is None:
+            return
+        named = set(state["pool"]) | {e["cid"] for commit in state["commits"].values() for e in commit["set"]}
+        there = set().union(*(other.have[rank] for other in self.groups.values()))
+        group.have[rank] |= named & there
+
+    def work(self, index: int) -> None:
+        """Take the next action of a group's training loop."""
+        group, state = self.groups.get(index), self.state(index)
+        if state is None:
+            return
+        if state["status"] != "member":
+            donors = [g for i, g in self.groups.items() if (s := self.state(i)) is not None and s["status"] == "member"]
+            if donors and not group.joined:
+                group.version, group.id, group.joined = donors[0].version, donors[0].id, True
+            return
+        group.joined = True
+        published_here = any(entry["base"] == group.version for entry in group.published.values())
+        if published_here or (group.steps == 0 and state["version"] > group.version):
+            commit = state["commits"].get(str(group.version + 1))
+            if commit and all(e["cid"] in have for e in commit["set"] for have in group.have):
+                group.version, group.id = group.version + 1, commit["id"]
+                merged = {e["cid"] for e in commit["set"]}
+                group.published = {cid: e for cid, e in group.published.items() if cid not in merged}
+                if commit["saves"] == group.name:
+                    self.saved = group.version, group.id
+                if published_here:
+                    group.steps, group.cells = 0, []
+        elif group.steps == RULES.interval or (group.steps and group.cell is None and state["exhausted"]):
+            self.publish(index)
+        elif group.cell is None:
+            group.wants = group.granted + 1
+            if state["granted"] >= group.wants:
+                group.granted, group.cell = group.wants, list(state["cell"])
+        else:
+            block, column, step, stop = group.cell
+            group.cell = [block, column, step + 1, stop] if step + 1 < stop else None
+            group.cells.append([block, column, step, step + 1])
+            group.steps += 1
+
+    def go(self, times: int) -> None:
+        """Let all groups fetch and work some times."""
+        for _ in range(times):
+            for index in list(self.groups):
+                self.fetch(index, 0)
+                self.fetch(index, 1)
+                self.work(index)
+            self.wait(0.5)
+
+    def publish(self, index: int) -> None:
+        """Publish the steps so far, as a group does that is called early."""
+        group = self.groups.get(index)
+        if group and group.steps and not any(e["base"] == group.version for e in group.published.values()):
+            cid = f"{group.incarnation}.{group.numbers}"
+            group.numbers += 1
+            entry = {"base": group.version, "tokens": 1.0, "steps": group.steps, "cells": group.cells}
+            group.published[cid] = entry
+            for have in group.have:
+                have.add(cid)
+
+    # ---- the coordinator
+
+    def state(self, index: int) -> dict[str, Any] | None:
+        """Return the state that a connected group sees."""
+        group = self.groups.get(index)
+        if group is None or not all(group.connected):
+            return None
+        return self.rounds.state(group.name, 0, self.now)
+
+    def settle(self) -> None:
+        """Deliver all reports, let the coordinator decide, and check what it has decided."""
+        for group in self.groups.values():
+            for rank, connected in enumerate(group.connected):
+                if connected and self.rounds.groups[group.name].incarnation == group.incarnation:
+                    self.rounds.report(group.name, rank, group.report(rank), self.now)
+        self.rounds.tick(self.now)
+        for record in self.rounds.take_records():
+            self.journal.append(record)
+            if "begin" in record:
+                self.ids = {version: text for version, text in self.ids.items() if version <= record["begin"]}
+            if "commit" in record:
+                assert self.ids.setdefault(record["commit"], record["id"]) == record["id"], "two branches"
+                self.check_held(record)
+        self.check_cells()
+        for index, group in list(self.groups.items()):
+            found = self.rounds.groups[group.name]
+            ended = found.incarnation != group.incarnation or found.status == "out"
+            if ended or (all(group.connected) and self.rounds.version < group.version):
+                self.kill(index)  # its job ends, and a supervisor may start it again
+
+    def check_held(self, commit: dict[str, Any]) -> None:
+        """Check that some connected group holds all messages of a commit on all of its ranks."""
+        cids = {entry["cid"] for entry in commit["set"]}
+        assert any(all(cids <= have for have in g.have) and all(g.connected) for g in self.groups.values())
+
+    def check_cells(self) -> None:
+        """Check that each step of the opened blocks is in one place only: free, leased, in the pool, or merged."""
+        rounds = self.rounds
+        merged = [cell for commit in rounds.commits for entry in commit["set"] for cell in entry["cells"]]
+        pool = [cell for entry in rounds.pool.values() for cell in entry["cells"]]
+        leased = [cell for leases in rounds.leases.values() for cell in leases]
+        steps = [
+            (block, column, step)
+            for block, column, first, stop in [*merged, *pool, *leased, *rounds.free]
+            for step in range(first, stop)
+        ]
+        opened = min(rounds.opened_blocks * RULES.interval, RULES.iterations)
+        assert len(steps) == len(set(steps)) == opened * RULES.groups
+        assert rounds.merged_steps == sum(stop - first for _, _, first, stop in merged)
+
+
+INDEX = st.integers(0, 3)  # one group more than the nominal number
+EVENTS = st.one_of(
+    st.tuples(st.just("go"), st.integers(1, 4)),
+    st.tuples(st.just("work"), INDEX),
+    st.tuples(st.just("fetch"), INDEX, st.integers(0, 1)),
+    st.tuples(st.sampled_from(("start", "kill", "connect", "cut", "publish")), INDEX),
+    st.tuples(st.just("wait"), st.sampled_from((0.5, 1.0, 12.0))),
+    st.tuples(st.just("restart_coordinator")),
+)
+
+
+def play(events: list[tuple]) -> World:
+    """Play events on a world of three groups, then without faults until the run is over."""
+    world = World()
+    for index in range(3):
+        world.start(index)
+    world.settle()
+    for name, *arguments in events:
+        getattr(world, name)(*arguments)
+        world.settle()
+    for _ in range(400):
+        if world.rounds.done:
+            return world
+        for index in {0, 1, 2, *world.groups}:
+            world.start(index)
+            world.connect(index)
+        world.go(1)
+    raise AssertionError(f"the run does not end: {world.rounds.take_lines()}")
+
+
+def check_random_schedules(examples: int) -> None:
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(st.lists(EVENTS, min_size=20, max_size=120))
+    def check(events):
+        world = play(events)
+        assert world.rounds.merged_steps == RULES.iterations * RULES.groups
+        again = Rounds(world.journal, now=world.now)  # a coordinator that starts again knows the same
+        assert (again.commits, again.pool, again.free) == (world.rounds.commits, world.rounds.pool, world.rounds.free)
+
+    check()
+
+
+@pytest.mark.parametrize("examples", [10, slow(1500)])
+def test_random_schedules_merge_every_sample_once_in_one_chain(examples):
+    check_random_schedules(examples)
+
+
+def test_calm_run_merges_whole_intervals_in_the_order_of_slots():
+    world = play([])
+    commits = world.rounds.commits
+    assert [[entry["slot"] for entry in commit["set"]] for commit in commits] == [[0, 1, 2]] * 3
+    assert [[entry["steps"] for entry in commit["set"]] for commit in commits] == [[4] * 3, [4] * 3, [2] * 3]
+    assert all(cell[1] == entry["slot"] for commit in commits for entry in commit["set"] for cell in entry["cells"])
+    assert [commit["saves"] for commit in commits] == ["g0", "g0", "g0"]
+
+
+def world_with_contributions(count: int, publish: list[int]) -> World:
+    """Return a world in which some of the groups have published a whole interval that no other group holds."""
+    world = World()
+    for index in range(count):
+        world.start(index)
+    world.wait(61)
+    for _ in range(12):
+        for index in range(count):
+            if world.groups[index].steps < RULES.interval:
+                world.work(index)
+                world.settle()
+    for index in publish:
+        world.publish(index)
+    return world
+
+
+def test_contribution_that_only_its_own_group_holds_is_not_committed():
+    world = world_with_contributions(2, publish=[0])
+    world.wait(5)
+    assert world.rounds.version == 0
+    world.fetch(1, 0)
+    world.fetch(1, 1)
+    world.wait(5)
+    assert world.rounds.version == 1
+
+
+def test_version_whose_holders_died_during_the_grace_is_not_committed():
+    world = world_with_contributions(3, publish=[0, 1])
+    for index, rank in itertools.product((0, 1), (0, 1)):
+        world.settle()
+        world.fetch(index, rank)
+    world.wait(1.5)  # the grace after the quorum, in which group 2 has sent nothing
+    assert world.rounds.closed is not None
+    world.kill(0)
+    world.kill(1)
+    world.wait(5)
+    assert world.rounds.version == 0
+    assert world.rounds.pool == {}

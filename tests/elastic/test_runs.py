@@ -1,0 +1,198 @@
+"""Whole runs of several jobs and a coordinator: equal results without faults, and faults that lose nothing else."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers.pretrain import TOY, Home
+from helpers.program import Program
+
+pytestmark = pytest.mark.slow
+
+OUTER = ("--diloco-steps", "5", "--diloco-outer-momentum", "0.6", "--diloco-outer-lr", "0.7", "--eval-iters", "1")
+
+
+class Site:
+    """A coordinator, and groups that are jobs of `nproc` ranks each."""
+
+    def __init__(self, path: Path, *flags: str, groups: int = 2, nproc: int = 1) -> None:
+        self.path, self.flags, self.groups, self.nproc = path, flags, groups, nproc
+        (path / "home").mkdir()
+        self.coordinator = self.coordinate("127.0.0.1:0")
+        self.coordinator.wait_for("listens on")
+        self.address = re.findall(r"listens on (\S+)", self.coordinator.output())[-1]
+
+    def coordinate(self, address: str, *flags: str) -> Program:
+        command = ("tools/coordinate.py", "--folder", str(self.path / "journal"), "--listen", address, *flags)
+        return Program(*command, folder=self.path / "home")
+
+    def start(self, name: str, *flags: str) -> Program:
+        given = ("--diloco-coordinator", self.address, "--diloco-group", name, "--nproc", str(self.nproc))
+        sizes = ("--diloco-replica-groups", str(self.groups), "--global-batch-size", "24")
+        places = ("--run-dir", str(self.path / name), "--data-cache-path", str(self.path / "cache"))
+        command = ("pretrain_gpt.py", *TOY, *OUTER, *given, *sizes, *places, *self.flags, *flags)
+        return Program(*command, folder=self.path / "home")
+
+    def version(self) -> int:
+        return len(re.findall(r"version \d+: ", self.coordinator.output()))
+
+    def wait_for_version(self, version: int, *groups: Program) -> None:
+        self.coordinator.wait_until(lambda: self.version() >= version or any(g.process.poll() for g in groups))
+        assert self.version() >= version, "\n".join(group.output() for group in groups)
+
+    def commits(self) -> list[dict]:
+        newest = max((self.path / "journal" / "coordinator").iterdir(), key=lambda path: int(path.stem.split("-")[1]))
+        return [record for record in map(json.loads, newest.read_text().splitlines()) if "commit" in record]
+
+    def check_all_merged_once(self, iterations: int) -> None:
+        cells = [cell for commit in self.commits() for entry in commit["set"] for cell in entry["cells"]]
+        steps = [(block, column, step) for block, column, first, stop in cells for step in range(first, stop)]
+        assert len(steps) == len(set(steps)) == iterations * self.groups
+
+
+def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    reader = dcp.FileSystemReader(checkpoint)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()}
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def finish(*programs: Program) -> None:
+    for program in programs:
+        output = program.finish()
+        assert program.process.returncode == 0, output
+
+
+def kill(program: Program) -> None:
+    """End all processes of a job at once."""
+    for pid in program.left_behind():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    program.process.wait()
+
+
+def validation(path: Path) -> float:
+    return json.loads((path / "summary.json").read_text())["validation_loss"]
+
+
+def test_run_without_faults_has_the_bits_of_fixed_replica_groups(tmp_path):
+    """The outer weights, their momentum and R are equal; each group has two ranks."""
+    iterations = ("--train-iters", "12", "--save")
+    site = Site(tmp_path, *iterations, str(tmp_path / "elastic"), "--diloco-wait-for-all", nproc=2)
+    groups = [site.start(name) for name in ("a", "b")]
+    finish(*groups)
+    flags = (*TOY, *OUTER, "--emulate-nodes", "2", "--global-batch-size", "24", *iterations, str(tmp_path / "fixed"))
+    Home(tmp_path).pretrain(*flags, run="fixed-run", nproc=4)
+    elastic, fixed = (read_tensors(tmp_path / name / "iter_0000012") for name in ("elastic", "fixed"))
+    prefixes = ("model.", "diloco.momentum.", "diloco.common.")
+    for prefix in prefixes:
+        names = [name for name in fixed if name.startswith(prefix)]
+        assert len(names) > 5
+        for name in names:
+            assert torch.equal(elastic[name], fixed[name]), name
+    assert validation(tmp_path / "a") == validation(tmp_path / "b") == validation(tmp_path / "fixed-run")
+    site.check_all_merged_once(12)
+
+
+def test_killed_group_is_out_at_once_and_a_new_one_joins(tmp_path):
+    site = Site(tmp_path, "--train-iters", "150", groups=3)
+    a, b, c = (site.start(name) for name in "abc")
+    site.wait_for_version(3, a, b, c)
+    kill(b)
+    killed_at = time.monotonic()
+    site.coordinator.wait_for("group b is out: connection lost")
+    assert time.monotonic() - killed_at < 5  # 0.5 s without load
+    before = site.version()
+    site.wait_for_version(before + 2, a, c)
+    again = site.start("b")
+    site.coordinator.wait_for("group b joins")
+    finish(a, again, c)
+    assert "state of version" in again.output()
+    site.check_all_merged_once(150)
+    assert "ERROR" not in site.coordinator.output()
+    assert validation(tmp_path / "a") == validation(tmp_path / "b") == validation(tmp_path / "c")
+
+
+def test_coordinator_that_is_killed_and_started_again_ends_no_group(tmp_path):
+    site = Site(tmp_path, "--train-iters", "150")
+    a, b = site.start("a"), site.start("b")
+    site.wait_for_version(3, a, b)
+    kill(site.coordinator)
+    time.sleep(2.0)
+    site.coordinator = site.coordinate(site.address)
+    finish(a, b)
+    for group in (a, b):
+        assert "the coordinator is back" in group.output()
+    site.check_all_merged_once(150)
+    assert validation(tmp_path / "a") == validation(tmp_path / "b")
+
+
+def test_stopped_group_is_not_waited_for_and_its_return_is_refused(tmp_path):
+    site = Site(tmp_path, "--train-iters", "3000", "--diloco-grace", "0.5")
+    a, b = site.start("a"), site.start("b")
+    site.wait_for_version(3, a, b)
+    workers = [psutil.Process(pid) for pid in b.left_behind()]
+    for worker in workers:
+        worker.suspend()
+    site.coordinator.wait_for("does not wait for b")
+    site.coordinator.wait_for("group b is out: no heartbeat")
+    for worker in workers:
+        worker.resume()
+    b.process.wait(timeout=60)
+    assert b.process.returncode != 0
+    assert "declared group b out" in b.output() or "group b is out" in b.output()
+    kill(a)
+
+
+def test_all_groups_start_again_from_the_newest_checkpoint(tmp_path):
+    folder = str(tmp_path / "saved")
+    site = Site(tmp_path, "--train-iters", "150", "--save", folder, "--load", folder, "--save-interval", "20")
+    a, b = site.start("a"), site.start("b")
+    a.wait_until(lambda: "successfully saved" in a.output() + b.output())
+    kill(a)
+    kill(b)
+    kill(site.coordinator)
+    site.coordinator = site.coordinate(site.address)
+    a, b = site.start("a"), site.start("b")
+    finish(a, b)
+    assert "loaded checkpoint" in a.output()
+    site.check_all_merged_once(150)
+    assert sorted(path.name for path in Path(folder).glob("iter_*"))[-1] == "iter_0000150"
+    assert validation(tmp_path / "a") == validation(tmp_path / "b")
+
+
+def test_signal_ends_one_group_and_the_others_train_its_samples(tmp_path):
+    site = Site(tmp_path, "--train-iters", "150")
+    a, b = site.start("a"), site.start("b")
+    site.wait_for_version(3, a, b)
+    os.kill(b.process.pid, signal.SIGTERM)
+    finish(b)
+    site.coordinator.wait_for("group b is out: it has left")
+    finish(a)
+    site.check_all_merged_once(150)
+
+
+def test_group_with_other_flags_or_another_secret_is_refused_by_flag(tmp_path):
+    site = Site(tmp_path, "--train-iters", "150")
+    a = site.start("a")
+    a.wait_for("model FLOPs")
+    b = site.start("b", "--seed", "77")
+    b.process.wait(timeout=120)
+    assert b.process.returncode != 0
+    assert "--seed is '77' in group b, and '1234' in the other groups" in b.output()
+    secret = tmp_path / "secret"
+    secret.write_text("x" * 40)
+    secret.chmod(0o600)
+    c = site.start("c", "--diloco-secret-file", str(secret))
+    site.coordinator.wait_for("does not know the secret")
+    kill(c)
+    kill(a)

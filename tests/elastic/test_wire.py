@@ -1,0 +1,168 @@
+"""Authenticated messages: hostile peers are refused, and the listener goes on."""
+
+import hashlib
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from megazpp.elastic import wire
+from megazpp.elastic.coordinator import Journal, SupersededError
+from megazpp.elastic.wire import Address, AuthenticatedListener, Channel, WireError, connect, parse_address, read_secret
+
+SECRET = b"0123456789abcdef0123456789abcdef"
+HERE = Address("127.0.0.1", 0)
+
+
+@pytest.fixture
+def listener() -> Iterator[AuthenticatedListener]:
+    """Yield a listener that answers each message with its double, and keeps the reasons why it refused a peer."""
+    refused: list[str] = []
+
+    def serve(channel: Channel) -> None:
+        while True:
+            channel.send(2 * channel.receive())
+
+    found = AuthenticatedListener(HERE, SECRET, serve, refused.append)
+    found.refusals = refused
+    yield found
+    found.close()
+
+
+def refusals(listener: AuthenticatedListener) -> list[str]:
+    deadline = time.monotonic() + 10
+    while not listener.refusals and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return listener.refusals
+
+
+def answers(listener: AuthenticatedListener) -> bool:
+    channel = connect(listener.address, SECRET, seconds=5)
+    channel.send("ab")
+    return channel.receive() == "abab"
+
+
+def raw(channel: Channel, data: bytes) -> None:
+    channel._sock.sendall(data)
+
+
+def frame(channel: Channel, data: bytes) -> bytes:
+    """Return the next frame of a channel, without sending it."""
+    mac = wire._mac(channel._send_key, wire._NUMBER.pack(channel._sent), data)
+    return wire._HEAD.pack(len(data)) + mac + data
+
+
+def test_peer_with_another_secret_is_refused_on_both_sides(listener):
+    with pytest.raises((WireError, ConnectionError)):
+        connect(listener.address, SECRET[::-1], seconds=5)
+    assert "does not know the secret" in refusals(listener)[0]
+    assert answers(listener)
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(64), bytes(100)])
+def test_garbage_is_refused(listener, data):
+    with socket.create_connection(listener.address) as sock:
+        sock.sendall(data)
+        assert "another protocol" in refusals(listener)[0]
+    assert answers(listener)
+
+
+def test_proof_of_one_side_does_not_authenticate_the_other(listener):
+    """A peer without the secret sends the server's own number and proof back to it."""
+    with socket.create_connection(listener.address) as sock:
+        greeting = sock.recv(len(wire.GREETING) + wire.NONCE_BYTES, socket.MSG_WAITALL)
+        sock.sendall(greeting)
+        sock.sendall(sock.recv(wire.MAC_BYTES, socket.MSG_WAITALL))
+        assert "does not know the secret" in refusals(listener)[0]
+
+
+FORGED = {
+    "forged": lambda channel: raw(channel, frame(channel, b'"x"')[:-1] + b"y"),
+    "repeated": lambda channel: [raw(channel, frame(channel, b'"x"')) for _ in range(2)],
+    "reordered": lambda channel: [setattr(channel, "_sent", 1), raw(channel, frame(channel, b'"x"'))],
+    "too long": lambda channel: raw(channel, wire._HEAD.pack(wire.MOST_FRAME_BYTES + 1) + bytes(100)),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_frame_without_a_valid_mac_is_refused(listener, name):
+    channel = connect(listener.address, SECRET, seconds=5)
+    FORGED[name](channel)
+    text = refusals(listener)[0]
+    assert ("too long" if name == "too long" else "MAC") in text
+    assert answers(listener)
+
+
+def test_reflected_frame_is_refused():
+    listener = AuthenticatedListener(HERE, SECRET, lambda channel: raw(channel, channel._sock.recv(1000)))
+    channel = connect(listener.address, SECRET, seconds=5)
+    channel.send("x")
+    with pytest.raises(WireError, match="MAC"):
+        channel.receive()
+
+
+def test_silent_peer_is_closed_after_the_handshake_limit(monkeypatch):
+    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.2)
+    refused = []
+    listener = AuthenticatedListener(HERE, SECRET, lambda channel: None, refused.append)
+    with socket.create_connection(listener.address) as sock:
+        listener.refusals = refused
+        assert "timed out" in refusals(listener)[0]
+        assert sock.recv(1000)  # its greeting; then the connection ends
+        assert sock.recv(1000) == b""
+
+
+def test_bulk_data_must_match_its_digest_and_size():
+    data = bytes(range(256)) * 100
+
+    def serve(channel: Channel) -> None:
+        request = channel.receive()
+        described = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        channel.send(described)
+        raw(channel, data if request == "good" else data[:-1] + b"x")
+        channel.receive()
+
+    listener = AuthenticatedListener(HERE, SECRET, serve)
+
+    def fetch(request: str, most: int) -> bytes:
+        channel = connect(listener.address, SECRET, seconds=5)
+        channel.send(request)
+        return bytes(channel.receive_data(most)[1])
+
+    assert fetch("good", len(data)) == data
+    with pytest.raises(WireError, match="damaged"):
+        fetch("bad", len(data))
+    with pytest.raises(WireError, match="at most 10 are expected"):
+        fetch("good", 10)
+
+
+def test_secret_file_that_others_can_read_or_that_is_short_is_refused(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("x" * 44 + "\n")
+    path.chmod(0o600)
+    assert read_secret(str(path), "--secret-file") == b"x" * 44
+    path.chmod(0o640)
+    with pytest.raises(ValueError, match=r"--secret-file .*chmod 600"):
+        read_secret(str(path), "--secret-file")
+    path.chmod(0o600)
+    path.write_text("short")
+    with pytest.raises(ValueError, match="5 characters are too few"):
+        read_secret(str(path), "--secret-file")
+    with pytest.raises(ValueError, match="No such file"):
+        read_secret(str(tmp_path / "none"), "--secret-file")
+    with pytest.raises(ValueError, match=r"--listen host: HOST:PORT is expected"):
+        parse_address("host", "--listen")
+
+
+def test_superseded_journal_writes_no_further_term_and_loses_no_record(tmp_path):
+    old = Journal(tmp_path)
+    old.append([{"n": 1}])
+    new = Journal(tmp_path)
+    assert new.records == [{"n": 1}]
+    with pytest.raises(SupersededError, match="term 2"):
+        old.append([{"n": 2}])
+    new.append([{"n": 3}])
+    with (tmp_path / "coordinator" / "journal-2.jsonl").open("a") as file:
+        file.write('{"n": 4')  # cut short by a crash
+    assert Journal(tmp_path).records == [{"n": 1}, {"n": 3}]

@@ -1,0 +1,54 @@
+"""Coordinate the replica groups of elastic DiLoCo: who takes part, which steps a version merges, who trains what.
+
+    head -c 32 /dev/urandom | base64 > run7.secret; chmod 600 run7.secret     # copy it to each site
+    python tools/coordinate.py --folder /data/run7 --listen 10.8.0.1:29700 --secret-file run7.secret
+
+The program needs neither torch nor a GPU and holds no weights. Start it once per run, at an address that all groups can
+reach. It may end and start again at any time: groups finish their interval and wait for it. Its journal is in
+FOLDER/coordinator, and each line is one fact about the run.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
+
+from megazpp.base.program import flags_of, program
+from megazpp.elastic.coordinator import Coordinator, serve_until_ended
+from megazpp.elastic.wire import LOOPBACK, NO_SECRET, parse_address, read_secret
+
+
+@program
+def main(argv: list[str]) -> int:
+    """Run the coordinator until it is ended, or another one takes over."""
+    parser = flags_of(__doc__)
+    parser.add_argument("--folder", metavar="FOLDER", type=Path, required=True, help="folder of the run's journal")
+    parser.add_argument(
+        "--listen", metavar="HOST:PORT", default="127.0.0.1:29700", help="address to listen on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help="file with the secret of the run, readable only by its owner (default: none, if --listen is on 127.0.0.1)",
+    )
+    parser.add_argument(
+        "--take-over", action="store_true", help="replace a coordinator whose host cannot be reached any more"
+    )
+    args = parser.parse_args(argv)
+    address = parse_address(args.listen, "--listen")
+    if args.secret_file is None and address.host not in LOOPBACK:
+        raise ValueError(f"--listen {args.listen} is not on this machine, and needs --secret-file")
+    secret = NO_SECRET if args.secret_file is None else read_secret(args.secret_file, "--secret-file")
+
+    def say(line: str) -> None:
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", flush=True)
+
+    coordinator = Coordinator(args.folder.expanduser(), address, secret, say=say, take_over=args.take_over)
+    return serve_until_ended(coordinator)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
