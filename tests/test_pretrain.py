@@ -73,6 +73,9 @@ def test_run_logs_its_setup_and_results(main_job, home):
         f"tokenizer and data indices: {home.path / 'cache'}\n",
     ):
         assert output.count(text) == 1, f"{text!r} in:\n{output}"
+    (sample,) = map(json.loads, (home.path / "main/completions.jsonl").read_text().splitlines())
+    assert sample["iteration"] == 6
+    assert f"a sample of text:\n{sample['prompt']}{sample['completion']}" in output
     assert re.search(r"\n  --num-layers 2 +# configs/gpt_tiny.args:5\n", output)
     for text in ("--num-workers", "Traceback", "\r", "note: --emulate-nodes", "between nodes", "inter-node MB"):
         assert text not in output
