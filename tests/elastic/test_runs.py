@@ -26,20 +26,25 @@ class Site:
     def __init__(self, path: Path, *flags: str, groups: int = 2, nproc: int = 1) -> None:
         self.path, self.flags, self.groups, self.nproc = path, flags, groups, nproc
         (path / "home").mkdir()
+        self.programs: list[Program] = []
         self.coordinator = self.coordinate("127.0.0.1:0")
         self.coordinator.wait_for("listens on")
         self.address = re.findall(r"listens on (\S+)", self.coordinator.output())[-1]
 
     def coordinate(self, address: str, *flags: str) -> Program:
         command = ("tools/coordinate.py", "--folder", str(self.path / "journal"), "--listen", address, *flags)
-        return Program(*command, folder=self.path / "home")
+        return self._start(command)
 
     def start(self, name: str, *flags: str) -> Program:
         given = ("--diloco-coordinator", self.address, "--diloco-group", name, "--nproc", str(self.nproc))
         sizes = ("--diloco-replica-groups", str(self.groups), "--global-batch-size", "24")
         places = ("--run-dir", str(self.path / name), "--data-cache-path", str(self.path / "cache"))
         command = ("pretrain_gpt.py", *TOY, *OUTER, *given, *sizes, *places, *self.flags, *flags)
-        return Program(*command, folder=self.path / "home")
+        return self._start(command)
+
+    def _start(self, command: tuple[str, ...]) -> Program:
+        self.programs.append(Program(*command, folder=self.path / "home"))
+        return self.programs[-1]
 
     def version(self) -> int:
         return len(re.findall(r"version \d+: ", self.coordinator.output()))
@@ -56,6 +61,20 @@ class Site:
         cells = [cell for commit in self.commits() for entry in commit["set"] for cell in entry["cells"]]
         steps = [(block, column, step) for block, column, first, stop in cells for step in range(first, stop)]
         assert len(steps) == len(set(steps)) == iterations * self.groups
+
+
+@pytest.fixture
+def new_site(tmp_path):
+    """Return a function that makes a `Site`, all of whose processes end with the test."""
+    sites: list[Site] = []
+
+    def make(*flags: str, **sizes: int) -> Site:
+        sites.append(Site(tmp_path, *flags, **sizes))
+        return sites[-1]
+
+    yield make
+    for program in (program for site in sites for program in site.programs):
+        kill(program)
 
 
 def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -84,10 +103,10 @@ def validation(path: Path) -> float:
     return json.loads((path / "summary.json").read_text())["validation_loss"]
 
 
-def test_run_without_faults_has_the_bits_of_fixed_replica_groups(tmp_path):
+def test_run_without_faults_has_the_bits_of_fixed_replica_groups(tmp_path, new_site):
     """The outer weights, their momentum and R are equal; each group has two ranks."""
     iterations = ("--train-iters", "12", "--save")
-    site = Site(tmp_path, *iterations, str(tmp_path / "elastic"), "--diloco-wait-for-all", nproc=2)
+    site = new_site(*iterations, str(tmp_path / "elastic"), "--diloco-wait-for-all", nproc=2)
     groups = [site.start(name) for name in ("a", "b")]
     finish(*groups)
     flags = (*TOY, *OUTER, "--emulate-nodes", "2", "--global-batch-size", "24", *iterations, str(tmp_path / "fixed"))
@@ -103,8 +122,8 @@ def test_run_without_faults_has_the_bits_of_fixed_replica_groups(tmp_path):
     site.check_all_merged_once(12)
 
 
-def test_killed_group_is_out_at_once_and_a_new_one_joins(tmp_path):
-    site = Site(tmp_path, "--train-iters", "150", groups=3)
+def test_killed_group_is_out_at_once_and_a_new_one_joins(tmp_path, new_site):
+    site = new_site("--train-iters", "150", groups=3)
     a, b, c = (site.start(name) for name in "abc")
     site.wait_for_version(3, a, b, c)
     kill(b)
@@ -122,8 +141,8 @@ def test_killed_group_is_out_at_once_and_a_new_one_joins(tmp_path):
     assert validation(tmp_path / "a") == validation(tmp_path / "b") == validation(tmp_path / "c")
 
 
-def test_coordinator_that_is_killed_and_started_again_ends_no_group(tmp_path):
-    site = Site(tmp_path, "--train-iters", "150")
+def test_coordinator_that_is_killed_and_started_again_ends_no_group(tmp_path, new_site):
+    site = new_site("--train-iters", "150")
     a, b = site.start("a"), site.start("b")
     site.wait_for_version(3, a, b)
     kill(site.coordinator)
@@ -136,8 +155,8 @@ def test_coordinator_that_is_killed_and_started_again_ends_no_group(tmp_path):
     assert validation(tmp_path / "a") == validation(tmp_path / "b")
 
 
-def test_stopped_group_is_not_waited_for_and_its_return_is_refused(tmp_path):
-    site = Site(tmp_path, "--train-iters", "3000", "--diloco-grace", "0.5")
+def test_stopped_group_is_not_waited_for_and_its_return_is_refused(new_site):
+    site = new_site("--train-iters", "3000", "--diloco-grace", "0.5")
     a, b = site.start("a"), site.start("b")
     site.wait_for_version(3, a, b)
     workers = [psutil.Process(pid) for pid in b.left_behind()]
@@ -153,9 +172,9 @@ def test_stopped_group_is_not_waited_for_and_its_return_is_refused(tmp_path):
     kill(a)
 
 
-def test_all_groups_start_again_from_the_newest_checkpoint(tmp_path):
+def test_all_groups_start_again_from_the_newest_checkpoint(tmp_path, new_site):
     folder = str(tmp_path / "saved")
-    site = Site(tmp_path, "--train-iters", "150", "--save", folder, "--load", folder, "--save-interval", "20")
+    site = new_site("--train-iters", "150", "--save", folder, "--load", folder, "--save-interval", "20")
     a, b = site.start("a"), site.start("b")
     a.wait_until(lambda: "successfully saved" in a.output() + b.output())
     kill(a)
@@ -170,8 +189,8 @@ def test_all_groups_start_again_from_the_newest_checkpoint(tmp_path):
     assert validation(tmp_path / "a") == validation(tmp_path / "b")
 
 
-def test_signal_ends_one_group_and_the_others_train_its_samples(tmp_path):
-    site = Site(tmp_path, "--train-iters", "150")
+def test_signal_ends_one_group_and_the_others_train_its_samples(new_site):
+    site = new_site("--train-iters", "150")
     a, b = site.start("a"), site.start("b")
     site.wait_for_version(3, a, b)
     os.kill(b.process.pid, signal.SIGTERM)
@@ -181,8 +200,8 @@ def test_signal_ends_one_group_and_the_others_train_its_samples(tmp_path):
     site.check_all_merged_once(150)
 
 
-def test_group_with_other_flags_or_another_secret_is_refused_by_flag(tmp_path):
-    site = Site(tmp_path, "--train-iters", "150")
+def test_group_with_other_flags_or_another_secret_is_refused_by_flag(tmp_path, new_site):
+    site = new_site("--train-iters", "150")
     a = site.start("a")
     a.wait_for("model FLOPs")
     b = site.start("b", "--seed", "77")
