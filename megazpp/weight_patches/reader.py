@@ -29,6 +29,7 @@ from megazpp.kernels.weight_delta import decode
 from megazpp.weight_patches.patches import checksum
 
 _NAME = re.compile(r"(weights|patch)-(\d+)-(\d+)-of-(\d+)\.safetensors")
+_SAVED = "weight_patch.json"  # marks a folder that `PatchReader.save` may replace
 
 
 class _Part(NamedTuple):
@@ -92,13 +93,20 @@ class PatchReader:
             yield name, entry.read()
 
     def save(self, folder: str | Path) -> None:
-        """Write config.json and the weights to a folder, which is replaced as a whole."""
+        """Write config.json, the weights, and their step to a folder. An earlier one of this method is replaced.
+
+        Raises:
+            ValueError: the folder holds other files.
+        """
         folder = Path(folder)
+        if folder.exists() and not (folder / _SAVED).is_file() and any(folder.iterdir()):
+            raise ValueError(f"{folder} holds files that were not written here: name a new or empty folder")
         unfinished = folder.with_name(folder.name + ".unfinished")
         remove(unfinished)
         unfinished.mkdir(parents=True)
         with renamed_when_done(unfinished, folder, synced=False):
             write_model(unfinished, self._model(), token_ids={})
+            (unfinished / _SAVED).write_text(json.dumps({"step": self.step}))
             remove(folder)
 
     def _model(self) -> Model:

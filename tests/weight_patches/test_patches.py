@@ -185,6 +185,11 @@ def test_saved_folder_is_transformers_model(chain, small_chain, tmp_path):
         found = {name: bits_of(x) for name, x in model.state_dict().items() if name in small_chain[1][step - 1]}
         torch.testing.assert_close(found, small_chain[1][step - 1], rtol=0, atol=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0001", "policy"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="mine holds files that were not written here"):
+        reader.save(tmp_path / "mine")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["config.json"]
 
 
 def test_unsupported_weights_are_rejected_by_flag():
