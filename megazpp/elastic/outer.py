@@ -101,7 +101,7 @@ class WholeOuter:
         self.sharding, self._late_factor, self._nominal = sharding, late_factor, plan.tokens * num_groups
         self.lock = Lock()
         sharding.reshard()
-        self._device = next(sharding.model.parameters()).device
+        self._device = sharding.device
         with torch.no_grad():
             self.units = [
                 WholeRows(
