@@ -21,15 +21,12 @@ from megazpp.run.arguments import ParsedRun, parse_run_config
 
 
 def parse(argv: list[str]) -> ParsedRun:
-    """Parse the flags; print what --print-config asks for, and exit."""
-    parsed = parse_run_config(argv, HOME, features=FEATURES)
-    if parsed.answers():
-        raise SystemExit(0)
-    return parsed
+    """Parse the flags."""
+    return parse_run_config(argv, HOME, features=FEATURES)
 
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    answer_flags(parse)
+    answer_flags(parse, ParsedRun.answers)
     announce("pretrain_gpt.py", "megazpp")
 
 from megazpp.parallel.roll_call import report_tracebacks
@@ -73,6 +70,8 @@ def main(argv: list[str]) -> int:
     """Pretrain a model as a worker, or check the flags and start the workers. Return the exit code."""
     # ---- flags, and commands that replace training
     parsed = parse(argv)
+    if parsed.answers():
+        return 0
     for feature in FEATURES:
         status = feature.command(parsed)
         if status is not None:

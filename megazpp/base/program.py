@@ -24,13 +24,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import megazpp
 from megazpp.base.command_line import FlagParser, HelpFormatter, MegatronFlag
 from megazpp.base.files import cause
 from megazpp.base.launcher import find_launcher
 
+T = TypeVar("T")
 EXIT_ERROR, EXIT_USER_ERROR, EXIT_SECONDARY, EXIT_HANG = 1, 2, 3, 4  # secondary: another rank failed first
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # shells report death by signal n as 128 + n
 EXIT_READER_GONE = 128 + signal.SIGPIPE
@@ -123,14 +124,14 @@ def announce(*names: str) -> None:
         say_at_terminal(f"MegaZ++ {megazpp.__version__} starts: importing torch")
 
 
-def answer_flags(answer: Callable[[list[str]], object]) -> None:
+def answer_flags(parse: Callable[[list[str]], T], answers: Callable[[T], bool] = lambda parsed: False) -> None:
     """Exit if flags are wrong or ask only for information. A program calls it before imports that take seconds.
 
     Workers and the launchers of --nnodes skip it: `main` finds the same mistakes, and also tells the other hosts.
 
     Args:
-        answer: parses the arguments without the program name; it raises ValueError or OSError if they are wrong, and
-            SystemExit if it has printed what they ask for.
+        parse: parses the arguments without the program name; it raises ValueError or OSError if they are wrong.
+        answers: prints what the flags ask for instead of the program's work, and returns True if they ask for it.
     """
     try:
         is_one_of_many = LAUNCHER_PID in os.environ or "RANK" in os.environ or find_launcher(os.environ) is not None
@@ -139,9 +140,10 @@ def answer_flags(answer: Callable[[list[str]], object]) -> None:
         return
 
     @program
-    @functools.wraps(answer)
+    @functools.wraps(parse)
     def run(argv: list[str]) -> None:
-        answer(argv)
+        if answers(parse(argv)):
+            raise SystemExit(0)
 
     if not is_one_of_many and (status := run()):
         raise SystemExit(status)

@@ -109,21 +109,33 @@ class ElasticPlan(NamedTuple):
         return f"elastic: one of nominally {rules.groups} groups; a version waits {grace} for more than {quorum}"
 
 
+def count_jobs(config: RunConfig) -> int:
+    """Return the nominal number of replica groups, which are jobs; 1 without --diloco-coordinator.
+
+    Raises:
+        ValueError: a flag that --diloco-coordinator needs is missing.
+    """
+    flags, diloco = config.section(ElasticConfig), config.section(DilocoConfig)
+    if flags.diloco_coordinator is None:
+        return 1
+    needed = {"--diloco-steps": diloco.diloco_steps, "--diloco-replica-groups": diloco.diloco_replica_groups}
+    if missing := [name for name, value in needed.items() if value is None]:
+        raise ValueError(f"--diloco-coordinator {flags.diloco_coordinator} needs {' and '.join(missing)}")
+    assert diloco.diloco_replica_groups is not None
+    return diloco.diloco_replica_groups
+
+
 def plan_elastic(config: RunConfig, plan: RunPlan) -> ElasticPlan | None:
     """Check the flags against all others, and return the plan; None without --diloco-coordinator.
 
     Raises:
-        ValueError: a flag is missing, or is not supported together with --diloco-coordinator.
+        ValueError: a flag is not supported together with --diloco-coordinator.
     """
     flags, diloco = config.section(ElasticConfig), config.section(DilocoConfig)
     if flags.diloco_coordinator is None:
         return None
     asked = f"--diloco-coordinator {flags.diloco_coordinator}"
-    needed = {"--diloco-steps": diloco.diloco_steps, "--diloco-replica-groups": diloco.diloco_replica_groups}
-    if missing := [name for name, value in needed.items() if value is None]:
-        raise ValueError(f"{asked} needs {' and '.join(missing)}")
-    assert diloco.diloco_steps is not None
-    assert diloco.diloco_replica_groups is not None
+    assert diloco.diloco_steps is not None  # see `count_jobs`
     minutes = config.stop.exit_duration_in_mins
     refused: Mapping[str, object] = {
         f"--diloco-fragments {diloco.diloco_fragments}": diloco.diloco_fragments > 1,
@@ -144,7 +156,7 @@ def plan_elastic(config: RunConfig, plan: RunPlan) -> ElasticPlan | None:
         raise ValueError(f"{asked} does not support {', '.join(found)}")
     _ = flags.secret  # raises ValueError if the file cannot be used
     rules = Rules(
-        groups=diloco.diloco_replica_groups,
+        groups=count_jobs(config),
         interval=diloco.diloco_steps,
         iterations=plan.batches.total_iterations,
         ranks=plan.layout.cluster.world_size,

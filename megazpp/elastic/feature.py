@@ -7,9 +7,9 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from megazpp.diloco.config import DilocoConfig, DilocoPlan
+from megazpp.diloco.config import DilocoPlan
 from megazpp.elastic.agent import Agent, new_incarnation
-from megazpp.elastic.config import ElasticConfig, ElasticPlan, plan_elastic
+from megazpp.elastic.config import ElasticConfig, ElasticPlan, count_jobs, plan_elastic
 from megazpp.elastic.rounds import Record
 from megazpp.elastic.wire import parse_address
 from megazpp.run.arguments import ParsedRun, RunConfig
@@ -29,9 +29,7 @@ class Elastic(Feature):
 
     def num_jobs(self, config: RunConfig) -> int:
         """Return the nominal number of replica groups; 1 without --diloco-coordinator."""
-        if config.section(ElasticConfig).diloco_coordinator is None:
-            return 1
-        return config.section(DilocoConfig).diloco_replica_groups or 1
+        return count_jobs(config)
 
     def check(self, config: RunConfig, plan: RunPlan) -> ElasticPlan | None:
         """Check the flags, and return the rules of the run; None without --diloco-coordinator."""

@@ -63,13 +63,10 @@ class LaunchConfig:
     )
     nnodes: int | None = flag(
         None,
-        "number of hosts, without torchrun or srun: start the same command on each host with its own --node-rank "
-        "(default: 1)",
+        "number of hosts; start this command on each, with its own --node-rank",
         common=True,
     )
-    node_rank: int | None = flag(
-        None, "number of this host, from 0 to --nnodes - 1; host 0 has the address --master-addr", common=True
-    )
+    node_rank: int | None = flag(None, "number of this host, from 0; host 0 has the address --master-addr", common=True)
     master_addr: str | None = flag(None, "address of host 0, at which the others connect to it", common=True)
     master_port: int = flag(29500, "TCP port of host 0, which its firewall must allow")
     max_restarts: int = flag(

@@ -85,9 +85,7 @@ class ZeroConfig:
         False,
         "keep fp32 weights, moments and the gradients of a step in host memory (16 bytes per parameter); the optimizer "
         "updates them on the device, one sharding unit after the other, with identical results",
-        common=True,
     )
-
     zero_offload_partial_sums: bool = flag(
         False,
         "also keep the gradients that wait for the cross-node hop in host memory, instead of 4 bytes per parameter and "

@@ -185,7 +185,7 @@ def mean_with_nothing() -> tuple[dict[str, float], float, list[str]]:
     steps, lines = iter([{}, {"clip_ratio": 0.5}]), list[str]()
     objective: Any = SimpleNamespace(begin_step=lambda batches: None, metrics=lambda: next(steps))
     objective.loss = lambda model, batch: torch.tensor(batch)
-    model: Any = SimpleNamespace(embedding=SimpleNamespace(word=SimpleNamespace(weight=torch.zeros(1))))
+    model: Any = SimpleNamespace(device=torch.device("cpu"))
     none: Any = None
     evaluator = ObjectiveEvaluator(model, none, none, dims, objective, lines.append, iterations=2, batch_size=1)
     return sums.means(), evaluator.mean_loss([[1.0, 2.0], [5.0]]), lines
