@@ -159,6 +159,7 @@ def test_all_remaining_modules_import_without_an_optional_feature(feature, libra
         disabled |= more
     environment = copy_without([feature], tmp_path)
     left = [file.name for file in library if file.folder not in {f"megazpp.{name}" for name in disabled}]
+    left = [name for name in left if name != "megazpp.weight_patches.vllm"]  # a plugin, which imports vLLM
     run_in(tmp_path, environment, "-c", IMPORT_ALL, *left)
 
 

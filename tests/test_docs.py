@@ -58,6 +58,8 @@ INSTEAD = [
         r"mkdir -p \1 && cp configs/clusters/two_laptops.yaml \1/cluster.yaml",
     ),
     (r"^python pretrain_gpt.py --nnodes (.*?)( \.\.\.)?$", r"python pretrain_gpt.py --nnodes \1 --print-config"),
+    (r"^python tools/coordinate.py.*", r"\g<0> --help"),
+    (r"@run7.args", "@configs/gpt_125m.args"),
     (r"^python -m pytest$", ""),
     (r"^python -m pytest (\S+).*", rf"test -e {ROOT}/\1"),
     (r"pretrain_gpt.py \.\.\.", "pretrain_gpt.py @book.args"),

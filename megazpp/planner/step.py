@@ -243,7 +243,9 @@ class StepSimulator:
             for unit, size in zip(units, sizes, strict=True):
                 self.ledger.add(Memory.OUTER_MESSAGES, unit.sent_bytes)
                 received = unit.sent_bytes + axis.size * unit.common.crossing_bytes(keyframe=False)
-                self.ledger.pass_through(Memory.BUFFERS, size + received + unit.outer.nbytes)
+                crossing = received + 2 * unit.outer.nbytes  # the mean, and its product with the learning rate
+                # on a device the next unit's outer gradient is packed meanwhile
+                self.ledger.pass_through(Memory.BUFFERS, max(size, crossing) if self._on_cpu else size + crossing)
             compute.wait_until(compute.now + hidden)
             for unit in units:
                 unit.merge(plan.merge_alpha)
