@@ -279,7 +279,8 @@ def resume(folder: str, kind: str, recipe: str) -> None:
     assert steps(*again, case, range(2, 4)) == expected
 
 
-@pytest.mark.parametrize("kind", ["lossless", slow("default")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lossless", "default"])
 def test_training_of_experts_resumes_bit_for_bit(kind, tmp_path):
     for recipe in RECIPES:
         (folder := tmp_path / recipe).mkdir()
