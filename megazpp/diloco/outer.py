@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megazpp.diloco.config import DilocoPlan
-from megazpp.diloco.rows import OuterRows, outer_step_
+from megazpp.diloco.rows import OuterRows, computing_with_rows, outer_step_
 from megazpp.kernels.formats import MessageLayout
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
@@ -232,14 +232,9 @@ class ReplicaGroups:
         for unit in self.units:
             unit.wait()
 
-    @contextmanager
-    def outer_weights(self) -> Iterator[None]:
+    def outer_weights(self) -> AbstractContextManager[None]:
         """Let the model compute with R, the common outer weights, inside this context."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
+        return computing_with_rows(self.sharding, self.units)
 
     def compile_kernels(self, device: torch.device) -> None:
         """Compile the kernels of the messages for `device`, so that the first synchronization does not have to."""
@@ -337,13 +332,6 @@ class ReplicaGroups:
             for unit in self.fragments[fragment]:
                 unit.merge(alpha)
         self.merge_at[fragment] = 0
-
-    def _swap(self) -> None:
-        """Exchange the inner weights and R, the common outer weights, in all units."""
-        self.sharding.reshard()
-        with torch.no_grad():
-            for unit in self.units:
-                unit.swap()
 
     def _as_owned(self, unit: OuterUnit, owned: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield [S] outer values as DTensors by parameter name, as views.

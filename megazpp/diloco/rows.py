@@ -11,12 +11,15 @@ Legend: G replica groups, S elements of a rank's shard in one row, M bytes of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
 from megazpp.diloco.config import DilocoPlan
 from megazpp.kernels.formats import BlockFormat, MessageLayout
 from megazpp.zero.config import PrecisionConfig
+from megazpp.zero.sharding import Sharding
 from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec, plan_message, plan_segments
 
@@ -122,6 +125,32 @@ class OuterRows:
                 yield rows[:full, segment.start : segment.stop], flat[: full * size].view(full, size)
             if rest := flat.numel() - full * size:
                 yield rows[full, segment.start : segment.start + rest], flat[full * size :]
+
+
+@contextmanager
+def computing_with_rows(
+    sharding: Sharding, units: Sequence[OuterRows], lock: AbstractContextManager[Any] | None = None
+) -> Iterator[None]:
+    """Let the model compute with R, the common outer weights, inside this context.
+
+    Args:
+        sharding: handle of the model.
+        units: the rows of all its units.
+        lock: held while weights are exchanged, if other threads read the rows.
+    """
+
+    def swap() -> None:
+        """Exchange the inner weights and R."""
+        sharding.reshard()
+        with lock or nullcontext(), torch.no_grad():
+            for unit in units:
+                unit.swap()
+
+    swap()
+    try:
+        yield
+    finally:
+        swap()
 
 
 def outer_step_(outer: torch.Tensor, momentum: torch.Tensor | None, mean: torch.Tensor, plan: DilocoPlan) -> None:

@@ -15,15 +15,15 @@ Legend: G nominal number of groups (rows), S elements of a row, M bytes of a row
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from threading import Lock
 from typing import Any
 
 import torch
 
 from megazpp.diloco.config import DilocoPlan
-from megazpp.diloco.rows import OuterRows, outer_step_
+from megazpp.diloco.rows import OuterRows, computing_with_rows, outer_step_
 from megazpp.zero.config import PrecisionConfig
 from megazpp.zero.sharding import Sharding
 
@@ -155,14 +155,9 @@ class WholeOuter:
         for unit in self.units:
             unit.merge(0.0)
 
-    @contextmanager
-    def evaluation_weights(self) -> Iterator[None]:
+    def evaluation_weights(self) -> AbstractContextManager[None]:
         """Let the model compute with R inside this context."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
+        return computing_with_rows(self.sharding, self.units, self.lock)
 
     def dump(self) -> bytes:
         """Return a snapshot of the state; the caller holds `lock`."""
@@ -201,12 +196,6 @@ class WholeOuter:
         for unit in self.units:
             if (rows := getattr(unit, name)) is not None:
                 unit.fill_(rows, [values[parameter.name].to_local() for parameter in unit.unit.parameters])
-
-    def _swap(self) -> None:
-        self.sharding.reshard()
-        with self.lock, torch.no_grad():
-            for unit in self.units:
-                unit.swap()
 
 
 def _as_bytes(x: torch.Tensor) -> bytes:

@@ -248,7 +248,7 @@ def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0)
         The exit code for this process: 0 on success, 2 for a user error, 128 + n after signal n or a closed pipe, and
         1 for any other failure.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    _divide_cores(nproc)
     workers = Workers(command, nproc)
     variables = {"MASTER_ADDR": LOOPBACK, AGENT_STORE: "True"}
     try:
@@ -287,7 +287,7 @@ def launch_workers_of_host(command: Sequence[str], hosts: Hosts) -> int:
     Returns:
         The exit code, as of `launch_workers`; 1 if another host has ended the job.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // hosts.ranks_per_node)))
+    _divide_cores(hosts.ranks_per_node)
     workers = Workers(command, hosts.ranks_per_node, nodes=hosts.num_nodes, node=hosts.node_rank)
     code, reason, told = EXIT_ERROR, "its launcher has failed", False
     with _passing_signals_to(workers.processes, then=hosts.note) as passed:
@@ -335,6 +335,11 @@ def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals
     if hosts.node_rank != 0:  # host 0 has printed the log
         say(f"{hosts.name}: the job has ended without errors")
     return 0, "", False
+
+
+def _divide_cores(nproc: int) -> None:
+    """Let each of `nproc` workers on this machine use an equal part of its cores, unless OMP_NUM_THREADS is set."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
 
 
 class Workers:

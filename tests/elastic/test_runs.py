@@ -1,6 +1,5 @@
 """Whole runs of several jobs and a coordinator: equal results without faults, and faults that lose nothing else."""
 
-import contextlib
 import json
 import os
 import re
@@ -93,9 +92,7 @@ def finish(*programs: Program) -> None:
 
 def kill(program: Program) -> None:
     """End all processes of a job at once."""
-    for pid in program.left_behind():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    program.kill()
     program.process.wait()
 
 
