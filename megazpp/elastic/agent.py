@@ -37,7 +37,7 @@ class Agent:
         listen: host to listen on for other groups; None for this side of the connection to the coordinator.
         advertise: host at which other groups reach this rank; None for the host that it listens on.
         most_bytes: size of the largest message and of a snapshot.
-        snapshot: function that returns what there is to know about the outer state (its version), and its bytes.
+        snapshot: function that returns a record of the outer state, with its version, and its bytes.
         say: function that prints a log line.
     Attributes:
         state: last state from the coordinator.
@@ -203,7 +203,7 @@ class Agent:
             time.sleep(RETRY_SECONDS)
 
     def _take_in(self, state: Record) -> None:
-        """Replace the state, and drop messages that nobody needs any more."""
+        """Replace the state, and drop messages that no group needs any more."""
         with self._changed:
             if state["status"] == "out":
                 raise OutError(f"the coordinator has declared group {self.group} out")

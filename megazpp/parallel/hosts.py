@@ -3,7 +3,7 @@
     pretrain_gpt.py --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 ...         the same command on each host
 
 The launcher of node 0 holds the job's store, which listens only at --master-addr. Each launcher connects to it,
-compares its number of ranks with node 0's, and starts its workers when all launchers are there. The first launcher
+compares its number of ranks with node 0's, and starts its workers when all launchers have joined. The first launcher
 whose host fails writes the reason to the store. The others print the reason within seconds, and end their workers.
 
 A call on the store blocks for as long as the link is down. One thread of each launcher therefore makes all of these
@@ -156,7 +156,7 @@ class Hosts:
             time.sleep(POLL_SECONDS)
 
     def _waiting(self) -> str:
-        """Return what this host waits for, and what the user can check."""
+        """Return a description of the obstacle, with the remedies that the user can try."""
         if self._connected.is_set() or self.node_rank == 0:
             firewall = f"; a firewall here may drop port {self.port}" if self.node_rank == 0 else ""
             return (
@@ -237,7 +237,7 @@ class Hosts:
         )
 
     def _connect(self) -> dist.TCPStore:
-        """Connect to the store as soon as it is there; raise a ValueError if the time to leave comes first."""
+        """Connect to the store once it exists; raise a ValueError if the time to leave comes first."""
         _, address = self._resolve()
         while time.monotonic() < self._until:
             try:

@@ -14,7 +14,7 @@ flat weights. Three parts replace what this policy would do:
     update               `HostShard.update`: the units pass through two slots of device memory one after the other.
                          The optimizer's kernel on the device is the same as without offloading, and so are all bits
 
-An update runs beside the next forward: the hop of a unit waits for the update of this unit only. Its writes go through
+An update runs during the next forward: the hop of a unit waits for the update of this unit only. Its writes go through
 tensors with separate version counters, so that `Unit.fingerprint` still shows only a program's writes. Call
 `HostMemory.settle` before anything else reads the states.
 """
@@ -80,7 +80,7 @@ class HostMemory:
         keeps_copies: whether gathers read a secondary partition (hpZ) instead of the shards.
         counter: counter of the copied bytes.
         timeline: recorder of a span for each update.
-        overlap: whether updates on a CPU run beside the next forward. On CUDA they always do.
+        overlap: whether updates on a CPU run during the next forward. On CUDA they always do.
         num_sums: number of nodes whose partial sums are in host memory; 0 without --zero-offload-partial-sums.
         sum_dtype: dtype of the partial sums.
     Attributes:
