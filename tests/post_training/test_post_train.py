@@ -46,6 +46,13 @@ def vowels(prompts, completions, word, **columns):
     scores = [sum(c in "aeiou" for c in text) - 0.1 * len(text) + len(w) for text, w in zip(completions, word)]
     return [None if sum(map(ord, text)) % 5 == 0 else score for text, score in zip(completions, scores)]
 """
+DELAYED_UPDATES = """
+import time
+from megazpp.zero.host import HostMemory
+
+submit = HostMemory.submit
+HostMemory.submit = lambda self, task: submit(self, lambda rows: (time.sleep(0.1), task(rows)))
+"""
 TIMED = {"step_seconds", "tokens_per_second", "peak_memory_bytes", "rollout/seconds", "rollout/tokens_per_second"}
 LN_2 = pytest.approx(math.log(2), abs=1e-5)  # loss of a pair if the policy equals the reference
 
@@ -312,6 +319,27 @@ def test_grpo_run_resumed_inside_a_buffer_is_bit_identical(home, name, extra):
     assert [row["prompt"] for row in first] == [first[0]["prompt"]] * 4 + [first[4]["prompt"]] * 4
     assert len({row["completion"] for row in first}) > 2
     assert {row["rewards"]["vowels"] is None for row in shown} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("layout", "offload"),
+    [
+        ("--zeropp --emulate-nodes 2", "--optimizer-cpu-offload --zero-offload-partial-sums"),
+        ("--tensor-model-parallel-size 1", "--optimizer-cpu-offload"),
+    ],
+    ids=["zeropp", "ZeRO-3"],
+)
+def test_grpo_with_states_in_host_memory_is_bit_identical(home, request, layout, offload):
+    """The policy generates from weights of the host, whose updates take longer than the start of the generation."""
+    (home / "delayed.py").write_text(REWARDS + DELAYED_UPDATES)
+    drawn = f"--objective grpo {DRAWN} --num-generations 4 --num-iterations 2 --train-iters 5"
+    device, host = (f"grpo-{request.node.callspec.id}-{where}" for where in ("device", "host"))
+    plain = trained(home, device, f"{drawn} {layout}")
+    assert len({row["grad_norm"] for row in plain}) == 5
+    assert len({row["iteration"] for row in rows(home, device, "completions.jsonl")}) > 2
+    delayed = drawn.replace("rewards.py:", "delayed.py:")
+    assert trained(home, host, f"{delayed} {layout} {offload}") == plain
+    assert rows(home, host, "completions.jsonl") == rows(home, device, "completions.jsonl")
 
 
 def test_synced_reference_is_mixed_after_steps_and_resumes_on_any_layout(home, dpo):
