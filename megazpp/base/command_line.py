@@ -35,7 +35,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from megazpp.base.files import cause, read_small_file
+from megazpp.base.files import cause, encoding_problem, read_small_file
 from megazpp.base.flags import (
     COMMAND_LINE,
     FlagSpec,
@@ -188,6 +188,10 @@ class FlagParser:
             raise SystemExit(0)
         # ---- sift
         kept, notices, problems = sift_flags(flags, self.spellings, megatron_flags)
+        # ---- text that records of the run could not contain
+        texts = [(f"{given.origin}: {given.name}", value) for given in flags for value in given.values]
+        texts = [*texts, ("the working directory", str(Path.cwd()))]
+        problems += [f"{what} {problem}" for what, text in texts if (problem := encoding_problem(text))]
 
         # ---- convert values; the last occurrence of a flag counts
         values: dict[str, Any] = {}
@@ -268,6 +272,8 @@ def _expand(word: Word, folders: Sequence[Path], chain: tuple[Path, ...]) -> Ite
     if path is None:
         places = " and ".join(_shown(candidate.parent) for candidate in candidates)
         raise ValueError(f"{origin}: there is no flag file {text[1:]} (looked in {places})")
+    if problem := encoding_problem(str(path)):
+        raise ValueError(f"{origin}: flag file {problem}")
     if path in chain:
         circle = " -> ".join(_shown(p) for p in (*chain[chain.index(path) :], path))
         raise ValueError(f"{origin}: flag files include each other in a circle: {circle}")

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import locale
 import os
 import shutil
 import socket
@@ -54,16 +55,30 @@ def cause(error: BaseException) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
+def encoding_problem(text: str) -> str | None:
+    """Return why files in the locale's encoding cannot contain `text`, such as a path; None if they can."""
+    encoding = locale.getpreferredencoding(False)
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        other = "" if encoding.lower() == "utf-8" else ", or set PYTHONUTF8=1"
+        return f"{text!a} has characters that the locale's encoding, {encoding}, lacks: use others{other}"
+    return None
+
+
 def cache_folder() -> Path:
     """Return the folder for caches: `$XDG_CACHE_HOME/megazpp` or `~/.cache/megazpp`. It may not exist.
 
     Raises:
-        ValueError: there is no home directory, and XDG_CACHE_HOME is not set.
+        ValueError: there is no home directory, and XDG_CACHE_HOME is not set; or files cannot contain the path.
     """
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megazpp"
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megazpp"
     except RuntimeError:
         raise ValueError("this user has no home directory for caches: set XDG_CACHE_HOME") from None
+    if problem := encoding_problem(str(folder)):
+        raise ValueError(f"the folder for caches {problem}, or set XDG_CACHE_HOME")
+    return folder
 
 
 def cache_name(path: Path, flag: str) -> str:

@@ -28,7 +28,7 @@ from typing import Any, NoReturn, TypeVar
 
 import megazpp
 from megazpp.base.command_line import FlagParser, HelpFormatter, MegatronFlag
-from megazpp.base.files import cause
+from megazpp.base.files import cause, encoding_problem
 from megazpp.base.launcher import find_launcher
 
 T = TypeVar("T")
@@ -256,6 +256,8 @@ def in_words(error: BaseException, command_line: Sequence[str] | None = None) ->
         command_line: arguments in which to search for that flag; None for the arguments of this program.
     """
     if isinstance(error, UnicodeEncodeError):
+        if (problem := encoding_problem(error.object)) and error.encoding != "utf-8":
+            return problem
         return f"{error.object[error.start : error.end]!r} is half of a surrogate pair, which is not valid text"
     if not isinstance(error, OSError) or not isinstance(error.filename, str):
         return str(error)

@@ -19,6 +19,7 @@ from megazpp.base.command_line import (
     read_megatron_flags,
     sift_flags,
 )
+from megazpp.base.files import cache_folder
 from megazpp.base.flags import flag
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.model.config import GPTConfig
@@ -131,6 +132,31 @@ def test_flag_needs_its_feature_unless_a_file_gave_it_before_turning_off(folder)
         (folder / "a.args").write_text(file)
         with pytest.raises(ValueError, match=f"^{re.escape(said)}$") if said else contextlib.nullcontext():
             parse("@a.args", *hand.split())
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_text_that_records_cannot_contain_is_rejected_by_flag(folder, monkeypatch, encoding):
+    """Python reads bytes that the locale's encoding lacks as halves of surrogate pairs."""
+    monkeypatch.setattr("locale.getpreferredencoding", lambda _: encoding)
+    text = "\udcff" if encoding == "utf-8" else "\xfc"
+    remedy = "use others" if encoding == "utf-8" else "use others, or set PYTHONUTF8=1"
+    lacks = re.escape(f"{text!a} has characters that the locale's encoding, {encoding}, lacks: {remedy}")
+    with pytest.raises(ValueError, match=f"^command line: --label {lacks}$"):
+        parse(f"--label={text}")
+    if encoding == "ascii":
+        (folder / "a.args").write_text(f"# comment\n--label {text}", encoding="utf-8")
+        with pytest.raises(ValueError, match=f"^a.args:2: --label {lacks}$"):
+            parse("@a.args")
+    (folder / text).mkdir()
+    (folder / text / "b.args").write_text("--speed 2")
+    with pytest.raises(ValueError, match="^command line: flag file .*b.args' has characters that .*, lacks"):
+        parse(f"@{text}/b.args")
+    monkeypatch.chdir(folder / text)
+    with pytest.raises(ValueError, match="^the working directory .* has characters that .*, lacks"):
+        parse("--speed=2")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / text))
+    with pytest.raises(ValueError, match="^the folder for caches .* has characters that .*, lacks"):
+        cache_folder()
 
 
 def test_help_groups_flags_by_dataclass_and_shows_defaults(capsys):
