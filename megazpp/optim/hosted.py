@@ -6,6 +6,7 @@ bit-identical to `ShardedAdamW`, and the checkpoints are the same.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -28,14 +29,17 @@ class HostedAdamW(ShardedAdamW):
     def __init__(self, groups: list[dict[str, Any]], host: HostMemory, **settings: Any) -> None:
         super().__init__(groups, **settings)
         numbers = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
-        # per unit: its trained parameters, the number of each one's group, and each one's state
-        self._units = list[tuple[HostShard, list[int], list[dict[str, Any]]]]()
+        # per unit: its shard, the places of its trained parameters by the number of their group, and their states
+        self._units = list[tuple[HostShard, dict[int, list[int]], list[dict[str, Any]]]]()
         for shard in host.shards:
             if parameters := shard.parameters:
                 steps = [torch.zeros((), dtype=torch.float32, device=host.device) for _ in parameters]
                 moments = zip(steps, *map(shard.views, shard.moments), strict=True)
                 states = [dict(zip(("step", "exp_avg", "exp_avg_sq"), of, strict=True)) for of in moments]
-                self._units.append((shard, [numbers[id(p)] for p in parameters], states))
+                places = defaultdict[int, list[int]](list)
+                for place, parameter in enumerate(parameters):
+                    places[numbers[id(parameter)]].append(place)
+                self._units.append((shard, places, states))
         self._adopt()
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -67,20 +71,22 @@ class HostedAdamW(ShardedAdamW):
         """Queue the update of every unit that has gradients; see `DeviceOptimizer.step`."""
         assert closure is None, "a closure is not supported"
         groups = [dict(group) for group in self.param_groups]  # the next step sets rates while these updates run
-        for shard, numbers, states in self._units:
+        for shard, places_of, states in self._units:
             if not shard.has_sum:
                 continue
 
-            def apply(staged: Staged, numbers: list[int] = numbers, states: list[dict[str, Any]] = states) -> None:
+            def apply(
+                staged: Staged,
+                places_of: dict[int, list[int]] = places_of,
+                states: list[dict[str, Any]] = states,
+            ) -> None:
                 """Update the parameters of each group."""
                 for scalar in (grad_scale, found_inf):
                     if scalar is not None and scalar.is_cuda:  # the compute stream frees it while this stream reads it
                         scalar.record_stream(torch.cuda.current_stream())
-                for number, group in enumerate(groups):
-                    places = [place for place, own in enumerate(numbers) if own == number]
-                    if places:
-                        chosen = Staged(*([tensors[place] for place in places] for tensors in staged))
-                        steps = [states[place]["step"] for place in places]
-                        fused_adamw_(group, *chosen, steps, grad_scale=grad_scale, found_inf=found_inf)
+                for number, places in places_of.items():
+                    chosen = Staged(*([tensors[place] for place in places] for tensors in staged))
+                    steps = [states[place]["step"] for place in places]
+                    fused_adamw_(groups[number], *chosen, steps, grad_scale=grad_scale, found_inf=found_inf)
 
             shard.update(apply)
