@@ -149,13 +149,13 @@ def test_text_that_records_cannot_contain_is_rejected_by_flag(folder, monkeypatc
             parse("@a.args")
     (folder / text).mkdir()
     (folder / text / "b.args").write_text("--speed 2")
-    with pytest.raises(ValueError, match="^command line: flag file .*b.args' has characters that .*, lacks"):
+    with pytest.raises(ValueError, match=r"^command line: flag file .*b.args' has characters that .*, lacks"):
         parse(f"@{text}/b.args")
     monkeypatch.chdir(folder / text)
-    with pytest.raises(ValueError, match="^the working directory .* has characters that .*, lacks"):
+    with pytest.raises(ValueError, match=r"^the working directory .* has characters that .*, lacks"):
         parse("--speed=2")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / text))
-    with pytest.raises(ValueError, match="^the folder for caches .* has characters that .*, lacks"):
+    with pytest.raises(ValueError, match=r"^the folder for caches .* has characters that .*, lacks"):
         cache_folder()
 
 
