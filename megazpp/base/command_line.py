@@ -353,8 +353,8 @@ def sift_flags(
         if given.name in supported:
             kept.append(given)
         elif flag is None:
-            near = [difflib.get_close_matches(given.name, names, n=1, cutoff=0.7) for names in (supported, known)]
-            hint = next((f"; did you mean {match[0]}?" for match in near if match), "")
+            near = (difflib.get_close_matches(given.name, names, n=2, cutoff=0.65) for names in (supported, known))
+            hint = next((f"; did you mean {' or '.join(names)}?" for names in near if names), "")
             problems.append(f"{given.origin}: {given.name} is not a flag{hint}")
         elif (problem := _refusal(given, flag)) is not None:
             problems.append(f"{given.origin}: {problem}")

@@ -41,6 +41,7 @@ preprocess_data --input a.jsonl --json-keys body | a.jsonl, line 1: the field 'b
 preprocess_data --input a.jsonl --split-sentences | --split-sentences is a Megatron flag that is not supported
 preprocess_data --input a.jsonl --dataset-impl lazy | only mmap
 preprocess_data --inptu a.jsonl | --inptu is not a flag; did you mean --input?
+generate --load x --tokens 9 | --tokens is not a flag; did you mean --eos-token or --sample-tokens?
 train_tokenizer --character-coverage 2 | --character-coverage 2.0 is not a share from 0.98 to 1
 train_tokenizer --workers 1 | --input is missing
 train_tokenizer --input a.jsonl --output-prefix none/x | none is no directory
