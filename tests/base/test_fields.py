@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import importlib
-import itertools
 import re
 import typing
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.refusals import not_refused, table
 from helpers.small_run import ROOT, SMALL, parse
+from helpers.tiers import slow
 
 from megazpp.base.flags import flag_name
 from megazpp.features import FEATURES
@@ -102,15 +102,16 @@ def test_non_finite_and_too_large_numbers_are_rejected_all_at_once():
                 assert line.endswith(f": {value!r} {reason}")
 
 
-def test_numbers_below_1_are_rejected_by_flag_unless_0_is_valid():
+@pytest.mark.parametrize("value", ["0", slow("-1")])
+def test_numbers_below_1_are_rejected_by_flag_unless_0_is_valid(value):
     rows = []
-    for value, (name, count) in itertools.product(("-1", "0"), {**INTS, **FLOATS}.items()):
+    for name, count in {**INTS, **FLOATS}.items():
         flags = f"{NEEDED.get(name, '')} {name} {' '.join([value] * count)}"
         if value == "0" and name in ZERO_MEANS_SOMETHING:
             plan(flags)
         elif name not in IGNORED:
             rows.append((flags, f"{name} {value}"))
-    assert len(rows) > 100
+    assert len(rows) > 50
     assert not not_refused(rows, plan)
     assert {*NEEDED, *ZERO_MEANS_SOMETHING, *IGNORED} <= FLOATS.keys() | INTS.keys()
     assert plan("").layout.data >= 2  # the flags that all rows share are valid

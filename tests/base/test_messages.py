@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,37 +29,38 @@ FOREIGN = {
 BEGINNINGS = ("--lr-decay-", "--lr-warmup-", "--lr-wsd-decay-", "--train-", "--no-", "--no-load-", "--no-save-")
 
 
-def strings_of(tree: ast.AST) -> list[tuple[int, str]]:
+def strings_of(nodes: Iterable[ast.AST]) -> list[tuple[int, str]]:
     """Return line number and text of every string except docstrings."""
-    bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)]
+    nodes = [*nodes]
+    bodies = [node.body for node in nodes if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)]
     docstrings = {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
-    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings)
+    constants = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings)
     return [(node.lineno, node.value) for node in constants if isinstance(node.value, str)]
 
 
-def flags_of(tree: ast.AST) -> set[str]:
+def flags_of(nodes: Iterable[ast.AST]) -> set[str]:
     """Collect the flags that calls of `flag` and `add_argument` define, with aliases and --no- forms."""
     found = set[str]()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call):
             call, dashed = node.value, node.target.id.replace("_", "-")
             if isinstance(call.func, ast.Name) and call.func.id == "flag":
                 found |= {f"--{dashed}", f"--no-{dashed}"}
-                found |= {text for keyword in call.keywords for _, text in strings_of(keyword.value)}
+                found |= {text for keyword in call.keywords for _, text in strings_of(ast.walk(keyword.value))}
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-            found |= {text for argument in node.args for _, text in strings_of(argument)}
+            found |= {text for argument in node.args for _, text in strings_of(ast.walk(argument))}
     return found
 
 
 def test_every_flag_named_in_a_message_exists_or_is_foreign():
     paths = [path for glob in ("megazpp/**/*.py", "tools/**/*.py", "pretrain_gpt.py") for path in ROOT.glob(glob)]
-    trees = {path: ast.parse(path.read_text()) for path in paths}
-    known = {*FOREIGN, *BEGINNINGS}.union(*map(flags_of, trees.values()))
+    nodes = {path: [*ast.walk(ast.parse(path.read_text()))] for path in paths}
+    known = {*FOREIGN, *BEGINNINGS}.union(*map(flags_of, nodes.values()))
     assert {"--vocab-size", "--lr", "--no-overlap-grad-reduce", "--override-opt_param-scheduler"} <= known
     unknown = {
         f"{path.relative_to(ROOT)}:{line}: {word}"
-        for path, tree in trees.items()
-        for line, text in strings_of(tree)
+        for path, found in nodes.items()
+        for line, text in strings_of(found)
         for word in WORD.findall(text)
         if word not in known
     }

@@ -44,7 +44,7 @@ CASES = {
     "wide from narrow": (TWO, WIDE, ALL, []),
     "narrow from wide": (WIDE, TWO, ALL, []),
 }
-SLOW = ("four from two", "two from four", "two from none", "fragments", "wide from narrow")
+SLOW = ("none from two", "four from two", "two from four", "two from none", "fragments", "wide from narrow")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def moments(state: dict[str, str], group: int) -> dict[str, str]:
     return under(f"replica_group.{group}.optimizer.state." if group else "optimizer.state.", state)
 
 
-@pytest.mark.parametrize("case", chosen(CASES, "none from two", slow=SLOW))
+@pytest.mark.parametrize("case", chosen(CASES, slow=SLOW))
 def test_checkpoint_of_replica_groups_resumes_with_other_numbers(saved, case):
     before, after, same, notes = case
     folder, of_group = saved(before)

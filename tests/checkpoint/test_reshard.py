@@ -91,6 +91,7 @@ def load_move_and_rewind(case: Case, **flags: str | int) -> str:
     return generator
 
 
+@pytest.mark.slow
 def test_going_back_to_another_layout_s_checkpoint_begins_anew_what_it_lacks_as_the_first_time(tmp_path):
     """Error feedback is zero again instead of a later step's, and random generators differ between iterations."""
     case, save = Case(tp=2, zero=ZEROPP), {"save": str(tmp_path), "save_interval": 1}

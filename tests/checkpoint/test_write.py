@@ -53,6 +53,7 @@ def save_forever(path: Path, pipe: Any) -> None:
         pipe.send(iteration)
 
 
+@pytest.mark.slow
 def test_thirty_random_kills_lose_no_complete_checkpoint(tmp_path):
     """Kill times follow the duration of the last load or save, so that slow machines are hit in every phase too."""
     generator, context = random.Random(7), multiprocessing.get_context("fork")

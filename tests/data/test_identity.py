@@ -77,6 +77,7 @@ def test_changed_data_under_the_same_name_is_noticed(describe, tmp_path, kind):
     assert follows(before, now) == f"from here on samples come in another order: {unknown}{held_out}"
 
 
+@pytest.mark.slow
 def test_large_file_is_identified_by_its_size_and_pieces(tmp_path):
     ids = np.arange(_DIGEST_BYTES, dtype=np.uint16)  # twice as many bytes as are read
     digests = set()

@@ -221,7 +221,7 @@ def like_fsdp2(case: dict[str, Any], tolerance: float) -> None:
 RECIPES = ("apart", "together") if hasattr(torch.distributed.fsdp, "DataParallelMeshDims") else ("apart",)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*map(slow, RECIPES[:-1]), RECIPES[-1]])
 @pytest.mark.parametrize(
     ("case", "tolerance"),
     [

@@ -570,12 +570,8 @@ def compare_with_plain(name: str, world_size: int, modes: tuple[str, ...]) -> No
 
 
 FIRST = (
-    "swapped_matrices_of_a_block_while_accumulating",
     "used_in_some_micro_batches",
-    "used_in_some_micro_batches_without_communication",
-    "announced_last_backward",
     "one_rank_discards",
-    "gradients_wait_beside_complete_ones",
     "aborted in backward, last",
     "adapters_in_fp32_on_a_base_in_bf16",
 )

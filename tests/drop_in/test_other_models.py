@@ -131,6 +131,7 @@ def train(
     return losses, sharding.counter.sent_bytes("cross") if sharding else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

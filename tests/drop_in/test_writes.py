@@ -215,7 +215,7 @@ PARTS: dict[str, dict[str, Any]] = {
     [
         ("merged", "a block", 2),
         ("on_one_rank", "parts of blocks", 2),
-        ("read_in_place", "bf16", 2),
+        slow("read_in_place", "bf16", 2),
         *(slow(name, part, 4) for name in ("merged", "on_one_rank", "read_in_place") for part in PARTS),
     ],
 )

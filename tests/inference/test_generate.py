@@ -158,7 +158,8 @@ def train_around_a_sample(case: Case, samples: bool) -> list[tuple[float, float]
     return found
 
 
-@pytest.mark.parametrize("zero", [slow(None), ZEROPP])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [None, ZEROPP])
 def test_sample_during_training_changes_nothing(zero):
     dropout = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.1)
     case = Case(model=dropout, tp=2, nodes=2, sequence_parallel=True, zero=zero)

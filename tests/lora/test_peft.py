@@ -145,6 +145,7 @@ def test_adapter_files_have_pefts_format(tmp_path):
     assert (values["r"], values["lora_alpha"], values["fan_in_fan_out"]) == (3, 6, False)
 
 
+@pytest.mark.slow
 def test_base_checksum_ignores_the_format_and_another_base_is_rejected(tmp_path):
     base = save(make_llama(), tmp_path / "base")
     checkpoint, checksum = convert_folder(base, tmp_path / "checkpoint"), checksum_of(open_model(base))

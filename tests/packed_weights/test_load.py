@@ -250,7 +250,7 @@ def test_disk_and_memory_give_equal_tokens_and_losses_on_all_layouts(load, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("world", "layout"), [(2, {"tp": 2}), slow(4, {"nodes": 2}), slow(4, {"nodes": 2, "tp": 2, "precision": BF16})]
+    ("world", "layout"), [slow(2, {"tp": 2}), slow(4, {"nodes": 2}), slow(4, {"nodes": 2, "tp": 2, "precision": BF16})]
 )
 def test_streamed_experts_give_the_tokens_and_losses_of_one_rank(mixture, tmp_path, world, layout):
     """fp32 sums in another order on two tensor-parallel ranks differ by up to 1e-5; bf16 losses are not compared."""
@@ -297,6 +297,7 @@ def resident(case: Case, load: str) -> tuple[list[list[int]], torch.Tensor]:
         return tokens, model.eval()(batch.tokens, batch.labels)
 
 
+@pytest.mark.slow
 def test_packed_losses_match_the_checkpoint_up_to_rounding(tied, load):
     """The weights have a standard deviation of 0.5, so the loss depends visibly on their relative error."""
     for case, folder, said, tolerances in (

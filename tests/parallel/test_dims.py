@@ -55,7 +55,7 @@ def test_every_group_numbers_its_ranks_as_its_axis_does():
 @pytest.mark.parametrize(("order", "case"), [
     slow(SHUFFLED, Case(steps=2, nodes=2, tp=2)),
     slow(SHUFFLED, Case(steps=2, nodes=2, replicas=2)),
-    (CYCLIC, Case(steps=2, nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True))),
+    slow(CYCLIC, Case(steps=2, nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True))),
 ])  # fmt: skip
 def test_training_with_any_rank_order_matches_block_order(order, case):
     expected = ranks(4).run(train_on_ranks, case)

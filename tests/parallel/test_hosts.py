@@ -104,6 +104,7 @@ def test_failure_before_the_start_is_told_to_a_host_that_waits(failing):
         assert other.result() == f"{NAMES[failing]}: --lr 0x is wrong"
 
 
+@pytest.mark.slow
 def test_unreachable_host_is_named_with_the_reason_and_the_time(monkeypatch, capsys):
     monkeypatch.setattr(hosts, "WAIT_SECONDS", 0.2)
     port = free_port()

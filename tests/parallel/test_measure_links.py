@@ -98,6 +98,7 @@ def measure_slow_copies() -> tuple[Device, dict]:
     return device, dims.counter.table()
 
 
+@pytest.mark.slow
 def test_device_has_the_speed_of_the_slowest_rank_and_is_equal_on_all_ranks():
     found = ranks(4).run(measure_slow_copies)
     assert found == [found[0]] * 4

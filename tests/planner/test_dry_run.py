@@ -116,10 +116,7 @@ def lasting(step: TrainStep, outer: list[OuterUnit]) -> dict[Memory, list[torch.
 
 
 QUICK = (
-    "--bf16 INT8 CP K4",
-    "--bf16 MUON INT8 TP",
     "--bf16 --zeropp",
-    "--fp16 --zeropp DROPOUT",
     "--bf16 TP LOCAL",
     "HUGE",
 )

@@ -19,6 +19,7 @@ SMALL = Device("a small GPU", teraflops=10.0, gigabytes=0.1, gigabytes_per_secon
 TINY = SMALL._replace(gigabytes=0.001)
 
 
+@pytest.mark.slow
 def test_memory_at_the_load_of_the_busiest_expert_is_printed_and_searched():
     cluster = Cluster(num_nodes=1, ranks_per_node=2, links=SLOW, device=SMALL)
     flags = "@configs/moe_tiny.args --bf16 --expert-model-parallel-size 2 --num-layers 1 --global-batch-size 4"

@@ -144,12 +144,9 @@ GRID = {
     ),
 }
 QUICK = (
-    "stage 1",
     "HSDP",
-    "zeropp",
     "zeropp, tp, sequence",
     "states in host memory",
-    "Muon, whole over nodes",
     "replica groups, tp, late fragments",
 )
 

@@ -56,6 +56,7 @@ def test_flags_of_a_candidate_after_the_given_ones_are_its_run(given):
             assert again == choice.estimate.config, flags
 
 
+@pytest.mark.slow
 def test_search_tries_states_in_host_memory_only_if_nothing_else_fits():
     host = Host(gigabytes=1.0, gigabytes_per_second=10.0)
     assert not any("offload" in flags for flags in found(host=host))

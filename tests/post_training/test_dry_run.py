@@ -8,6 +8,7 @@ from helpers.dry_post_training import dry_run_models
 from helpers.dry_run import PeakBytes
 from helpers.ranks import ranks
 from helpers.small_run import parse
+from helpers.tiers import slow
 from helpers.training import CPU
 
 from megazpp.data.tokenizer import ByteTokenizer
@@ -44,6 +45,7 @@ def configs(objective: Any, *, lora_r: int | None = None, bits: Any = None, **po
     return PostConfigs(training, DataFormatConfig(max_length=32), RewardConfig(), lora, WeightsConfig())
 
 
+@pytest.mark.slow
 def test_small_model_sends_adapters_across_nodes_and_base_inside():
     dry = dry_run_models(parse(f"{SMALL} --num-layers 2 --zeropp").config, configs("sft", lora_r=2), TWO_BY_TWO, rank=1)
     assert dry.trained == 2 * 2 * (256 + 3 * 256)
@@ -80,7 +82,7 @@ def test_planned_memory_of_all_models_matches_live_tensors(case):
 
 @pytest.mark.parametrize(
     ("flags", "asked"),
-    [("--expert-model-parallel-size 2", configs("dpo")), ("", configs("sft", lora_r=2))],
+    [slow("--expert-model-parallel-size 2", configs("dpo")), ("", configs("sft", lora_r=2))],
     ids=["dpo, ep", "sft, adapters"],
 )
 def test_planned_memory_counts_frozen_and_trained_experts(flags, asked):

@@ -165,7 +165,7 @@ def train_adapters(case: Case, load: str) -> tuple[list[tuple[float, float]], li
 @pytest.mark.parametrize(
     ("world", "layout", "recompute"),
     [
-        (2, {"tp": 2, "sequence_parallel": True}, None),
+        slow(2, {"tp": 2, "sequence_parallel": True}, None),
         slow(4, {"nodes": 2, "micro_batches": 2}, None),
         slow(4, {"tp": 2, "nodes": 2}, "full"),
     ],

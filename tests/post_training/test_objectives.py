@@ -99,7 +99,7 @@ def in_one_process(objective: str) -> list[dict[str, float]]:
     [
         (2, {"tp": 2}, ["grpo"]),
         slow(2, {"tp": 2}, ["reward untied", "ppo"]),
-        (2, {"micro_batch_size": 2}, ["dpo", "ppo"]),
+        slow(2, {"micro_batch_size": 2}, ["dpo", "ppo"]),
         slow(2, {"cp": 2}, ["reward", "dapo", "dpo", "ppo untied"]),
         slow(2, {"ep": 2, "micro_batch_size": 2}, ["reward of experts", "dpo of experts"]),
         slow(2, {"tp": 2}, ["grpo of experts", "ppo of experts"]),
@@ -133,7 +133,7 @@ SHORTENED = ["reward untied", "dpo", "dpo of experts", "grpo", "dr_grpo", "ppo"]
 @pytest.mark.parametrize(
     ("layout", "objectives"),
     [
-        ({"micro_batch_size": 2}, ["dpo", "grpo"]),
+        slow({"micro_batch_size": 2}, ["dpo", "grpo"]),
         slow({"micro_batch_size": 2}, SHORTENED),
         slow({"tp": 2, "sequence_parallel": True}, SHORTENED),
         slow({"cp": 2}, SHORTENED),

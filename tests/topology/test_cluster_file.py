@@ -212,6 +212,7 @@ def test_cluster_text_round_trips(path):
         assert read_cluster(written(path, text)) == cluster
 
 
+@pytest.mark.slow
 def test_message_about_a_hostile_file_is_short(path):
     """Nested aliases have few bytes and a huge value."""
     aliases = "\n".join(f"  - &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))

@@ -65,7 +65,7 @@ def bits_from(reader: PatchReader) -> Bits:
 CASES: list[Any] = [
     (2, {"nodes": 2, "zero": LOSSLESS, "model": LLAMA_STYLE}),
     slow(4, {"nodes": 2, "tp": 2, "zero": LOSSLESS, "model": GPT2_STYLE, "micro_batches": 2}),
-    (2, {"zero": ZeroConfig(), "model": GLM}),
+    slow(2, {"zero": ZeroConfig(), "model": GLM}),
     slow(4, {"tp": 2, "zero": ZeroConfig(), "model": LLAMA_STYLE}),
     slow(4, {"ep": 2, "nodes": 2, "zero": LOSSLESS, "model": MIXTURE_STYLE}),
     slow(2, {"zero": ZeroConfig(zero_stage=0), "stage": 0, "model": LLAMA_STYLE}),

@@ -251,6 +251,7 @@ def with_a_flipped_bit(case: Case) -> None:
     assert sent[0] == sent[4] == sent[8] > max(sent[i] for i in (3, 5, 6, 7))
 
 
+@pytest.mark.slow
 def test_flipped_bit_in_resident_weights_lasts_until_the_next_keyframe():
     """With an interval of 4, full weights are sent in the steps after iterations 4 and 8."""
     ranks(4).run(with_a_flipped_bit, lossless(interval=4, learning_rate=1e-5))

@@ -97,6 +97,7 @@ def first_model(case: Case) -> GPTModel:
     return model
 
 
+@pytest.mark.slow
 def test_averaging_after_every_sgd_step_matches_data_parallel_sgd():
     flags = exact(1, outer_lr=1.0, outer_momentum=0.0)
     case = Case(nodes=2, diloco=flags, learning_rate=0.3, steps=4)

@@ -81,7 +81,7 @@ def test_streams_have_no_races_and_no_early_memory_reuse(setting):
     assert ranks(world).run(train, case) == [[]] * world
 
 
-@pytest.mark.parametrize("breakage", ["waiting for a work does not wait", *map(slow, [*BREAKAGES][1:])])
+@pytest.mark.parametrize("breakage", [*map(slow, BREAKAGES)])
 def test_injected_stream_errors_are_found(breakage):
     case = Case(nodes=2, micro_batches=2, steps=2, zero=ALL)
     assert ranks(4).run(train, case, breakage)[0]
@@ -112,6 +112,7 @@ def hops_of_a_forward(case: Case) -> str:
     return "".join(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [ALL, slow(LOSSLESS)])
 def test_use_launches_its_hops_then_two_others_and_keeps_cross_queue_busy(zero):
     """After the step's synchronization, the GPU must not wait for the host to launch every unit's cross hop."""

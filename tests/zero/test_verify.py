@@ -31,7 +31,7 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", chosen(GOOD, "zeropp, tp, bf16"))
+@pytest.mark.parametrize("case", chosen(GOOD))
 def test_verification_passes_and_changes_no_loss(case):
     assert ranks(4).run(steps, Case(**case), True) == ranks(4).run(steps, Case(**case), False)
 

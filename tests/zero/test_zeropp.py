@@ -225,6 +225,7 @@ def compiled(case: Case) -> tuple[bool, set[Any]]:
     return results[0] == results[1], calls - foreseen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delta", [slow("none"), "lossless"])
 def test_kernels_are_compiled_ahead_without_sending_or_changing_results(delta):
     zero, bf16 = ZeroConfig(zeropp=True, zero_weight_delta=delta), PrecisionConfig(bf16=delta == "lossless")
