@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from helpers.tiers import slow
 from mutations import read_changes
 
 from megazpp.features import NEEDS
@@ -189,7 +190,7 @@ def test_own_modules_are_imported_at_the_top_of_a_file(library):
 PROGRAMS = ("convert_checkpoint", "evaluate", "generate", "plan", "post_train", "show_topology")
 
 
-@pytest.mark.parametrize("path", ["pretrain_gpt.py", *(f"tools/{name}.py" for name in PROGRAMS)])
+@pytest.mark.parametrize("path", ["pretrain_gpt.py", *(slow(f"tools/{name}.py") for name in PROGRAMS)])
 def test_flags_are_read_without_torch(path):
     """Importing torch takes seconds, and a typo should be answered at once."""
     code = f"import runpy, sys; sys.modules['torch'] = None; runpy.run_path('{path}', run_name='__main__')"

@@ -132,6 +132,7 @@ def test_run_resumes_with_another_context_parallel_size(tmp_path, to):
     torch.testing.assert_close(found.steps, straight.steps[2:], rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_error_feedback_is_rescaled_on_resume_with_another_loss_scale(tmp_path):
     """Powers of two are exact in fp32, so an error in units of the old scale would change the first loss."""
     case = Case(nodes=2, zero=ZEROPP)
@@ -140,6 +141,7 @@ def test_error_feedback_is_rescaled_on_resume_with_another_loss_scale(tmp_path):
     assert [result.steps for result in other] == [result.steps for result in same]
 
 
+@pytest.mark.slow
 def test_run_that_went_back_resumes_there_after_a_restart(tmp_path):
     """It is killed before its first save. The tracker names the iteration of --ckpt-step, and no checkpoint is lost."""
     save = {"save": str(tmp_path), "save_interval": 1}

@@ -45,7 +45,7 @@ def train_to(case: Case, home: Path, steps: int, **flags) -> tuple[int, list, di
     return start, results, attempt.fingerprint(), attempt.lines
 
 
-@pytest.mark.parametrize("case", chosen(CASES, "sharded", "a copy on each host", slow=("zeropp",)))
+@pytest.mark.parametrize("case", chosen(CASES, "a copy on each host", slow=("sharded", "zeropp")))
 def test_run_resumes_bit_exactly_where_each_host_keeps_its_own_files(tmp_path, case):
     whole = ranks(2).run(train_to, case, tmp_path / "whole", 4)
     ranks(2).run(train_to, case, tmp_path / "parts", 2)
@@ -116,6 +116,7 @@ def complete_except_on_rank_0(folder: CheckpointFolder, iteration: int) -> list[
     return complete(folder, iteration)
 
 
+@pytest.mark.slow
 def test_save_that_fails_on_the_first_host_loses_no_checkpoint(tmp_path):
     whole = ranks(2).run(train_to, PLAIN, tmp_path / "whole", 4)
     assert all("injected" in found for found in ranks(2).run(fail_at_the_end, PLAIN, tmp_path / "parts"))

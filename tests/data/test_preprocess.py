@@ -65,6 +65,7 @@ def test_missing_ends_of_documents_are_noted(tmp_path):
     assert not lines
 
 
+@pytest.mark.slow
 def test_output_does_not_depend_on_the_number_of_workers(tmp_path):
     """Blocks differ much in cost, so later ones finish first. One line is bad, and ids are SentencePiece's."""
     texts = [f"{i}" * (200_000 if i % 5 == 0 else 1 + i) for i in range(20)]

@@ -61,7 +61,7 @@ def randomize_lora(model: Any) -> None:
 
 
 CASES = [
-    ("gpt2", ("c_attn",)),
+    slow("gpt2", ("c_attn",)),
     ("llama", ("q_proj", "v_proj", "down_proj")),
     slow("gpt2", ("all-linear",)),
     slow("llama", ("all-linear",)),

@@ -111,7 +111,7 @@ def in_one_process(
 @pytest.mark.parametrize(
     ("world", "kind", "layout", "recompute"),
     [
-        (2, "llama", {"nodes": 2, "micro_batches": 2}, {}),
+        slow(2, "llama", {"nodes": 2, "micro_batches": 2}, {}),
         (2, "gpt2", {"tp": 2, "sequence_parallel": True}, {}),
         slow(4, "llama", {"nodes": 2, "micro_batches": 2}, {}),
         slow(2, "llama", {"tp": 2}, {}),
@@ -137,7 +137,7 @@ def test_adapters_train_as_in_one_process(loads, world, kind, layout, recompute)
 @pytest.mark.parametrize(
     ("bits", "world", "layout"),
     [
-        (8, 2, {"tp": 2, "sequence_parallel": True}),
+        slow(8, 2, {"tp": 2, "sequence_parallel": True}),
         slow(4, 2, {"nodes": 2}),
         slow(4, 2, {"tp": 2, "sequence_parallel": True}),
         slow(8, 4, {"nodes": 2}),

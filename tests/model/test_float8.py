@@ -15,6 +15,7 @@ from helpers.ranks import ranks
 from helpers.refusals import not_refused, table
 from helpers.small_run import check
 from helpers.tensor_parallel import CPU, STYLES, assert_near, build_gpt, counted, draw, local_gradients, sample
+from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks, train_plain
 
 from megazpp.model import backends, float8
@@ -149,7 +150,7 @@ def losses_and_gradients(
 @pytest.mark.parametrize(
     ("style", "fmt", "sequence_parallel", "calls"),
     [
-        ("gpt2", "e4m3", False, {"all_reduce": 5}),
+        slow("gpt2", "e4m3", False, {"all_reduce": 5}),
         # two of each collective for each of two layers, one for the output layer
         ("llama", "hybrid", True, {"reduce_scatter": 5, "all_gather": 5}),
     ],

@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.tensor_parallel import SEQ, build_gpt, counted, packed, sample, saved_tensors, step, tp_axis
-from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks
 
 from megazpp.model.config import GPTConfig
@@ -53,7 +52,8 @@ def differences() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, slow(2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
 def test_recomputation_with_dropout_changes_no_bit(size):
     """The generators' states are equal too, so the masks of the next step do not change."""
     assert ranks(size).run(differences) == [[]] * size

@@ -289,6 +289,7 @@ def multiplications(case: Case) -> int:
     return counter.get_total_flops() // 2
 
 
+@pytest.mark.slow
 def test_each_of_four_ranks_does_about_a_quarter_of_the_work():
     alone, shared = (ranks(4).run(multiplications, Case(stage=stage, optimizer=MUON)) for stage in (0, 2))
     assert set(alone) == {sum(shared)}

@@ -117,7 +117,6 @@ def lasting(step: TrainStep, outer: list[OuterUnit]) -> dict[Memory, list[torch.
 
 QUICK = (
     "--bf16 --zeropp",
-    "--bf16 TP LOCAL",
     "HUGE",
 )
 

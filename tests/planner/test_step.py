@@ -147,7 +147,6 @@ QUICK = (
     "HSDP",
     "zeropp, tp, sequence",
     "states in host memory",
-    "replica groups, tp, late fragments",
 )
 
 

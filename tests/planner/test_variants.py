@@ -2,6 +2,7 @@
 
 import pytest
 from helpers.small_run import parse
+from helpers.tiers import slow
 
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.variants import Choice, search, with_recompute
@@ -46,7 +47,7 @@ def test_search_sorts_fitting_candidates_by_speed_before_the_rest():
     assert not any("diloco" in flags for flags in choices)
 
 
-@pytest.mark.parametrize("given", ["", "--zeropp --tensor-model-parallel-size 2 --recompute-granularity full"])
+@pytest.mark.parametrize("given", ["", slow("--zeropp --tensor-model-parallel-size 2 --recompute-granularity full")])
 def test_flags_of_a_candidate_after_the_given_ones_are_its_run(given):
     choices = found(f"--global-batch-size 16 {given}", gigabytes=0.02)
     assert "--recompute-granularity" in " ".join(choices)

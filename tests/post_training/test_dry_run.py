@@ -82,7 +82,7 @@ def test_planned_memory_of_all_models_matches_live_tensors(case):
 
 @pytest.mark.parametrize(
     ("flags", "asked"),
-    [slow("--expert-model-parallel-size 2", configs("dpo")), ("", configs("sft", lora_r=2))],
+    [slow("--expert-model-parallel-size 2", configs("dpo")), slow("", configs("sft", lora_r=2))],
     ids=["dpo, ep", "sft, adapters"],
 )
 def test_planned_memory_counts_frozen_and_trained_experts(flags, asked):

@@ -52,7 +52,7 @@ def load(tmp_path_factory) -> str:
     [
         slow(2, {"tp": 2, "sequence_parallel": True}, 8),
         slow(2, {}, 4),
-        (1, {}, 8),
+        slow(1, {}, 8),
         slow(4, {"nodes": 2, "tp": 2}, 16),
         slow(4, {"nodes": 2, "tp": 2}, 4),
     ],

@@ -127,6 +127,7 @@ def recorded(tmp_path_factory) -> tuple[Path, list[Recorded]]:
     return folder, ranks(4).run(train, folder, timing, profiling, 1, 2, 3)
 
 
+@pytest.mark.slow
 def test_recording_changes_no_loss_and_is_off_unless_requested(recorded):
     folder, results = recorded
     plain = ranks(4).run(train, folder, TimingConfig(), ProfilerConfig(), 1, 2, 3)
