@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
 
     # ---- start the workers, or become one
     if not place.started:
-        return start_workers(place, config.launch)
+        return start_workers(place, config.launch, main)
     facts = facts_of(parsed)  # all ranks have to agree on them
     with worker_process(place, config.launch, facts) as worker, open_run(worker, parsed, announced, source) as run:
         # ---- build

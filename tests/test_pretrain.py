@@ -196,9 +196,7 @@ def test_zeropp_in_bf16_sends_lossless_deltas_and_trains_like_zero3(home):
     flags = [*TOY, "--bf16", "--train-iters", "6", "--global-batch-size", "8", "--save-to-run-dir", "--eval-iters", "1"]
     zero3 = home.pretrain(*flags, "--emulate-nodes", "2", run="bf16")
     nodes = ["--emulate-nodes", "2", "--zeropp", "--no-zero-quantized-gradients"]
-    zeropp = home.pretrain(*flags, *nodes, run="bf16-zeropp")
-    note = "note: --zero-weight-delta auto: weights cross nodes as lossless deltas, because the speed of the links is"
-    assert zeropp.output.count(note) == 1
+    zeropp = home.pretrain(*flags, *nodes, "--zero-weight-delta", "lossless", run="bf16-zeropp")
     assert "weights are gathered in two hops, not quantized inside nodes, lossless deltas across" in zeropp.output
     assert "--zero-weight-delta auto" not in zero3.output.split("end of arguments")[0]
     for key in ("lm_loss", "grad_norm"):
@@ -221,11 +219,10 @@ def test_torchrun_run_stops_at_exit_interval_and_logs_the_found_cluster(main_job
     measured = "measured local (2 ranks, slowest link: domain): "
     for line in ("stopped by --exit-interval 4\n", hosts, "1 node(s) x 2 rank(s): ", measured):
         assert run.output.count(line) == 1
-    found = r"domain .* GB/s, .* us \(measured over local\)|none known"  # none known if other jobs disturb the timing
-    assert re.search(rf"^links: ({found})$", run.output, re.MULTILINE)
+    assert re.search(r"^links: domain .* GB/s, .* us \(measured over local\)$", run.output, re.MULTILINE)
     kept = read_cluster(run.folder / "cluster.yaml")
     assert (kept.world_size, kept.num_nodes) == (2, 1)
-    assert (kept.links is None) == ("links: none known\n" in run.output)
+    assert kept.links is not None
 
 
 @pytest.mark.slow
@@ -399,7 +396,7 @@ def test_terminal_output_starts_at_once_and_has_short_lines(tmp_path):
     assert program.wait() == 0
     lines = said.decode().replace("\r", "\n").splitlines()
     assert lines[0] == "MegaZ++ 0.1.0 starts: importing torch"
-    assert "starting 2 workers; each imports torch" in lines
+    assert "starting 2 workers" in lines
     steps = [line for line in lines if re.match(r"iteration +\d+/4  loss", line)]
     assert len(steps) == 4
     assert max(map(len, steps)) <= 100
@@ -433,7 +430,7 @@ def test_the_launcher_checks_files_once_and_its_workers_do_not(monkeypatch, tmp_
         raise JobError
 
     monkeypatch.setattr(pretrain_gpt, "worker_process", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(pretrain_gpt, "start_workers", lambda place, launch: 0)
+    monkeypatch.setattr(pretrain_gpt, "start_workers", lambda place, launch, main: 0)
     monkeypatch.setattr(pretrain_gpt, "open_run", end)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     pretrain_gpt.main()

@@ -111,7 +111,7 @@ def kill_at_random_moments(program: Program, kills: int) -> None:
 def workers(program: Program) -> list[int]:
     """Return the processes of the ranks, which are children of the launcher."""
     with contextlib.suppress(psutil.Error):  # has ended
-        return [child.pid for child in psutil.Process(program.process.pid).children() if "RANK" in child.environ()]
+        return [child.pid for child in psutil.Process(program.process.pid).children()]
     return []
 
 

@@ -69,7 +69,7 @@ SAMPLES = 8  # samples per forward pass if neither the flags nor the checkpoint 
 @distributed_program
 def main(argv: list[str]) -> int:
     """Load the checkpoint on all ranks and score the data. Return the exit code."""
-    return run_on_checkpoint(parse(argv), run, check=check)
+    return run_on_checkpoint(parse(argv), run, main=main, check=check)
 
 
 def check(config: RunConfig, extra: EvaluateConfig) -> None:

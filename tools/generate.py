@@ -112,7 +112,7 @@ GivenPrompt = str | dict[str, Any]  # a text, or an object as in a .jsonl file
 @distributed_program
 def main(argv: list[str]) -> int:
     """Load the checkpoint on all ranks and continue the prompts. Return the exit code."""
-    return run_on_checkpoint(parse(argv), run, check=check, spread=False)
+    return run_on_checkpoint(parse(argv), run, main=main, check=check, spread=False)
 
 
 def check(config: RunConfig, extra: GenerateConfig) -> None:

@@ -62,13 +62,19 @@ class Loaded(NamedTuple):
 
 
 def run_on_checkpoint(
-    parsed: ParsedRun, work: Callable[[Loaded], None], *, check: Callable[[RunConfig, Any], None], spread: bool = True
+    parsed: ParsedRun,
+    work: Callable[[Loaded], None],
+    *,
+    main: Callable[[], int],
+    check: Callable[[RunConfig, Any], None],
+    spread: bool = True,
 ) -> int:
     """Complete the flags from the checkpoint, load its model on all ranks, and run `work`.
 
     Args:
         parsed: the command line, from `parse_checkpoint_flags`.
         work: function that uses the loaded model; called on all ranks.
+        main: entry point of the program, which each worker runs.
         check: function that raises ValueError if the flags do not fit together.
         spread: whether to shard the model over more GPUs than tensor parallelism needs, unless --nproc says otherwise.
             False: each rank keeps its whole tensor-parallel part in the compute dtype. On a CPU, one process per
@@ -110,7 +116,7 @@ def run_on_checkpoint(
 
     # ---- start the workers, or become one
     if not place.started:
-        return start_workers(place, launch)
+        return start_workers(place, launch, main)
     checkpoint = {"the checkpoint": f"iteration {record.progress.iteration}"}
     with worker_process(place, launch, facts_of(parsed) | checkpoint) as worker, user_errors():
         work(_load(parsed, announced, source, record, spread, worker))

@@ -31,11 +31,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,7 @@ from megazpp.base.program import (
     JobError,
     UserError,
     handling,
+    leave,
     say,
 )
 from megazpp.parallel.config import LaunchConfig
@@ -126,20 +128,20 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def loopback_store(port: int = 0, *, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
-    """Create a TCPStore server in this process that listens only on the loopback interface.
+def loopback_store(listener: socket.socket, *, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
+    """Create a TCPStore server in this process, which listens at the socket of `listen_on_loopback`.
 
     torch's own constructor would listen on all interfaces.
-
-    Args:
-        port: TCP port; 0 chooses a free one, see the store's `port`.
-        timeout: timeout of the store's operations.
     """
-    listener = socket.create_server((LOOPBACK, port))
     port = listener.getsockname()[1]
     return dist.TCPStore(
         LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
+
+
+def listen_on_loopback(port: int = 0) -> socket.socket:
+    """Return a socket that listens only on the loopback interface; port 0 chooses a free one."""
+    return socket.create_server((LOOPBACK, port))
 
 
 def open_store(place: RankInfo, timeout: timedelta, env: MutableMapping[str, str] = os.environ) -> dist.Store:
@@ -154,7 +156,7 @@ def open_store(place: RankInfo, timeout: timedelta, env: MutableMapping[str, str
         return dist.HashStore()
     _set_missing_address(env)
     if place.rank == 0 and env["MASTER_ADDR"] in LOOPBACK_NAMES and env.get(AGENT_STORE) != "True":
-        return loopback_store(int(env["MASTER_PORT"]), timeout=timeout)
+        return loopback_store(listen_on_loopback(int(env["MASTER_PORT"])), timeout=timeout)
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
     return store
 
@@ -234,14 +236,14 @@ def hosts_of(config: LaunchConfig, nproc: int = 1) -> Hosts | None:
     )
 
 
-def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0) -> int:
-    """Run `command` in `nproc` local worker processes. When one fails, end the others and restart all of them.
+def launch_workers(main: Callable[[], int], nproc: int, *, max_restarts: int = 0) -> int:
+    """Run a program in `nproc` local worker processes. When one fails, end the others and restart all of them.
 
     A user error is final and causes no restart. `STOP_SIGNALS`, of Ctrl-C only the first, are forwarded to the workers,
     which finish their step and save. After a forwarded signal nothing is restarted. A second Ctrl-C kills all workers.
 
     Args:
-        command: program and arguments of each worker.
+        main: main function of this process's program, which returns its exit status.
         nproc: number of workers.
         max_restarts: number of times that all workers are restarted after a failure.
     Returns:
@@ -249,18 +251,12 @@ def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0)
         1 for any other failure.
     """
     _divide_cores(nproc)
-    workers = Workers(command, nproc)
+    workers = ForkedWorkers(main, nproc) if can_fork() else Workers([sys.executable, *sys.argv], nproc)
     variables = {"MASTER_ADDR": LOOPBACK, AGENT_STORE: "True"}
     try:
         with _passing_signals_to(workers.processes) as passed:
             for attempt in range(max_restarts + 1):
-                store = loopback_store()
-                try:
-                    workers.start({**variables, "MASTER_PORT": str(store.port), RESTART_COUNT: str(attempt)})
-                    while (failures := workers.failures()) is None:
-                        time.sleep(POLL_SECONDS)
-                finally:
-                    workers.stop()
+                failures = _run_once(workers, {**variables, RESTART_COUNT: str(attempt)})
                 if not failures:
                     return 0
                 if passed:
@@ -274,6 +270,19 @@ def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0)
     except KeyboardInterrupt:
         return _ended_by(signal.SIGINT)
     return EXIT_ERROR
+
+
+def _run_once(workers: Workers, variables: Mapping[str, str]) -> dict[int, int]:
+    """Run all workers to their end with a new store, and return the nonzero exit codes by rank."""
+    with listen_on_loopback() as listener:
+        try:
+            workers.start({**variables, "MASTER_PORT": str(listener.getsockname()[1])})
+            _store = loopback_store(listener)  # it has a thread, so it starts after the fork and ends with this call
+            while (failures := workers.failures()) is None:
+                time.sleep(POLL_SECONDS)
+        finally:
+            workers.stop()
+    return failures
 
 
 def launch_workers_of_host(command: Sequence[str], hosts: Hosts) -> int:
@@ -337,9 +346,21 @@ def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals
     return 0, "", False
 
 
+def _num_threads() -> int:
+    """Return the number of this process's threads, 0 if the system does not tell."""
+    tasks = Path("/proc/self/task")
+    return len(os.listdir(tasks)) if tasks.is_dir() else 0
+
+
+IDLE_THREADS = _num_threads()  # after the import of torch, which imports numpy
+
+
 def _divide_cores(nproc: int) -> None:
     """Let each of `nproc` workers on this machine use an equal part of its cores, unless OMP_NUM_THREADS is set."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, len(os.sched_getaffinity(0)) // nproc)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)  # forks keep it
 
 
 class Workers:
@@ -356,7 +377,7 @@ class Workers:
     """
 
     def __init__(self, command: Sequence[str], ranks_per_node: int, *, nodes: int = 1, node: int | None = None) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Process] = []
         self.command, self._ranks_per_node, self._nodes = command, ranks_per_node, nodes
         first, count = (0, nodes) if node is None else (node * ranks_per_node, 1)
         self._ranks = range(first, first + count * ranks_per_node)
@@ -384,7 +405,7 @@ class Workers:
             raise
         return self
 
-    def start_rank(self, rank: int, node: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def start_rank(self, rank: int, node: int, env: Mapping[str, str]) -> Process:
         """Start one rank in a separate session, so that Ctrl-C in the terminal reaches only the launcher.
 
         SIGINT is blocked in the new process until `worker_process` unblocks it. Otherwise a SIGINT during the start of
@@ -421,13 +442,95 @@ class Workers:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):  # each rank leads a process group that holds its children
                 os.killpg(process.pid, signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)  # a fork that does not lead its group yet
         for process in self.processes:
             process.wait()
 
 
+class ForkedWorkers(Workers):
+    """Workers that are forks of this process, which has already imported everything that they need.
+
+    A worker runs the program's main function from its beginning, like a worker that is started anew. Importing takes
+    3.4 CPU-seconds of each process that is started anew.
+
+    Args:
+        main: main function of the program, which returns its exit status.
+        ranks_per_node: number of workers.
+    """
+
+    def __init__(self, main: Callable[[], int], ranks_per_node: int) -> None:
+        super().__init__([sys.executable, *sys.argv], ranks_per_node)
+        self._main = main
+
+    def start_rank(self, rank: int, node: int, env: Mapping[str, str]) -> Process:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # or each worker would print the same text again
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # this process's handlers are not the worker's
+        try:
+            if (pid := os.fork()) == 0:
+                self._be_worker(env, before | {signal.SIGINT})
+            return Fork(pid)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _be_worker(self, env: Mapping[str, str], blocked: Iterable[int]) -> NoReturn:
+        """Make this forked process like one that `Workers` starts, run the program, and exit."""
+        code = EXIT_ERROR
+        try:
+            os.setsid()
+            for signum in STOP_SIGNALS:
+                signal.signal(signum, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            os.environ.update(env)
+            code = self._main()
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            leave(code)
+
+
+class Fork:
+    """Forked process, with the part of `subprocess.Popen` that `Workers` uses."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the process runs."""
+        return self._code if self._code is not None else self._reap(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """Wait for the end of the process, and return its exit code."""
+        return self._code if self._code is not None else self._reap(0)
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def _reap(self, options: int) -> int | None:
+        pid, status = os.waitpid(self.pid, options)
+        self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+
+Process = Fork | subprocess.Popen[bytes]
+
+
+def can_fork() -> bool:
+    """Return True if forks of this process can be workers.
+
+    CUDA cannot be used after a fork. Neither can the threads of OpenMP or of a tokenizer, so no thread may have started
+    since the imports; numpy's own threads survive a fork.
+    """
+    return not torch.cuda.is_available() and 0 < _num_threads() == IDLE_THREADS
+
+
 @contextlib.contextmanager
 def _passing_signals_to(
-    workers: list[subprocess.Popen[bytes]], then: Callable[[str], None] = lambda name: None
+    workers: Sequence[Process], then: Callable[[str], None] = lambda name: None
 ) -> Iterator[list[signal.Signals]]:
     """Forward the signals that stop a run in an orderly way to `workers`, and yield the list of forwarded signals.
 

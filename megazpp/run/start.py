@@ -151,14 +151,20 @@ def _digest_of_sources() -> str:
     return digest.hexdigest()[:8]
 
 
-def start_workers(place: RankInfo, launch: LaunchConfig) -> int:
-    """Start the workers on this machine with this program's arguments, wait for them, and return the exit status."""
-    size, command = place.launched_size or place.world_size, [sys.executable, *sys.argv]
+def start_workers(place: RankInfo, launch: LaunchConfig, main: Callable[[], int]) -> int:
+    """Start the workers on this machine, wait for them, and return the exit status.
+
+    Args:
+        place: number of workers.
+        launch: flags of the launch.
+        main: entry point of this program, which each worker runs with the same arguments.
+    """
+    size = place.launched_size or place.world_size
     hosts = hosts_of(launch, size)
-    say_at_terminal(f"starting {size} workers; each imports torch")
+    say_at_terminal(f"starting {size} workers")
     if hosts is not None:
-        return launch_workers_of_host(command, hosts)
-    return launch_workers(command, size, max_restarts=launch.max_restarts)
+        return launch_workers_of_host([sys.executable, *sys.argv], hosts)
+    return launch_workers(main, size, max_restarts=launch.max_restarts)
 
 
 def hold_run_dir(parsed: ParsedRun) -> None:

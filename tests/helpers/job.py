@@ -87,7 +87,7 @@ def main() -> int:
         with worker_process(place, config) as worker:
             work(what, worker)
         leave(0)
-    return launch_workers([sys.executable, *sys.argv], place.world_size, max_restarts=restarts)
+    return launch_workers(main, place.world_size, max_restarts=restarts)
 
 
 if __name__ == "__main__":

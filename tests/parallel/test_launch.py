@@ -148,7 +148,7 @@ def listening() -> set[tuple[str, int]]:
 
 def test_launchers_store_listens_on_loopback_only_and_workers_connect(monkeypatch):
     before = listening()
-    store = launch.loopback_store()
+    store = launch.loopback_store(launch.listen_on_loopback())
     assert listening() - before == {("127.0.0.1", store.port)}
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), AGENT_STORE: "True"}.items():
         monkeypatch.setenv(name, value)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.fork_python import forked_python
-from helpers.program import Program, run_forked
+from helpers.program import Program, run_forked, run_program
 
 pytestmark = pytest.mark.slow
 
@@ -91,3 +91,46 @@ def test_ctrl_c_during_worker_start_leaves_no_process_or_traceback(tmp_path):
     assert program.seconds_until_all_are_gone(SECONDS) < SECONDS
     assert program.finish().split() == ["ended", "by", "SIGINT"]
     assert program.process.returncode == 130
+
+
+FORKED = """
+import os, secrets, signal, sys, threading
+import torch
+from megazpp.parallel import launch
+from megazpp.base.program import leave
+
+made_once, launcher = secrets.token_hex(), os.getpid()
+
+def main():
+    if "RANK" not in os.environ:
+        print("printed once, by the launcher")
+        code = launch.launch_workers(main, 2)
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        print("forks beside threads:", launch.can_fork())
+        return code
+    handlers = [signal.getsignal(number) == signal.SIG_DFL for number in launch.STOP_SIGNALS[1:]]
+    handlers.append(signal.getsignal(signal.SIGINT) == signal.default_int_handler)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    alone = (os.getsid(0) == os.getpid() != launcher == os.getppid())
+    print(made_once, os.environ["RANK"], torch.get_num_threads(), all(handlers), blocked == {signal.SIGINT}, alone)
+    return 3 if os.environ["RANK"] == "1" else 0
+
+print(made_once)
+leave(main())
+"""
+
+
+def test_workers_are_forks_that_look_like_new_processes(tmp_path, monkeypatch):
+    """They have what the launcher imported, but their own session, signals, threads and exit code."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    (tmp_path / "forked.py").write_text(FORKED)
+    code, output = run_program(str(tmp_path / "forked.py"), folder=tmp_path)
+    lines = output.splitlines()
+    assert code == 1, output
+    assert sorted(line for line in lines if line.startswith(f"{lines[0]} ")) == [
+        f"{lines[0]} {rank} {threads} True True True" for rank in range(2)
+    ]
+    assert lines.count("printed once, by the launcher") == 1
+    assert "rank 1 ended with exit code 3; the job is over" in lines
+    assert "forks beside threads: False" in lines

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megazpp.base.launcher import LOOPBACK
 from megazpp.base.program import LAUNCHER_PID, UserError
 from megazpp.parallel import roll_call, worker
-from megazpp.parallel.launch import RankInfo, loopback_store
+from megazpp.parallel.launch import RankInfo, listen_on_loopback, loopback_store
 from megazpp.parallel.roll_call import call_roll, show_once, tell
 
 HOSTS = ("alpha", "alpha", "beta", "beta")
@@ -39,7 +39,7 @@ def fail(text: str, store: dist.Store, place: RankInfo, host: str) -> None:
 
 def on_ranks(*work: Answer) -> list[Any]:
     """Run the work of each rank in a thread of its own with a connection of its own, and return the results."""
-    server = loopback_store()
+    server = loopback_store(listen_on_loopback())
 
     def run(rank: int) -> Any:
         store = dist.TCPStore(LOOPBACK, server.port, is_master=False)

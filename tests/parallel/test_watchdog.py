@@ -49,7 +49,7 @@ def start(kind: str, folder: Path, *, minutes: float) -> Program:
 
 def workers(program: Program) -> list[int]:
     """Return the processes of the two ranks, which are children of the launcher."""
-    pids = [child.pid for child in psutil.Process(program.process.pid).children() if "RANK" in child.environ()]
+    pids = [child.pid for child in psutil.Process(program.process.pid).children()]
     assert len(pids) == 2
     return pids
 

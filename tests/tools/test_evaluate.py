@@ -59,7 +59,7 @@ def test_weights_on_disk_give_the_losses_of_resident_weights(trained, tmp_path):
 
 def test_cpu_uses_one_process_per_tp_rank_unless_nproc_is_given(converted, monkeypatch):
     places: list[RankInfo] = []
-    monkeypatch.setattr(on_checkpoint, "start_workers", lambda place, launch: places.append(place) or 0)
+    monkeypatch.setattr(on_checkpoint, "start_workers", lambda place, launch, main: places.append(place) or 0)
     monkeypatch.setattr(
         on_checkpoint, "detect_rank_info", lambda config: replace(detect_rank_info(config), started=False)
     )
