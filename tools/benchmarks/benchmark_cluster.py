@@ -24,12 +24,14 @@ import math
 import multiprocessing
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
 
+from benchmark_cluster_ranks import ESTIMATE
 from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate, start_on_this_machine
 
 from megazpp.base.files import write_whole
@@ -74,6 +76,7 @@ class Sample(NamedTuple):
         round: index of the round.
         variant: name of the variant.
         seconds: seconds per step, between two barriers.
+        estimate: seconds that the planner estimates from links and speeds that were measured in the same round.
         loss: loss of the step.
         uplink_bytes: bytes that each node's network interface sent per step; empty without emulated links.
         cross_bytes: bytes that each node's ranks sent to other nodes per step, by the program's own counters.
@@ -83,6 +86,7 @@ class Sample(NamedTuple):
     round: int
     variant: str
     seconds: float
+    estimate: float
     loss: float
     uplink_bytes: list[int]
     cross_bytes: list[int]
@@ -186,13 +190,15 @@ def measure(args: argparse.Namespace, results: Results) -> None:
         for rate, index in rounds:
             if cluster is not None:
                 cluster.set_rate(rate)
+            estimates = driver.step(ESTIMATE, args.micro_batches)
             for name in results.missing(rate, index, args.variants):
                 before = cluster.uplink_bytes() if cluster else []
                 answer = driver.step(name, args.micro_batches)
                 after, steps = cluster.uplink_bytes() if cluster else [], answer.pop("steps")
                 sent = [(now.sent - then.sent) // steps for now, then in zip(after, before, strict=True)]
-                results.samples.append(Sample(rate, index, name, uplink_bytes=sent, **answer))
-                say(f"{rate}, round {index + 1}: {name} {answer['seconds']:.2f} s, loss {answer['loss']:.3f}")
+                results.samples.append(Sample(rate, index, name, uplink_bytes=sent, estimate=estimates[name], **answer))
+                times = f"{answer['seconds']:.2f} s, estimated {estimates[name]:.2f} s"
+                say(f"{rate}, round {index + 1}: {name} {times}, loss {answer['loss']:.3f}")
             results.write()
 
 
@@ -269,7 +275,9 @@ def tables(samples: Sequence[Sample], shape: Mapping[str, Any], parameters: int)
         "",
         *_speed_table(samples, names),
     ]
+    text += ["", *_estimate_table(samples, names)]
     if any(s.uplink_bytes for s in samples):
+        text += ["", *_limit_table(samples, names)]
         text += ["", *_bytes_table(samples, names, parameters)]
     return "\n".join([*text, ""])
 
@@ -285,8 +293,7 @@ def speedup(samples: Iterable[Sample], variant: str) -> float | None:
 def _speed_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
     """Return the table of seconds and speed ratios, with a row for each rate and a column for each variant."""
     rows = []
-    bits = {s.rate: None if s.rate == LOCAL else parse_rate(s.rate) for s in samples}  # None: unlimited
-    for rate in sorted(bits, key=lambda rate: bits[rate] or math.inf):
+    for rate in _rates(samples):
         here = [s for s in samples if s.rate == rate]
         cells = []
         for name in names:
@@ -297,6 +304,50 @@ def _speed_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
         most = max(sum(s.variant == name for s in here) for name in names)
         rows.append([rate, *cells, str(most)])
     return _markdown(["uplink", *names, "rounds"], rows)
+
+
+def _estimate_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
+    """Return the table of estimated seconds, and of the choice between the formats of ZeRO++ that follows from them."""
+    rows = []
+    formats = [name for name in ("zeropp-overlap", "lossless") if name in names]
+    for rate in _rates(samples):
+        estimated, measured = (_medians(samples, rate, field) for field in ("estimate", "seconds"))
+        cells = [f"{estimated[name]:.2f} s ({estimated[name] / measured[name]:.2f})" for name in names]
+        taken = min(formats, key=lambda name: estimated[name], default="-")
+        loss = measured[taken] / min(measured[name] for name in formats) if formats else math.nan
+        rows.append([rate, *cells, taken, f"{loss:.2f}"])
+    header = [f"{name}: estimate (relative to the measured step)" for name in names]
+    return _markdown(["uplink", *header, "auto takes", "its step, relative to the faster format"], rows)
+
+
+def _limit_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
+    """Return the table of steps relative to their limit: the time on the wire, or a step on the fastest link."""
+    samples = [s for s in samples if s.uplink_bytes]
+    names = [name for name in names if any(s.variant == name for s in samples)]
+    rows, rates = [], _rates(samples)
+    fastest = _medians(samples, rates[-1], "seconds")
+    for rate in rates:
+        seconds, bits, cells = _medians(samples, rate, "seconds"), parse_rate(rate) or math.inf, []
+        for name in names:
+            wire = 8 * statistics.median(statistics.mean(s.uplink_bytes) for s in samples if s.variant == name) / bits
+            cells.append(f"{seconds[name] / max(wire, fastest[name]):.2f} (wire {wire:.2f} s)")
+        rows.append([rate, *cells])
+    return _markdown([f"step / max(wire, step at {rates[-1]})", *names], rows)
+
+
+def _rates(samples: Sequence[Sample]) -> list[str]:
+    """Return the rates with samples, in ascending order."""
+    bits = {s.rate: math.inf if s.rate == LOCAL else parse_rate(s.rate) or math.inf for s in samples}
+    return sorted(bits, key=lambda rate: bits[rate])
+
+
+def _medians(samples: Sequence[Sample], rate: str, field: str) -> dict[str, float]:
+    """Return the medians of a field of the samples at a rate, by variant; not a number for variants without samples."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        if sample.rate == rate:
+            values[sample.variant].append(getattr(sample, field))
+    return defaultdict(lambda: math.nan, {name: statistics.median(found) for name, found in values.items()})
 
 
 def _bytes_table(samples: Sequence[Sample], names: list[str], parameters: int) -> list[str]:

@@ -31,8 +31,11 @@ from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import detect_rank_info
 from megazpp.parallel.worker import Worker, seed_everything, worker_process
+from megazpp.planner.estimate import Estimator
+from megazpp.planner.variants import changed
 from megazpp.run.arguments import RunConfig, parse_run_config
 from megazpp.run.checks import plan_run
+from megazpp.run.trainer import measure_cluster
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout
 from megazpp.training.setup import build_model
@@ -40,6 +43,7 @@ from megazpp.training.step import TrainStep
 
 TIMEOUT_MINUTES = 60  # long, because a step of 8 micro-batches takes minutes on the slowest links
 CPU = torch.device("cpu")
+ESTIMATE = "estimate"
 
 
 def multiply_in_fp32_() -> None:
@@ -74,7 +78,7 @@ class VariantRun:
     """
 
     def __init__(self, config: RunConfig, cluster: Cluster, dims_of: dict[Layout, ParallelDims]) -> None:
-        plan = plan_run(config, cluster, device_type="cpu")
+        self.config, plan = config, plan_run(config, cluster, device_type="cpu")
         if plan.layout not in dims_of:
             dims_of[plan.layout] = ParallelDims(plan.layout, device_type="cpu")
         self.dims = dims = dims_of[plan.layout]
@@ -108,6 +112,9 @@ class VariantRun:
 def serve(cluster: Cluster, flags: dict[str, str], control: int, worker: Worker) -> None:
     """Build all variants, and then run the commands (variant, micro-batches) that rank 0 reads from the pipe, forever.
 
+    The variant ESTIMATE measures links and device as a run does at its start, and answers with the planner's estimates
+    of a step's seconds by variant.
+
     The answer to a command has the entries "seconds" (per step, between two barriers), "loss" (of the last step),
     "cross_bytes" (sent to other nodes, per node and step, by the program's counters) and "steps" (number of steps).
     """
@@ -128,6 +135,12 @@ def serve(cluster: Cluster, flags: dict[str, str], control: int, worker: Worker)
         pipe.send({"parameters": first.num_parameters})
     while True:
         (variant, micro_batches), before = world.share_object(pipe.recv() if pipe else None), counted()
+        if variant == ESTIMATE:
+            measured, lines = measure_cluster(first.config, cluster, first.dims, CPU)
+            if pipe:
+                print("\n".join(lines), flush=True)
+                pipe.send({name: estimate(run.config, measured, micro_batches) for name, run in runs.items()})
+            continue
         run = runs[variant]
         dist.barrier()
         started = time.perf_counter()
@@ -139,6 +152,16 @@ def serve(cluster: Cluster, flags: dict[str, str], control: int, worker: Worker)
         if pipe:
             sent = [int(each) // run.steps for each in of_nodes]
             pipe.send({"seconds": seconds, "loss": loss, "cross_bytes": sent, "steps": run.steps})
+
+
+def estimate(config: RunConfig, cluster: Cluster, micro_batches: int) -> float:
+    """Return the planner's estimate of a step's seconds on a cluster with known links and device."""
+    size = (config.batches.micro_batch_size or 1) * micro_batches * cluster.world_size
+    size //= config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
+    config = changed(config, batches={"global_batch_size": size})
+    seconds = Estimator(cluster, device_type="cpu").estimate(config).seconds
+    assert seconds is not None
+    return seconds
 
 
 def main() -> None:
