@@ -1,6 +1,7 @@
 """Interrupt and resume a run like a user: it stays the same run, in the same folder."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 FLAGS = TOY + shlex.split(
     "--train-iters 6 --global-batch-size 8 --eval-iters 1 --eval-interval 3 --nproc 2 --data-cache-path cache "
-    "--zeropp --emulate-nodes 2 --fp16 --initial-loss-scale 65536"
+    "--zeropp --cluster-file two_nodes.yaml --fp16 --initial-loss-scale 65536"
 )
 SAVE = ["--save", "saved"]
 WANDB = ["--wandb-project", "p"]
@@ -31,7 +32,10 @@ def pretrain(home: Path, *flags: str) -> Run:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
+    """Return a folder with a cluster file that names no links, with which no run measures them."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    (folder / "two_nodes.yaml").write_text("nodes: 2\nranks_per_node: 1\n")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +69,21 @@ def test_resumed_run_keeps_its_weight_format_and_the_checkpoint_records_it(home,
         assert "not quantized inside nodes, lossless deltas across" in run.output
     flags = json.loads((home / "saved" / "iter_0000006" / "run.json").read_text())["flags"]
     assert flags["zero_weight_delta"] == "lossless"
+
+
+def test_weight_format_follows_measured_links_which_a_resumed_run_does_not_measure_again(tmp_path):
+    measured = (
+        r"weights cross nodes as (lossless deltas|int8 blocks), because a step is estimated to take .*; measured: "
+    )
+    measured += r"[\d.e+-]+ Gbit/s between nodes, [\d.]+ and [\d.]+ GB/s of weights to encode and decode deltas\n"
+    kept = "note: --zero-weight-delta auto: {}, as in the checkpoint of --load saved\n"
+    flags = ["--cluster-file", "none", "--emulate-nodes", "2", *SAVE, "--load", "saved", "--exit-interval"]
+    first = pretrain(tmp_path, *flags, "3")
+    (found,) = re.findall(f"note: --zero-weight-delta auto: {measured}", first.output)
+    assert "\nlinks: " not in first.output, "the plan of the run does not use measured links"
+    again = pretrain(tmp_path, *flags, "6")
+    assert kept.format("lossless" if found == "lossless deltas" else "none") in again.output
+    assert "measured: " not in again.output
 
 
 def test_log_has_megatrons_checkpoint_lines(home, interrupted, continued):

@@ -195,12 +195,14 @@ class Costs:
     """Interface of the cost model. This base class makes everything take 0 seconds, to count bytes only.
 
     Attributes:
-        beside: share of a collective's seconds by which it delays the compute that overlaps with it.
         launch: seconds that the host needs to launch a kernel or a collective.
     """
 
-    beside = 0.0
     launch = 0.0
+
+    def beside(self, axis: str) -> float:
+        """Return the share of a collective's seconds by which it delays the compute that overlaps with it."""
+        return 0.0
 
     def operation(self, operation: Operation) -> float:
         """Return the seconds of a matrix product or a pass over memory."""
@@ -209,6 +211,14 @@ class Costs:
     def memory(self, touched_bytes: int) -> float:
         """Return the seconds of a pass that reads and writes `touched_bytes` in total."""
         return 0.0
+
+    def encode(self, weight_bytes: int, message_bytes: int) -> float:
+        """Return the seconds to encode the lossless delta of 16-bit weights."""
+        return self.memory(4 * weight_bytes + message_bytes)  # old and new weights: a pass for sizes, one to write
+
+    def decode(self, weight_bytes: int, message_bytes: int) -> float:
+        """Return the seconds to apply a lossless delta to 16-bit weights."""
+        return self.memory(2 * weight_bytes + message_bytes)
 
     def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
         """Return the seconds of a collective on `axis` in which each rank sends `sent_bytes`."""
@@ -233,7 +243,7 @@ class ClusterCosts(Costs):
     def __init__(self, layout: Layout, efficiency: Efficiency, *, free: tuple[str, ...] = ()) -> None:
         device = layout.cluster.device
         assert device is not None, "times need a device"
-        self.beside = NCCL_BLOCKS / efficiency.multiprocessors
+        self._device = device
         # a device of unknown speed is described as infinitely fast, and then no host times are known either
         self.launch = 1e-6 * HOST_MICROSECONDS if math.isfinite(device.teraflops) else 0.0
         self._multiprocessors = efficiency.multiprocessors
@@ -242,7 +252,21 @@ class ClusterCosts(Costs):
         host = layout.cluster.host
         self._copied_per_second = math.inf if host is None or PCIE in free else 1e9 * host.gigabytes_per_second
         names = (*AXES, NODE, *(EXPERT_AXES if layout.has_expert_axes else ()))
+        self._network = {axis for axis in names if "network" in layout.links(axis)}
         self._axes = {axis: AxisCost(layout, axis, efficiency) for axis in names if axis not in free}
+
+    def beside(self, axis: str) -> float:
+        if self._device.is_cpu:  # TCP inside a node takes the time of the cores on which the ranks compute
+            return 0.0 if axis in self._network else 1.0
+        return NCCL_BLOCKS / self._multiprocessors
+
+    def encode(self, weight_bytes: int, message_bytes: int) -> float:
+        rate = self._device.encode_gigabytes_per_second
+        return super().encode(weight_bytes, message_bytes) if rate is None else 1e-9 * weight_bytes / rate
+
+    def decode(self, weight_bytes: int, message_bytes: int) -> float:
+        rate = self._device.decode_gigabytes_per_second
+        return super().decode(weight_bytes, message_bytes) if rate is None else 1e-9 * weight_bytes / rate
 
     def copy(self, num_bytes: int) -> float:
         return num_bytes / self._copied_per_second

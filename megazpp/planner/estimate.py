@@ -173,7 +173,8 @@ class Estimator:
         """Choose lossless deltas or int8 blocks for --zero-weight-delta auto.
 
         Lossless deltas are chosen if they fit into memory and the estimated step is not slower with them. Without
-        known link speeds, only memory decides. If the device is unknown, only communication is compared.
+        known link speeds, only memory decides. If the device is unknown, only communication is compared. A run without
+        a cluster file measures links and device first (run/trainer.py).
 
         Args:
             config: flags of the run.
@@ -221,6 +222,7 @@ class Estimator:
         assert int8.seconds is not None
         what = "a step" if self.cluster.device is not None else "the communication of a step"
         times = f"{lossless.seconds:.4g} s with lossless deltas and {int8.seconds:.4g} s with int8 blocks"
+        times += _measured(cluster)
         choice = WeightDelta(lossless.seconds <= int8.seconds, f"{what} is estimated to take {times}")
         return choice, (lossless if choice.lossless else int8) if is_own else None
 
@@ -272,7 +274,13 @@ class Estimator:
                 raise ValueError(f"--cluster-file {file}: host is missing, and --optimizer-cpu-offload uses it")
             costs = ClusterCosts(layout, self.calibration.efficiency, free=free)
         simulator = build_step_simulator(
-            config, plan, costs, device_type=self._device_type, expert_load=self.expert_load
+            config,
+            plan,
+            costs,
+            device_type=self._device_type,
+            expert_load=self.expert_load,
+            on_cpu=self.cluster.device is not None and self.cluster.device.is_cpu,
+            lossless_share=lossless_share(config.schedule.lr),
         )
         step = measure(simulator, plan.batches.num_micro_batches_at(plan.batches.rampup_samples))
         diloco = plan.of(DilocoPlan)
@@ -281,6 +289,17 @@ class Estimator:
     def _is_timed(self, layout: Layout) -> bool:
         """Return True if the cluster file describes the device, and links if the layout uses any."""
         return self.cluster.device is not None and (self.cluster.links is not None or not _used_links(layout))
+
+
+def _measured(cluster: Cluster) -> str:
+    """Return the measured figures on which a choice of --zero-weight-delta auto depends; "" without any."""
+    network, device, figures = (cluster.links or Links()).network, cluster.device, list[str]()
+    if network is not None and network.is_measured:
+        figures.append(f"{8 * network.gigabytes_per_second:.3g} Gbit/s between nodes")
+    if device is not None and device.is_cpu:
+        rates = f"{device.encode_gigabytes_per_second:g} and {device.decode_gigabytes_per_second:g} GB/s"
+        figures.append(f"{rates} of weights to encode and decode deltas")
+    return f"; measured: {', '.join(figures)}" if figures else ""
 
 
 def known_links(layout: Layout) -> Links | None:

@@ -176,7 +176,7 @@ class Simulation:
         """Advance the running clock by a collective, which starts when the previous one on its axis has ended."""
         link, seconds = self._links[axis], self._costs.collective(axis, collective, sent_bytes)
         self.running.wait_until(link.now)
-        self.spend(seconds, axis=axis, taken=self._costs.beside * seconds)
+        self.spend(seconds, axis=axis, taken=self._costs.beside(axis) * seconds)
         link.now = self.running.now
 
 
@@ -521,22 +521,23 @@ class SimulatedLosslessCodec(LosslessCodec):
     Args:
         size: number of elements of a shard.
         share: expected size of a message, as a share of the whole 16-bit weights.
-        touch: function that is called with the bytes that each pass would read and write.
+        costs: cost model.
+        spend: function that is called with the seconds of each delta.
     """
 
-    def __init__(self, size: int, *, share: float, touch: Callable[[int], None]) -> None:
+    def __init__(self, size: int, *, share: float, costs: Costs, spend: Callable[[float], None]) -> None:
         super().__init__(size)
-        self._capacity, self._touch = min(int(2 * size * share * (1 + ROOM)), 2 * size), touch
+        self._capacity, self._costs, self._spend = min(int(2 * size * share * (1 + ROOM)), 2 * size), costs, spend
 
     @property
     def message_bytes(self) -> int:
         return message_bytes(self.size, self._capacity)
 
     def pack(self, shard: torch.Tensor, message: torch.Tensor, *, base: torch.Tensor) -> None:
-        self._touch(2 * (shard.nbytes + base.nbytes) + message.nbytes)  # one pass measures sizes, the next one writes
+        self._spend(self._costs.encode(shard.nbytes, message.nbytes))
 
     def unpack_onto(self, messages: torch.Tensor, base: torch.Tensor) -> None:
-        self._touch(messages.nbytes + 2 * base.nbytes)
+        self._spend(self._costs.decode(base.nbytes, messages.nbytes))
 
     def learn(self, messages: torch.Tensor) -> None:
         """Do nothing: simulated messages have no contents from which to learn the next size."""

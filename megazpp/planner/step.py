@@ -140,7 +140,9 @@ class StepSimulator:
             zero=zero,
             precision=precision,
             codec=functools.partial(SimulatedCodec, touch=self._touch),
-            lossless_codec=functools.partial(SimulatedLosslessCodec, share=lossless_share, touch=self._touch),
+            lossless_codec=functools.partial(
+                SimulatedLosslessCodec, share=lossless_share, costs=self._costs, spend=self._spend
+            ),
         )
         dense, experts = ([self._axes[name] for name in names] for names in (HOP_AXES, expert_axes(layout)))
         contexts = {False: self._context, True: self._context.over(*experts)}
@@ -599,8 +601,11 @@ class StepSimulator:
         return self._zero.stage_over(unit.axis.size)
 
     def _touch(self, touched_bytes: int) -> None:
-        """Simulate a pass over memory on the running clock. On a CPU it also delays the compute."""
-        seconds = self._costs.memory(touched_bytes)
+        """Simulate a pass over memory on the running clock."""
+        self._spend(self._costs.memory(touched_bytes))
+
+    def _spend(self, seconds: float) -> None:
+        """Simulate a kernel on the running clock. On a CPU it also delays the compute."""
         self._simulation.spend(seconds, taken=seconds if self._on_cpu else 0.0)
 
 

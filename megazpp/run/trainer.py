@@ -132,20 +132,8 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
     worker.watchdog.watch(dims)
     seed_everything(config.launch.seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
     if config.cluster.measure_links:
-        links, lines = measure_links(dims, worker.device)
-        assert config.model.hidden_size is not None
-        samples = config.batches.micro_batch_size or (config.batches.global_batch_size or 1) // layout.data or 1
-        measured = measure_device(
-            dims,
-            worker.device,
-            config.precision.param_dtype,
-            tokens=samples * (config.data.seq_length or 1),
-            hidden=config.model.hidden_size,
-            name=device_name(worker.device),
-        )
-        cluster = dataclasses.replace(cluster, links=links, device=cluster.device or measured)
-        speed = f"{measured.teraflops:g} TFLOP/s, {measured.gigabytes_per_second:g} GB/s"
-        console.log("\n".join([*lines, f"measured the slowest rank's device: {speed} ({measured.source})"]))
+        cluster, lines = measure_cluster(config, cluster, dims, worker.device)
+        console.log("\n".join(lines))
 
     # ---- the checkpoint, the format of weights between nodes, and the plan
     checkpoint, save = own_checkpoints(config.checkpoint, config.tracking, restarted=worker.restarts > 0), None
@@ -204,10 +192,41 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
         )
 
 
+def measure_cluster(
+    config: RunConfig, cluster: Cluster, dims: ParallelDims, device: torch.device
+) -> tuple[Cluster, list[str]]:
+    """Measure the links and, unless a cluster file describes it, the device; all ranks call this.
+
+    Returns:
+        `cluster` with the measured figures, and lines for the log.
+    """
+    links, lines = measure_links(dims, device)
+    assert config.model.hidden_size is not None
+    samples = config.batches.micro_batch_size or (config.batches.global_batch_size or 1) // dims.layout.data or 1
+    measured = measure_device(
+        dims,
+        device,
+        config.precision.param_dtype,
+        tokens=samples * (config.data.seq_length or 1),
+        hidden=config.model.hidden_size,
+        lr=config.schedule.lr or 0.0,
+        name=device_name(device),
+    )
+    speed = f"{measured.teraflops:g} TFLOP/s, {measured.gigabytes_per_second:g} GB/s"
+    if measured.is_cpu:
+        rates = measured.encode_gigabytes_per_second, measured.decode_gigabytes_per_second
+        speed += ", deltas encoded at {:g} GB/s and decoded at {:g} GB/s of weights".format(*rates)
+    lines.append(f"measured the slowest rank's device: {speed} ({measured.source})")
+    return dataclasses.replace(cluster, links=links, device=cluster.device or measured), lines
+
+
 def choose_weight_delta(
     config: RunConfig, cluster: Cluster, dims: ParallelDims, device: torch.device
 ) -> WeightDelta | None:
     """Return the weight format that rank 0 chooses for --zero-weight-delta auto; None if there is nothing to choose.
+
+    If there is neither a cluster file nor a measurement of --measure-links, links and device are measured first. The
+    plan of the run does not use these figures.
 
     Args:
         config: configuration of the run.
@@ -221,6 +240,8 @@ def choose_weight_delta(
     lossless = default_weight_delta(config.precision.param_dtype).lossless
     if not (config.zero.chooses_weight_delta and lossless) or dims.layout.cross == 1:
         return None
+    if config.cluster.cluster_file is None and not config.cluster.measure_links:
+        cluster, _ = measure_cluster(config, cluster, dims, device)
 
     def estimate() -> WeightDelta | None:
         """Return the choice of the first feature that can estimate it."""
@@ -440,6 +461,7 @@ class Trainer:
 
         # ---- kernels, actions after steps, observers of steps
         if context.device.type == "cuda":  # the CPU kernels are already compiled
+            context.log("loading the communication kernels; Triton compiles them once per machine, which takes seconds")
             self.parts.built.sharding.compile_kernels(context.device)
         after, observers = list[AfterStep](), [*self.parts.observers]
         scheduled = not any(attached.schedules_actions for attached in self.attached)

@@ -198,7 +198,11 @@ class Host(NamedTuple):
 
 
 class Device(NamedTuple):
-    """A GPU with the figures of its data sheet. Each file in configs/clusters names its source."""
+    """A GPU with the figures of its data sheet, or a CPU rank with measured figures.
+
+    Each file in configs/clusters names its source. The last two figures are those of a CPU rank only: a GPU encodes and
+    decodes lossless deltas at the rate of its memory.
+    """
 
     name: str
     teraflops: float  # dense 16-bit peak
@@ -207,3 +211,10 @@ class Device(NamedTuple):
     source: str = ""
     calibration: str | None = None  # calibration for --plan, one of CALIBRATION_NAMES: achievable shares of the peaks
     price_per_hour: float | None = None  # price of one GPU, in any currency
+    encode_gigabytes_per_second: float | None = None  # 16-bit weights that lossless deltas encode, in 1e9 bytes
+    decode_gigabytes_per_second: float | None = None  # 16-bit weights to which lossless deltas are applied
+
+    @property
+    def is_cpu(self) -> bool:
+        """True for a CPU rank, which communicates inside its node with the cores on which it computes."""
+        return self.encode_gigabytes_per_second is not None

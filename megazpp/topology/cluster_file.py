@@ -26,6 +26,8 @@ device:                   # optional: the device of each rank; --plan needs it
                           #   (v100, a100, h100, h100_500w, h800); measured: --measure-links wrote these figures;
                           #   without a calibration --plan warns
   price_per_hour: 2.5     # optional: price of one device in any currency, from which --plan computes costs
+                          # --measure-links adds encode_gigabytes_per_second and decode_gigabytes_per_second for CPU
+                          #   ranks: 16-bit weights that lossless deltas encode, and to which they are applied
   source: NVIDIA H100 Tensor Core GPU data sheet
 host:                     # optional: memory of each node, for --optimizer-cpu-offload
   gigabytes: 500          # memory that is available to the job
@@ -52,6 +54,7 @@ from megazpp.topology.cluster import CALIBRATION_NAMES, LINK_KINDS, Cluster, Dev
 
 KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device", "host")
 DEVICE_FIGURES = ("teraflops", "gigabytes", "gigabytes_per_second")
+OPTIONAL_FIGURES = ("price_per_hour", "encode_gigabytes_per_second", "decode_gigabytes_per_second")
 LINK_KEYS = ("gigabytes_per_second", "gigabits_per_second", "microseconds", "source")
 
 
@@ -73,8 +76,8 @@ class ClusterConfig:
     )
     measure_links: bool = flag(
         False,
-        "measure bandwidth and latency of each axis at start-up with all-gathers, which takes a few seconds on slow "
-        "links, and the device's speed; the run folder's cluster.yaml stores the result for --cluster-file",
+        "measure bandwidth and latency of each axis at start-up with all-gathers, and the device's speed; the run "
+        "folder's cluster.yaml stores the result for --cluster-file",
     )
 
     def __post_init__(self) -> None:
@@ -269,9 +272,11 @@ def _link(where: str, value: Any, source: str) -> Link:
 def _device(value: Any, source: str) -> Device:
     """Convert the mapping under the key device."""
     needed = ("name", *DEVICE_FIGURES)
-    given = _mapping("device", value, (*needed, "calibration", "price_per_hour", "source"), needed=needed)
-    keys = (*DEVICE_FIGURES, "price_per_hour")
+    given = _mapping("device", value, (*needed, *OPTIONAL_FIGURES, "calibration", "source"), needed=needed)
+    keys = (*DEVICE_FIGURES, *OPTIONAL_FIGURES)
     figures = {key: _number(f"device.{key}", given[key]) for key in keys if key in given}
+    if len(figures.keys() & set(OPTIONAL_FIGURES[1:])) == 1:
+        raise ValueError(f"device: {' and '.join(OPTIONAL_FIGURES[1:])} are only given together")
     calibration = given.get("calibration")
     if calibration is not None and str(calibration) not in CALIBRATION_NAMES:
         raise ValueError(f"device.calibration {shown(calibration)} is not one of {', '.join(CALIBRATION_NAMES)}")

@@ -19,7 +19,8 @@ def test_fit_recovers_latency_and_bandwidth():
     for num_ranks in (2, 3, 8):
         small, large = ((size, (num_ranks - 1) * (20e-6 + size / 3e9)) for size in (4096, 1 << 20))
         assert fit_link(num_ranks, small, large) == Link(pytest.approx(3.0), pytest.approx(20.0))
-    assert fit_link(3, (4096, 2e-3), (1 << 20, 1e-3)) is None, "the large message was not slower"
+    noisy = fit_link(3, (0, 2e-3), (1 << 20, 1e-3))  # the large message was not slower
+    assert noisy == Link(pytest.approx(2 * (1 << 20) / 0.5e-3 / 1e9), pytest.approx(1000.0))
     assert fit_link(3, (4096, 1e-9), (1 << 20, 1e-3)).microseconds == 0.0, "not negative"
 
 
@@ -61,7 +62,7 @@ def test_all_gather_time_is_the_slowest_ranks_median_after_a_warm_up():
 
 
 def check_figures() -> None:
-    def times(axis, world, bytes_per_rank, device):
+    def times(axis, world, bytes_per_rank, device, repeats=0):
         bandwidth = {"tp": 4e9, "cp": 1.5e9, "local": 2e9, "cross": 0.5e9}[axis.name]
         return (axis.size - 1) * (1e-4 + bytes_per_rank / bandwidth)
 
@@ -87,24 +88,48 @@ def test_measurement_replaces_only_the_axis_slowest_kind_of_link():
     ranks(4).run(check_figures)
 
 
-def measure_slow_copies() -> tuple[Device, dict]:
+def measure_slow_copies(dtype: torch.dtype) -> tuple[Device, dict]:
     """Measure the device on a fake clock, on which a timed call lasts 0.5 s on rank 0 and 2 s on rank 3."""
     dims, now = make_dims(NODES), [0.0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             links_module.time, "perf_counter", lambda: now.append(now[-1] + 0.5 * (1 + dims.world.rank)) or now[-1]
         )
-        device = measure_device(dims, CPU, torch.float32, tokens=128, hidden=64, name="CPU")
+        device = measure_device(dims, CPU, dtype, tokens=128, hidden=64, lr=1e-4, name="CPU")
     return device, dims.counter.table()
 
 
 @pytest.mark.slow
 def test_device_has_the_speed_of_the_slowest_rank_and_is_equal_on_all_ranks():
-    found = ranks(4).run(measure_slow_copies)
+    found = ranks(4).run(measure_slow_copies, torch.float32)
     assert found == [found[0]] * 4
     device, table = found[0]
     assert table == {}
-    assert device.teraflops == pytest.approx(2e9 / 2.0 / 1e12, rel=0.02)  # 2e9 operations in 2 s on rank 3
-    assert device.gigabytes_per_second == pytest.approx(2 * (64 << 20) / 2.0 / 1e9, rel=0.02)
+    assert device.teraflops == pytest.approx(5e8 / 2.0 / 1e12, rel=0.02)  # 5e8 operations in 2 s on rank 3
+    assert device.gigabytes_per_second == pytest.approx(2 * (32 << 20) / 2.0 / 1e9, rel=0.02)
     assert device.calibration == "measured"
     assert device.source == "measured: [128, 64] x [64, 256] products in float32, copies"
+    assert not device.is_cpu  # fp32 weights have no deltas
+    (device, _), *_ = ranks(4).run(measure_slow_copies, torch.bfloat16)
+    assert device.is_cpu
+    rate = pytest.approx(2 * (1 << 20) / 2.0 / 1e9, rel=0.02)
+    assert (device.encode_gigabytes_per_second, device.decode_gigabytes_per_second) == (rate, rate)
+
+
+def large_sizes(gigabytes_per_second: float) -> list[int]:
+    """Return the sizes of all-gathers between two nodes on a fake clock with a link of this bandwidth."""
+    sizes = list[int]()
+
+    def times(axis, world, bytes_per_rank, device, repeats=0):
+        sizes.append(bytes_per_rank)
+        return 1e-4 + bytes_per_rank / gigabytes_per_second / 1e9
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links_module, "_time_all_gather", times)
+        measure_links(make_dims(Cluster(num_nodes=2, ranks_per_node=1)), CPU)
+    return sizes
+
+
+def test_slow_links_are_measured_with_small_messages():
+    for rate, large in ((1e-4, 128 << 10), (0.1, 3.7e6), (10.0, 8 << 20)):
+        assert ranks(2).run(large_sizes, rate) == [[128 << 10, 256, pytest.approx(large, rel=0.02)]] * 2

@@ -94,6 +94,16 @@ def test_device_of_unknown_speed_has_no_host_time():
     assert ClusterCosts(layout(device=unknown), Efficiency()).launch == 0.0
 
 
+def test_cpu_rank_encodes_at_its_own_rate_and_computes_beside_nothing_but_the_network():
+    gpu = ClusterCosts(layout(), Efficiency())
+    assert gpu.encode(10**9, 10**8) == pytest.approx(4.1e-3)  # two passes over old and new weights
+    assert gpu.decode(10**9, 10**8) == pytest.approx(2.1e-3)
+    rates = {"encode_gigabytes_per_second": 0.5, "decode_gigabytes_per_second": 2.0}
+    cpu = ClusterCosts(layout(device=DEVICE._replace(**rates)), Efficiency())
+    assert (cpu.encode(10**9, 10**8), cpu.decode(10**9, 10**8)) == (2.0, 0.5)
+    assert (cpu.beside("local"), cpu.beside("cross"), gpu.beside("local")) == (1.0, 0.0, 0.0)
+
+
 def test_free_axis_costs_nothing():
     costs = ClusterCosts(layout(), Efficiency(), free=("cross",))
     assert costs.collective("local", "all_gather", 10**8) > 0

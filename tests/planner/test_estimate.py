@@ -107,6 +107,10 @@ def test_auto_weight_delta_follows_dtype_memory_and_step_time():
     lossless, int8, fp32 = "lossless deltas, because ", "int8 blocks, because ", "@configs/gpt_tiny.args"
     fast = Links(domain=Link(0.01), network=Link(100000.0, microseconds=0.1))
     small = DEVICE._replace(gigabytes=0.001)
+    alike = Links(domain=Link(10.0), network=Link(0.1))
+    slow, quick = (
+        DEVICE._replace(encode_gigabytes_per_second=rate, decode_gigabytes_per_second=rate) for rate in (0.01, 10.0)
+    )
     bf16, unknown = "@configs/gpt_tiny.args --bf16", "the speed of the links is unknown"
     steps, communication = "a step is estimated to take ", "the communication of a step is estimated to take "
     for flags, cluster, gigabytes, said in [
@@ -121,6 +125,8 @@ def test_auto_weight_delta_follows_dtype_memory_and_step_time():
         (f"{bf16} --zeropp", pair(LINKS, None), None, lossless + communication),
         (f"{bf16} --zeropp", pair(fast, DEVICE), None, int8 + steps),
         (f"{bf16} --zeropp", pair(fast, None), None, int8 + communication),
+        (f"{bf16} --zeropp", pair(alike, slow), None, int8 + steps),  # the encoder is slower than the link
+        (f"{bf16} --zeropp", pair(alike, quick), None, lossless + steps),
         (f"{fp32} --zeropp", pair(LINKS, DEVICE), None, int8 + "with float32 compute nearly all weights change"),
         (bf16, pair(LINKS, DEVICE), None, None),
         (f"{bf16} --zeropp", Cluster(num_nodes=1, ranks_per_node=4), None, None),

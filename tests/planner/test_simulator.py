@@ -59,7 +59,8 @@ def test_ledger_keeps_its_peak_by_kind():
 class TwoSeconds(Costs):
     """Costs of 2 seconds for every collective; a quarter of them delays the compute."""
 
-    beside = 0.25
+    def beside(self, axis: str) -> float:
+        return 0.25
 
     def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
         return 2.0
