@@ -31,12 +31,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -53,10 +52,10 @@ from megazpp.base.program import (
     JobError,
     UserError,
     handling,
-    leave,
     say,
 )
 from megazpp.parallel.config import LaunchConfig
+from megazpp.parallel.forks import Fork, can_fork
 from megazpp.parallel.hosts import LOOPBACK_NAMES, Hosts
 
 POLL_SECONDS = 0.05
@@ -346,15 +345,6 @@ def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals
     return 0, "", False
 
 
-def _num_threads() -> int:
-    """Return the number of this process's threads, 0 if the system does not tell."""
-    tasks = Path("/proc/self/task")
-    return len(os.listdir(tasks)) if tasks.is_dir() else 0
-
-
-IDLE_THREADS = _num_threads()  # after the import of torch, which imports numpy
-
-
 def _divide_cores(nproc: int) -> None:
     """Let each of `nproc` workers on this machine use an equal part of its cores, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
@@ -448,10 +438,7 @@ class Workers:
 
 
 class ForkedWorkers(Workers):
-    """Workers that are forks of this process, which has already imported everything that they need.
-
-    A worker runs the program's main function from its beginning, like a worker that is started anew. Importing takes
-    3.4 CPU-seconds of each process that is started anew.
+    """Workers that are forks of this process, see `Fork`.
 
     Args:
         main: main function of the program, which returns its exit status.
@@ -459,73 +446,14 @@ class ForkedWorkers(Workers):
     """
 
     def __init__(self, main: Callable[[], int], ranks_per_node: int) -> None:
-        super().__init__([sys.executable, *sys.argv], ranks_per_node)
+        super().__init__((), ranks_per_node)
         self._main = main
 
     def start_rank(self, rank: int, node: int, env: Mapping[str, str]) -> Process:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # or each worker would print the same text again
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # this process's handlers are not the worker's
-        try:
-            if (pid := os.fork()) == 0:
-                self._be_worker(env, before | {signal.SIGINT})
-            return Fork(pid)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def _be_worker(self, env: Mapping[str, str], blocked: Iterable[int]) -> NoReturn:
-        """Make this forked process like one that `Workers` starts, run the program, and exit."""
-        code = EXIT_ERROR
-        try:
-            os.setsid()
-            for signum in STOP_SIGNALS:
-                signal.signal(signum, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            os.environ.update(env)
-            code = self._main()
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            leave(code)
-
-
-class Fork:
-    """Forked process, with the part of `subprocess.Popen` that `Workers` uses."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._code: int | None = None
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the process runs."""
-        return self._code if self._code is not None else self._reap(os.WNOHANG)
-
-    def wait(self) -> int | None:
-        """Wait for the end of the process, and return its exit code."""
-        return self._code if self._code is not None else self._reap(0)
-
-    def send_signal(self, signum: int) -> None:
-        """Send a signal, unless the process has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, signum)
-
-    def _reap(self, options: int) -> int | None:
-        pid, status = os.waitpid(self.pid, options)
-        self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
+        return Fork(self._main, env, handled=STOP_SIGNALS)
 
 
 Process = Fork | subprocess.Popen[bytes]
-
-
-def can_fork() -> bool:
-    """Return True if forks of this process can be workers.
-
-    CUDA cannot be used after a fork. Neither can the threads of OpenMP or of a tokenizer, so no thread may have started
-    since the imports; numpy's own threads survive a fork.
-    """
-    return not torch.cuda.is_available() and 0 < _num_threads() == IDLE_THREADS
 
 
 @contextlib.contextmanager

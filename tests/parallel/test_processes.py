@@ -104,10 +104,13 @@ made_once, launcher = secrets.token_hex(), os.getpid()
 def main():
     if "RANK" not in os.environ:
         print("printed once, by the launcher")
-        code = launch.launch_workers(main, 2)
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        ends = threading.Event()
+        other = threading.Thread(target=ends.wait)
+        other.start()
         print("forks beside threads:", launch.can_fork())
-        return code
+        ends.set()
+        other.join()
+        return launch.launch_workers(main, 2)
     handlers = [signal.getsignal(number) == signal.SIG_DFL for number in launch.STOP_SIGNALS[1:]]
     handlers.append(signal.getsignal(signal.SIGINT) == signal.default_int_handler)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
