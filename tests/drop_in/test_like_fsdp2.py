@@ -3,7 +3,7 @@
 The loops change the trained parameters, accumulate and discard gradients, or use unusual models.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -577,13 +577,28 @@ FIRST = (
 )
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in FIRST])
+ON_FOUR_RANKS = (
+    "one_rank_discards",
+    "used_in_some_micro_batches",
+    "gradients_wait_beside_complete_ones",
+    "shards_kept_gathered_after_backward",
+    "odd_parameters",
+    "under_other_defaults",
+)
+
+
+def cases(first: Sequence[str], first_tier: Any, other_tier: Any) -> list[Any]:
+    """Return all scenarios, those in `first` with other marks."""
+    tiers = {name: first_tier if name in first else other_tier for name in SCENARIOS}
+    return [pytest.param(name, marks=[*marks_of(name), *tier]) for name, tier in tiers.items()]
+
+
+@pytest.mark.parametrize("name", cases(FIRST, [], [pytest.mark.slow]))
 def test_training_loop_on_two_ranks_matches_plain_fsdp2(name):
     compare_with_plain(name, 2, ("exact",))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in SCENARIOS])
+@pytest.mark.parametrize("name", cases(ON_FOUR_RANKS, [pytest.mark.slow], [pytest.mark.nightly]))
 def test_training_loop_matches_plain_fsdp2(name):
     compare_with_plain(name, 4, ("exact", "exact, no overlap"))
 

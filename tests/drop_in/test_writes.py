@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.ranks import ranks
-from helpers.tiers import slow
+from helpers.tiers import nightly, slow
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -191,10 +191,9 @@ def assert_same(losses: list[float], expected: list[float]) -> None:
     assert losses == pytest.approx(expected, rel=rel, abs=0.0)
 
 
-@pytest.mark.parametrize("world_size", [2, slow(4)])
 @pytest.mark.parametrize("name", ["foreach_copy", "data_assigned", "one_sign", "on_one_rank", "read_in_place"])
-def test_write_reaches_the_next_forward(name, world_size, tmp_path):
-    ranks(world_size).run(same_as_fsdp2, name, str(tmp_path), {}, (EXACT,))
+def test_write_reaches_the_next_forward(name, tmp_path):
+    ranks(2).run(same_as_fsdp2, name, str(tmp_path), {}, (EXACT,))
 
 
 @pytest.mark.slow
@@ -216,7 +215,7 @@ PARTS: dict[str, dict[str, Any]] = {
         ("merged", "a block", 2),
         ("on_one_rank", "parts of blocks", 2),
         slow("read_in_place", "bf16", 2),
-        *(slow(name, part, 4) for name in ("merged", "on_one_rank", "read_in_place") for part in PARTS),
+        *(nightly(name, part, 4) for name in ("merged", "on_one_rank", "read_in_place") for part in PARTS),
     ],
 )
 def test_write_reaches_the_next_forward_of_a_partly_frozen_model(name, part, world_size, tmp_path):
@@ -327,7 +326,8 @@ def act_alone(config: dict[str, Any] | None, name: str, acting: int) -> list[flo
     ("name", "acting", "world_size"),
     [
         *((name, number % 2, 2) for number, name in enumerate(ALONE)),
-        *(slow(name, acting, 4) for name in ALONE for acting in (0, 3)),
+        *(slow(name, 3, 4) for name in ALONE),
+        *(nightly(name, 0, 4) for name in ALONE),
     ],
 )
 def test_action_on_one_rank_reaches_all_ranks(name, acting, world_size):

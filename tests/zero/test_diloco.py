@@ -160,7 +160,9 @@ SIMULATED = {
 }
 
 
-@pytest.mark.parametrize("given", chosen(SIMULATED, "fragments, delay, tp 2"))
+@pytest.mark.parametrize(
+    "given", chosen(SIMULATED, "fragments, delay, tp 2", slow=("momentum, documents", "replica groups of two nodes"))
+)
 def test_local_steps_match_the_simulator(given):
     world, case = given
     case = dataclasses.replace(case, steps=7, learning_rate=3e-3)

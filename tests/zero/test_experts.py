@@ -228,13 +228,23 @@ GRID = {
 }
 
 
-@pytest.mark.parametrize("case", chosen(GRID, "2 nodes, ep 2, tp 1, two hops"))
+SLOW = (
+    "2 nodes, ep 1, tp 2, sequence, two hops",
+    "2 nodes, ep 2, tp 1, ZeRO-3",
+    "2 nodes, ep 2, tp 2, two hops",
+    "2 nodes, ep 2, tp 2, sequence, two hops",
+    "1 nodes, ep 4, tp 2, sequence, ZeRO-3",
+    "1 nodes, ep 2, tp 4, sequence, ZeRO-3",
+)
+
+
+@pytest.mark.parametrize("case", chosen(GRID, "2 nodes, ep 2, tp 1, two hops", slow=SLOW))
 def test_layouts_with_experts_train_as_one_process(case):
     """Check losses, norms, gradients of the first step, and weights after three AdamW steps."""
     ranks(4).run(compare, {}, *case)
 
 
-@pytest.mark.parametrize("changes", chosen(ROUTERS))
+@pytest.mark.parametrize("changes", chosen(ROUTERS, slow=("softmax", "sigmoid", "expert bias", "shared")))
 def test_routers_train_as_one_process(changes):
     ranks(4).run(compare, changes, 2, TWO_HOPS, {"expert_model_parallel_size": 2})
 
@@ -262,7 +272,10 @@ MORE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", chosen(MORE))
+MORE_SLOW = ("context parallel, expert bias", "recomputation, tp, expert bias", "expert bias, two copies", "stage 1")
+
+
+@pytest.mark.parametrize("case", chosen(MORE, slow=MORE_SLOW))
 def test_experts_train_as_one_process_with_other_features(case):
     changes, zero, parallel = case
     ranks(4).run(compare, changes, 2, zero, {"expert_model_parallel_size": 2} | parallel)

@@ -73,7 +73,10 @@ SETTINGS: dict[str, tuple[int, Case]] = {
 }
 
 
-@pytest.mark.parametrize("setting", chosen(SETTINGS, "lossless"))
+@pytest.mark.parametrize(
+    "setting",
+    chosen(SETTINGS, "lossless", slow=("qgZ", "classic", "tp", "copies", "lossless, no overlap", "replica groups")),
+)
 def test_streams_have_no_races_and_no_early_memory_reuse(setting):
     world, case = setting
     if case.diloco.diloco_steps is None:

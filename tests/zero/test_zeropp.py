@@ -45,7 +45,10 @@ EXACT_CASES: dict[str, dict[str, Any]] = {  # 1, 2, 3 and 5 nodes; 1, 2, 3 and 4
 }
 
 
-@pytest.mark.parametrize("case", chosen(EXACT_CASES, "2 x 2, tp 2"))
+SLOW = ("3 x 2", "2 x 4, tp 2", "sequence parallel", "documents, recompute", "bf16")
+
+
+@pytest.mark.parametrize("case", chosen(EXACT_CASES, "2 x 2, tp 2", slow=SLOW))
 def test_two_hops_without_quantization_match_plain_fsdp2(case):
     """Sums run in another order, at a learning rate at which AdamW does not amplify their rounding.
 
