@@ -20,7 +20,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
@@ -58,7 +58,7 @@ def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list
             if axis.size == 1:
                 continue
             trial, largest = TRIAL_TOTAL_BYTES // axis.size, LARGE_TOTAL_BYTES[device.type] // axis.size
-            wanted = int(trial * LARGE_SECONDS / _time_all_gather(axis, dims.world, trial, device, repeats=1))
+            wanted = int(trial * LARGE_SECONDS / _time_all_gather(axis, dims.world, trial, device))
             sizes = SMALL_BYTES, max(trial, min(wanted, largest))
             small, large = ((size, _time_all_gather(axis, dims.world, size, device)) for size in sizes)
             kind = max((layout.link(axis.name, rank) for rank in axis.ranks), key=LINK_KINDS.index)
@@ -96,13 +96,11 @@ def fit_link(num_ranks: int, small: tuple[int, float], large: tuple[int, float])
     return Link((num_ranks - 1) / slope / 1e9, latency * 1e6)
 
 
-def _time_all_gather(
-    axis: MeshAxis, world: MeshAxis, bytes_per_rank: int, device: torch.device, *, repeats: int = REPEATS
-) -> float:
-    """Return the seconds of one all-gather on the slowest rank; see `_time`."""
+def _time_all_gather(axis: MeshAxis, world: MeshAxis, bytes_per_rank: int, device: torch.device) -> float:
+    """Return the median seconds of an all-gather on the slowest rank."""
     mine = torch.zeros(bytes_per_rank, dtype=torch.uint8, device=device)
     out = torch.empty(bytes_per_rank * axis.size, dtype=torch.uint8, device=device)
-    return _time(lambda: axis.all_gather(mine, out=out), world, device, repeats=repeats)
+    return _time(lambda: axis.all_gather(mine, out=out), world, device, average=statistics.median)
 
 
 def measure_device(
@@ -158,14 +156,24 @@ def _measure_deltas(world: MeshAxis, device: torch.device, dtype: torch.dtype, l
     return {name: float(f"{old.nbytes / seconds / 1e9:.3g}") for name, seconds in figures.items()}
 
 
-def _time(work: Callable[[], object], world: MeshAxis, device: torch.device, *, repeats: int = REPEATS) -> float:
-    """Return the seconds of `work` on the slowest rank: the median of each rank, without the first, which warms up."""
+def _time(
+    work: Callable[[], object],
+    world: MeshAxis,
+    device: torch.device,
+    *,
+    average: Callable[[Sequence[float]], float] = statistics.fmean,
+) -> float:
+    """Return the seconds of `work` on the slowest rank, as each rank's average without the first call, which warms up.
+
+    The average is the mean for work that each rank does alone: ranks that share a core run in turns, so most calls
+    either have the whole core or wait. Collectives keep the ranks together, so their median leaves out disturbances.
+    """
     moments = [time.perf_counter()]
-    for _ in range(1 + repeats):
+    for _ in range(1 + REPEATS):
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         moments.append(time.perf_counter())
     seconds = [end - start for start, end in itertools.pairwise(moments)]
-    median = torch.tensor(statistics.median(seconds[1:]), dtype=torch.float64, device=device)
-    return world.max_(median).item()
+    own = torch.tensor(average(seconds[1:]), dtype=torch.float64, device=device)
+    return world.max_(own).item()

@@ -232,7 +232,8 @@ class Costs:
 class ClusterCosts(Costs):
     """Cost model of a cluster whose file describes the device, and the links that are used.
 
-    Tiles at the edge of a product's result cost as much as full ones, and so does an incomplete last wave of tiles.
+    Tiles at the edge of a product's result cost as much as full ones, and so does an incomplete last wave of tiles. A
+    CPU has no tiles.
 
     Args:
         layout: sizes and links of the parallel axes.
@@ -275,10 +276,11 @@ class ClusterCosts(Costs):
         seconds = self.memory(operation.bytes)
         if operation.kind == "memory":
             return seconds
-        tiles = math.ceil(operation.m / TILE) * math.ceil(operation.n / TILE) * operation.batch
+        tile = 1 if self._device.is_cpu else TILE
+        tiles = math.ceil(operation.m / tile) * math.ceil(operation.n / tile) * operation.batch
         if math.isfinite(self._multiprocessors):
             tiles = math.ceil(tiles / self._multiprocessors) * self._multiprocessors
-        flops = 2.0 * tiles * TILE * TILE * operation.k
+        flops = 2.0 * tiles * tile * tile * operation.k
         return max(flops / self._flops_per_second, seconds)
 
     def memory(self, touched_bytes: int) -> float:

@@ -62,7 +62,7 @@ def test_all_gather_time_is_the_slowest_ranks_median_after_a_warm_up():
 
 
 def check_figures() -> None:
-    def times(axis, world, bytes_per_rank, device, repeats=0):
+    def times(axis, world, bytes_per_rank, device):
         bandwidth = {"tp": 4e9, "cp": 1.5e9, "local": 2e9, "cross": 0.5e9}[axis.name]
         return (axis.size - 1) * (1e-4 + bytes_per_rank / bandwidth)
 
@@ -120,7 +120,7 @@ def large_sizes(gigabytes_per_second: float) -> list[int]:
     """Return the sizes of all-gathers between two nodes on a fake clock with a link of this bandwidth."""
     sizes = list[int]()
 
-    def times(axis, world, bytes_per_rank, device, repeats=0):
+    def times(axis, world, bytes_per_rank, device):
         sizes.append(bytes_per_rank)
         return 1e-4 + bytes_per_rank / gigabytes_per_second / 1e9
 

@@ -102,6 +102,8 @@ def test_cpu_rank_encodes_at_its_own_rate_and_computes_beside_nothing_but_the_ne
     cpu = ClusterCosts(layout(device=DEVICE._replace(**rates)), Efficiency())
     assert (cpu.encode(10**9, 10**8), cpu.decode(10**9, 10**8)) == (2.0, 0.5)
     assert (cpu.beside("local"), cpu.beside("cross"), gpu.beside("local")) == (1.0, 0.0, 0.0)
+    product = Operation("matrix", 0, m=16, n=1024, k=4096, batch=1.0)
+    assert cpu.operation(product) == pytest.approx(gpu.operation(product) / 8)  # a GPU computes a full tile of rows
 
 
 def test_free_axis_costs_nothing():
