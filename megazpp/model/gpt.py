@@ -376,7 +376,7 @@ class MixtureLayer(TransformerLayer):
 
     In training with router losses, forward returns (x, this rank's part of each sequence's router losses [B]). They are
     an output because FSDP2 registers its backward hooks on the outputs of a layer. --compile compiles only the
-    attention.
+    attention and the norms.
     """
 
     mlp: MoE
@@ -389,19 +389,20 @@ class MixtureLayer(TransformerLayer):
 
     @functools.cached_property
     def places(self) -> list[tuple[dict[str, Any], str]] | None:
-        """The DTensor parameters of attention; the experts are another sharding unit, gathered later."""
+        """The DTensor parameters of attention and norms; the experts are another sharding unit, gathered later."""
         if not (self.settings.compiled and self.settings.tp.size > 1):
             return None
-        return [*places_of(self.attention_norm), *places_of(self.attention)]
+        return [*places_of(self.attention_norm), *places_of(self.attention), *places_of(self.mlp_norm)]
 
     def _kept(self) -> tuple[Any, ...]:
         return (Kept(),)
 
     def _attend(
         self, x: torch.Tensor, inputs: AttentionInputs, mask: torch.Tensor | None, cache: LayerCache | None
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         attended = self.attention(x, inputs, cache, norm=self.attention_norm)
-        return x + self._added(attended, self.attention_norm, mask)
+        x = x + self._added(attended, self.attention_norm, mask)
+        return x, self.mlp_norm(x)
 
     def _run(
         self,
@@ -411,8 +412,8 @@ class MixtureLayer(TransformerLayer):
         cache: LayerCache | None = None,
         kept: Kept | None = None,
     ) -> Any:
-        x = self.attend(x, inputs, masks[0], cache)
-        y, router_loss = self.mlp(x, norm=self.mlp_norm, kept=kept, counted=inputs.counted)
+        x, normed = self.attend(x, inputs, masks[0], cache)
+        y, router_loss = self.mlp(normed, kept=kept, counted=inputs.counted)
         x = x + self._added(y, self.mlp_norm, mask=masks[1])
         return x if router_loss is None else (x, router_loss)
 

@@ -8,7 +8,7 @@ a rank receives, where a row is a token's vector for one of its experts.
 
     x [N, H] --router--> choice [N, K] and weight [N, K]
     rows by expert [N K, H] --all-to-all over ep--> rows by source [R, H] --sort--> rows by expert [R, H]
-    --gated MLP of each expert--> [R, H] --the same way back--> [N, K, H] --weighted sum over K--> [N, H]
+    --gated MLP of each expert--> [R, H] --the same way back--> [N K, H] --weighted sum over K--> [N, H]
 
 No token is dropped, because experts have no capacity limit. Tensor parallelism does not split experts. Instead, each tp
 rank dispatches a part of the tokens.
@@ -30,8 +30,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megazpp.kernels import expert_rows
+from megazpp.kernels.expert_rows import Sorted, sort_rows
 from megazpp.model.config import GPTConfig
-from megazpp.model.layer_parts import MLP, LayerSettings, Norm, compile_layer, mark_varying
+from megazpp.model.layer_parts import MLP, LayerSettings, compile_layer, mark_varying
 from megazpp.model.router import Kept, Router, Sizes
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.host import HostCopy
@@ -43,20 +45,18 @@ class Routes(NamedTuple):
     """Permutations and sizes that send each row to its expert and back.
 
     Attributes:
-        order: [N K] int64, indices of all choices sorted by expert. Choice i belongs to token i // K.
-        inverse: [N K] int64, inverse permutation of `order`.
+        rows: order of all choices by expert. Choice i belongs to token i // K.
         received: [P, E / P] int64, rows that each expert of this rank receives from each ep rank.
         sizes: function that returns the numbers of rows. It blocks until they have been copied to the host.
     """
 
-    order: torch.Tensor
-    inverse: torch.Tensor
+    rows: Sorted
     received: torch.Tensor
     sizes: Callable[[], Sizes]
 
 
 class Experts(nn.Module):
-    """The experts of this ep rank: x [N, H] -> [N K, H], where row n K + k is the output of token n's k-th expert.
+    """The experts of this ep rank: x [N, H] -> [N K, H], where row i is the output for choice `routes.rows.order[i]`.
 
     This module is a separate sharding unit (FSDP2's parameter group). Collectives on ep: two all-to-alls of rows in the
     forward pass, and two in the backward pass.
@@ -86,13 +86,14 @@ class Experts(nn.Module):
             self.specs[name] = ParameterSpec(split=0, std=std, expert=True, **matrices)
 
     def forward(self, x: torch.Tensor, routes: Routes) -> torch.Tensor:
-        """Send rows to their experts, apply the experts, and send the results back in the order of the tokens.
+        """Send rows to their experts, apply the experts, and send the results back in the order of `routes.rows`.
 
         The result is a new tensor and not a view, because FSDP2 attaches a backward hook to it.
         """
-        order, inverse, received = routes.order, routes.inverse, routes.received
+        sent, received = routes.rows, routes.received
         # ---- send rows to their experts and sort them by expert
-        rows = take_rows(x, order, inverse, copies=len(order) // max(len(x), 1))  # [N K, H], by expert
+        rows = take_rows(x, sent.order, sent.inverse, copies=len(sent.order) // max(len(x), 1))  # [N K, H], by expert
+        by_expert = sent
         if self.ep.size > 1:
             sizes = routes.sizes()
             rows = exchange_rows(rows, self.ep, sizes.send, sizes.receive)  # [R, H], by source, then by expert
@@ -101,20 +102,20 @@ class Experts(nn.Module):
                 experts = experts.repeat_interleave(received.flatten(), output_size=len(rows))
             else:
                 experts = experts.new_empty(len(rows))
-            by_expert = experts.argsort(stable=True)
-            by_source = _inverse(by_expert)
-            rows = take_rows(rows, by_expert, by_source)
+            by_expert = sort_rows(experts, self.num_experts)
+            rows = take_rows(rows, by_expert.order, by_expert.inverse)
         # ---- apply the experts
         gate, fc1, fc2 = (local(p) for p in (self.gate, self.fc1, self.fc2))
         if self.grouped and has_values(received):
             gate, fc1, fc2 = (weight.view(self.num_experts, self.inner, -1) for weight in (gate, fc1, fc2))
-            rows = _grouped_products(rows, gate, fc1, fc2, received.sum(dim=0), self.gated)
+            rows = _grouped_products(rows, gate, fc1, fc2, by_expert.ends, self.gated)
         else:
             rows = _looped_products(rows, gate, fc1, fc2, routes.sizes().rows, self.gated)
         # ---- send the results back
         if self.ep.size > 1:
-            rows = exchange_rows(take_rows(rows, by_source, by_expert), self.ep, sizes.receive, sizes.send)
-        return take_rows(rows, inverse, order)
+            rows = take_rows(rows, by_expert.inverse, by_expert.order)
+            rows = exchange_rows(rows, self.ep, sizes.receive, sizes.send)
+        return rows
 
 
 class MoE(nn.Module):
@@ -150,15 +151,13 @@ class MoE(nn.Module):
         self,
         x: torch.Tensor,
         *,
-        norm: Norm,
         kept: Kept | None = None,
         counted: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Apply the layer to `norm(x)`.
+        """Apply the layer.
 
         Args:
-            x: [S, B, H], or [S/T, B, H] with sequence parallelism.
-            norm: norm before the layer.
+            x: [S, B, H], or [S/T, B, H] with sequence parallelism, the output of a norm.
             kept: router decisions to repeat in a recomputation, or an empty `Kept` to store them in.
             counted: tokens that the router's losses include, as in `AttentionInputs`; None if all tokens count. Its
                 mask has the tokens of all tp ranks.
@@ -166,7 +165,6 @@ class MoE(nn.Module):
         Returns:
             the output in the shape of `x`; this rank's part of each sequence's router losses [B] fp32, or None.
         """
-        x = norm(x)
         tp, splits = self.tp, self.tp.size > 1 and not self.sequence_parallel
 
         # ---- select the tokens that this tp rank dispatches; without sequence parallelism every tp rank has all tokens
@@ -183,8 +181,8 @@ class MoE(nn.Module):
         routes = plan_routes(
             routing.choice, self.ep, self.experts.num_experts, kept or Kept(), planned_load=self.planned_load
         )
-        rows = self.experts(mine.flatten(0, 1), routes).view(*routing.weight.shape, x.shape[-1])  # [N, K, H]
-        y = weighted_sum(routing.weight, rows).view_as(mine)
+        rows = self.experts(mine.flatten(0, 1), routes)  # [N K, H], by expert
+        y = weighted_sum(routing.weight, rows, routes.rows).view_as(mine)
 
         # ---- sum over tp, where each rank has zeros for the tokens of other ranks
         if splits:
@@ -230,13 +228,11 @@ def plan_routes(
         kept: numbers of rows to reuse in a recomputation. In the forward pass they are stored there.
         planned_load: load of this rank's experts, relative to the mean over experts, if tensors have no values.
     """
-    flat = choice.flatten()
-    order = flat.argsort(stable=True)
-    counts = torch.zeros(ep.size * num_experts, dtype=torch.int64, device=flat.device)
-    counts = counts.scatter_add_(0, flat, torch.ones_like(flat)).view(ep.size, num_experts)
+    rows = sort_rows(choice.flatten(), ep.size * num_experts)
+    counts = rows.counts.view(ep.size, num_experts)
     received = ep.all_to_all(counts, of="counts")
     if kept.sizes is None and not has_values(counts):
-        kept.sizes = _planned_sizes(len(flat), ep.size, num_experts, planned_load)
+        kept.sizes = _planned_sizes(choice.numel(), ep.size, num_experts, planned_load)
 
     def copy() -> HostCopy:
         return HostCopy(torch.cat([counts.sum(dim=1), received.sum(dim=1), received.sum(dim=0)]))
@@ -250,7 +246,7 @@ def plan_routes(
             kept.sizes = Sizes(numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :])
         return kept.sizes
 
-    return Routes(order, _inverse(order), received, sizes)
+    return Routes(rows, received, sizes)
 
 
 def has_values(x: torch.Tensor) -> bool:
@@ -306,11 +302,10 @@ def _grouped_products(
     gate: torch.Tensor,
     fc1: torch.Tensor,
     fc2: torch.Tensor,
-    counts: torch.Tensor,
+    ends: torch.Tensor,
     gated: Gating,
 ) -> torch.Tensor:
-    """Compute the result of `_looped_products` with torch's grouped matmul; `counts` [experts] are on the device."""
-    ends = counts.cumsum(dim=0).int()
+    """Compute the result of `_looped_products` with torch's grouped matmul; `ends` are the last rows + 1 of experts."""
     inside = gated(F.grouped_mm(rows, gate.mT, offs=ends), F.grouped_mm(rows, fc1.mT, offs=ends))
     return F.grouped_mm(inside, fc2, offs=ends)
 
@@ -337,37 +332,30 @@ def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 class _WeightedSum(torch.autograd.Function):
-    """The autograd function of `weighted_sum`.
-
-    Autograd's own backward of the batched product would multiply K x 1 by 1 x H matrices, for which CUDA has no fast
-    kernel: it took 1.3 ms on an H100 for 8,192 tokens, 2 experts per token and 2,048 channels.
-    """
+    """The autograd function of `weighted_sum`."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(weight, rows)
-        return torch.bmm(weight.to(rows.dtype).unsqueeze(1), rows).squeeze(1)
+    def forward(
+        ctx: Any, weight: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, order, inverse, weight)
+        return expert_rows.combine(rows, inverse, weight, weight.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weight, rows = ctx.saved_tensors
-        of_weight = torch.bmm(rows, grads[0].unsqueeze(2)).squeeze(2).to(weight.dtype)
-        return of_weight, weight.to(rows.dtype).unsqueeze(2) * grads[0].unsqueeze(1)
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        of_rows, of_weight = expert_rows.combine_backward(grads[0].contiguous(), *ctx.saved_tensors)
+        return of_weight, of_rows, None, None
 
 
-def weighted_sum(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def weighted_sum(weight: torch.Tensor, rows: torch.Tensor, by_expert: Sorted) -> torch.Tensor:
     """Sum the outputs of each token's experts, multiplied by the router's factors.
 
     Args:
         weight: [N, K] fp32 factors.
-        rows: [N, K, H] outputs of the experts.
+        rows: [N K, H] outputs of the experts, sorted by expert.
+        by_expert: the order of the rows.
 
     Returns:
         [N, H], in the dtype of `rows`.
     """
-    return _WeightedSum.apply(weight, rows)
-
-
-def _inverse(order: torch.Tensor) -> torch.Tensor:
-    """Return the inverse permutation of `order` [n]."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return _WeightedSum.apply(weight, rows, by_expert.order, by_expert.inverse)

@@ -10,12 +10,14 @@ DeepSeek-V3 (arXiv 2412.19437) for sigmoid scores, Wang et al. (arXiv 2408.15664
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megazpp.kernels.router import Routed, RouterSettings, find_router
 from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
@@ -71,6 +73,10 @@ class Router(nn.Module):
     Logits, scores and losses are fp32. In training with the balance loss, the forward pass all-reduces counts [B, E]
     over tp and over cp, because their ranks have parts of a sequence.
 
+    On CUDA the kernels of kernels/router compute the same in few launches. They do not support `counted`, nor a balance
+    loss whose sequences are split over ranks. There the gradient of the logits is rounded to the dtype of x before the
+    products with x and with the weight, as in all other layers.
+
     Attributes:
         expert_bias: [E] fp32, added to the scores for the choice only; the factors of the outputs come from the scores.
             `update_expert_bias_` changes it once per optimizer step. None without --moe-router-enable-expert-bias.
@@ -115,6 +121,8 @@ class Router(nn.Module):
                 of counted tokens.
             counted: [S, B] fp32, 1 for tokens that the losses include, 0 for others; None if all tokens count.
         """
+        if counted is None and (kernels := self._kernels(x)) is not None:
+            return self._fused(kernels, x, kept or Kept(), length)
         # ---- scores
         logits = F.linear(x.float(), local(self.weight).float())  # [S, B, E]
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(dim=-1)
@@ -134,6 +142,38 @@ class Router(nn.Module):
             self._count(choice, shares.detach(), counted)
         loss = self._loss(logits, shares, choice, length, counted) if self.training else None
         return Routing(choice.flatten(0, 1), self._weight(logits, scores, choice).flatten(0, 1), loss)
+
+    def _kernels(self, x: torch.Tensor) -> ModuleType | None:
+        """Return the module with the kernels for tokens `x`; None if plain operations compute the routing."""
+        splits = any(axis.size > 1 for axis in self.sequence_axes)
+        return None if splits and self.balance_coefficient > 0.0 else find_router(x, self.num_experts)
+
+    def _fused(self, kernels: ModuleType, x: torch.Tensor, kept: Kept, length: int | torch.Tensor) -> Routing:
+        """Compute what `forward` returns by kernels."""
+        assert isinstance(length, int)
+        totals: torch.Tensor | None = None
+        if self.training and kept.choice is None and torch.is_grad_enabled():
+            if self._totals is None:
+                self._totals = torch.zeros(2 * self.num_experts + 2, dtype=torch.float64, device=x.device)
+            totals = self._totals
+        settings = RouterSettings(
+            batch=x.shape[1],
+            top_k=self.top_k,
+            sigmoid=self.sigmoid,
+            pre_softmax=self.pre_softmax,
+            scaling=1.0 if self.scaling is None else self.scaling,
+            balance=self.balance_coefficient * self.num_experts / (self.top_k * length * length),
+            z=self.z_coefficient / length,
+        )
+        choice = None if kept.choice is None else kept.choice.flatten(0, 1)
+        found = _FusedRouter.apply(
+            x.flatten(0, 1), local(self.weight), self.expert_bias, choice, totals, settings, kernels
+        )
+        weight, loss, choice = found
+        if kept.choice is None:
+            kept.choice = choice.view(*x.shape[:2], -1)
+        has_loss = self.training and (self.balance_coefficient > 0.0 or self.z_coefficient > 0.0)
+        return Routing(choice, weight, loss if has_loss else None)
 
     def take_totals(self) -> torch.Tensor | None:
         """Return the sums over the training tokens of this rank since the last call, and reset them.
@@ -228,6 +268,43 @@ class Router(nn.Module):
         entropy = -torch.xlogy(shares, shares).sum(dtype=torch.float64)  # 0 for an uncounted token
         found = torch.cat([counts, sums, torch.stack([tokens, entropy])])
         self._totals = found if self._totals is None else self._totals + found
+
+
+class _FusedRouter(torch.autograd.Function):
+    """The router by kernels: tokens x [N, H] and weight [E, H] -> factors [N, K], losses [B] and choices [N, K]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        choice: torch.Tensor | None,
+        totals: torch.Tensor | None,
+        settings: RouterSettings,
+        kernels: ModuleType,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # exact products of 16-bit values, summed in fp32
+        mixed: dict[str, Any] = {"out_dtype": torch.float32} if x.is_cuda and x.dtype != torch.float32 else {}
+        logits = torch.mm(x, weight.to(x.dtype).t(), **mixed)
+        routed = kernels.route(logits, bias, choice, totals, settings)
+        ctx.save_for_backward(x, weight, logits, *routed)
+        ctx.settings, ctx.kernels = settings, kernels
+        ctx.mark_non_differentiable(routed.choice)
+        ctx.set_materialize_grads(False)  # zeros for the choices would take a launch
+        return routed.weight, routed.loss, routed.choice
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        x, weight, logits, *routed = ctx.saved_tensors
+        of_factors, of_loss = (
+            torch.zeros_like(output) if grad is None else grad
+            for output, grad in zip((routed[1], routed[3]), grads, strict=False)
+        )
+        found = ctx.kernels.route_backward(logits, Routed(*routed), of_factors, of_loss, ctx.settings, x.dtype)
+        of_x = torch.mm(found, weight.to(x.dtype)) if ctx.needs_input_grad[0] else None
+        of_weight = torch.mm(found.t(), x).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, *[None] * 5
 
 
 def biased_routers(model: nn.Module) -> list[Router]:

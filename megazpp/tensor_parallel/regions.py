@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from megazpp.kernels import expert_rows
 from megazpp.parallel.axis import MeshAxis
 
 
@@ -184,7 +185,8 @@ class _ExchangeRows(torch.autograd.Function):
 def _exchange_rows(x: torch.Tensor, ep: MeshAxis, send: list[int], receive: list[int]) -> torch.Tensor:
     width = x.shape[-1]
     parts = [rows * width for rows in send], [rows * width for rows in receive]
-    return ep.exchange(x.contiguous().view(-1), *parts, of="tokens").view(-1, width)
+    found = ep.exchange(x.contiguous().view(-1), *parts, of="tokens")
+    return torch.ops.aten._unsafe_view(found, (-1, width))  # the result of a unit must not be a view, see `Experts`
 
 
 class _TakeRows(torch.autograd.Function):
@@ -192,11 +194,11 @@ class _TakeRows(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, copies: int) -> torch.Tensor:
         ctx.save_for_backward(inverse)
         ctx.copies = copies
-        return x[order // copies if copies > 1 else order]
+        return expert_rows.take(x, order, copies)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        rows = grads[0][ctx.saved_tensors[0]]
-        if ctx.copies > 1:
-            rows = rows.view(-1, ctx.copies, rows.shape[-1]).sum(dim=1)
-        return rows, None, None, None
+        (inverse,), copies = ctx.saved_tensors, ctx.copies
+        if copies == 1:
+            return expert_rows.take(grads[0], inverse), None, None, None
+        return expert_rows.combine(grads[0], inverse, copies=copies), None, None, None

@@ -10,6 +10,7 @@ from helpers.refusals import not_refused
 from helpers.tensor_parallel import assert_gradients_near, build_gpt, sample
 from helpers.training import BIASED_STYLE, MIXTURE_STYLE
 
+from megazpp.kernels.expert_rows import Sorted, sort_rows
 from megazpp.model.backends import grouped_product_is_right, loop_reason, missing_compiler
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
@@ -29,7 +30,8 @@ def test_grouped_products_equal_looped_products_with_idle_experts():
     generator, sizes = torch.Generator().manual_seed(1), [0, 5, 0, 8]
     tensors = [torch.randn(shape, generator=generator) for shape in ((13, 8), *[(4, 16, 8)] * 3)]
     results = []
-    for product, counts in ((_looped_products, sizes), (_grouped_products, torch.tensor(sizes))):
+    ends = torch.tensor(sizes).cumsum(0).int()
+    for product, counts in ((_looped_products, sizes), (_grouped_products, ends)):
         given = [tensor.clone().requires_grad_() for tensor in tensors]
         rows, *weights = given
         weights = [w.flatten(0, 1) if product is _looped_products else w for w in weights]
@@ -52,10 +54,16 @@ def assert_equal_operations(ours: Any, plain: Any, *shapes: tuple[int, ...]) -> 
 
 
 def test_weighted_sum_equals_plain_operations():
-    def plain_sum(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return (weight.unsqueeze(-1) * rows).sum(dim=1)
+    def by_expert(weight: torch.Tensor) -> Sorted:
+        return sort_rows(torch.arange(weight.numel()).flip(0) % 4, 4)
 
-    assert_equal_operations(weighted_sum, plain_sum, (3,), (3, 8))
+    def fused_sum(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return weighted_sum(weight, rows.flatten(0, 1), by_expert(weight))
+
+    def plain_sum(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return (weight.unsqueeze(-1) * rows.flatten(0, 1)[by_expert(weight).inverse].view_as(rows)).sum(dim=1)
+
+    assert_equal_operations(fused_sum, plain_sum, (3,), (3, 8))
 
 
 @pytest.mark.slow

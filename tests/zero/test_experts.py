@@ -76,11 +76,8 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 # ---- the reference: all experts compute all tokens ----
 
 
-def every_expert(
-    moe: nn.Module, config: GPTConfig, x: torch.Tensor, *, norm: nn.Module, kept: Any = None, counted: Any = None
-) -> Any:
-    """Return the output of `norm(x)`, and the router's losses of each sequence. All experts compute all tokens."""
-    y = norm(x)
+def every_expert(moe: nn.Module, config: GPTConfig, y: torch.Tensor, *, kept: Any = None, counted: Any = None) -> Any:
+    """Return the output for y, and the router's losses of each sequence. All experts compute all tokens."""
     logits = y @ moe.router.weight.t()
     sigmoid = config.moe_router_score_function == "sigmoid"
     scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
@@ -91,7 +88,7 @@ def every_expert(
     if not config.moe_router_pre_softmax:
         weight = weight / weight.sum(-1, keepdim=True)
     weight = weight * (config.moe_router_topk_scaling_factor or 1.0)
-    count, inner, out = config.num_experts, config.expert_ffn_size, torch.zeros_like(x)
+    count, inner, out = config.num_experts, config.expert_ffn_size, torch.zeros_like(y)
     for i in range(count):
         gate, fc1, fc2 = (p[i * inner : (i + 1) * inner] for p in (moe.experts.gate, moe.experts.fc1, moe.experts.fc2))
         out = out + weight[..., i : i + 1] * ((F.silu(y @ gate.t()) * (y @ fc1.t())) @ fc2)

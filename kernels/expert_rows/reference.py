@@ -1,0 +1,40 @@
+"""The operations of `expert_rows` with PyTorch: definitions for the other implementations, and used on CPUs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megazpp.kernels.expert_rows.formats import Sorted
+
+
+def sort_rows(experts: Tensor, num_experts: int) -> Sorted:
+    """Sort rows by expert; see `expert_rows.sort_rows`."""
+    order = experts.argsort(stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
+    counts.scatter_add_(0, experts, torch.ones_like(experts))
+    return Sorted(order, inverse, counts, counts.cumsum(dim=0).int())
+
+
+def take(x: Tensor, order: Tensor, copies: int) -> Tensor:
+    """Return rows of `x`; see `expert_rows.take`."""
+    return x[order // copies if copies > 1 else order]
+
+
+def combine(rows: Tensor, inverse: Tensor, weight: Tensor | None, copies: int) -> Tensor:
+    """Sum the rows of each token; see `expert_rows.combine`."""
+    found = rows[inverse].view(-1, copies, rows.shape[-1])
+    if weight is None:
+        return found.sum(dim=1)
+    return torch.bmm(weight.to(rows.dtype).unsqueeze(1), found).squeeze(1)
+
+
+def combine_backward(
+    grad: Tensor, rows: Tensor, order: Tensor, inverse: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the rows and of the weight; see `expert_rows.combine_backward`."""
+    found = rows[inverse].view(*weight.shape, rows.shape[-1])
+    of_weight = torch.bmm(found, grad.unsqueeze(2)).squeeze(2).to(weight.dtype)
+    factors = weight.to(rows.dtype).flatten()[order].unsqueeze(1)
+    return grad[order // weight.shape[1]].mul_(factors), of_weight

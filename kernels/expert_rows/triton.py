@@ -1,0 +1,168 @@
+"""The operations of `expert_rows` for CUDA tensors in Triton; reference.py defines the results.
+
+Sorting is a counting sort. One kernel counts the rows of each expert in each block of rows. The programs of a second
+kernel, one per block, add up the counts of the blocks before their own. The host never waits.
+"""
+# Compile-time constants are upper case, as is usual in Triton. mypy has no types for the arguments of kernels, which
+# are pointers and tensors on the device.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megazpp.kernels.expert_rows.formats import Sorted
+
+_BLOCK, _CHUNK, _AT_ONCE = 512, tl.constexpr(32), tl.constexpr(32)  # rows of a program, of a step; blocks added at once
+_COLUMNS = 2048  # columns of a row that a program processes at once, at most
+NUM_WARPS = 4
+
+
+def sort_rows(experts: Tensor, num_experts: int) -> Sorted:
+    """Sort rows by expert; see `expert_rows.sort_rows`."""
+    size, device = len(experts), experts.device
+    num_blocks, padded = triton.cdiv(size, _BLOCK), triton.next_power_of_2(num_experts)
+    found = torch.empty(num_blocks, num_experts, dtype=torch.int32, device=device)
+    order, inverse = torch.empty(2, size, dtype=torch.int64, device=device)
+    counts = torch.empty(num_experts, dtype=torch.int64, device=device)
+    ends = torch.empty(num_experts, dtype=torch.int32, device=device)
+    shape = {"EXPERTS": padded, "BLOCK": _BLOCK, "num_warps": NUM_WARPS}
+    _count_kernel[(num_blocks,)](experts, found, size, num_experts, **shape)
+    _place_kernel[(num_blocks,)](experts, found, order, inverse, counts, ends, size, num_blocks, num_experts, **shape)
+    return Sorted(order, inverse, counts, ends)
+
+
+def take(x: Tensor, order: Tensor, copies: int) -> Tensor:
+    """Return rows of `x`; see `expert_rows.take`."""
+    x, width = x.contiguous(), x.shape[-1]
+    rows = torch.empty(len(order), width, dtype=x.dtype, device=x.device)
+    _take_kernel[(len(order),)](x, order, rows, width, copies, **_columns(width))
+    return rows
+
+
+def combine(rows: Tensor, inverse: Tensor, weight: Tensor | None, copies: int) -> Tensor:
+    """Sum the rows of each token; see `expert_rows.combine`."""
+    rows, width = rows.contiguous(), rows.shape[-1]
+    total = torch.empty(len(inverse) // copies, width, dtype=rows.dtype, device=rows.device)
+    factors = inverse if weight is None else weight
+    _combine_kernel[(len(total),)](
+        *(rows, inverse, factors, total, width), COPIES=copies, WEIGHTED=weight is not None, **_columns(width)
+    )
+    return total
+
+
+def combine_backward(
+    grad: Tensor, rows: Tensor, order: Tensor, inverse: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the rows and of the weight; see `expert_rows.combine_backward`."""
+    grad, width, of_rows, of_weight = (
+        grad.contiguous(),
+        rows.shape[-1],
+        torch.empty_like(rows),
+        torch.empty_like(weight),
+    )
+    _combine_backward_kernel[(len(rows),)](
+        *(grad, rows, order, weight, of_rows, of_weight, width, weight.shape[1]), **_columns(width)
+    )
+    return of_rows, of_weight
+
+
+def _columns(width: int) -> dict[str, int]:
+    """Return the compile-time constants for rows of this width."""
+    columns = min(triton.next_power_of_2(width), _COLUMNS)
+    return {"COLUMNS": columns, "num_warps": max(1, min(NUM_WARPS, columns // 256))}
+
+
+@triton.jit
+def _count_kernel(experts, found, size, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Count the rows of each expert in one block of rows."""
+    first, numbers = tl.program_id(0).to(tl.int64) * BLOCK, tl.arange(0, EXPERTS)
+    counts = tl.zeros((EXPERTS,), tl.int32)
+    for start in range(0, BLOCK, _CHUNK):
+        index = first + start + tl.arange(0, _CHUNK)
+        expert = tl.load(experts + index, mask=index < size, other=-1).to(tl.int32)
+        counts += tl.sum((expert[:, None] == numbers[None, :]).to(tl.int32), axis=0)
+    tl.store(found + tl.program_id(0) * num_experts + numbers, counts, mask=numbers < num_experts)
+
+
+@triton.jit
+def _place_kernel(
+    experts, found, order, inverse, counts, ends, size, num_blocks, num_experts,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Give each row of one block its place; the first program also writes the counts of all rows."""
+    own, numbers = tl.program_id(0), tl.arange(0, EXPERTS)
+    total, before = tl.zeros((EXPERTS,), tl.int32), tl.zeros((EXPERTS,), tl.int32)
+    # ---- rows of each expert, in all blocks and in those before this one
+    for start in range(0, num_blocks, _AT_ONCE):
+        block = start + tl.arange(0, _AT_ONCE)
+        inside = (block < num_blocks)[:, None] & (numbers < num_experts)[None, :]
+        each = tl.load(found + block[:, None] * num_experts + numbers[None, :], mask=inside, other=0)
+        total += tl.sum(each, axis=0)
+        before += tl.sum(tl.where(block[:, None] < own, each, 0), axis=0)
+    end = tl.cumsum(total, axis=0)
+    if own == 0:
+        tl.store(counts + numbers, total.to(tl.int64), mask=numbers < num_experts)
+        tl.store(ends + numbers, end, mask=numbers < num_experts)
+    # ---- places
+    place = end - total + before
+    for start in range(0, BLOCK, _CHUNK):
+        index = own.to(tl.int64) * BLOCK + start + tl.arange(0, _CHUNK)
+        expert = tl.load(experts + index, mask=index < size, other=-1).to(tl.int32)
+        chosen = (expert[:, None] == numbers[None, :]).to(tl.int32)
+        earlier = tl.cumsum(chosen, axis=0) - chosen
+        to = tl.sum(chosen * (place[None, :] + earlier), axis=1).to(tl.int64)
+        tl.store(inverse + index, to, mask=index < size)
+        tl.store(order + to, index, mask=index < size)
+        place += tl.sum(chosen, axis=0)
+
+
+@triton.jit
+def _take_kernel(x, order, rows, width, copies, COLUMNS: tl.constexpr):
+    """Copy one row."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(order + row) // copies
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        values = tl.load(x + token * width + column, mask=column < width)
+        tl.store(rows + row * width + column, values, mask=column < width)
+
+
+@triton.jit
+def _combine_kernel(
+    rows, inverse, weight, total, width, COPIES: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Sum the rows of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        found = tl.zeros((COLUMNS,), tl.float32)
+        for k in tl.static_range(COPIES):
+            place = tl.load(inverse + token * COPIES + k)
+            values = tl.load(rows + place * width + column, mask=column < width, other=0.0).to(tl.float32)
+            if WEIGHTED:
+                factor = tl.load(weight + token * COPIES + k)
+                values *= factor.to(rows.dtype.element_ty).to(tl.float32)
+            found += values
+        tl.store(total + token * width + column, found, mask=column < width)
+
+
+@triton.jit
+def _combine_backward_kernel(grad, rows, order, weight, of_rows, of_weight, width, copies, COLUMNS: tl.constexpr):
+    """Compute the gradients of one row and of its factor."""
+    row = tl.program_id(0).to(tl.int64)
+    choice = tl.load(order + row)
+    token = choice // copies
+    factor = tl.load(weight + choice).to(rows.dtype.element_ty).to(tl.float32)
+    products = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        above = tl.load(grad + token * width + column, mask=column < width, other=0.0).to(tl.float32)
+        values = tl.load(rows + row * width + column, mask=column < width, other=0.0).to(tl.float32)
+        products += above * values
+        tl.store(of_rows + row * width + column, above * factor, mask=column < width)
+    tl.store(of_weight + choice, tl.sum(products))

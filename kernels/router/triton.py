@@ -1,0 +1,233 @@
+"""The router of a mixture of experts for CUDA tensors in Triton: choices, factors, losses and totals of all tokens.
+
+Each program processes a block of tokens, with the E experts of a token in registers. Sums over tokens are computed per
+block first, without atomic operations, so two runs have the same bits. `Router` in model/router.py defines the results.
+
+Tokens are numbered n = s B + b, where s is the place in the sequence and b the sample.
+"""
+# Compile-time constants are upper case, as is usual in Triton. mypy has no types for the arguments of kernels, which
+# are pointers and tensors on the device.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megazpp.kernels.router.settings import Routed, RouterSettings
+
+_TILE = 4096  # elements [tokens, experts] of a program, at most
+_AT_ONCE = tl.constexpr(16)  # blocks that are added up at once
+NUM_WARPS = 4
+
+
+def route(
+    logits: Tensor, bias: Tensor | None, choice: Tensor | None, totals: Tensor | None, settings: RouterSettings
+) -> Routed:
+    """Choose experts; see `router.route`."""
+    (tokens, num_experts), device = logits.shape, logits.device
+    batch, shape = settings.batch, _shape(logits, settings)
+    num_blocks = triton.cdiv(tokens, shape["BLOCK"])
+    given, empty = choice is not None, torch.empty
+    if choice is None:
+        choice = empty(tokens, settings.top_k, dtype=torch.int64, device=device)
+    weight = empty(tokens, settings.top_k, device=device)
+    sums = empty(num_blocks, batch, 2 * num_experts + 2, device=device)  # choices, shares, z, entropy
+    data = (logits, choice, weight, sums, logits if bias is None else bias)
+    _route_kernel[(num_blocks,)](
+        *data, tokens, num_experts, batch, settings.scaling, GIVEN=given, BIASED=bias is not None, **shape
+    )
+    chosen, loss = empty(batch, num_experts, device=device), empty(batch, device=device)
+    counted = loss if totals is None else totals
+    scales = (settings.balance, settings.z)
+    _sum_kernel[(1,)](
+        *(sums, chosen, loss, counted, num_blocks, tokens, num_experts, batch, *scales),
+        EXPERTS=shape["EXPERTS"], COUNTS=totals is not None, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return Routed(choice, weight, chosen, loss)
+
+
+def route_backward(
+    logits: Tensor, routed: Routed, of_weight: Tensor, of_loss: Tensor, settings: RouterSettings, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of the logits; see `router.route_backward`."""
+    shape = _shape(logits, settings)
+    found = torch.empty(logits.shape, dtype=dtype, device=logits.device)
+    data = (logits, routed.choice, routed.chosen, of_weight.contiguous(), of_loss, found)
+    scales = (settings.scaling, settings.balance, settings.z)
+    grid = (triton.cdiv(len(logits), shape["BLOCK"]),)
+    _backward_kernel[grid](*data, *logits.shape, settings.batch, of_loss.stride(0), *scales, **shape)
+    return found
+
+
+def _shape(logits: Tensor, settings: RouterSettings) -> dict[str, int]:
+    """Return the compile-time constants."""
+    experts = triton.next_power_of_2(logits.shape[1])
+    kinds = {"SIGMOID": settings.sigmoid, "PRE_SOFTMAX": settings.pre_softmax}
+    block = max(1, min(32, _TILE // experts))
+    return {"EXPERTS": experts, "BLOCK": block, "TOP_K": settings.top_k, "num_warps": NUM_WARPS, **kinds}
+
+
+@triton.jit
+def _load(logits, tokens, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    """Load this program's logits, with -inf for missing experts; return them, the tokens' numbers, and masks."""
+    token, expert = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EXPERTS)
+    there = (token < tokens)[:, None] & (expert < num_experts)[None, :]
+    index = token[:, None] * num_experts + expert[None, :]
+    x = tl.load(logits + index, mask=there, other=0.0)
+    return tl.where((expert < num_experts)[None, :], x, -float("inf")), token, expert, there, index
+
+
+@triton.jit
+def _softmax(x):
+    """Return the softmax over experts and its logsumexp."""
+    highest = tl.max(x, axis=1)
+    powers = tl.exp(x - highest[:, None])
+    total = tl.sum(powers, axis=1)
+    return powers / total[:, None], highest + tl.log(total)
+
+
+@triton.jit
+def _sigmoid(x):
+    """Return the sigmoid; 0 for the logit -inf of a missing expert."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _route_kernel(
+    logits, choice, weight, sums, bias, tokens, num_experts, batch, scaling,
+    GIVEN: tl.constexpr, BIASED: tl.constexpr, SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Choose the experts of one block of tokens."""
+    x, token, expert, there, _ = _load(logits, tokens, num_experts, BLOCK, EXPERTS)
+    softmax, logsumexp = _softmax(x)
+    scores = _sigmoid(x) if SIGMOID else softmax
+    ranked = scores if SIGMOID else x  # the same order as the probabilities, without ties by underflow
+    if BIASED:
+        ranked += tl.load(bias + expert, mask=expert < num_experts, other=0.0)[None, :]
+    # ---- the K largest, the first expert in a tie; `rank` is k + 1 for the k-th choice of a token
+    rank = tl.zeros((BLOCK, EXPERTS), tl.int32)
+    for k in tl.static_range(TOP_K):
+        place = choice + token * TOP_K + k
+        if GIVEN:
+            best = tl.load(place, mask=token < tokens, other=0).to(tl.int32)
+        else:
+            free = (rank == 0) & (expert < num_experts)[None, :]
+            values = tl.where(free, ranked, -float("inf"))
+            largest = free & (values >= tl.max(values, axis=1)[:, None])
+            best = tl.min(tl.where(largest, expert[None, :], num_experts - 1), axis=1)
+            tl.store(place, best.to(tl.int64), mask=token < tokens)
+        rank += tl.where(expert[None, :] == best[:, None], k + 1, 0)
+    # ---- factors of the outputs
+    factors, _ = _factors(x, scores, rank > 0, SIGMOID, PRE_SOFTMAX, TOP_K)
+    for k in tl.static_range(TOP_K):
+        factor = tl.sum(tl.where(rank == k + 1, factors, 0.0), axis=1) * scaling
+        tl.store(weight + token * TOP_K + k, factor, mask=token < tokens)
+    # ---- sums over the block's tokens of each sample
+    shares = scores / tl.sum(scores, axis=1)[:, None] if SIGMOID else scores
+    entropy = -tl.sum(tl.where(shares > 0.0, shares * tl.log(tl.where(shares > 0.0, shares, 1.0)), 0.0), axis=1)
+    sums += tl.program_id(0).to(tl.int64) * batch * (2 * num_experts + 2)
+    for sample in range(batch):
+        own = (token % batch == sample) & (token < tokens)
+        counts = tl.sum(tl.where(own[:, None] & (rank > 0), 1.0, 0.0), axis=0)
+        tl.store(sums + expert, counts, mask=expert < num_experts)
+        shares_sum = tl.sum(tl.where(own[:, None] & there, shares, 0.0), axis=0)
+        tl.store(sums + num_experts + expert, shares_sum, mask=expert < num_experts)
+        tl.store(sums + 2 * num_experts, tl.sum(tl.where(own, logsumexp * logsumexp, 0.0)))
+        tl.store(sums + 2 * num_experts + 1, tl.sum(tl.where(own, entropy, 0.0)))
+        sums += 2 * num_experts + 2
+
+
+@triton.jit
+def _factors(x, scores, chosen, SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr, TOP_K: tl.constexpr):
+    """Return the factors of the chosen experts' outputs before scaling, and what the scores were divided by."""
+    if SIGMOID:
+        total = tl.sum(tl.where(chosen, scores, 0.0), axis=1)[:, None] + 1e-20
+        factors = scores / total if TOP_K > 1 else scores
+    elif PRE_SOFTMAX:
+        factors, total = scores, tl.sum(scores, axis=1)[:, None]
+    else:
+        values = tl.where(chosen, x, -float("inf"))
+        powers = tl.exp(values - tl.max(values, axis=1)[:, None])
+        total = tl.sum(powers, axis=1)[:, None]
+        factors = powers / total
+    return factors, total
+
+
+@triton.jit
+def _sum_kernel(
+    sums, chosen, loss, totals, num_blocks, tokens, num_experts, batch, balance, z,
+    EXPERTS: tl.constexpr, COUNTS: tl.constexpr,
+):  # fmt: skip
+    """Add up the sums of all blocks, in one program: losses of each sample [B], and the totals for the metrics."""
+    expert, size = tl.arange(0, EXPERTS), 2 * num_experts + 2
+    inside = expert < num_experts
+    all_counts, all_shares = tl.zeros((EXPERTS,), tl.float64), tl.zeros((EXPERTS,), tl.float64)
+    all_entropy = tl.sum(tl.zeros((_AT_ONCE,), tl.float64))
+    for sample in range(batch):
+        counts, shares = tl.zeros((EXPERTS,), tl.float32), tl.zeros((EXPERTS,), tl.float32)
+        squares, entropy = tl.zeros((_AT_ONCE,), tl.float32), tl.zeros((_AT_ONCE,), tl.float32)
+        for start in range(0, num_blocks, _AT_ONCE):
+            block = start + tl.arange(0, _AT_ONCE)
+            row = sums + (block.to(tl.int64) * batch + sample) * size
+            there = block < num_blocks
+            both = there[:, None] & inside[None, :]
+            counts += tl.sum(tl.load(row[:, None] + expert[None, :], mask=both, other=0.0), axis=0)
+            shares += tl.sum(tl.load(row[:, None] + num_experts + expert[None, :], mask=both, other=0.0), axis=0)
+            squares += tl.load(row + 2 * num_experts, mask=there, other=0.0)
+            entropy += tl.load(row + 2 * num_experts + 1, mask=there, other=0.0)
+        tl.store(chosen + sample * num_experts + expert, counts, mask=inside)
+        tl.store(loss + sample, balance * tl.sum(counts * shares) + z * tl.sum(squares))
+        all_counts += counts.to(tl.float64)
+        all_shares += shares.to(tl.float64)
+        all_entropy += tl.sum(entropy.to(tl.float64))
+    if COUNTS:
+        tl.store(totals + expert, tl.load(totals + expert, mask=inside) + all_counts, mask=inside)
+        more = totals + num_experts + expert
+        tl.store(more, tl.load(more, mask=inside) + all_shares, mask=inside)
+        tl.store(totals + 2 * num_experts, tl.load(totals + 2 * num_experts) + tokens)
+        tl.store(totals + 2 * num_experts + 1, tl.load(totals + 2 * num_experts + 1) + all_entropy)
+
+
+@triton.jit
+def _backward_kernel(
+    logits, choice, chosen, of_weight, of_loss, found, tokens, num_experts, batch, stride, scaling, balance, z,
+    SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of one block's logits."""
+    x, token, expert, there, index = _load(logits, tokens, num_experts, BLOCK, EXPERTS)
+    softmax, logsumexp = _softmax(x)
+    scores = _sigmoid(x) if SIGMOID else softmax
+    # ---- gradient of the factors, spread over the experts
+    rank, of_factors = tl.zeros((BLOCK, EXPERTS), tl.int32), tl.zeros((BLOCK, EXPERTS), tl.float32)
+    for k in tl.static_range(TOP_K):
+        best = tl.load(choice + token * TOP_K + k, mask=token < tokens, other=0).to(tl.int32)
+        above = tl.load(of_weight + token * TOP_K + k, mask=token < tokens, other=0.0) * scaling
+        own = expert[None, :] == best[:, None]
+        rank += tl.where(own, k + 1, 0)
+        of_factors += tl.where(own, above[:, None], 0.0)
+    factors, total = _factors(x, scores, rank > 0, SIGMOID, PRE_SOFTMAX, TOP_K)
+    # ---- gradient of the normalized scores, from the balance loss
+    sample = (token % batch)[:, None]
+    above = tl.load(of_loss + token % batch * stride, mask=token < tokens, other=0.0)[:, None]
+    counts = tl.load(chosen + sample * num_experts + expert[None, :], mask=there, other=0.0)
+    of_shares = above * balance * counts
+    if SIGMOID:
+        sum_of_scores = tl.sum(scores, axis=1)[:, None]
+        of_scores = (of_shares - tl.sum(of_shares * scores, axis=1)[:, None] / sum_of_scores) / sum_of_scores
+        if TOP_K > 1:
+            of_factors = (of_factors - tl.sum(of_factors * factors, axis=1)[:, None]) / total
+        of_scores += tl.where(rank > 0, of_factors, 0.0)
+        gradient = of_scores * scores * (1.0 - scores)
+    elif PRE_SOFTMAX:
+        of_scores = of_shares + of_factors
+        gradient = softmax * (of_scores - tl.sum(of_scores * softmax, axis=1)[:, None])
+    else:
+        gradient = softmax * (of_shares - tl.sum(of_shares * softmax, axis=1)[:, None])
+        gradient += factors * (of_factors - tl.sum(of_factors * factors, axis=1)[:, None])
+    gradient += above * (2.0 * z) * logsumexp[:, None] * softmax
+    tl.store(found + index, gradient, mask=there)

@@ -1,0 +1,94 @@
+"""Kernels of the router and of the experts' rows: Triton against PyTorch's operations, also for odd sizes."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from megazpp.kernels import expert_rows, router
+from megazpp.kernels.expert_rows import reference
+from megazpp.model.config import GPTConfig
+from megazpp.model.router import Kept, Router
+from megazpp.parallel.axis import MeshAxis
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.skipif(router.TRITON is None, reason="there is no Triton"),
+    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
+]
+
+
+@pytest.mark.parametrize(("tokens", "copies", "experts", "width"), [(1, 1, 1, 8), (257, 2, 6, 20), (700, 3, 5, 2100)])
+def test_rows_of_experts_match_the_reference(tokens, copies, experts, width):
+    """Orders and copies are equal. Sums are in fp32 in the same order; fused multiply-adds differ by 1e-6."""
+    generator = torch.Generator().manual_seed(tokens)
+    triton = expert_rows.TRITON
+    assert triton is not None
+    choice = torch.randint(max(experts - 1, 1), (tokens * copies,), generator=generator).to(DEVICE)  # one is idle
+    found, expected = (module.sort_rows(choice, experts) for module in (triton, reference))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    if width > 1000:  # the interpreter takes 1 ms for a row
+        tokens = 3
+        found = reference.sort_rows(choice[: tokens * copies], experts)
+    x, grad = torch.randn(2, tokens, width, generator=generator).to(DEVICE)
+    rows = torch.randn(tokens * copies, width, generator=generator).to(DEVICE)
+    weight = torch.rand(tokens, copies, generator=generator).to(DEVICE)
+    for name, given in {
+        "take": (x, found.order, copies),
+        "combine": (rows, found.inverse, None, copies),
+        "combine ": (rows, found.inverse, weight, copies),
+        "combine_backward": (grad, rows, found.order, found.inverse, weight),
+    }.items():
+        ours, theirs = (getattr(module, name.strip())(*given) for module in (triton, reference))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 if width < 1000 else 1e-3)
+
+
+KINDS = {
+    "softmax of the chosen": {},
+    "softmax of all": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
+    "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 1.5},
+    "sigmoid with bias": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+}
+LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.05}
+
+
+@pytest.mark.parametrize(("kind", "experts", "top_k", "losses"), [
+    ("softmax of the chosen", 5, 2, LOSSES),
+    ("softmax of all", 4, 1, LOSSES),
+    ("sigmoid", 7, 3, LOSSES),
+    ("sigmoid with bias", 6, 1, {}),
+    ("sigmoid with bias", 6, 4, {"moe_z_loss_coeff": 0.05}),
+])  # fmt: skip
+def test_fused_router_matches_plain_operations(kind, experts, top_k, losses, monkeypatch):
+    """Compare choices, factors, losses, totals and gradients, also with a repeated choice; sums differ by 1e-5."""
+    config = GPTConfig(
+        num_layers=1, hidden_size=24, num_attention_heads=1, swiglu=True, disable_bias_linear=True,
+        num_experts=experts, moe_router_topk=top_k, **KINDS[kind] | losses,
+    )  # fmt: skip
+    generator, results = torch.Generator().manual_seed(1), []
+    layer = Router(config, tp=MeshAxis("tp"), cp=MeshAxis("cp")).to(DEVICE)
+    nn.init.normal_(layer.weight, generator=generator if DEVICE == "cpu" else None)
+    if layer.expert_bias is not None:
+        layer.expert_bias += torch.rand(experts, generator=generator).to(DEVICE)
+    x = torch.randn(23, 3, 24, generator=generator).to(DEVICE).requires_grad_()
+    above = torch.randn(23 * 3, top_k, generator=generator).to(DEVICE)
+    for module in (router.TRITON, None):
+        monkeypatch.setattr("megazpp.model.router.find_router", lambda *given, module=module: module)
+        kept = Kept()
+        for again, training in itertools.product((False, True), (True,)):
+            found = layer.train(training)(x, kept, length=23)
+            total = (found.weight * above).sum() + (0 if found.loss is None else found.loss.square().sum())
+            grads = torch.autograd.grad(total, [x, layer.weight])
+            losses_found = [] if found.loss is None else [found.loss]
+            results.append(
+                [found.choice, found.weight, *losses_found, *grads, *([] if again else [layer.take_totals()])]
+            )
+        assert layer.take_totals() is None  # a recomputation does not count
+        evaluated = layer.eval()(x, length=23)
+        results[-1] += [evaluated.choice, evaluated.weight]
+        assert evaluated.loss is None
+    half = len(results) // 2
+    for ours, theirs in zip(results[:half], results[half:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
