@@ -107,7 +107,7 @@ class Mixture(Relative):
             assert config.num_experts is not None
             for name, part in zip(("gate", "fc1", "fc2"), self.parts, strict=True):
                 names = [f"{theirs}.experts.{expert}.{part}.weight" for expert in range(config.num_experts)]
-                found[f"{ours}.experts.{name}"] = _experts(names, transposed=name == "fc2")
+                found[f"{ours}.experts.{name}"] = of_experts(names, transposed=name == "fc2")
             if config.moe_shared_expert_intermediate_size is not None:
                 for name, part in zip(("gate", "fc1", "fc2"), self.parts, strict=True):
                     found[f"{ours}.shared.{name}.weight"] = same(f"{theirs}.{self.shared_name}.{part}.weight")
@@ -118,7 +118,7 @@ class Mixture(Relative):
         return found
 
 
-def _experts(names: Sequence[str], *, transposed: bool) -> ForeignTensors:
+def of_experts(names: Sequence[str], *, transposed: bool) -> ForeignTensors:
     """Map our concatenated matrix of all experts to one tensor per expert."""
 
     def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -19,12 +19,12 @@ def adapter_settings(lora: LoraConfig, config: GPTConfig) -> AdapterSettings:
     """Return the settings of adapter_config.json for a model, without those of its base.
 
     Raises:
-        ValueError: a target is no linear layer of the model; or no layer of attention, if the model has experts.
+        ValueError: a target is no linear layer of the model, or does not get adapters in a mixture of experts.
     """
     assert lora.lora_r is not None
     targets = lora.lora_target_modules or default_targets(config)
     if config.num_experts is not None:
-        _check_attention(config, targets)
+        _check_mixture(config, targets)
     find_branches(config, targets)
     return AdapterSettings(lora.lora_r, lora.lora_alpha, lora.lora_dropout, targets)
 
@@ -65,16 +65,32 @@ def check_adapters(lora: LoraConfig, config: RunConfig) -> None:
             )
 
 
-def _check_attention(config: GPTConfig, targets: Sequence[str]) -> None:
-    """Raise ValueError for a target outside of attention, because experts take no adapters."""
-    modules = [x.module for x in find_branches(config, (ALL_LINEAR,)) if ".attention." in x.linear]
+def _check_mixture(config: GPTConfig, targets: Sequence[str]) -> None:
+    """Raise ValueError for targets that do not get adapters in a mixture of experts.
+
+    transformers 5 stores the gate and up matrices of an expert as one, so PEFT loads adapters only for both of them.
+    """
+    asked, branches = "--lora-target-modules", find_branches(config, (ALL_LINEAR,))
+    known = [x for x in branches if ".attention." in x.linear or x.is_experts]
+    chosen = set[str]()
     for target in targets:
-        if not any(f".{module}".endswith(f".{target}") for module in modules):
-            names = sorted({module.rpartition(".")[2] for module in modules})
+        found = [x for x in known if f".{x.module}".endswith(f".{target}")]
+        if not found:
+            names = sorted({x.module.rpartition(".")[2] for x in known})
             raise ValueError(
-                f"--lora-target-modules {target} with --num-experts {config.num_experts}: only attention takes "
-                f"adapters; name some of {', '.join(names)}"
+                f"{asked} {target} with --num-experts {config.num_experts}: only attention and experts take adapters; "
+                f"name some of {', '.join(names)}"
             )
+        chosen |= {x.part for x in found if x.is_experts}
+    if chosen and config.moe_shared_expert_intermediate_size is not None:
+        raise ValueError(
+            f"{asked} {' '.join(targets)} with --moe-shared-expert-intermediate-size "
+            f"{config.moe_shared_expert_intermediate_size}: PEFT would adapt the shared expert too, which is not "
+            "supported; name layers of attention"
+        )
+    if len(chosen & {"gate", "fc1"}) == 1:
+        both = sorted({x.module.rpartition(".")[2] for x in known if x.is_experts and x.part in ("gate", "fc1")})
+        raise ValueError(f"{asked} {' '.join(targets)}: adapters on experts need both {' and '.join(both)}, or neither")
 
 
 def with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, Any] | None, where: str) -> LoraConfig:

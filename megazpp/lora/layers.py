@@ -18,13 +18,14 @@ Source: LoRA (arXiv 2106.09685). Initial values have the same variance as in PEF
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megazpp.model.moe import ExpertAdapter
 from megazpp.tensor_parallel.layers import Adapter, ColumnParallelLinear, RowParallelLinear
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 
@@ -125,6 +126,37 @@ class QkvAdapter(Adapter):
             shape, adapter = (*x.shape[:2], self.groups, heads, self.head_size), getattr(self, name, None)
             parts.append(x.new_zeros(shape) if adapter is None else adapter(x).view(shape))
         return torch.cat(parts, dim=3).flatten(2)
+
+
+class LowRankExpertAdapter(ExpertAdapter):
+    """The adapters of one matrix of all E experts of a layer, each with its own A and B.
+
+    The parameters are A [E in, r] and B [E out, r], with the rows of the experts one after another. They are sharded
+    like the weights of experts.
+
+    Args:
+        num_experts: number of experts E.
+        in_features: number of inputs of an expert's matrix.
+        out_features: number of outputs of an expert's matrix.
+        rank: rank r of each adapter.
+        scale: factor of the adapters' output, alpha / r.
+        dropout: module that is applied to the adapters' input.
+    """
+
+    def __init__(
+        self, num_experts: int, in_features: int, out_features: int, *, rank: int, scale: float, dropout: nn.Module
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.rank, self.scale, self.dropout = num_experts, rank, scale, dropout
+        self.a = nn.Parameter(torch.empty(num_experts * in_features, rank))
+        self.b = nn.Parameter(torch.empty(num_experts * out_features, rank))
+        std = 1.0 / math.sqrt(3.0 * in_features)  # as in `LowRankAdapter`
+        self.specs = {name: ParameterSpec(split=0, expert=True, std=std if name == "a" else 0.0) for name in ("a", "b")}
+
+    def forward(self, x: torch.Tensor, multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return scale (x A) B^T for the rows x [R, in] of all experts, see `ExpertAdapter`."""
+        a, b = (local(weight).view(self.num_experts, -1, self.rank) for weight in (self.a, self.b))
+        return multiply(multiply(self.dropout(x), a), b.mT) * self.scale
 
 
 def joined_factors(

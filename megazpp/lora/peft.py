@@ -28,6 +28,7 @@ from torch import nn
 from megazpp.base.files import write_whole
 from megazpp.convert.huggingface import find_architecture, model_pieces, read_json, to_files
 from megazpp.convert.llama import split_gate_up
+from megazpp.convert.mixtures import of_experts
 from megazpp.convert.model import (
     HEAD,
     WORDS,
@@ -94,9 +95,9 @@ class Branch(NamedTuple):
     """One of our adapters, and the module of transformers that it belongs to.
 
     Attributes:
-        linear: name of our linear layer, such as layers.0.attention.qkv.
-        part: part of the layer, "q", "k" or "v"; "" for the whole layer.
-        module: name of transformers' module.
+        linear: name of our linear layer, such as layers.0.attention.qkv, or of the experts of a layer.
+        part: part of the layer, "q", "k" or "v"; "" for the whole layer. The matrix of experts: "gate", "fc1" or "fc2".
+        module: name of transformers' module; for experts, without the number of the expert.
     """
 
     linear: str
@@ -107,6 +108,11 @@ class Branch(NamedTuple):
     def is_qkv(self) -> bool:
         """True if the adapter belongs to queries, keys or values."""
         return self.linear.endswith(".qkv")
+
+    @property
+    def is_experts(self) -> bool:
+        """True if the adapters belong to a matrix of the experts of a layer, one for each expert."""
+        return self.linear.endswith(".experts")
 
     @property
     def name(self) -> str:
@@ -137,6 +143,10 @@ def find_branches(config: GPTConfig, targets: Sequence[str]) -> list[Branch]:
             parts = "qkv" if len(piece.theirs) == 3 else [""]
             modules = [name.removesuffix(".weight") for name in piece.theirs]
             branches += [Branch(linear, part, name) for part, name in zip(parts, modules, strict=True)]
+    for linear in (f"layers.{layer}.mlp.experts" for layer in config.expert_layers):
+        for part in ("gate", "fc1", "fc2"):
+            first = pieces[f"{linear}.{part}"].theirs[0].removesuffix(".weight")
+            branches.append(Branch(linear, part, first.replace(".experts.0.", ".experts.")))
     if tuple(targets) == (ALL_LINEAR,):
         return branches
     chosen = {target: [x for x in branches if f".{x.module}".endswith(f".{target}")] for target in targets}
@@ -155,6 +165,9 @@ def adapter_pieces(config: GPTConfig, branches: Sequence[Branch], *, scores: boo
     pieces = {HEAD: same(f"{_PREFIX}score.weight")} if scores else {}
     weights = model_pieces(config)
     for branch in branches:
+        if branch.is_experts:
+            pieces |= _pieces_of_experts(branch, weights[f"{branch.linear}.{branch.part}"].theirs)
+            continue
         theirs, rows = f"{_PREFIX}{branch.module}.lora_B.weight", weights[f"{branch.linear}.weight"]
         pieces[f"{branch.name}.a"] = transposed(f"{_PREFIX}{branch.module}.lora_A.weight")
         pieces[f"{branch.name}.b"] = same(theirs)
@@ -163,6 +176,14 @@ def adapter_pieces(config: GPTConfig, branches: Sequence[Branch], *, scores: boo
                 qkv_rows([theirs], config) if rows.transposed else rows._replace(theirs=(theirs,))
             )
     return pieces
+
+
+def _pieces_of_experts(branch: Branch, weights: Sequence[str]) -> dict[str, ForeignTensors]:
+    """Return the tensors of PEFT for the adapters of one matrix of all experts, whose weights have these names."""
+    modules = [f"{_PREFIX}{name.removesuffix('.weight')}" for name in weights]
+
+    a, b = ([f"{module}.lora_{letter}.weight" for module in modules] for letter in "AB")
+    return {f"{branch.name}.a": of_experts(a, transposed=True), f"{branch.name}.b": of_experts(b, transposed=False)}
 
 
 def write_adapter(
@@ -324,6 +345,11 @@ def _open_adapter(folder: Path, config: GPTConfig) -> tuple[Any, dict[str, torch
     except Exception as error:  # PEFT raises errors of many types
         text = " ".join(str(error).split())
         raise ValueError(f"{path}: PEFT cannot load it: {type(error).__name__}: {text}") from error
+    if any(".experts." in name for name in tensors):
+        raise ValueError(
+            f"{folder} has adapters on experts, which are not read from PEFT's files; resume the run that trained "
+            "them, or load its checkpoint, whose adapters are merged while loading"
+        )
     own = [name for name, tensor in model.named_parameters() if "lora_" in name or ".modules_to_save." in name]
     missing = [name for name in own if model.get_parameter(name).is_meta]
     if problems := [*missing, *loaded.unexpected_keys]:

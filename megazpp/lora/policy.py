@@ -21,10 +21,12 @@ from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import MODEL, SCALAR_HEAD
 from megazpp.lora.checks import adapter_settings
 from megazpp.lora.config import LoraConfig
-from megazpp.lora.layers import Linear, LowRankAdapter, QkvAdapter
+from megazpp.lora.layers import Linear, LowRankAdapter, LowRankExpertAdapter, QkvAdapter
 from megazpp.lora.peft import AdapterSettings, Branch, find_branches, read_adapter, write_adapter
+from megazpp.model.backends import GROUPED_MULTIPLE
 from megazpp.model.gpt import GPTModel, TransformerLayer
 from megazpp.model.layer_parts import Dropout, SharedGenerator
+from megazpp.model.moe import Experts
 from megazpp.packed_weights.frozen import FrozenUnits
 from megazpp.packed_weights.load import load_frozen_model
 from megazpp.packed_weights.reader import FrozenPlace
@@ -120,6 +122,9 @@ def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGener
     with torch.device("meta"):
         for name, branches in by_linear.items():
             linear = model.get_submodule(name)
+            if isinstance(linear, Experts):
+                _add_to_experts(linear, branches, settings)
+                continue
             assert isinstance(linear, Linear), name
             linear.adapter = _adapter(model, linear, branches, settings, agreeing)
     if agreeing is not None:  # recomputation and checkpoints need the generator's state
@@ -127,6 +132,24 @@ def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGener
         for layer in model.layers:
             assert isinstance(layer, TransformerLayer)
             layer.settings = model.settings
+
+
+def _add_to_experts(experts: Experts, branches: list[Branch], settings: AdapterSettings) -> None:
+    """Add the adapters of `branches` to the experts of a layer.
+
+    Raises:
+        ValueError: the device multiplies all experts in one product, which does not support this rank.
+    """
+    hidden, inner, rank = experts.gate.shape[1], experts.inner, settings.rank
+    if experts.grouped and rank % GROUPED_MULTIPLE:
+        raise ValueError(
+            f"--lora-r {rank} with adapters on experts: torch's grouped product takes multiples of {GROUPED_MULTIPLE}"
+        )
+    for branch in branches:
+        sizes = (inner, hidden) if branch.part == "fc2" else (hidden, inner)
+        experts.adapter[branch.part] = LowRankExpertAdapter(
+            experts.num_experts, *sizes, rank=rank, scale=settings.scale, dropout=Dropout(settings.dropout, None)
+        )
 
 
 def _adapter(

@@ -135,14 +135,27 @@ class AdaptedReader(SafeReader):
             # round merged values to the saved dtype first, so that they do not depend on the dtype of `box`
             part = torch.empty(box.shape, dtype=self._saved[key].properties.dtype)
             self._base.read_box(key, offsets, part)
-            rows, columns = (slice(start, start + size) for start, size in zip(offsets, box.shape, strict=True))
-            box.copy_(merged(part, factors[0][columns], factors[1][rows], self._scale))
+            # the weights of experts are one matrix after another, each with its own A and B
+            (first, left), (height, width) = offsets, self._saved[key].size
+            rows = height // (len(factors[0]) // width)
+            for block in range(first // rows, -(-(first + len(box)) // rows)):
+                start, end = max(first, block * rows), min(first + len(box), (block + 1) * rows)
+                inside, columns = slice(start - first, end - first), slice(block * width + left, None)
+                a, b = factors[0][columns][: box.shape[1]], factors[1][start:end]
+                box[inside] = merged(part[inside], a, b, self._scale)
 
     def _read_factors(self, key: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return A [in, r] and B [out, r] of a weight's adapter; None if the weight has no adapter."""
-        prefix, config = f"{key.removesuffix('weight')}adapter.", self._config
+        """Return A [in, r] and B [out, r] of a weight's adapter; None if the weight has no adapter.
+
+        For the matrices of E experts these are the factors of the weight's columns [E columns, r] and rows [E rows, r].
+        """
+        stem, _, matrix = key.rpartition(".")
+        is_experts, config = stem.endswith(".experts"), self._config
+        prefix = f"{stem}.adapter.{matrix}." if is_experts else f"{stem}.adapter."
         names = [name for name in self._own.tensors() if name.startswith(prefix)]
         parts = {name.removeprefix(prefix): self._own.read_whole(name) for name in names}
+        if parts and is_experts:
+            return (parts["b"], parts["a"]) if matrix == "fc2" else (parts["a"], parts["b"])  # fc2 is stored transposed
         return joined_factors(parts, config.query_groups, config.heads, config.head_size) if parts else None
 
 

@@ -37,6 +37,7 @@ from megazpp.model.layer_parts import MLP, LayerSettings, compile_layer, mark_va
 from megazpp.model.router import Kept, Router, Sizes
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.host import HostCopy
+from megazpp.tensor_parallel.layers import Adapter
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import enter_region, exchange_rows, leave_region, take_rows
 
@@ -79,6 +80,7 @@ class Experts(nn.Module):
         assert config.num_experts % ep.size == 0, f"{config.num_experts} experts over {ep.size} ranks"
         self.ep, self.num_experts, self.inner = ep, config.num_experts // ep.size, config.expert_ffn_size
         self.grouped, self.gated = settings.grouped, Gating(compiled=bool(settings.compiled))
+        self.adapter = nn.ModuleDict()  # adapters by the names of the matrices
         self.specs = {}
         for name, std in {"gate": config.init_method_std, "fc1": config.init_method_std, "fc2": output_std}.items():
             self.register_parameter(name, nn.Parameter(torch.empty(self.num_experts * self.inner, config.hidden)))
@@ -106,7 +108,11 @@ class Experts(nn.Module):
             rows = take_rows(rows, by_expert.order, by_expert.inverse)
         # ---- apply the experts
         gate, fc1, fc2 = (local(p) for p in (self.gate, self.fc1, self.fc2))
-        if self.grouped and has_values(received):
+        adapters = {name: each for name, each in self.adapter.items() if isinstance(each, ExpertAdapter) and each.adds}
+        if adapters:
+            sizes_or_ends = by_expert.ends if self.grouped and has_values(received) else routes.sizes().rows
+            rows = _adapted_products(rows, gate, fc1, fc2, sizes_or_ends, self.gated, adapters)
+        elif self.grouped and has_values(received):
             gate, fc1, fc2 = (weight.view(self.num_experts, self.inner, -1) for weight in (gate, fc1, fc2))
             rows = _grouped_products(rows, gate, fc1, fc2, by_expert.ends, self.gated)
         else:
@@ -292,7 +298,7 @@ def _looped_products(
     if not has_values(rows) and len(set(sizes)) == 1:  # batched products with the same operations, for --plan
         even = rows.view(len(sizes), -1, rows.shape[-1])
         gate, fc1, fc2 = (weight.view(len(sizes), inner, -1) for weight in (gate, fc1, fc2))
-        return (gated(even @ gate.mT, even @ fc1.mT) @ fc2).flatten(0, 1)
+        return torch.ops.aten._unsafe_view(gated(even @ gate.mT, even @ fc1.mT) @ fc2, rows.shape)
     parts = zip(rows.split(sizes), gate.split(inner), fc1.split(inner), fc2.split(inner), strict=True)
     return torch.cat([torch.mm(gated(F.linear(part, g), F.linear(part, u)), d) for part, g, u, d in parts])
 
@@ -308,6 +314,50 @@ def _grouped_products(
     """Compute the result of `_looped_products` with torch's grouped matmul; `ends` are the last rows + 1 of experts."""
     inside = gated(F.grouped_mm(rows, gate.mT, offs=ends), F.grouped_mm(rows, fc1.mT, offs=ends))
     return F.grouped_mm(inside, fc2, offs=ends)
+
+
+def _adapted_products(
+    rows: torch.Tensor,
+    gate: torch.Tensor,
+    fc1: torch.Tensor,
+    fc2: torch.Tensor,
+    sizes_or_ends: list[int] | torch.Tensor,
+    gated: Gating,
+    adapters: dict[str, ExpertAdapter],
+) -> torch.Tensor:
+    """Compute the result of the other products, with the output of an adapter added to each matrix that has one.
+
+    Args:
+        rows: [R, H], sorted by expert.
+        gate: [experts F, H].
+        fc1: [experts F, H].
+        fc2: [experts F, H].
+        sizes_or_ends: number of rows of each expert for a loop, or their cumulative sum [experts] for grouped products.
+        gated: silu(gate) * up.
+        adapters: adapters by the name of the matrix.
+    """
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Multiply the rows of each expert by its matrix: x [R, m] and weight [experts, m, n] -> [R, n]."""
+        if isinstance(sizes_or_ends, torch.Tensor):
+            return F.grouped_mm(x, weight, offs=sizes_or_ends)
+        return torch.cat([part @ each for part, each in zip(x.split(sizes_or_ends), weight, strict=True)])
+
+    def adapted(x: torch.Tensor, name: str, weight: torch.Tensor) -> torch.Tensor:
+        y = multiply(x, weight)
+        return y + adapters[name](x, multiply) if name in adapters else y
+
+    gate, fc1, fc2 = (weight.view(len(sizes_or_ends), -1, rows.shape[-1]) for weight in (gate, fc1, fc2))
+    inside = gated(adapted(rows, "gate", gate.mT), adapted(rows, "fc1", fc1.mT))
+    return adapted(inside, "fc2", fc2)
+
+
+class ExpertAdapter(Adapter):
+    """Base class of the adapters of one matrix of all experts of a layer.
+
+    `forward` receives the rows [R, inputs], sorted by expert, and a function that multiplies the rows of each expert by
+    a matrix of this expert, see `_adapted_products`.
+    """
 
 
 class Gating:

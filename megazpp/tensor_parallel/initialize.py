@@ -50,7 +50,7 @@ def initialize_parameters_(model: nn.Module, *, seed: int, draw_device: torch.de
     """
     for name, module, attribute, spec in owned_parameters(model):
         parameter = getattr(module, attribute)
-        if spec.expert:
+        if spec.expert and spec.matrices:
             _draw_experts_(parameter, name, spec, seed=seed, draw_device=draw_device)
             continue
         full = draw_parameter(name, tuple(parameter.shape), spec, seed=seed, device=draw_device)

@@ -1,5 +1,6 @@
 """Test LoRA adapters in PEFT's format: our merged models compute like PEFT, in both directions."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -11,13 +12,16 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from helpers.hf_models import TOKENS, convert_folder, file_tensors, logits, make_llama, make_model, save
+from helpers.hf_models import TOKENS, convert_folder, file_tensors, logits, make_llama, make_model, our_model, save
 from helpers.refusals import not_refused
 from helpers.tiers import chosen, slow
+from helpers.training import MIXTURE_STYLE
 
 from megazpp.convert.huggingface import open_model
 from megazpp.convert.model import HEAD, held, model_shapes
 from megazpp.convert.native import open_checkpoint
+from megazpp.lora.checks import adapter_settings
+from megazpp.lora.config import LoraConfig
 from megazpp.lora.peft import (
     CONFIG,
     TENSORS,
@@ -28,6 +32,8 @@ from megazpp.lora.peft import (
     read_adapter,
     write_adapter,
 )
+from megazpp.lora.policy import add_adapters
+from megazpp.model.config import GPTConfig
 
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs the package peft")
 # Tolerance for values of about 1, because x (A B) of merged weights and (x A) B of adapters round differently.
@@ -388,3 +394,50 @@ def test_unsupported_or_missing_adapter_is_rejected(tmp_path):
     assert not_refused(OTHERS, merge) == []
     with pytest.raises(ValueError, match=re.escape(f"--adapter {tmp_path}/none does not exist")):
         merge({}, tmp_path / "none")
+
+
+@needs_peft
+@pytest.mark.parametrize(("kind", "targets"), [
+    ("mixtral", ("q_proj", "w1", "w2", "w3")),
+    slow("qwen3_moe", ("gate_proj", "up_proj", "down_proj")),
+    slow("olmoe", ("down_proj",)),
+])  # fmt: skip
+def test_peft_with_our_adapters_on_experts_matches_our_model(tmp_path, kind, targets):
+    """Files have two matrices per expert, by the names of transformers 4; PEFT converts them for transformers 5."""
+    import peft
+    import transformers
+
+    base = save(make_model(kind), tmp_path / "base")
+    model, generator = open_model(base), torch.Generator().manual_seed(4)
+    ours, tensors = our_model(model), {}
+    settings = AdapterSettings(3, 6.0, 0.0, targets, str(base))
+    add_adapters(ours, settings, None)
+    for name, parameter in ours.named_parameters():
+        if ".adapter." in name:
+            tensors[name] = 0.2 * torch.randn(parameter.shape, generator=generator)
+    ours.load_state_dict(tensors, strict=False, assign=True)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    write_adapter(adapter, model.config, settings, tensors)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        plain = loaded(TOKENS).logits
+        expected = peft.PeftModel.from_pretrained(loaded, adapter).eval()(TOKENS).logits
+        found = ours.eval()(TOKENS)
+    assert (expected - plain).abs().max() > 0.05
+    assert_same_sums(found[..., : expected.shape[-1]], expected)
+    with pytest.raises(ValueError, match="has adapters on experts, which are not read from PEFT's files"):
+        read_adapter(adapter, model.config)
+
+
+def test_targets_of_a_mixture_that_peft_could_not_load_are_refused():
+    shared = dataclasses.replace(MIXTURE_STYLE, moe_shared_expert_intermediate_size=16, moe_shared_expert_gate=True)
+    rows = [
+        ((MIXTURE_STYLE, "w1"), "--lora-target-modules w1: adapters on experts need both w1 and w3, or neither"),
+        ((shared, "down_proj"), "--lora-target-modules down_proj with --moe-shared-expert-intermediate-size 16"),
+    ]
+
+    def check(model: GPTConfig, target: str) -> None:
+        adapter_settings(LoraConfig(lora_r=2, lora_target_modules=(target,)), model)
+
+    assert not not_refused(rows, lambda given: check(*given))

@@ -12,14 +12,14 @@ from helpers.hf_models import our_model
 from helpers.ranks import ranks
 from helpers.refusals import not_refused
 from helpers.tiers import slow
-from helpers.training import CLIP, CPU, GPT2_STYLE, LLAMA_STYLE, Case, dims_on_ranks, spec_of
+from helpers.training import CLIP, CPU, GPT2_STYLE, LLAMA_STYLE, MIXTURE_STYLE, Case, dims_on_ranks, spec_of
 
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights
 from megazpp.convert.native import open_checkpoint
 from megazpp.lora.checks import adapter_settings
 from megazpp.lora.config import LoraConfig
-from megazpp.lora.layers import LowRankAdapter, adapters_off
+from megazpp.lora.layers import LowRankAdapter, LowRankExpertAdapter, adapters_off
 from megazpp.lora.policy import AdaptedPolicy, add_adapters, load_adapted, save_adapter
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
@@ -34,7 +34,9 @@ from megazpp.training.step import TrainStep
 STEPS = 4
 ALL = LoraConfig(lora_r=3, lora_alpha=6.0, lora_target_modules=("all-linear",))
 WIDE = dataclasses.replace(LLAMA_STYLE, hidden_size=128, kv_channels=16, ffn_hidden_size=256)
-MODELS = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE, "wide": WIDE}
+MIXTURE = dataclasses.replace(MIXTURE_STYLE, moe_aux_loss_coeff=0.0)
+EXPERTS = dataclasses.replace(ALL, lora_target_modules=("q_proj", "w1", "w2", "w3"))
+MODELS = {"mixture": MIXTURE, "gpt2": GPT2_STYLE, "llama": LLAMA_STYLE, "wide": WIDE}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -67,8 +69,9 @@ def train_on_ranks(case: Case, lora: LoraConfig, load: str) -> dict[str, Any]:
     policy, dims = adapt(case, lora, load)
     trained = [name for name, _ in policy.built.model.named_parameters()]
     dropped: list[torch.Tensor] = []
-    dropout = policy.built.model.get_submodule("layers.0.mlp.fc1.adapter.dropout")
-    dropout.register_forward_hook(lambda module, inputs, output: dropped.append(output == 0))
+    for name, module in policy.built.model.named_modules():
+        if name == "layers.0.mlp.fc1.adapter.dropout":
+            module.register_forward_hook(lambda module, inputs, output: dropped.append(output == 0))
     return {
         "steps": train(policy, dims, case),
         "trained": trained,
@@ -92,7 +95,7 @@ def in_one_process(
     base = {name: weight.clone() for name, weight in model.state_dict().items()}
     add_adapters(model.requires_grad_(False), adapter_settings(lora, case.model), None)
     for module in model.modules():
-        if isinstance(module, LowRankAdapter):
+        if isinstance(module, LowRankAdapter | LowRankExpertAdapter):
             module.to_empty(device=CPU)
     initialize_parameters_(model, seed=case.seed, draw_device=CPU)
     model.load_state_dict(base, strict=False)
@@ -132,6 +135,57 @@ def test_adapters_train_as_in_one_process(loads, world, kind, layout, recompute)
         assert len(found["trained"]) == 2 * model.layers * (4 if kind == "gpt2" else 7)
         assert found["unpacked"] == []
     assert len({found["checksum"] for found in results}) == 1
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "recompute"),
+    [
+        (2, {"nodes": 2, "micro_batches": 2}, {}),
+        slow(1, {}, {}),
+        slow(2, {"tp": 2}, {}),
+        slow(2, {"tp": 2, "sequence_parallel": True}, RECOMPUTED),
+    ],
+)
+def test_adapters_on_experts_train_as_in_one_process(loads, world, layout, recompute):
+    """Each matrix of a layer's experts has one A and one B. fp32 sums in another order differ by up to 1e-5."""
+    model, expected = (
+        dataclasses.replace(MIXTURE, **recompute),
+        in_one_process("mixture", loads["mixture"], None, EXPERTS),
+    )
+    results = ranks(world).run(train_on_ranks, Case(model=model, **layout), EXPERTS, loads["mixture"])
+    for found in results:
+        torch.testing.assert_close(torch.tensor(found["steps"]), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+        assert all(".adapter." in name for name in found["trained"])
+        assert len(found["trained"]) == 2 * 4
+        assert found["unpacked"] == []
+    assert len({found["checksum"] for found in results}) == 1
+
+
+def test_adapters_on_experts_equal_merged_experts():
+    """Compare losses of a model with adapters and with merged weights; sums in another order differ by 1e-5."""
+    generator, config = torch.Generator().manual_seed(1), MIXTURE
+    model = GPTModel(config, vocab_size=101)
+    initialize_parameters_(model, seed=3, draw_device=CPU)
+    settings = adapter_settings(EXPERTS, config)._replace(targets=("w1", "w2", "w3"))
+    add_adapters(model.requires_grad_(False), settings, None)
+    experts, tokens = model.layers[0].mlp.experts, torch.randint(101, (2, 16), generator=generator)
+    results = []
+    for adapter in experts.adapter.values():
+        adapter.to_empty(device=CPU)
+        for parameter in adapter.parameters():
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    for merged in (False, True):
+        if merged:
+            for name, adapter in experts.adapter.items():
+                a, b = (each.detach().view(config.num_experts, -1, settings.rank) for each in (adapter.a, adapter.b))
+                delta = a @ b.mT if name == "fc2" else b @ a.mT
+                getattr(experts, name).add_(settings.scale * delta.flatten(0, 1))
+                adapter.enabled = False
+        results.append(model(tokens, tokens))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        experts.gate.add_(1.0)
+    assert not torch.allclose(model(tokens, tokens), results[1])
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,12 @@ UNTIED = "--untie-embeddings-and-output-weights --normalization RMSNorm --swiglu
 TWO_BY_TWO = Cluster(num_nodes=2, ranks_per_node=2)
 
 
-def configs(objective: Any, *, lora_r: int | None = None, bits: Any = None, **post: Any) -> PostConfigs:
+def configs(
+    objective: Any, *, lora_r: int | None = None, bits: Any = None, targets: tuple[str, ...] | None = None, **post: Any
+) -> PostConfigs:
     drawn = {"max_completion_length": 16} if objective in ROLLOUTS else {}
     training = PostTrainingConfig(objective=objective, **drawn, **post)
-    targets = ("all-linear",) if lora_r and lora_r > 8 else None
+    targets = targets or (("all-linear",) if lora_r and lora_r > 8 else None)
     lora = LoraConfig(lora_r=lora_r, lora_target_modules=targets, base_weight_bits=bits)
     return PostConfigs(training, DataFormatConfig(max_length=32), RewardConfig(), lora, WeightsConfig())
 
@@ -82,8 +84,12 @@ def test_planned_memory_of_all_models_matches_live_tensors(case):
 
 @pytest.mark.parametrize(
     ("flags", "asked"),
-    [slow("--expert-model-parallel-size 2", configs("dpo")), slow("", configs("sft", lora_r=2))],
-    ids=["dpo, ep", "sft, adapters"],
+    [
+        slow("--expert-model-parallel-size 2", configs("dpo")),
+        slow("", configs("sft", lora_r=2)),
+        slow("", configs("sft", lora_r=16, targets=("w1", "w2", "w3"))),
+    ],
+    ids=["dpo, ep", "sft, adapters", "sft, adapters on experts"],
 )
 def test_planned_memory_counts_frozen_and_trained_experts(flags, asked):
     mixture = f"@configs/moe_tiny.args {flags} --zeropp --hidden-dropout 0 --attention-dropout 0"

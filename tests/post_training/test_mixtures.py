@@ -187,10 +187,11 @@ def test_adapters_of_attention_train_beside_frozen_experts(loads, world, layout,
         assert max(crossed for *_, crossed, _ in results) > 0
 
 
-def test_adapters_outside_of_attention_are_refused_in_models_with_experts():
+def test_adapters_outside_of_attention_and_experts_are_refused_in_models_with_experts():
+    only = "with --num-experts 4: only attention and experts take adapters; name some of"
     rows = [
-        (target, f"--lora-target-modules {target} with --num-experts 4: only attention takes adapters; name some of")
-        for target in ("all-linear", "up_proj", "gate", "experts", "w1")
+        (target, f"--lora-target-modules {target} {only}")
+        for target in ("all-linear", "up_proj", "gate", "experts", "experts.0.w1")
     ]
 
     def settings(target: str) -> object:
