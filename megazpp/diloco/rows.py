@@ -127,6 +127,65 @@ class OuterRows:
                 yield rows[full, segment.start : segment.start + rest], flat[full * size :]
 
 
+class WholeRows(OuterRows):
+    """The rows of a sharding unit whose whole outer state this rank has, for groups that are jobs (elastic DiLoCo).
+
+    Attributes:
+        outer: [G, S] fp32 outer weights.
+        momentum: [G, S] fp32; None if mu is 0.
+    """
+
+    def __init__(self, *args: Any, device: torch.device, **kwargs: Any) -> None:
+        super().__init__(*args, device=device, **kwargs)
+        self._rows = torch.zeros(self._num_groups, self.gradients.layout.size, device=device)
+        self.fill_(self._rows)
+        self.outer = self._rows.clone()
+        self.momentum = torch.zeros_like(self.outer) if self._plan.outer_momentum else None
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """R, the common copy of the outer weights, as rows [G, S] fp32."""
+        return self._rows
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """R, the outer weights, and the momentum if there is one, each [G, S] fp32."""
+        return [x for x in (self._rows, self.outer, self.momentum) if x is not None]
+
+    @property
+    def message_bytes(self) -> int:
+        """The size of a contribution in bytes."""
+        return self._num_groups * self.gradients.message_bytes
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """The size in bytes of `tensors`, which a new group fetches."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def apply(self, messages: torch.Tensor, factors: Sequence[float], correction: torch.Tensor) -> None:
+        """Take an outer step.
+
+        Args:
+            messages: [K, G * M] uint8, the contributions of a commit, in its order.
+            factors: age factor of each.
+            correction: factor for their sum, a scalar.
+        """
+        mean, messages = torch.zeros_like(self.outer), messages.view(len(factors), self._num_groups, -1)
+        fresh = [message for message, factor in zip(messages, factors, strict=True) if factor == 1.0]
+        if fresh:
+            self.gradients.unpack_sum(torch.stack(fresh), mean, accumulate=False)
+        for message, factor in zip(messages, factors, strict=True):
+            if factor != 1.0:
+                late = torch.empty_like(mean)
+                self.gradients.unpack_sum(message.unsqueeze(0), late, accumulate=False)
+                mean += late * factor
+        mean *= correction
+        outer_step_(self.outer, self.momentum, mean, self._plan)
+        sent = self.differences.empty(self._num_groups, device=mean.device)
+        self.differences.pack(self.outer, sent, base=self._rows)
+        self.differences.unpack_onto(sent, self._rows)
+
+
 @contextmanager
 def computing_with_rows(
     sharding: Sharding, units: Sequence[OuterRows], lock: AbstractContextManager[Any] | None = None

@@ -12,7 +12,7 @@ from megazpp.elastic.agent import Agent, new_incarnation
 from megazpp.elastic.config import ElasticConfig, ElasticPlan, count_jobs, plan_elastic
 from megazpp.elastic.rounds import Record
 from megazpp.elastic.wire import parse_address
-from megazpp.run.arguments import ParsedRun, RunConfig
+from megazpp.run.arguments import RunConfig
 from megazpp.run.feature import Attached, Feature, TrainerParts
 
 if TYPE_CHECKING:
@@ -35,12 +35,9 @@ class Elastic(Feature):
         """Check the flags, and return the rules of the run; None without --diloco-coordinator."""
         return plan_elastic(config, plan)
 
-    def command(self, parsed: ParsedRun) -> int | None:
-        """Refuse --plan, whose estimates do not include elastic DiLoCo."""
-        coordinator = parsed.config.section(ElasticConfig).diloco_coordinator
-        if coordinator is not None and parsed.values().get("plan"):
-            raise ValueError(f"--plan does not support --diloco-coordinator {coordinator}: plan the run without it")
-        return None
+    def as_one_job(self, config: RunConfig) -> RunConfig:
+        """Return the run without a coordinator, whose replica groups are parts of one job."""
+        return config.with_section(ElasticConfig())
 
     def attach(self, parts: TrainerParts) -> Attached:
         """Attach the outer state, the checkpoint state, and the loop that synchronizes with the other groups."""

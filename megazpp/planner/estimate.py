@@ -138,10 +138,12 @@ class Estimator:
         device_type: "cuda" or "cpu", which selects the checks of the flags.
         expert_load: load of all experts of the simulated rank, relative to the mean over experts. Above 1, the
             rank's experts are all as busy as the busiest one.
+        elastic: True if the replica groups of local steps are jobs, each of which computes the whole outer step.
     """
 
-    def __init__(self, cluster: Cluster, *, device_type: str, expert_load: float = 1.0) -> None:
+    def __init__(self, cluster: Cluster, *, device_type: str, expert_load: float = 1.0, elastic: bool = False) -> None:
         self.cluster, self.expert_load, self._device_type = cluster, expert_load, device_type
+        self.elastic = elastic
         self.calibration = calibration_for(cluster.device)
 
     def estimate(self, config: RunConfig) -> Estimate:
@@ -205,7 +207,7 @@ class Estimator:
         if cluster.links is None and math.isinf(device.gigabytes):
             return default, None
         # ---- estimates of both formats, at an even load of experts
-        even = Estimator(cluster, device_type=self._device_type)
+        even = Estimator(cluster, device_type=self._device_type, elastic=self.elastic)
         is_own = cluster == self.cluster and self.expert_load == even.expert_load
 
         def estimate(choice: WeightDelta) -> Estimate:
@@ -281,6 +283,7 @@ class Estimator:
             expert_load=self.expert_load,
             on_cpu=self.cluster.device is not None and self.cluster.device.is_cpu,
             lossless_share=lossless_share(config.schedule.lr),
+            elastic=self.elastic,
         )
         step = measure(simulator, plan.batches.num_micro_batches_at(plan.batches.rampup_samples))
         diloco = plan.of(DilocoPlan)

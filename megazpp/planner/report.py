@@ -14,6 +14,7 @@ from megazpp.planner.variants import (
     INT8,
     LOSSLESS,
     RECOMPUTE,
+    as_one_job,
     for_planning,
     local_steps,
     longest_context,
@@ -23,7 +24,7 @@ from megazpp.planner.variants import (
     with_recompute,
 )
 from megazpp.run.arguments import RunConfig
-from megazpp.run.checks import RunPlan
+from megazpp.run.checks import RunPlan, plan_run
 from megazpp.topology.cluster import Cluster, nested_sizes
 from megazpp.topology.layout import DOWNLOAD, UPLOAD, WIRE_NAMES, WIRES
 
@@ -55,9 +56,13 @@ def report_parts(
     Raises:
         ValueError: the flags conflict, do not fit the cluster, or lack --vocab-size.
     """
-    config, estimator = for_planning(config, "--plan"), Estimator(cluster, device_type=device_type)
+    config, elastic = for_planning(config, "--plan"), config.jobs > 1
+    if elastic:
+        plan_run(config, cluster, device_type=device_type)  # raises the errors of flags that jobs do not support
+        config, cluster = as_one_job(config, cluster)
+    estimator = Estimator(cluster, device_type=device_type, elastic=elastic)
     own = estimator.estimate(config)
-    loaded = Estimator(cluster, device_type=device_type, expert_load=expert_load or 1.0)
+    loaded = Estimator(cluster, device_type=device_type, expert_load=expert_load or 1.0, elastic=elastic)
     parts = (
         describe_plan(own.plan, own.micro_batches),
         _memory(estimator, own),
@@ -142,6 +147,15 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
             "these are means per step, synchronizations included; a node sends to other replica groups: "
             f"{own.node_replica_group_bytes / MEGA:.3f} MB every {diloco.steps} steps, "
             f"{own.node_replica_group_bytes / diloco.steps / MEGA:.3f} MB per step"
+        )
+    if estimator.elastic:
+        groups, ranks = own.plan.layout.replica_group, gpus // own.plan.layout.replica_group
+        messages = own.node_replica_group_bytes / estimator.cluster.ranks_per_node * groups / (groups - 1)
+        snapshot = ranks * (own.memory[Memory.COMMON] + own.memory[Memory.OUTER])
+        yield (
+            f"{groups} jobs of {ranks} rank(s), each of which computes the whole outer step: a group that joins "
+            f"fetches {snapshot / GIGA:.3f} GB, and a rank keeps {messages / MEGA:.3f} MB in host memory for each "
+            "version that other groups may still fetch"
         )
     # ---- times and their calibration
     if own.seconds is None or device is None:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.outer import OuterUnit, send_fragment
+from megazpp.diloco.rows import WholeRows
 from megazpp.optim.config import MuonConfig
 from megazpp.optim.muon import JointOrthogonalizer, Orthogonalizer, row_dtype
 from megazpp.optim.muon_plan import products
@@ -87,13 +88,16 @@ class StepSimulator:
         muon: flags of Muon; None for other optimizers.
         frozen_bits: bits of the packed matrices of frozen parameters; None for the dtype in which the model computes.
         diloco: plan of DiLoCo (local steps); None without it.
+        elastic: True if the replica groups are jobs, each of which computes the whole outer step.
         lossless_share: size of lossless weight deltas as a share of the whole weights.
 
     Attributes:
         trace: operations and memory of the model.
         counter: calls and bytes of this rank by (kind of link, axis, collective), as training counts them.
         units: sharding units in the order of use.
-        fragments: outer weights of local steps, grouped by synchronization; [] without local steps.
+        fragments: outer weights of local steps, grouped by synchronization; [] without local steps, or if the groups
+            are jobs.
+        whole: outer weights of local steps if the groups are jobs; otherwise [].
         ledger: memory since the beginning of the last step.
         muon: orthogonalization of matrices; None without Muon.
     """
@@ -111,6 +115,7 @@ class StepSimulator:
         muon: MuonConfig | None = None,
         frozen_bits: int | None = None,
         diloco: DilocoPlan | None = None,
+        elastic: bool = False,
         lossless_share: float = 1.0,
     ) -> None:
         self._zero, self._precision = zero, precision = spec.zero, spec.precision
@@ -177,7 +182,15 @@ class StepSimulator:
                 )
                 for expert, (placed, node) in enumerate(parts)
             ])  # fmt: skip
-        self._diloco, self.fragments = diloco, [] if diloco is None else self._outer_units(diloco)
+        self._diloco, self.fragments, self.whole = diloco, list[list[OuterUnit]](), list[WholeRows]()
+        if diloco is not None:
+            given: dict[str, Any] = {"plan": diloco, "precision": precision, "device": META}
+            given["codec"] = functools.partial(SimulatedCodec, touch=self._touch)
+            axis = self._axes["replica_group"]
+            if elastic:
+                self.whole = [WholeRows(unit, unit.shapes, axis.size, **given) for unit in self.units]
+            else:
+                self.fragments = diloco.in_fragments([OuterUnit(u, u.shapes, axis, **given) for u in self.units])
         # ---- state of FSDP2's streams and buffers
         self._received: SimulatedUnit | None = None  # unit whose frozen weights were gathered ahead of their use
         self._gathers, self._reductions, self._copies = (self._simulation.new_clock() for _ in range(3))
@@ -252,8 +265,23 @@ class StepSimulator:
             for unit in units:
                 unit.merge(plan.merge_alpha)
             self._touch((3 if plan.merge_alpha else 2) * sum(sizes))
+        for rows in self.whole:
+            self._merge_messages(rows)
         seconds = compute.now - start - len(self.fragments) * hidden
         return SimulatedStep(traffic_between(before, self.counter.table()), seconds, self._simulation.busy)
+
+    def _merge_messages(self, unit: WholeRows) -> None:
+        """Simulate a version of an elastic run for one unit: send its message to every other group, and apply all."""
+        axis, size, weight = self._axes["replica_group"], unit.rows.nbytes, torch.empty((), device=META)
+        self._touch(8 * size)  # the outer gradient, as in `synchronize`
+        messages = unit.pack(weight).view(1, -1).expand(axis.size, -1)
+        axis.count("send", (axis.size - 1) * unit.message_bytes)
+        unit.apply(messages, [1.0] * axis.size, weight)
+        # passes over memory: zeros (1), scale (2), times the learning rate (2), subtract (3); with momentum: decay (2),
+        # add (3), scale (2), subtract (3); then the merge (2)
+        self._touch((10 if unit.momentum is None else 20) * size)
+        mean_and_product = 2 * size
+        self.ledger.pass_through(Memory.BUFFERS, (axis.size + 1) * unit.message_bytes + mean_and_product)
 
     # ---- forward, backward and optimizer --------------------------------------------------------------------------
 
@@ -344,12 +372,6 @@ class StepSimulator:
     def _has_backward(self, segment: int) -> bool:
         """Return True if backward reaches the segment; it ends at the first segment with trained parameters."""
         return segment >= 0 and bool(self.trace.segments[BACKWARD, segment].operations)
-
-    def _outer_units(self, plan: DilocoPlan) -> list[list[OuterUnit]]:
-        """Create the outer weights of all units, grouped into fragments."""
-        axis, codec = self._axes["replica_group"], functools.partial(SimulatedCodec, touch=self._touch)
-        common: dict[str, Any] = {"plan": plan, "precision": self._precision, "device": META, "codec": codec}
-        return plan.in_fragments([OuterUnit(unit, unit.shapes, axis, **common) for unit in self.units])
 
     def _sum_over_data(self) -> None:
         """All-reduce one fp64 number over all data ranks."""
@@ -590,12 +612,16 @@ class StepSimulator:
             unit.reduced = False
         if self._partial_sums_wait and not self._sums_on_host:
             self.ledger.add(Memory.PARTIAL_SUMS, sum(unit.partial_bytes for unit in units))
-        if self._diloco is not None:
+        if self._diloco is not None and self.fragments:
             self.ledger.add(Memory.OUTER_MESSAGES, most_under_way(self.fragments, self._diloco)[0])
         for outer in itertools.chain(*self.fragments):
             self.ledger.add(Memory.COMMON, outer.common.kept_bytes)
             self.ledger.add(Memory.OUTER, outer.outer.nbytes * (1 if outer.momentum is None else 2))
             self.ledger.add(Memory.OUTER_FEEDBACK, 0 if outer.errors is None else outer.errors.messages.nbytes)
+        for rows in self.whole:
+            self.ledger.add(Memory.COMMON, rows.rows.nbytes)
+            self.ledger.add(Memory.OUTER, rows.snapshot_bytes - rows.rows.nbytes)
+            self.ledger.add(Memory.OUTER_FEEDBACK, 0 if rows.errors is None else rows.errors.messages.nbytes)
 
     def _stage_of(self, unit: SimulatedUnit) -> int:
         return self._zero.stage_over(unit.axis.size)

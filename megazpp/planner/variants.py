@@ -73,6 +73,21 @@ def for_planning(config: RunConfig, asked_by: str) -> RunConfig:
     return config if named else changed(config, data={"mock_data": True})
 
 
+def as_one_job(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, Cluster]:
+    """Return the run of several jobs as one job, and the cluster of all of them.
+
+    Args:
+        config: flags of the run.
+        cluster: cluster of one job.
+    """
+    jobs, size, order = config.jobs, cluster.world_size, cluster.order
+    if order is not None:
+        order = tuple(job * size + rank for job in range(jobs) for rank in order)
+    for feature in config.features:
+        config = feature.as_one_job(config)
+    return config, dataclasses.replace(cluster, num_nodes=jobs * cluster.num_nodes, order=order)
+
+
 def schemes(config: RunConfig) -> dict[str, RunConfig]:
     """Return the run without local steps, once for each sharding scheme, by the scheme's name."""
     bits = 8 * config.precision.param_dtype.itemsize

@@ -141,6 +141,10 @@ class Feature:
         """Return the number of jobs, each with its own process groups, that train the run's model together."""
         return 1
 
+    def as_one_job(self, config: RunConfig) -> RunConfig:
+        """Return the run of all jobs together as one job on the nodes of all of them, for estimates."""
+        return config
+
     def choose_weight_delta(
         self, config: RunConfig, cluster: Cluster, *, device_type: str, gigabytes: float | None
     ) -> WeightDelta | None:

@@ -55,6 +55,21 @@ def lines(text: str, start: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(start)]
 
 
+def test_groups_that_are_jobs_are_planned_on_the_nodes_of_all_jobs():
+    """Each group sends its message to two others, where fixed groups send two thirds of it to each of two hops."""
+    local = "--global-batch-size 96 --micro-batch-size 8 --diloco-steps 10 --diloco-replica-groups"
+    elastic = report(f"{local} 3 --diloco-coordinator 127.0.0.1:29700")
+    assert "3 jobs of 4 rank(s), each of which computes the whole outer step: a group that joins fetches 0.0" in elastic
+    ((sent, seconds),) = re.findall(r"(\S+) MB every 10 steps(?:.*\n)*?.*delays training by (\S+) s", elastic)
+    own = parse(f"@configs/gpt_tiny.args --bf16 {local} 3").config
+    six = Cluster(num_nodes=6, ranks_per_node=2, links=SLOW, device=SMALL)
+    fixed = Estimator(six, device_type="cpu").estimate(own)
+    assert float(sent) == pytest.approx(1.5 * fixed.node_replica_group_bytes / 1e6, rel=0.03)
+    assert float(seconds) == pytest.approx(1.5 * fixed.held_up, rel=0.1)
+    with pytest.raises(ValueError, match="does not support --diloco-fragments 2"):
+        report(f"{local} 3 --diloco-coordinator 127.0.0.1:29700 --diloco-fragments 2")
+
+
 def test_zeropp_pays_on_a_slow_network_and_tables_are_complete():
     text = report("--zeropp")
     assert "ZeRO++ pays:" in text

@@ -23,6 +23,7 @@ from helpers.training import (
 )
 
 from megazpp.diloco.config import DilocoConfig
+from megazpp.elastic.outer import WholeOuter
 from megazpp.optim.config import OptimizerConfig
 from megazpp.parallel.config import ParallelConfig
 from megazpp.parallel.dims import plan_dims
@@ -43,7 +44,7 @@ LOCAL = functools.partial(DilocoConfig, diloco_steps=4)
 two_nodes = functools.partial(Case, nodes=2)
 
 
-def plan(case: Case, rank: int = 0) -> StepSimulator:
+def plan(case: Case, rank: int = 0, *, elastic: bool = False) -> StepSimulator:
     """Return the simulator of the case's step on one of four ranks."""
     cluster = Cluster(num_nodes=case.nodes, ranks_per_node=4 // case.nodes, order=case.order)
     config = ParallelConfig(
@@ -61,6 +62,7 @@ def plan(case: Case, rank: int = 0) -> StepSimulator:
         rank=rank,
         on_cpu=True,
         diloco=diloco_plan(case),
+        elastic=elastic,
         muon=case.optimizer if case.optimizer.optimizer == "muon" else None,
     )
 
@@ -213,6 +215,29 @@ def test_local_steps_memory_equals_its_formulas():
     step.synchronize()
     messages = step.ledger._now[Memory.OUTER_MESSAGES]
     assert messages == pytest.approx((0.5 + 2 / GRADIENT_BLOCK) * parameters / 2, rel=0.05)
+
+
+def sizes_of_contribution(case: Case) -> tuple[int, int]:
+    """Return the bytes of a contribution and of a snapshot on this rank."""
+    step, dims = build_step(case)
+    groups = dims.replica_group.size
+    outer = WholeOuter(step.sharding, diloco_plan(case), case.precision, num_groups=groups, late_factor=0.5)
+    return len(outer.pack(8.0)), len(outer.dump())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_planned_bytes_and_memory_of_groups_that_are_jobs_equal_real_ones(momentum):
+    """Each rank sends its contribution to the other three groups, and R, outer weights and momentum are whole."""
+    case = Case(nodes=4, model=LLAMA_STYLE, diloco=LOCAL(diloco_outer_momentum=momentum))
+    for rank, (message, snapshot) in enumerate(ranks(4).run(sizes_of_contribution, case)):
+        step = plan(case, rank, elastic=True)
+        step.run(1)
+        kinds, synchronized = step.ledger.peak, step.synchronize()
+        ((key, sent),) = synchronized.traffic.items()
+        assert key == ("cross", "replica_group", "send")
+        assert (sent.calls, sent.sent_bytes) == (len(step.units), 3 * message)
+        assert kinds[Memory.COMMON] + kinds[Memory.OUTER] == snapshot
+        assert kinds[Memory.OUTER] == (2 if momentum else 1) * kinds[Memory.COMMON]
 
 
 def test_reduction_buffers_hold_sent_and_received_messages():
