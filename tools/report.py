@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
 from megazpp.base.program import flags_of, program
+from megazpp.report.groups import read_rounds
 from megazpp.report.page import write_report
 from megazpp.report.runs import read_runs
 
@@ -28,9 +29,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--output", metavar="FILE", type=Path, help="path of the HTML file (default: report.html in the first folder)"
     )
+    parser.add_argument(
+        "--rounds", metavar="FILE", type=Path, help="rounds.jsonl of the coordinator of an elastic run, for its groups"
+    )
     args = parser.parse_args(argv)
     output = args.output.expanduser() if args.output is not None else args.runs[0].expanduser() / "report.html"
-    write_report(read_runs(args.runs), output, datetime.datetime.now())
+    rounds = read_rounds(args.rounds.expanduser()) if args.rounds is not None else []
+    write_report(read_runs(args.runs), output, datetime.datetime.now(), rounds)
     print(f"report: {output}")
 
 

@@ -43,6 +43,7 @@ class Agent:
         state: last state from the coordinator.
         version, id: version of this rank's outer state, which the training loop sets.
         steps, seconds, wants, joined, leaves: parts of this rank's report, which the training loop sets.
+        sent, sent_bytes: number and bytes of the contributions and snapshots that this rank has sent to other groups.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Agent:
         self.steps, self.wants, self.joined, self.leaves = 0, 0, False, False
         self.seconds: float | None = None
         self.fingerprint: tuple[int, int] | None = None
-        self._numbers, self._sent_bytes = 0, 0
+        self._numbers, self.sent, self.sent_bytes = 0, 0, 0
         first = self._connect(time.monotonic() + 6 * HEARTBEAT_SECONDS)
         self._listener = AuthenticatedListener(Address(listen or first.local_host, 0), secret, self._serve)
         first.close()
@@ -128,12 +129,6 @@ class Agent:
     def fetch_snapshot(self, address: Address) -> tuple[Record, bytearray]:
         """Return the `snapshot` of the rank at `address`."""
         return self._fetch(address, {"wants": "snapshot"}, self._most_bytes)
-
-    def take_sent_bytes(self) -> int:
-        """Return the bytes of contributions and snapshots that this rank has sent since the last call."""
-        with self._changed:
-            taken, self._sent_bytes = self._sent_bytes, 0
-        return taken
 
     def seconds_to_quorum(self) -> float | None:
         """Return the seconds until the quorum of this round is expected; None if that is unknown."""
@@ -234,6 +229,7 @@ class Agent:
                 "wants": self.wants,
                 "joined": self.joined,
                 "leaves": self.leaves,
+                "sent": self.sent_bytes,
             }
         if channel is not None:
             try:
@@ -299,7 +295,7 @@ class Agent:
             return
         channel.send_data(about, data)
         with self._changed:
-            self._sent_bytes += len(data)
+            self.sent, self.sent_bytes = self.sent + 1, self.sent_bytes + len(data)
 
 
 def new_incarnation() -> str:

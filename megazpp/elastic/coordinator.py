@@ -4,6 +4,7 @@ The journal of term N is the file coordinator/journal-N.jsonl in the run's folde
 next one exclusively and copies the records of the one before. A record is synced to disk, then the coordinator looks
 for a higher term, and only then sends the new state. If there is a higher term, it ends without sending. So of two
 coordinators with the same folder only the newer one decides, and it has read every record that a rank could know.
+rounds.jsonl has a row for each commit, for people and for the report.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Coordinator:
         folder.mkdir(parents=True, exist_ok=True)
         if not take_over:
             self._held = lock_for_this_job(folder / "coordinator.lock", f"--folder {folder}")
-        self._say, self._journal = say, Journal(folder)
+        self._say, self._journal, self._rows = say, Journal(folder), folder / "rounds.jsonl"
         self._rounds = Rounds(self._journal.records, now=time.monotonic())
         self._lock, self._channels = threading.Lock(), dict[Channel, tuple[str, int]]()
         self._pushed_at, self.failed = 0.0, threading.Event()
@@ -143,10 +144,13 @@ class Coordinator:
         """Make the decisions that are due, write them to the journal, and send the state."""
         now = time.monotonic()
         self._rounds.tick(now)
-        records = self._rounds.take_records()
+        records, lines, rows = self._rounds.take_news()
         if records:
             self._journal.append([record | {"time": round(time.time(), 3)} for record in records])
-        for line in self._rounds.take_lines():
+        if rows:
+            with self._rows.open("a") as file:
+                file.writelines(json.dumps(row | {"time": round(time.time(), 3)}) + "\n" for row in rows)
+        for line in lines:
             self._say(line)
         if records or now > self._pushed_at + PUSH_SECONDS:
             self._pushed_at = now

@@ -71,6 +71,7 @@ class Elastic(Feature):
             parts.plan.batches,
             parts.objective,
             axis,
+            dims.counter,
             connect=connect,
             save=parts.save,
             validate=parts.validate,

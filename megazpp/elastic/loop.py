@@ -20,7 +20,7 @@ from megazpp.elastic.outer import WholeOuter
 from megazpp.elastic.rounds import NO_COMMIT, Cell, Record, Rules
 from megazpp.elastic.wire import Address
 from megazpp.optim.schedule import TrainingProgress
-from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.timeline import WAIT
 from megazpp.training.batches import BatchPlan
 from megazpp.training.loop import Loader
@@ -43,6 +43,7 @@ class ElasticLoop:
         batches: batch sizes of the run; a group takes 1 / G of every batch.
         objective: the language model's loss, which counts the tokens of each step.
         axis: axis over all ranks of this job, with a gloo group.
+        counter: counter of the bytes that this rank sends.
         connect: function that starts the agent, from version, id and a function that makes a snapshot.
         save, validate: functions of the progress that save a checkpoint and evaluate held-out data.
         seed: function of the group's slot that seeds dropout.
@@ -60,6 +61,7 @@ class ElasticLoop:
         batches: BatchPlan,
         objective: LanguageModelLoss,
         axis: MeshAxis,
+        counter: TrafficCounter,
         *,
         connect: Callable[[int, str, Callable[[], tuple[Record, bytes]]], Agent],
         save: Callable[[TrainingProgress], None],
@@ -70,7 +72,8 @@ class ElasticLoop:
     ) -> None:
         self.outer, self._rules, self._batches, self._objective, self._axis = outer, rules, batches, objective, axis
         self._connect, self._save, self._validate, self._seed = connect, save, validate, seed
-        self._stopped, self._say = stopped, say
+        self._stopped, self._say, self._counter = stopped, say, counter
+        self._counted = 0, 0  # messages that this rank has sent to other groups, and their bytes
         self.version, self.id, self.merged = 0, NO_COMMIT, 0
         self._cell: Cell | None = None  # the steps of the leased cell that are not taken yet
         self._cells: list[Cell] = []  # the steps that this interval has taken
@@ -232,8 +235,11 @@ class ElasticLoop:
         waited = time.monotonic() - began
         self._catch_up(progress)
         self.outer.merge()
-        sent = f"sent {agent.take_sent_bytes() / MEGA:.3f} MB per rank to other groups"
-        self._say(f"version {self.version}: took {self._steps} steps, waited {waited:.1f} s, {sent}")
+        before, self._counted = self._counted, (agent.sent, agent.sent_bytes)
+        calls, sent = self._counted[0] - before[0], self._counted[1] - before[1]
+        self._counter.add("cross", "replica_group", "send", sent, calls=calls)
+        what = f"sent {sent / MEGA:.3f} MB per rank to other groups"
+        self._say(f"version {self.version}: took {self._steps} steps, waited {waited:.1f} s, {what}")
 
     # ---- versions -----------------------------------------------------------------------------------------------
 

@@ -81,6 +81,14 @@ class Group:
     heard: dict[int, float] = field(default_factory=dict)  # time of each rank's last report
 
 
+class News(NamedTuple):
+    """What has happened: records for the journal, lines for the log, and rows of rounds.jsonl, one for each commit."""
+
+    records: list[Record]
+    lines: list[str]
+    rows: list[Record]
+
+
 class Rounds:
     """The state of a run's groups, commits and samples.
 
@@ -88,8 +96,7 @@ class Rounds:
         records: records of the journal, from the start of the run.
         now: current time in seconds, of the clock that all events use.
     Attributes:
-        records: records since the last `take_records`.
-        lines: log lines since the last `take_lines`.
+        news: what has happened since the last `take_news`.
         closed: the contributions that the next commit will have, and when they were chosen.
     """
 
@@ -103,14 +110,16 @@ class Rounds:
         self.free: list[Cell] = []
         self.opened_blocks = 0
         self.waited_for: set[str] = set()  # groups for which the current round waits
-        self.records: list[Record] = []
-        self.lines: list[str] = []
+        self.news = News([], [], [])
         self.closed: tuple[list[str], float] | None = None
         self._published: set[str] = set()
         self._quorum_at: float | None = None
         self._held_at: float | None = None  # when a quorum held all that is to be committed
         self._assembled_at: float | None = None
         self._fingerprints: dict[tuple[int, int], int] = {}  # by version and rank
+        self._published_at: dict[str, float] = {}  # by contribution, for the row
+        self._events: list[str] = []  # lines since the last commit
+        self._returned = 0  # steps since the last commit that will be trained again
         for record in records:
             self._apply(record)
         self._hold_until = now + HEARTBEAT_SECONDS if self.members else now
@@ -185,14 +194,9 @@ class Rounds:
             },
         }
 
-    def take_records(self) -> list[Record]:
-        """Return the new records, for the journal."""
-        taken, self.records = self.records, []
-        return taken
-
-    def take_lines(self) -> list[str]:
-        """Return the new log lines."""
-        taken, self.lines = self.lines, []
+    def take_news(self) -> News:
+        """Return what has happened since the last call."""
+        taken, self.news = self.news, News([], [], [])
         return taken
 
     # ---- events -----------------------------------------------------------------------------------------------------
@@ -270,7 +274,7 @@ class Rounds:
                 self._decide({"members": [name]})
                 self._say(f"group {name} joins at version {self.version}, {now - group.since:.1f} s after it connected")
         for name in sorted(self.live):
-            self._take_contributions(name)
+            self._take_contributions(name, now)
         self._end_if_state_is_lost()
         self._drop_lost()
         if len(self.live) >= self.rules.min_groups and not self.done:
@@ -302,7 +306,8 @@ class Rounds:
         steps = sum(stop - first for _, _, first, stop in self.leases.get(name, []))
         self._decide({"out": name})
         why = "it has left" if self.groups[name].leaves else why
-        self._say(f"group {name} is out: {why}" + (f"; {steps} steps of its leases are free again" if steps else ""))
+        returned = f"; {steps} steps of its leases are free again" if steps else ""
+        self._say(f"group {name} is out: {why}{returned}", returned=steps)
 
     def _begin_if_assembled(self, now: float) -> None:
         """Start the run, or start it again from the newest state that a group has, when no member is left."""
@@ -318,20 +323,21 @@ class Rounds:
         newest = max(starts.values())
         steps = self.merged_steps - (self.commits[newest - 1]["merged"] if newest else 0)
         if steps:
-            self._say(f"goes back from version {self.version} to {newest}: {steps} steps will be trained again")
+            line = f"goes back from version {self.version} to {newest}: {steps} steps will be trained again"
+            self._say(line, returned=steps)
         names = sorted(name for name, version in starts.items() if version == newest)
         self._decide({"begin": newest})
         self._decide({"members": names})
         self.waited_for = set(names)
         self._say(f"starts at version {newest} with groups {', '.join(names)}")
 
-    def _take_contributions(self, name: str) -> None:
+    def _take_contributions(self, name: str, now: float) -> None:
         """Publish the contributions that all ranks of a group have packed."""
         by_rank = self.groups[name].reports
         for cid, entry in by_rank[0]["published"].items():
             if cid not in self._published and all(cid in report["published"] for report in by_rank.values()):
                 digests = [by_rank[rank]["published"][cid]["digest"] for rank in sorted(by_rank)]
-                slot = self.groups[name].slot
+                slot, self._published_at[cid] = self.groups[name].slot, now
                 self._decide({"publish": entry | {"cid": cid, "group": name, "slot": slot, "digest": digests}})
 
     def _grant(self, name: str) -> None:
@@ -364,7 +370,8 @@ class Rounds:
         if lost:
             self._decide({"drop": [entry["cid"] for entry in lost]})
             names, steps = ", ".join(entry["group"] for entry in lost), sum(entry["steps"] for entry in lost)
-            self._say(f"contributions of {names} are lost: {steps} steps of their samples will be trained again")
+            line = f"contributions of {names} are lost: {steps} steps of their samples will be trained again"
+            self._say(line, returned=steps)
 
     def _close_round(self, now: float) -> None:
         """Choose the contributions of the next commit, if nothing more is worth waiting for."""
@@ -397,9 +404,9 @@ class Rounds:
         if len(holders) >= min(self._quorum(), len(live)) and self._held_at is None:
             self._held_at = now
         if holders and (holders == live or (self._held_at is not None and now >= self._held_at + self._grace())):
-            self._commit([self.pool[cid] for cid in chosen])
+            self._commit([self.pool[cid] for cid in chosen], now)
 
-    def _commit(self, entries: Sequence[Record]) -> None:
+    def _commit(self, entries: Sequence[Record], now: float) -> None:
         """Commit a version, and name the groups that save and evaluate it."""
         assert self.rules is not None
         rules, before = self.rules, self.merged_steps
@@ -424,15 +431,31 @@ class Rounds:
                 "evaluates": by_slot[-1] if passes(rules.eval_interval) and not at_end else None,
             }
         )
-        parts = [f"{e['group']} {e['steps']} steps{self._age_text(e)}" for e in entries]
-        self._say(f"version {self.version}: {', '.join(parts)}")
+        self._tell(entries, merged, now)
         self.waited_for = set(self.members)
+
+    def _tell(self, entries: Sequence[Record], merged: int, now: float) -> None:
+        """Add the line and the row about a commit."""
+        assert self.rules is not None
+        groups, parts = [], []
+        for entry in entries:
+            waited, late = now - self._published_at.pop(entry["cid"], now), self.version - 1 - entry["base"]
+            row = {name: entry[name] for name in ("group", "steps", "tokens")}
+            groups.append(row | {"late": late, "waited": 0.0 if late else round(waited, 3)})
+            note = f" ({late} versions late)" if late else " (called early)" * (entry["steps"] < self.rules.interval)
+            parts.append(f"{entry['group']} {entry['steps']} steps{note}")
+        sent = {name: sum(r["sent"] for r in self.groups[name].reports.values()) for name in sorted(self.live)}
+        row = {"version": self.version, "merged": merged, "returned": self._returned, "events": self._events}
+        self.news.rows.append(row | {"groups": groups, "sent_bytes": sent})
+        longest = max(group["waited"] for group in groups)
+        self._say(f"version {self.version}: {', '.join(parts)}; {longest:.1f} s of waiting at most")
+        self._events, self._returned = [], 0
 
     # ---- state changes by records -----------------------------------------------------------------------------------
 
     def _decide(self, record: Record) -> None:
         self._apply(record)
-        self.records.append(record)
+        self.news.records.append(record)
 
     def _apply(self, record: Record) -> None:
         """Change the state by a record."""
@@ -575,13 +598,10 @@ class Rounds:
     def _for_rank(self, entry: Record, rank: int) -> Record:
         return entry | {"digest": entry["digest"][rank]}
 
-    def _age_text(self, entry: Record) -> str:
-        """Return a note for the log if a contribution is late. The version that has it is committed already."""
-        age = self.version - 1 - entry["base"]
-        return f" ({age} versions late)" if age else ""
-
-    def _say(self, line: str) -> None:
-        self.lines.append(line)
+    def _say(self, line: str, *, returned: int = 0) -> None:
+        self.news.lines.append(line)
+        self._events.append(line)
+        self._returned += returned
 
 
 def _first_not_in(taken: set[int]) -> int:

@@ -290,9 +290,9 @@ class MeshAxis:
         """Return the bytes that one rank sends when a ring all-gathers or reduce-scatters the buffer `full`."""
         return full.numel() * full.element_size() * (self.size - 1) // self.size
 
-    def count(self, collective: str, sent_bytes: int) -> None:
-        """Count one call of `collective` on this axis, in which this rank sent `sent_bytes` bytes."""
-        self.counter.add(self.wire, self.name, collective, sent_bytes)
+    def count(self, collective: str, sent_bytes: int, *, calls: int = 1) -> None:
+        """Count calls of `collective` on this axis, in which this rank sent `sent_bytes` bytes in all."""
+        self.counter.add(self.wire, self.name, collective, sent_bytes, calls=calls)
 
 
 _numbers = itertools.count()

@@ -330,9 +330,9 @@ class SimulatedAxis(MeshAxis):
             self.count("all_reduce", 2 * self.ring_bytes(x))
         return x
 
-    def count(self, collective: str, sent_bytes: int) -> None:
+    def count(self, collective: str, sent_bytes: int, *, calls: int = 1) -> None:
         """Count a collective's bytes, and report them to `cost`."""
-        super().count(collective, sent_bytes)
+        super().count(collective, sent_bytes, calls=calls)
         self._cost(collective, sent_bytes)
 
 

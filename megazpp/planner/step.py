@@ -265,23 +265,28 @@ class StepSimulator:
             for unit in units:
                 unit.merge(plan.merge_alpha)
             self._touch((3 if plan.merge_alpha else 2) * sum(sizes))
-        for rows in self.whole:
-            self._merge_messages(rows)
+        if self.whole:
+            self._merge_messages()
         seconds = compute.now - start - len(self.fragments) * hidden
         return SimulatedStep(traffic_between(before, self.counter.table()), seconds, self._simulation.busy)
 
-    def _merge_messages(self, unit: WholeRows) -> None:
-        """Simulate a version of an elastic run for one unit: send its message to every other group, and apply all."""
-        axis, size, weight = self._axes["replica_group"], unit.rows.nbytes, torch.empty((), device=META)
-        self._touch(8 * size)  # the outer gradient, as in `synchronize`
-        messages = unit.pack(weight).view(1, -1).expand(axis.size, -1)
-        axis.count("send", (axis.size - 1) * unit.message_bytes)
-        unit.apply(messages, [1.0] * axis.size, weight)
-        # passes over memory: zeros (1), scale (2), times the learning rate (2), subtract (3); with momentum: decay (2),
-        # add (3), scale (2), subtract (3); then the merge (2)
-        self._touch((10 if unit.momentum is None else 20) * size)
-        mean_and_product = 2 * size
-        self.ledger.pass_through(Memory.BUFFERS, (axis.size + 1) * unit.message_bytes + mean_and_product)
+    def _merge_messages(self) -> None:
+        """Simulate a version of an elastic run: send this group's message to every other group, and apply all."""
+        axis, weight, messages = self._axes["replica_group"], torch.empty((), device=META), list[torch.Tensor]()
+        groups = axis.size
+        for unit in self.whole:
+            self._touch(8 * unit.rows.nbytes)  # the outer gradient, as in `synchronize`
+            messages.append(unit.pack(weight).view(1, -1).expand(groups, -1))
+        sent_bytes = (groups - 1) * sum(unit.message_bytes for unit in self.whole)
+        axis.count("send", sent_bytes, calls=groups - 1)
+        for unit, received in zip(self.whole, messages, strict=True):
+            size = unit.rows.nbytes
+            unit.apply(received, [1.0] * groups, weight)
+            # passes over memory: zeros (1), scale (2), times the learning rate (2), subtract (3); with momentum: decay
+            # (2), add (3), scale (2), subtract (3); then the merge (2)
+            self._touch((10 if unit.momentum is None else 20) * size)
+            mean_and_product = 2 * size
+            self.ledger.pass_through(Memory.BUFFERS, (groups + 1) * unit.message_bytes + mean_and_product)
 
     # ---- forward, backward and optimizer --------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from megazpp.report.contents import (
     traffic_table,
     unigram_entropy,
 )
+from megazpp.report.groups import Row, groups_line, groups_table, strips
 from megazpp.report.runs import Run
 from megazpp.topology.show import topology_text
 
@@ -37,26 +38,27 @@ POINTS_OF_PAGE, MOST_POINTS, FEWEST_POINTS = 8000, 1500, 200
 COLOURS = 7  # number of colors that page.css defines for runs
 
 
-def write_report(runs: Sequence[Run], output: Path, now: datetime.datetime) -> None:
+def write_report(runs: Sequence[Run], output: Path, now: datetime.datetime, rounds: Sequence[Row] = ()) -> None:
     """Write the report atomically. An older report at the same path is replaced.
 
     Args:
         runs: runs to report.
         output: path of the HTML file.
         now: time of the report, shown in the page.
+        rounds: versions of the elastic run of which `runs` are groups; see groups.py.
     Raises:
         ValueError: the path exists and is not a report, or the file cannot be written.
     """
     if output.exists() and not (output.is_file() and output.read_bytes().startswith(MARK.encode())):
         raise ValueError(f"--output {output} exists and is not a report; it was not overwritten, choose another path")
     try:
-        write_whole(output, report_html(runs, now).encode())
+        write_whole(output, report_html(runs, now, rounds).encode())
     except OSError as error:
         raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
 
 
-def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
-    """Return the HTML of the report on `runs`, with the time `now` in its header."""
+def report_html(runs: Sequence[Run], now: datetime.datetime, rounds: Sequence[Row] = ()) -> str:
+    """Return the HTML of the report on `runs`, with the time `now` in its header; see `write_report`."""
     # The sections with tables.
     names = [_named(index, run.name) for index, run in enumerate(runs)]
     named = list(zip(names, runs, strict=True))
@@ -76,8 +78,10 @@ def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
         flags = [_table(table, names) if len(table := flag_differences(runs)) > 1 else "<p>None.</p>"]
     if len(every := flags_table(runs)) > 1:
         flags.append(f"<details><summary>All {len(every) - 1} flags</summary>{_table(every, names)}</details>")
+    groups = [*strips(rounds), _table(groups_table(rounds)), f"<p>{escape(groups_line(rounds))}</p>"] if rounds else []
     sections = {
         "Summary": [_table(summary_table(runs), names)],
+        "Replica groups by version": groups,
         "Cost of the same loss": same_loss,
         "Flags" if len(runs) == 1 else "Flags that differ": flags,
         "Completions": completions,

@@ -61,6 +61,7 @@ class Group:
             "wants": self.wants,
             "joined": self.joined,
             "leaves": False,
+            "sent": 0,
         }
 
 
@@ -73,6 +74,7 @@ class World:
         self.groups: dict[int, Group] = {}
         self.saved = (0, NO_COMMIT)
         self.ids: dict[int, str] = {0: NO_COMMIT}
+        self.rows: list[dict[str, Any]] = []
 
     # ---- events
 
@@ -195,7 +197,9 @@ class World:
                 if connected and self.rounds.groups[group.name].incarnation == group.incarnation:
                     self.rounds.report(group.name, rank, group.report(rank), self.now)
         self.rounds.tick(self.now)
-        for record in self.rounds.take_records():
+        news = self.rounds.take_news()
+        self.rows += news.rows
+        for record in news.records:
             self.journal.append(record)
             if "begin" in record:
                 self.ids = {version: text for version, text in self.ids.items() if version <= record["begin"]}
@@ -257,7 +261,7 @@ def play(events: list[tuple]) -> World:
             world.start(index)
             world.connect(index)
         world.go(1)
-    raise AssertionError(f"the run does not end: {world.rounds.take_lines()}")
+    raise AssertionError(f"the run does not end: {world.rounds.take_news().lines}")
 
 
 def check_random_schedules(examples: int) -> None:
@@ -290,6 +294,28 @@ def test_calm_run_merges_whole_intervals_in_the_order_of_slots():
     assert [[entry["steps"] for entry in commit["set"]] for commit in commits] == [[4] * 3, [4] * 3, [2] * 3]
     assert all(cell[1] == entry["slot"] for commit in commits for entry in commit["set"] for cell in entry["cells"])
     assert [commit["saves"] for commit in commits] == ["g0", "g0", "g0"]
+
+
+def test_row_of_a_version_has_steps_lateness_waiting_and_what_happened_since():
+    """Group 0 publishes 2.5 s before group 1, and group 2 is killed with four steps of its lease."""
+    world = world_with_contributions(3, publish=[0])
+    world.wait(3)
+    world.publish(1)
+    world.kill(2)
+    for _ in range(3):
+        world.settle()
+        for index, rank in itertools.product((0, 1), (0, 1)):
+            world.fetch(index, rank)
+        world.wait(0.5)
+    (row,) = world.rows
+    assert [group["group"] for group in row["groups"]] == ["g0", "g1"]
+    assert [(group["steps"], group["late"]) for group in row["groups"]] == [(4, 0), (4, 0)]
+    first, second = (group["waited"] for group in row["groups"])
+    assert first == second + 2.5
+    assert row["returned"] == 4
+    assert any("group g2 is out" in line for line in row["events"])
+    assert row["sent_bytes"] == {"g0": 0, "g1": 0}
+    assert (row["version"], row["merged"]) == (1, 8)
 
 
 def world_with_contributions(count: int, publish: list[int]) -> World:

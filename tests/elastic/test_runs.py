@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -13,6 +14,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from helpers.pretrain import TOY, Home
 from helpers.program import Program
+from helpers.small_run import parse
+
+from megazpp.planner.estimate import Estimator
+from megazpp.planner.variants import as_one_job
+from megazpp.topology.cluster import Cluster
 
 pytestmark = pytest.mark.slow
 
@@ -30,15 +36,18 @@ class Site:
         self.coordinator.wait_for("listens on")
         self.address = re.findall(r"listens on (\S+)", self.coordinator.output())[-1]
 
+    @property
+    def common_flags(self) -> tuple[str, ...]:
+        return (*OUTER, "--diloco-replica-groups", str(self.groups), "--global-batch-size", "24")
+
     def coordinate(self, address: str, *flags: str) -> Program:
         command = ("tools/coordinate.py", "--folder", str(self.path / "journal"), "--listen", address, *flags)
         return self._start(command)
 
     def start(self, name: str, *flags: str) -> Program:
         given = ("--diloco-coordinator", self.address, "--diloco-group", name, "--nproc", str(self.nproc))
-        sizes = ("--diloco-replica-groups", str(self.groups), "--global-batch-size", "24")
         places = ("--run-dir", str(self.path / name), "--data-cache-path", str(self.path / "cache"))
-        command = ("pretrain_gpt.py", *TOY, *OUTER, *given, *sizes, *places, *self.flags, *flags)
+        command = ("pretrain_gpt.py", *TOY, *self.common_flags, *given, *places, *self.flags, *flags)
         return self._start(command)
 
     def _start(self, command: tuple[str, ...]) -> Program:
@@ -96,6 +105,12 @@ def kill(program: Program) -> None:
     program.process.wait()
 
 
+def planned_bytes(flags: tuple[str, ...]) -> int:
+    """Return the bytes that a node of a job of two ranks, each a node, sends to the other group for a version."""
+    config, cluster = as_one_job(parse(shlex.join(flags)).config, Cluster(num_nodes=2, ranks_per_node=1))
+    return Estimator(cluster, device_type="cpu", elastic=True).estimate(config).node_replica_group_bytes
+
+
 def validation(path: Path) -> float:
     return json.loads((path / "summary.json").read_text())["validation_loss"]
 
@@ -116,6 +131,14 @@ def test_run_without_faults_has_the_bits_of_fixed_replica_groups(tmp_path, new_s
         for name in names:
             assert torch.equal(elastic[name], fixed[name]), name
     assert validation(tmp_path / "a") == validation(tmp_path / "b") == validation(tmp_path / "fixed-run")
+    planned = planned_bytes((*TOY, *site.common_flags, "--diloco-coordinator", site.address))
+    for name in ("a", "b"):
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        (counted,) = (row for row in summary["traffic"] if row["axis"] == "replica_group")
+        assert (counted["wire"], counted["calls"]) == ("cross", 3)
+        assert counted["sent_bytes"] == 3 * planned > 0
+    rows = [json.loads(line) for line in (tmp_path / "journal" / "rounds.jsonl").read_text().splitlines()]
+    assert [[group["steps"] for group in row["groups"]] for row in rows] == [[5, 5], [5, 5], [2, 2]]
     site.check_all_merged_once(12)
 
 

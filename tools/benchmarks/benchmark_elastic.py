@@ -1,0 +1,350 @@
+"""Measure elastic DiLoCo with real jobs on this machine: kills, outages, slow groups, a slow network, and the loss.
+
+    python tools/benchmarks/benchmark_elastic.py --out runs/elastic kills
+
+| experiment | question |
+|---|---|
+| kills | how long do the others wait when a group is killed, at each of 12 points of a round? |
+| coordinator | how long do they wait when the coordinator is killed, and starts again after 3 s? |
+| slow | do the others wait for a group that is twice as slow, or whose messages take longer than an interval? |
+| goodput | which share of the tokens per second is left if a group is killed every ten intervals, for one interval? |
+| network | which share of the speed is left on a network of 100 Mbit/s with a round trip of 100 ms? |
+| loss | does a kill every ten intervals change the validation loss, at equal merged tokens? |
+
+Steps last a fixed time, by waiting for samples, so that other load on the machine hardly matters; the experiment `loss`
+does not wait. benchmark_elastic_job.py emulates slow steps and links. Times are those of the coordinator's journal.
+Every experiment prints one line per measurement, and its last line is the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
+
+from benchmark_elastic_job import POINTS, Emulation
+
+from megazpp.base.program import end_with, exit_on_signals, flags_of, program, say
+from megazpp.elastic.rounds import BLIP_SECONDS
+
+HERE = Path(__file__).resolve().parent
+TINY = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 256 --lr 1e-3 --train-iters 100000 --micro-batch-size 2 "
+    "--diloco-outer-momentum 0.6 --diloco-outer-lr 0.7 --log-interval 1000 --eval-iters 1"
+)
+WIDE = "--num-layers 2 --hidden-size 512 --num-attention-heads 4 --vocab-size 8192"  # 15M parameters
+TEXT = (
+    "@configs/gpt_tiny.args --hidden-size 64 --seq-length 64 --max-position-embeddings 64 --vocab-size 512 "
+    "--micro-batch-size 4 --train-iters 1000 --diloco-outer-lr 1 --diloco-outer-momentum 0 --log-interval 100 "
+    "--eval-interval 100000 --eval-iters 64 --sample-tokens 0"
+)
+POLL_SECONDS, LIMIT_SECONDS, OUTAGE_SECONDS = 0.05, 280.0, 3.0
+
+
+class Run:
+    """A coordinator and its groups; a context manager that ends all of them.
+
+    Args:
+        folder: folder of the run, which is emptied.
+        flags: flags of all groups.
+        groups: number of groups.
+        steps: steps of an interval.
+    """
+
+    def __init__(self, folder: Path, flags: str, *, groups: int, steps: int) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self.folder, self._groups, self.steps = folder, groups, steps
+        self._flags = [*flags.split(), "--diloco-steps", str(steps), "--diloco-replica-groups", str(groups)]
+        self._flags += ["--data-cache-path", str(folder.parent / "cache")]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._numbers, self.address = itertools.count(), "127.0.0.1:0"
+        self.coordinate()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in self._processes:
+            self.kill(process)
+
+    def coordinate(self) -> None:
+        """Start the coordinator, and wait until it listens."""
+        command = ["tools/coordinate.py", "--folder", str(self.folder / "journal"), "--listen", self.address]
+        self.coordinator, output = self._start(command, "coordinator")
+        self.wait(lambda: "listens on" in output.read_text())
+        (self.address,) = re.findall(r"listens on (\S+)", output.read_text())
+
+    def start(self, name: str, *flags: str, **emulated: Any) -> subprocess.Popen[bytes]:
+        """Start a group with an `Emulation`."""
+        emulation = json.dumps(dataclasses.asdict(Emulation(**emulated)))
+        command = [str(HERE / "benchmark_elastic_job.py"), emulation, *self._flags, *flags]
+        places = ["--run-dir", str(self.folder / f"{name}-{next(self._numbers)}")]
+        return self._start([*command, *places, "--diloco-coordinator", self.address, "--diloco-group", name], name)[0]
+
+    def start_and_join(self, name: str, **emulated: Any) -> subprocess.Popen[bytes]:
+        """Start a group, and wait until it is a member."""
+        process, before = self.start(name, **emulated), self._times_joined(name)
+        self.wait(lambda: self._times_joined(name) > before)
+        return process
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill all processes of a group, or the coordinator."""
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def wait(self, condition: Callable[[], Any]) -> None:
+        """Wait until a condition is true."""
+        began = time.monotonic()
+        while not condition():
+            if time.monotonic() > began + LIMIT_SECONDS:
+                raise TimeoutError(f"see the outputs in {self.folder}")
+            time.sleep(POLL_SECONDS)
+
+    def wait_for_version(self, version: int) -> None:
+        """Wait until the coordinator has committed a version."""
+        self.wait(lambda: len(self.commits()) >= version)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the records of the journal, from the start of the run."""
+        files = (self.folder / "journal" / "coordinator").glob("journal-*.jsonl")
+        newest = max(files, key=lambda path: int(path.stem.split("-")[1]))
+        *lines, _ = newest.read_text().split("\n")
+        return [json.loads(line) for line in lines]
+
+    def commits(self) -> list[dict[str, Any]]:
+        """Return the commits so far."""
+        return [record for record in self.records() if "commit" in record]
+
+    def intervals(self) -> list[float]:
+        """Return the seconds between each commit and the one before; the first has none."""
+        return [b["time"] - a["time"] for a, b in itertools.pairwise(self.commits())]
+
+    def _times_joined(self, name: str) -> int:
+        """Return how often a group has become a member."""
+        return sum(name in record["members"] for record in self.records() if "members" in record)
+
+    def check(self) -> None:
+        """Check that no outer state differed between groups, and that no sample was merged twice."""
+        assert "ERROR" not in self.said(), self.said()
+        cells = [cell for commit in self.commits() for entry in commit["set"] for cell in entry["cells"]]
+        steps = [(block, column, step) for block, column, first, stop in cells for step in range(first, stop)]
+        assert len(steps) == len(set(steps))
+
+    def said(self) -> str:
+        """Return the coordinator's output."""
+        return "".join(path.read_text() for path in sorted(self.folder.glob("coordinator-*.txt")))
+
+    def _start(self, command: Sequence[str], name: str) -> tuple[subprocess.Popen[bytes], Path]:
+        output = self.folder / f"{name}-{next(self._numbers)}.txt"
+        with output.open("wb") as out:
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, *command],
+                    cwd=HERE.parents[1],
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=functools.partial(end_with, os.getpid()),
+                )
+            )
+        return self._processes[-1], output
+
+
+def measure_kills(out: Path) -> str:
+    """Kill one of three groups at each point of a round, and return the longest wait of the others."""
+    grace, waits, seconds = 0.5, list[float](), {"step_seconds": 0.2}
+    flags = f"{TINY} --global-batch-size 6 --nproc 1 --diloco-grace {grace}"
+    with Run(out, flags, groups=3, steps=8) as run:
+        for name in "ac":
+            run.start(name, **seconds)
+        for index, point in enumerate(POINTS, start=1):
+            killed = out / f"killed-{index}"
+            group = run.start_and_join("b", kill_at=index, killed_file=str(killed), **seconds)
+            joined = len(run.commits())
+            run.wait(killed.exists)
+            run.kill(group)
+            moment = float(killed.read_text())
+            versions = len(run.commits())
+            run.wait_for_version(versions + 3)
+            # the first commit after the kill, and the next: their intervals, less those of the rounds before
+            first = next(n for n, commit in enumerate(run.commits()) if commit["time"] > moment)
+            intervals = run.intervals()
+            usual = statistics.median(intervals[joined : first - 1] or intervals[joined - 3 : joined])
+            waits.append(max(intervals[first - 1 : first + 1]) - usual)
+            say(f"{index:2} {point}: {waits[-1]:+.2f} s, usual interval {usual:.2f} s")
+        run.check()
+        versions = len(run.commits())
+    return (
+        f"the others waited at most {max(waits):.2f} s, of {BLIP_SECONDS + 2 * grace:.2f} s allowed; the states of "
+        f"{versions} versions did not differ between groups"
+    )
+
+
+def measure_coordinator(out: Path) -> str:
+    """Kill the coordinator at several moments of an interval, and return how much longer the interval took."""
+    stalls, flags = list[float](), f"{TINY} --global-batch-size 4 --nproc 1"
+    with Run(out, flags, groups=2, steps=8) as run:
+        groups = [run.start(name, step_seconds=0.2) for name in "ab"]
+        run.wait_for_version(5)
+        usual = statistics.median(run.intervals()[1:])
+        for share in (0.0, 0.3, 0.6, 0.8, 0.95):
+            versions = len(run.commits())
+            run.wait_for_version(versions + 1)
+            time.sleep(share * usual)
+            run.kill(run.coordinator)
+            began = time.monotonic()
+            time.sleep(OUTAGE_SECONDS)
+            run.coordinate()
+            outage = time.monotonic() - began
+            run.wait_for_version(versions + 4)
+            stalls.append(max(run.intervals()[versions : versions + 3]) - usual - outage)
+            say(f"killed after {share:g} of an interval, away for {outage:.2f} s: outage {stalls[-1]:+.2f} s")
+        assert all(group.poll() is None for group in groups), "a group has ended"
+        run.check()
+    return f"no group ended; an interval was longer by at most the outage {max(stalls):+.2f} s, of 1 s allowed"
+
+
+def measure_slow(out: Path) -> str:
+    """Return how much longer the intervals are with a group that is slow, and with one that has a slow uplink."""
+    step, steps, count, found = 0.2, 15, 16, dict[str, float]()
+    flags = f"{TINY} --global-batch-size 6 --nproc 1 --diloco-grace 0.1"
+    cases: dict[str, dict[str, Any]] = {
+        "equal group": {"step_seconds": step},
+        "twice slower group": {"step_seconds": 2 * step},
+        "uplink slower than the interval": {"step_seconds": step, "uplink_seconds": 1.2 * step * steps},
+    }
+    with Run(out, flags, groups=3, steps=steps) as run:
+        for name in "ab":
+            run.start(name, step_seconds=step)
+        for name, emulated in cases.items():
+            group = run.start_and_join("c", **emulated)
+            first = len(run.commits()) + 3
+            run.wait_for_version(first + count)
+            commits = run.commits()[first : first + count]
+            found[name] = statistics.median(run.intervals()[first - 1 : first + count - 1])
+            own = [e["steps"] for commit in commits for e in commit["set"] if e["group"] == "c"]
+            share = found[name] / found["equal group"] - 1
+            say(f"{name}: {found[name]:.3f} s, {100 * share:+.1f} %; its steps in a version: {sum(own) / count:.1f}")
+            run.kill(group)
+        run.check()
+    worst = max(found.values()) / found["equal group"] - 1
+    return f"the others' median interval is at most {100 * worst:.1f} % longer, of 5 % allowed"
+
+
+def measure_goodput(out: Path) -> str:
+    """Kill one of three groups every ten intervals, and return the share of merged tokens per second that is left."""
+    every, kills = 10, 2
+    with Run(out, f"{TINY} --global-batch-size 6 --nproc 1", groups=3, steps=10) as run:
+        groups = {name: run.start(name, step_seconds=0.6) for name in "abc"}
+        run.wait_for_version(2 + every)
+        for kill in range(kills):
+            time.sleep(3.0)  # in the middle of an interval
+            run.kill(groups["b"])
+            groups["b"] = run.start("b", step_seconds=0.6)
+            run.wait_for_version(2 + every * (kill + 2))
+        commits = run.commits()
+        run.check()
+
+    def speed(first: int, last: int) -> float:
+        """Return the tokens per second that are merged from one version to another."""
+        tokens = sum(entry["tokens"] for commit in commits[first:last] for entry in commit["set"])
+        return tokens / (commits[last - 1]["time"] - commits[first - 1]["time"])
+
+    calm, faulty = speed(2, 2 + every), speed(2 + every, 2 + every * (kills + 1))
+    return f"merged tokens per second: {faulty:.1f} with kills, {calm:.1f} without; {faulty / calm:.3f} of them"
+
+
+def measure_network(out: Path) -> str:
+    """Return the speed of two groups of two ranks on a slow network, relative to the same groups on this machine."""
+    step, steps, count, slow = 1.0, 30, 3, out.parent / "slow"
+    network = {"bits_per_second": 100e6 / 2, "round_trip_seconds": 0.1, "network_file": str(slow)}
+    slow.unlink(missing_ok=True)
+    with Run(out, f"{TINY} {WIDE} --global-batch-size 8 --nproc 2", groups=2, steps=steps) as run:
+        for name in "ab":
+            run.start(name, step_seconds=step, **network)
+        run.wait_for_version(1 + count)
+        slow.touch()
+        run.wait_for_version(2 + 2 * count)
+        intervals = run.intervals()
+        run.check()
+        (sent,) = re.findall(r"sent (\S+) MB per rank", (out / "a-1.txt").read_text())[-1:]
+    fast, slowed = statistics.median(intervals[:count]), statistics.median(intervals[count + 1 :])
+    return (
+        f"interval of {steps} steps of {step:g} s: {fast:.2f} s here, {slowed:.2f} s on the network; "
+        f"{fast / slowed:.3f} of the speed, {steps * step / slowed:.3f} of the steps alone; "
+        f"each rank sent {sent} MB per version"
+    )
+
+
+def measure_loss(out: Path, seeds: Sequence[int] = (1, 2, 3)) -> str:
+    """Return the difference in validation loss with a kill every ten intervals, for equal merged tokens."""
+    differences = []
+    for seed in seeds:
+        losses = {}
+        for kills in (0, 3):
+            folder = out / f"{kills}-kills-{seed}"
+            with Run(folder, f"{TEXT} --global-batch-size 12 --nproc 1 --seed {seed}", groups=3, steps=30) as run:
+                groups = {name: run.start(name) for name in "abc"}
+                for kill in range(kills):
+                    hold = folder / f"hold-{kill}"
+                    after = run.start("b", hold_file=str(hold))  # so that it is away for an interval, not for its start
+                    run.wait_for_version(10 * (kill + 1))
+                    run.kill(groups["b"])
+                    groups["b"] = after
+                    hold.touch()
+                groups["a"].wait(LIMIT_SECONDS)
+                run.check()
+                (summary,) = folder.glob("a-*/summary.json")
+                losses[kills] = json.loads(summary.read_text())["validation_loss"]
+                merged = run.commits()[-1]["merged"]
+                returned = sum(int(n) for n in re.findall(r"(\d+) steps of its leases are free", run.said()))
+                say(f"seed {seed}, {kills} kills: loss {losses[kills]:.4f}, {merged} steps merged, {returned} returned")
+        differences.append(losses[3] - losses[0])
+    spread = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
+    return f"with kills the validation loss differs by {statistics.mean(differences):+.4f} ± {spread:.4f}"
+
+
+EXPERIMENTS = {
+    "kills": measure_kills,
+    "coordinator": measure_coordinator,
+    "slow": measure_slow,
+    "goodput": measure_goodput,
+    "network": measure_network,
+    "loss": measure_loss,
+}
+
+
+@program
+def main(argv: list[str]) -> int:
+    """Run the chosen experiments one after another, and print their results."""
+    parser = flags_of(__doc__)
+    parser.add_argument("--out", metavar="FOLDER", type=Path, default=Path("runs/elastic"), help="folder for the runs")
+    parser.add_argument("experiments", nargs="+", choices=EXPERIMENTS, help="experiments to run")
+    args = parser.parse_args(argv)
+    exit_on_signals()
+    for name in args.experiments:
+        say(f"{name}: {EXPERIMENTS[name](args.out.resolve() / name)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
