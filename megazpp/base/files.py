@@ -23,6 +23,7 @@ from typing import IO, Any, BinaryIO
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 HOME = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent  # the folder of configs/, in a wheel or not
+LOCK_SECONDS = 5.0  # wait for a lock whose holder may be about to end; a line is printed before a longer wait
 MOST_BYTES = 64 << 20  # largest size of a file that is read as a whole for its text
 
 
@@ -185,26 +186,33 @@ def locked(path: Path) -> Iterator[None]:
         yield  # closing the file releases the lock
 
 
-def lock_for_this_job(path: Path, name: str, *, patience_seconds: float = 5.0) -> IO[str]:
+def lock_for_this_job(
+    path: Path, name: str, *, patience_seconds: float = LOCK_SECONDS, say: Callable[[str], None] | None = None
+) -> IO[str]:
     """Lock the file `path` until it is closed, and write this process into it, so that another job can name it.
 
     Args:
         path: lock file; it is created if needed, and never deleted.
         name: flag and path of the folder that the lock protects, for the message.
         patience_seconds: seconds to wait for another job that holds the lock and may be about to end.
+        say: function that prints one line if the wait is longer than LOCK_SECONDS; None: no line.
     Raises:
         OSError: the file cannot be opened, or the file system does not support locks.
         ValueError: another job holds the lock.
     """
-    file, deadline = path.open("a+"), time.monotonic() + patience_seconds
+    file, began = path.open("a+"), time.monotonic()
     while not try_lock(file):
-        if time.monotonic() < deadline:
-            time.sleep(0.1)
-            continue
-        file.seek(0)
-        holder = file.read().strip() or "another job"
-        file.close()
-        raise ValueError(f"{name} is in use by {holder}: give each job its own folder")
+        waited = time.monotonic() - began
+        if waited > patience_seconds or (say is not None and waited > LOCK_SECONDS):
+            file.seek(0)
+            used = f"{name} is in use by {file.read().strip() or 'another job'}"
+            if waited > patience_seconds:
+                file.close()
+                raise ValueError(f"{used}: give each job its own folder")
+            if say is not None:
+                say(f"{used}: waiting for at most {patience_seconds:g} s")
+                say = None
+        time.sleep(0.1)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()

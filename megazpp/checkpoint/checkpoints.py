@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import shutil
 import socket
 import tempfile
@@ -24,6 +25,7 @@ import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.torch_version import TorchVersion
 
+from megazpp.base.files import LOCK_SECONDS
 from megazpp.base.program import GIGA, user_errors
 from megazpp.checkpoint.checksums import INDEX, SummingWriter, write_checksums, write_durably
 from megazpp.checkpoint.config import CheckpointConfig
@@ -36,11 +38,12 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import raise_on_all_ranks
 from megazpp.parallel.host import threads_on
 
+SHARED_LOCK_SECONDS = 600.0  # longest wait for another job that writes a checkpoint to the same folder
 # torch 2.11 and 2.12 close a stager after its first copy, so each save needs a new stager and allocates new memory
 STAGER_IS_REUSABLE = TorchVersion(torch.__version__) >= TorchVersion("2.13")
 
 
-def take_folder(folder: CheckpointFolder, axis: MeshAxis, say: Callable[[str], None]) -> None:
+def take_folder(folder: CheckpointFolder, axis: MeshAxis, say: Callable[[str], None], *, shared: bool = False) -> None:
     """Create and lock the folder of --save, and clean up after an earlier crash. All ranks call this.
 
     Hosts without a shared file system have separate folders at this path. One rank locks each of them: rank 0, then the
@@ -50,6 +53,7 @@ def take_folder(folder: CheckpointFolder, axis: MeshAxis, say: Callable[[str], N
         folder: the folder, which stays locked until `Checkpoints.finish` or the end of the process.
         axis: axis over all ranks with a group for files, see `open_axis`.
         say: function that prints a line on rank 0.
+        shared: True if other jobs save to the folder too, whose checkpoints this one waits for.
     Raises:
         ValueError: another job uses the folder, or it is not writable.
     """
@@ -60,7 +64,7 @@ def take_folder(folder: CheckpointFolder, axis: MeshAxis, say: Callable[[str], N
         def lock(owner: int = owner) -> tuple[str, list[str], str]:
             if axis.rank != owner:
                 return "", [], ""
-            folder.lock()
+            folder.lock(patience_seconds=SHARED_LOCK_SECONDS if shared else LOCK_SECONDS, say=say)
             return socket.gethostname(), folder.recover(), tempfile.mkdtemp(prefix=".", dir=folder.path)
 
         found = axis.gather_objects(raise_on_all_ranks(axis, lock))
@@ -199,7 +203,8 @@ class Checkpoints:
     def _locked(self, folder: CheckpointFolder) -> Iterator[None]:
         """Hold the lock of a shared folder in this context."""
         if self._shared:
-            raise_on_all_ranks(self._axis, lambda: folder.lock() if self._axis.rank == 0 else None)
+            lock = functools.partial(folder.lock, patience_seconds=SHARED_LOCK_SECONDS, say=self._say)
+            raise_on_all_ranks(self._axis, lambda: lock() if self._axis.rank == 0 else None)
         try:
             yield
         finally:

@@ -25,11 +25,12 @@ import hashlib
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
 from megazpp.base.files import (
+    LOCK_SECONDS,
     DamagedError,
     first_free,
     lock_for_this_job,
@@ -131,17 +132,18 @@ class CheckpointFolder:
         """True if this process has locked the folder. It then completes and deletes the checkpoints in it."""
         return self._lock is not None
 
-    def lock(self, *, patience_seconds: float = 5.0) -> None:
+    def lock(self, *, patience_seconds: float = LOCK_SECONDS, say: Callable[[str], None] | None = None) -> None:
         """Create the folder if needed, and lock it until `unlock` or the end of this process.
 
         Args:
             patience_seconds: seconds to wait for another job that holds the lock and may be about to end.
+            say: function that prints a line if the wait is long; None: no line.
         Raises:
             ValueError: another job holds the lock, or the folder is not writable.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_for_this_job(self.path / "lock", self.name, patience_seconds=patience_seconds)
+            self._lock = lock_for_this_job(self.path / "lock", self.name, patience_seconds=patience_seconds, say=say)
             Path(tempfile.mkdtemp(prefix=".", dir=self.path)).rmdir()  # a checkpoint is a folder, not only a file
         except OSError as error:
             self.unlock()

@@ -43,6 +43,7 @@ class Agent:
         state: last state from the coordinator.
         version, id: version of this rank's outer state, which the training loop sets.
         steps, seconds, wants, joined, leaves: parts of this rank's report, which the training loop sets.
+        trains: part of it, True while the training loop takes steps; the coordinator then expects them.
         sent, sent_bytes: number and bytes of the contributions and snapshots that this rank has sent to other groups.
     """
 
@@ -72,7 +73,7 @@ class Agent:
         self._failure: Exception | None = None
         self._closed = False
         self.version, self.id = hello["version"], hello["id"]
-        self.steps, self.wants, self.joined, self.leaves = 0, 0, False, False
+        self.steps, self.wants, self.joined, self.leaves, self.trains = 0, 0, False, False, False
         self.seconds: float | None = None
         self.fingerprint: tuple[int, int] | None = None
         self._numbers, self.sent, self.sent_bytes = 0, 0, 0
@@ -226,6 +227,7 @@ class Agent:
                 "fingerprint": self.fingerprint,
                 "steps": self.steps,
                 "seconds": self.seconds,
+                "trains": self.trains,
                 "wants": self.wants,
                 "joined": self.joined,
                 "leaves": self.leaves,

@@ -214,7 +214,7 @@ class ElasticLoop:
                 self.outer.merge()
                 if self._is_over():
                     break
-        self._last_step_at = time.monotonic()
+        self._last_step_at, self._agent.trains = time.monotonic(), self._cell is not None
         return self._progress(progress)
 
     def _is_over(self) -> bool:
@@ -224,6 +224,7 @@ class ElasticLoop:
     def _synchronize(self, progress: TrainingProgress, *, leaves: bool) -> None:
         """Publish this group's contribution, wait for the next version, and merge it."""
         agent, base, began = self._agent, self.version, time.monotonic()
+        agent.trains = False
         tokens = float(self._tokens)
         agent.publish(self.outer.pack(tokens), tokens=tokens, steps=self._steps, cells=self._cells)
 

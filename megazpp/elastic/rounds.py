@@ -29,6 +29,7 @@ Record = dict[str, Any]
 
 BLIP_SECONDS = 0.5  # a connection that is lost for longer ends the membership of its group
 HEARTBEAT_SECONDS = 10.0  # so does a rank that is silent for longer
+HANGING_STEPS = 20  # so does a group that takes no step for as long as this many steps, and HEARTBEAT_SECONDS
 ASSEMBLY_SECONDS = 60.0  # wait for the ranks of a new group, and at the start of a run for the other groups
 KEPT_VERSIONS = 8  # commits whose messages all groups keep, so that a slow or a new group can apply them
 WHOLE = 0.8  # share of an interval's steps from which a contribution counts for the quorum
@@ -75,6 +76,7 @@ class Group:
     since: float = 0.0  # time of its first connection
     deadline: float = math.inf  # time at which a lost connection ends its membership
     was_whole: bool = False
+    moved: tuple[Any, float] = (None, 0.0)  # state of its training loop, and the time of its last change
     leaves: bool = False  # whether a rank has caught a stop signal, or the run is over
     addresses: dict[int, Any] = field(default_factory=dict)  # address of each connected rank
     reports: dict[int, Record] = field(default_factory=dict)  # last report of each connected rank
@@ -255,6 +257,9 @@ class Rounds:
         group.reports[rank], group.heard[rank] = report, now
         group.leaves = group.leaves or report["leaves"]
         group.was_whole = group.was_whole or self._is_whole(group)
+        done = report["trains"], report["version"], report["steps"], report["wants"]
+        if rank == 0 and done != group.moved[0]:
+            group.moved = done, now
         if group.status == "member" and report["fingerprint"] is not None:
             version, number = report["fingerprint"]
             if self._fingerprints.setdefault((version, rank), number) != number:
@@ -294,12 +299,21 @@ class Rounds:
             silent = now - min(group.heard.values(), default=now)
             if silent > HEARTBEAT_SECONDS:
                 self._end(name, f"no heartbeat for {silent:.0f} s")
+            elif self._hangs(group, now):
+                self._end(name, f"no step for {now - group.moved[1]:.0f} s")
             elif not self._is_whole(group):
                 limit = (
                     group.deadline if group.was_whole or group.status == "member" else group.since + ASSEMBLY_SECONDS
                 )
                 if now > limit:
                     self._end(name, "connection lost")
+
+    def _hangs(self, group: Group, now: float) -> bool:
+        """Return True if a group that has samples takes no steps although its ranks are connected."""
+        report = group.reports.get(0)
+        if report is None or report["seconds"] is None or not report["trains"] or report["wants"] > group.granted:
+            return False
+        return now > group.moved[1] + HEARTBEAT_SECONDS + HANGING_STEPS * report["seconds"]
 
     def _end(self, name: str, why: str) -> None:
         """Declare a group out, and return its leases."""

@@ -141,7 +141,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
     with user_errors():
         if checkpoint.save is not None:
             save = CheckpointFolder(checkpoint.save, "--save")
-            take_folder(save, files, console.log)
+            take_folder(save, files, console.log, shared=config.jobs > 1)
             if config.jobs > 1:
                 save.unlock()  # `Checkpoints` locks it for each save, because another job may save the next one
                 if save.num_separate > 1:

@@ -222,6 +222,17 @@ def test_removed_folder_is_recreated_and_stays_locked_by_its_job(tmp_path):
     next_job.lock(patience_seconds=60.0)
 
 
+def test_wait_for_the_checkpoint_of_another_job_is_announced_once(tmp_path, monkeypatch):
+    folder, next_job, lines = *(CheckpointFolder(tmp_path, "--save") for _ in range(2)), list[str]()
+    folder.lock()
+    monkeypatch.setattr("megazpp.base.files.LOCK_SECONDS", 0.1)
+    threading.Timer(0.5, folder.unlock).start()
+    next_job.lock(patience_seconds=60.0, say=lines.append)
+    (line,) = lines
+    assert line.startswith(f"--save {tmp_path} is in use by process {os.getpid()} on ")
+    assert line.endswith(": waiting for at most 60 s")
+
+
 def test_deleted_checkpoint_loses_its_name_before_its_files(folder, monkeypatch):
     for iteration in (1, 2, 3):
         save(folder, iteration)

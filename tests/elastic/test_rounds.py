@@ -37,6 +37,7 @@ class Group:
         self.steps, self.wants, self.granted, self.numbers = 0, 0, 0, 0
         self.cell: list[int] | None = None
         self.cells: list[list[int]] = []
+        self.trains = False  # whether the coordinator expects steps
 
     def hello(self) -> dict[str, Any]:
         return {
@@ -58,6 +59,7 @@ class Group:
             "fingerprint": None,
             "steps": self.steps,
             "seconds": 0.3,
+            "trains": self.trains and self.cell is not None,
             "wants": self.wants,
             "joined": self.joined,
             "leaves": False,
@@ -74,7 +76,7 @@ class World:
         self.groups: dict[int, Group] = {}
         self.saved = (0, NO_COMMIT)
         self.ids: dict[int, str] = {0: NO_COMMIT}
-        self.rows: list[dict[str, Any]] = []
+        self.rows, self.lines = list[dict[str, Any]](), list[str]()
 
     # ---- events
 
@@ -199,6 +201,7 @@ class World:
         self.rounds.tick(self.now)
         news = self.rounds.take_news()
         self.rows += news.rows
+        self.lines += news.lines
         for record in news.records:
             self.journal.append(record)
             if "begin" in record:
@@ -261,7 +264,7 @@ def play(events: list[tuple]) -> World:
             world.start(index)
             world.connect(index)
         world.go(1)
-    raise AssertionError(f"the run does not end: {world.rounds.take_news().lines}")
+    raise AssertionError(f"the run does not end: {world.lines}")
 
 
 def check_random_schedules(examples: int) -> None:
@@ -332,6 +335,21 @@ def world_with_contributions(count: int, publish: list[int]) -> World:
     for index in publish:
         world.publish(index)
     return world
+
+
+def test_group_that_takes_no_step_although_its_ranks_report_is_out():
+    """It may take 16 s for a step: 10 s, and 20 times its seconds per step. Its samples are leased to others."""
+    world = world_with_contributions(2, publish=[])
+    world.groups[1].steps, world.groups[1].cell = 2, [0, 1, 2, 4]
+    for group in world.groups.values():
+        group.trains = True
+    world.wait(15)
+    assert world.rounds.members == {"g0", "g1"}
+    world.groups[0].steps, world.groups[0].cell = 3, [0, 0, 3, 4]
+    world.wait(15)
+    assert world.rounds.members == {"g0"}
+    assert any("group g1 is out: no step for 16 s" in line for line in world.lines)
+    assert [0, 1, 0, 4] in world.rounds.free
 
 
 def test_contribution_that_only_its_own_group_holds_is_not_committed():
