@@ -139,8 +139,6 @@ def plan_elastic(config: RunConfig, plan: RunPlan) -> ElasticPlan | None:
     minutes = config.stop.exit_duration_in_mins
     refused: Mapping[str, object] = {
         f"--diloco-fragments {diloco.diloco_fragments}": diloco.diloco_fragments > 1,
-        f"--diloco-fragment-sync-delay {diloco.diloco_fragment_sync_delay}": diloco.diloco_fragment_sync_delay,
-        f"--diloco-fragment-update-alpha {diloco.diloco_fragment_update_alpha}": diloco.diloco_fragment_update_alpha,
         f"--exit-interval {config.stop.exit_interval} (send SIGTERM to a group to end it)": config.stop.exit_interval,
         f"--exit-duration-in-mins {minutes} (send SIGTERM to a group to end it)": minutes,
         "--train-samples (use --train-iters)": config.batches.train_samples,

@@ -78,6 +78,7 @@ class ElasticLoop:
         self._cell: Cell | None = None  # the steps of the leased cell that are not taken yet
         self._cells: list[Cell] = []  # the steps that this interval has taken
         self._steps, self._tokens, self._granted = 0, torch.zeros((), dtype=torch.float64), 0
+        self._published_steps = 0  # steps of the contribution whose version is not merged yet
         self._live, self._last_step_at = rules.groups, 0.0
 
     # ---- hooks of the trainer -----------------------------------------------------------------------------------
@@ -92,11 +93,12 @@ class ElasticLoop:
         agent.tell(joined=True)
         self._agreed(lambda state: state["status"] == "member")
         self._catch_up(progress)
-        self.outer.merge()
+        self.outer.merge(0.0)
         state = self._agreed(lambda state: state)
         self._seed(state["slot"])
         self._say(f"group {agent.group} takes part in column {state['slot']}, from version {self.version} on")
-        return self._await_cell(progress)
+        self._await_cell(progress)
+        return self._progress(progress)
 
     def loader(self, loader: Loader) -> Loader:
         """Return a loader of the leased samples."""
@@ -119,12 +121,22 @@ class ElasticLoop:
         self._count_step(block, column, step)
         self._cell = [block, column, step + 1, stop] if step + 1 < stop else None
         goes_on, leaves, self._live, self._cell = self._axis.share_object(self._decide())
+        if self._published_steps and (self._steps >= self.outer.plan.delay or not goes_on):
+            self._merge(progress, leaves=leaves)
         if goes_on:
             return self._progress(progress), False
         launched.check()
-        self._synchronize(progress, leaves=leaves)
-        progress = self._progress(progress) if leaves else self._await_cell(progress)
-        return progress, leaves or self._cell is None
+        if self._published_steps:  # it leaves, and the version that it waits for has not come
+            self._say(f"{self._steps} steps of this group are not published; others will train their samples again")
+            return self._progress(progress), True
+        self._publish()
+        if self.outer.plan.delay and not leaves:
+            self._cell = self._cell or self._axis.share_object(self._ask(lambda state: state["exhausted"]))
+        if leaves or not self.outer.plan.delay or self._cell is None:
+            self._merge(progress, leaves=leaves)
+        if not leaves:
+            self._await_cell(progress)
+        return self._progress(progress), leaves or self._cell is None
 
     def close(self) -> None:
         """Leave the run, when the other groups have computed this group's version, for which they may need messages."""
@@ -176,7 +188,7 @@ class ElasticLoop:
         """Return True if the others would have to wait for this group, which is too slow for a whole interval."""
         agent, grace = self._agent, state["grace"]
         quorum_in, seconds = agent.seconds_to_quorum(), agent.seconds
-        if quorum_in is None or seconds is None:
+        if quorum_in is None or seconds is None or self._published_steps:
             return False
         remaining = (self._rules.interval - self._steps) * seconds
         return remaining > quorum_in + grace and seconds > quorum_in + grace / 2
@@ -185,8 +197,10 @@ class ElasticLoop:
         """Ask for a cell, and wait until it is granted or `gives_up` of the state is true; on rank 0.
 
         Returns:
-            the cell; None if there was none, or no answer within POLL_SECONDS.
+            the cell; None on other ranks, if there was none, or no answer within POLL_SECONDS.
         """
+        if self._axis.rank > 0:
+            return None
         wants = self._granted + 1
         self._agent.tell(wants=wants)
 
@@ -199,34 +213,39 @@ class ElasticLoop:
         self._granted = wants
         return list(state["cell"])
 
-    def _await_cell(self, progress: TrainingProgress) -> TrainingProgress:
-        """Start an interval: wait for samples, and follow the commits of the others meanwhile; return the progress."""
-        self._steps, self._cells = 0, []
-        self._tokens.zero_()
-        self._agent.steps = 0
+    def _await_cell(self, progress: TrainingProgress) -> None:
+        """Wait for samples, and follow the commits of the others meanwhile."""
         while self._cell is None:
-            cell = None
-            if self._axis.rank == 0:
-                cell = self._ask(lambda state: state["done"] or state["version"] > self.version or self._stopped())
-            self._cell = self._axis.share_object(cell)
+            self._cell = self._axis.share_object(
+                self._ask(lambda state: state["done"] or state["version"] > self.version or self._stopped())
+            )
             if self._cell is None:
                 self._catch_up(progress)
-                self.outer.merge()
+                self.outer.merge(0.0)
                 if self._is_over():
                     break
         self._last_step_at, self._agent.trains = time.monotonic(), self._cell is not None
-        return self._progress(progress)
 
     def _is_over(self) -> bool:
         """Return True if all samples are merged, or rank 0 has caught a stop signal while it waited."""
-        return self._axis.share_object(self._stopped() or self.merged == self._rules.iterations * self._rules.groups)
+        return self._axis.share_object(self._stopped() or self._all_merged)
 
-    def _synchronize(self, progress: TrainingProgress, *, leaves: bool) -> None:
-        """Publish this group's contribution, wait for the next version, and merge it."""
-        agent, base, began = self._agent, self.version, time.monotonic()
+    @property
+    def _all_merged(self) -> bool:
+        return self.merged == self._rules.iterations * self._rules.groups
+
+    def _publish(self) -> None:
+        """Publish this group's contribution, and start the next interval."""
+        agent, tokens = self._agent, float(self._tokens)
         agent.trains = False
-        tokens = float(self._tokens)
         agent.publish(self.outer.pack(tokens), tokens=tokens, steps=self._steps, cells=self._cells)
+        self._published_steps, self._steps, self._cells, agent.steps = self._steps, 0, [], 0
+        self._tokens.zero_()
+
+    def _merge(self, progress: TrainingProgress, *, leaves: bool) -> None:
+        """Wait for the version after this group's contribution, and merge it into the inner weights."""
+        agent, base, began = self._agent, self.version, time.monotonic()
+        trained, agent.trains = agent.trains, False
 
         def over(state: Record) -> bool:
             waited = time.monotonic() - began
@@ -235,12 +254,15 @@ class ElasticLoop:
         self._agreed(over)
         waited = time.monotonic() - began
         self._catch_up(progress)
-        self.outer.merge()
+        self.outer.merge(0.0 if self._all_merged else self.outer.plan.merge_alpha)
         before, self._counted = self._counted, (agent.sent, agent.sent_bytes)
         calls, sent = self._counted[0] - before[0], self._counted[1] - before[1]
         self._counter.add("cross", "replica_group", "send", sent, calls=calls)
         what = f"sent {sent / MEGA:.3f} MB per rank to other groups"
-        self._say(f"version {self.version}: took {self._steps} steps, waited {waited:.1f} s, {what}")
+        self._say(f"version {self.version}: took {self._published_steps} steps, waited {waited:.1f} s, {what}")
+        if self.version > base:
+            self._published_steps = 0
+        self._last_step_at, agent.trains = time.monotonic(), trained
 
     # ---- versions -----------------------------------------------------------------------------------------------
 
@@ -272,12 +294,11 @@ class ElasticLoop:
     def _progress(self, progress: TrainingProgress) -> TrainingProgress:
         """Return the progress of this group: merged samples, and its own steps since then."""
         at, size = self._merged_progress(progress), self._batches.global_batch_size
-        if self.merged == self._rules.iterations * self._rules.groups:
+        if self._all_merged:
             return at
-        iteration = min(at.iteration + self._steps, self._rules.iterations - 1)
-        scheduled = (
-            at.scheduled_samples + self._steps * size * min(self._live, self._rules.groups) // self._rules.groups
-        )
+        steps = self._published_steps + self._steps
+        iteration = min(at.iteration + steps, self._rules.iterations - 1)
+        scheduled = at.scheduled_samples + steps * size * min(self._live, self._rules.groups) // self._rules.groups
         return at._replace(iteration=iteration, consumed_samples=iteration * size, scheduled_samples=scheduled)
 
     # ---- joining ------------------------------------------------------------------------------------------------

@@ -38,13 +38,15 @@ class WholeOuter:
         num_groups: nominal number of groups.
         late_factor: F, the weight of a contribution per version that it is late; 0 drops it.
     Attributes:
+        plan: the DiLoCo plan.
         lock: held while the state or its version changes, so that another thread can copy them between changes.
     """
 
     def __init__(
         self, sharding: Sharding, plan: DilocoPlan, precision: PrecisionConfig, *, num_groups: int, late_factor: float
     ) -> None:
-        self.sharding, self._late_factor, self._nominal = sharding, late_factor, plan.tokens * num_groups
+        self.sharding, self.plan, self._late_factor = sharding, plan, late_factor
+        self._nominal = plan.tokens * num_groups
         self.lock = Lock()
         sharding.reshard()
         self._device = sharding.device
@@ -95,11 +97,11 @@ class WholeOuter:
             start = stop
 
     @torch.no_grad()
-    def merge(self) -> None:
-        """Set the inner weights to R."""
+    def merge(self, alpha: float) -> None:
+        """Merge R into the inner weights: inner = alpha inner + (1 - alpha) R."""
         self.sharding.reshard()
         for unit in self.units:
-            unit.merge(0.0)
+            unit.merge(alpha)
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
         """Let the model compute with R inside this context."""

@@ -266,19 +266,25 @@ class StepSimulator:
                 unit.merge(plan.merge_alpha)
             self._touch((3 if plan.merge_alpha else 2) * sum(sizes))
         if self.whole:
-            self._merge_messages()
-        seconds = compute.now - start - len(self.fragments) * hidden
+            self._merge_messages(hidden)
+        seconds = compute.now - start - (len(self.fragments) or 1) * hidden
         return SimulatedStep(traffic_between(before, self.counter.table()), seconds, self._simulation.busy)
 
-    def _merge_messages(self) -> None:
-        """Simulate a version of an elastic run: send this group's message to every other group, and apply all."""
+    def _merge_messages(self, hidden: float) -> None:
+        """Simulate a version of an elastic run: send this group's message to every other group, and apply all.
+
+        Args:
+            hidden: seconds of steps during which the messages are sent.
+        """
         axis, weight, messages = self._axes["replica_group"], torch.empty((), device=META), list[torch.Tensor]()
         groups = axis.size
         for unit in self.whole:
             self._touch(8 * unit.rows.nbytes)  # the outer gradient, as in `synchronize`
             messages.append(unit.pack(weight).view(1, -1).expand(groups, -1))
         sent_bytes = (groups - 1) * sum(unit.message_bytes for unit in self.whole)
-        axis.count("send", sent_bytes, calls=groups - 1)
+        work = axis.queue.submit(lambda: axis.count("send", sent_bytes, calls=groups - 1))
+        self._simulation.compute.wait_until(self._simulation.compute.now + hidden)
+        work.join()
         for unit, received in zip(self.whole, messages, strict=True):
             size = unit.rows.nbytes
             unit.apply(received, [1.0] * groups, weight)

@@ -26,7 +26,7 @@ from megazpp.training.metrics import INNER_LOSS, validation_lines
 from megazpp.training.metrics_logger import MetricsRecorder, Validation, peak_memory_bytes
 from megazpp.zero.config import PrecisionConfig
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "send")
 
 
 def record_results(

@@ -115,14 +115,23 @@ def validation(path: Path) -> float:
     return json.loads((path / "summary.json").read_text())["validation_loss"]
 
 
-def test_run_without_faults_has_the_bits_of_fixed_replica_groups(tmp_path, new_site):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--diloco-fragment-sync-delay 2 --diloco-fragment-update-alpha 0.4",
+        "--optimizer muon",
+        "--tensor-model-parallel-size 2 --swiglu --position-embedding-type rope",
+    ],
+)
+def test_run_without_faults_has_the_bits_of_fixed_replica_groups(tmp_path, new_site, flags):
     """The outer weights, their momentum and R are equal; each group has two ranks."""
-    iterations = ("--train-iters", "12", "--save")
+    iterations = (*flags.split(), "--train-iters", "12", "--save")
     site = new_site(*iterations, str(tmp_path / "elastic"), "--diloco-wait-for-all", nproc=2)
     groups = [site.start(name) for name in ("a", "b")]
     finish(*groups)
-    flags = (*TOY, *OUTER, "--emulate-nodes", "2", "--global-batch-size", "24", *iterations, str(tmp_path / "fixed"))
-    Home(tmp_path).pretrain(*flags, run="fixed-run", nproc=4)
+    nodes = ("--emulate-nodes", "2", "--global-batch-size", "24")
+    Home(tmp_path).pretrain(*TOY, *OUTER, *nodes, *iterations, str(tmp_path / "fixed"), run="fixed-run", nproc=4)
     elastic, fixed = (read_tensors(tmp_path / name / "iter_0000012") for name in ("elastic", "fixed"))
     prefixes = ("model.", "diloco.momentum.", "diloco.common.")
     for prefix in prefixes:
@@ -131,7 +140,7 @@ def test_run_without_faults_has_the_bits_of_fixed_replica_groups(tmp_path, new_s
         for name in names:
             assert torch.equal(elastic[name], fixed[name]), name
     assert validation(tmp_path / "a") == validation(tmp_path / "b") == validation(tmp_path / "fixed-run")
-    planned = planned_bytes((*TOY, *site.common_flags, "--diloco-coordinator", site.address))
+    planned = planned_bytes((*TOY, *site.common_flags, *iterations[:-1], "--diloco-coordinator", site.address))
     for name in ("a", "b"):
         summary = json.loads((tmp_path / name / "summary.json").read_text())
         (counted,) = (row for row in summary["traffic"] if row["axis"] == "replica_group")

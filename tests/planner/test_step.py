@@ -235,7 +235,7 @@ def test_planned_bytes_and_memory_of_groups_that_are_jobs_equal_real_ones(moment
         kinds, synchronized = step.ledger.peak, step.synchronize()
         ((key, sent),) = synchronized.traffic.items()
         assert key == ("cross", "replica_group", "send")
-        assert (sent.calls, sent.sent_bytes) == (len(step.units), 3 * message)
+        assert (sent.calls, sent.sent_bytes) == (3, 3 * message)
         assert kinds[Memory.COMMON] + kinds[Memory.OUTER] == snapshot
         assert kinds[Memory.OUTER] == (2 if momentum else 1) * kinds[Memory.COMMON]
 

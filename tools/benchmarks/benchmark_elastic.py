@@ -12,7 +12,7 @@
 | loss | does a kill every ten intervals change the validation loss, at equal merged tokens? |
 
 Steps last a fixed time, by waiting for samples, so that other load on the machine hardly matters; the experiment `loss`
-does not wait. benchmark_elastic_job.py emulates slow steps and links. Times are those of the coordinator's journal.
+does not wait. benchmark_elastic_job.py emulates slow steps and links. Times are read from the coordinator's journal.
 Every experiment prints one line per measurement, and its last line is the result.
 """
 

@@ -140,7 +140,8 @@ class Kill:
     def __init__(self, emulation: Emulation) -> None:
         self._file, self._rounds, self._in_round = Path(emulation.killed_file), 0, False
         self._send_data = wire.Channel.send_data
-        around(ElasticLoop, "_synchronize", before=self._enter, after=self._leave)
+        around(ElasticLoop, "_publish", before=self._enter)
+        around(ElasticLoop, "_merge", after=self._leave)
         die, die_in_round, point = self._die, self._die_in_round, emulation.kill_at
         points: dict[int, tuple[Any, str, str, Callable[[Any], None]]] = {
             1: (LeasedLoader, "step", "before", die),

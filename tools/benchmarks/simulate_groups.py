@@ -123,7 +123,7 @@ class Groups:
     def _commit(self, merged: Sequence[tuple[dict[str, float], bytes]], version: int) -> None:
         for outer in self.outers:
             outer.apply([entry for entry, _ in merged], [data for _, data in merged], version)
-            outer.merge()
+            outer.merge(0.0)
 
     def _rate(self, index: int) -> float:
         """Return the learning rate: linear warm-up, then cosine to a tenth."""
