@@ -43,6 +43,7 @@ class Agent:
         state: last state from the coordinator.
         version, id: version of this rank's outer state, which the training loop sets.
         steps, seconds, wants, joined, leaves: parts of this rank's report, which the training loop sets.
+        unsent: part of it, True if steps are not published yet to the fragment of the next version.
         trains: part of it, True while the training loop takes steps; the coordinator then expects them.
         sent, sent_bytes: number and bytes of the contributions and snapshots that this rank has sent to other groups.
     """
@@ -75,6 +76,7 @@ class Agent:
         self.version, self.id = hello["version"], hello["id"]
         self.steps, self.wants, self.joined, self.leaves, self.trains = 0, 0, False, False, False
         self.seconds: float | None = None
+        self.unsent = False
         self.fingerprint: tuple[int, int] | None = None
         self._numbers, self.sent, self.sent_bytes = 0, 0, 0
         first = self._connect(time.monotonic() + 6 * HEARTBEAT_SECONDS)
@@ -228,6 +230,7 @@ class Agent:
                 "steps": self.steps,
                 "seconds": self.seconds,
                 "trains": self.trains,
+                "unsent": self.unsent,
                 "wants": self.wants,
                 "joined": self.joined,
                 "leaves": self.leaves,

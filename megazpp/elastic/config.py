@@ -138,7 +138,6 @@ def plan_elastic(config: RunConfig, plan: RunPlan) -> ElasticPlan | None:
     assert diloco.diloco_steps is not None  # see `count_jobs`
     minutes = config.stop.exit_duration_in_mins
     refused: Mapping[str, object] = {
-        f"--diloco-fragments {diloco.diloco_fragments}": diloco.diloco_fragments > 1,
         f"--exit-interval {config.stop.exit_interval} (send SIGTERM to a group to end it)": config.stop.exit_interval,
         f"--exit-duration-in-mins {minutes} (send SIGTERM to a group to end it)": minutes,
         "--train-samples (use --train-iters)": config.batches.train_samples,
@@ -155,7 +154,8 @@ def plan_elastic(config: RunConfig, plan: RunPlan) -> ElasticPlan | None:
     _ = flags.secret  # raises ValueError if the file cannot be used
     rules = Rules(
         groups=count_jobs(config),
-        interval=diloco.diloco_steps,
+        interval=diloco.diloco_steps // diloco.diloco_fragments,
+        fragments=diloco.diloco_fragments,
         iterations=plan.batches.total_iterations,
         ranks=plan.layout.cluster.world_size,
         quorum=flags.diloco_quorum,

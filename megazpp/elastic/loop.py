@@ -77,8 +77,11 @@ class ElasticLoop:
         self.version, self.id, self.merged = 0, NO_COMMIT, 0
         self._cell: Cell | None = None  # the steps of the leased cell that are not taken yet
         self._cells: list[Cell] = []  # the steps that this interval has taken
-        self._steps, self._tokens, self._granted = 0, torch.zeros((), dtype=torch.float64), 0
-        self._published_steps = 0  # steps of the contribution whose version is not merged yet
+        self._steps, self._granted = 0, 0
+        # tokens of each fragment that are not published
+        self._tokens = torch.zeros(outer.plan.fragments, dtype=torch.float64, device=outer.sharding.device)
+        self._published: int | None = None  # version that this group has published to and has not merged yet
+        self._published_steps = 0  # steps of that contribution
         self._live, self._last_step_at = rules.groups, 0.0
 
     # ---- hooks of the trainer -----------------------------------------------------------------------------------
@@ -121,12 +124,12 @@ class ElasticLoop:
         self._count_step(block, column, step)
         self._cell = [block, column, step + 1, stop] if step + 1 < stop else None
         goes_on, leaves, self._live, self._cell = self._axis.share_object(self._decide())
-        if self._published_steps and (self._steps >= self.outer.plan.delay or not goes_on):
+        if self._published is not None and (self._steps >= self.outer.plan.delay or not goes_on):
             self._merge(progress, leaves=leaves)
         if goes_on:
             return self._progress(progress), False
         launched.check()
-        if self._published_steps:  # it leaves, and the version that it waits for has not come
+        if self._published is not None:  # it leaves, and the version that it waits for has not come
             self._say(f"{self._steps} steps of this group are not published; others will train their samples again")
             return self._progress(progress), True
         self._publish()
@@ -162,7 +165,7 @@ class ElasticLoop:
 
     def _count_step(self, block: int, column: int, step: int) -> None:
         """Add a step to the interval's tokens, cells and time."""
-        self._tokens = self._tokens.to(self._objective.tokens.device) + self._objective.tokens
+        self._tokens += self._objective.tokens
         self._steps += 1
         if self._cells and self._cells[-1][:2] == [block, column] and self._cells[-1][3] == step:
             self._cells[-1][3] = step + 1
@@ -171,7 +174,7 @@ class ElasticLoop:
         agent, now = self._agent, time.monotonic()
         took, self._last_step_at = now - self._last_step_at, now
         agent.seconds = took if agent.seconds is None else agent.seconds + SMOOTHING * (took - agent.seconds)
-        agent.steps, agent.leaves = self._steps, agent.leaves or self._stopped()
+        agent.steps, agent.unsent, agent.leaves = self._steps, True, agent.leaves or self._stopped()
 
     def _decide(self) -> tuple[bool, bool, int, Cell | None]:
         """Return, on rank 0, whether to take another step, whether to leave, the live groups, and the next cell."""
@@ -188,7 +191,7 @@ class ElasticLoop:
         """Return True if the others would have to wait for this group, which is too slow for a whole interval."""
         agent, grace = self._agent, state["grace"]
         quorum_in, seconds = agent.seconds_to_quorum(), agent.seconds
-        if quorum_in is None or seconds is None or self._published_steps:
+        if quorum_in is None or seconds is None or self._published is not None:
             return False
         remaining = (self._rules.interval - self._steps) * seconds
         return remaining > quorum_in + grace and seconds > quorum_in + grace / 2
@@ -217,18 +220,33 @@ class ElasticLoop:
         """Wait for samples, and follow the commits of the others meanwhile."""
         while self._cell is None:
             self._cell = self._axis.share_object(
-                self._ask(lambda state: state["done"] or state["version"] > self.version or self._stopped())
+                self._ask(
+                    lambda state: (
+                        state["done"]
+                        or state["version"] > self.version
+                        or self._stopped()
+                        or (state["exhausted"] and self._agent.unsent)
+                    )
+                )
             )
             if self._cell is None:
                 self._catch_up(progress)
-                self.outer.merge(0.0)
                 if self._is_over():
                     break
+                if self._axis.share_object(self._agent.unsent and self._agent.wait(lambda state: state)["exhausted"]):
+                    self._publish()
+                    self._merge(progress, leaves=False)
         self._last_step_at, self._agent.trains = time.monotonic(), self._cell is not None
 
     def _is_over(self) -> bool:
-        """Return True if all samples are merged, or rank 0 has caught a stop signal while it waited."""
-        return self._axis.share_object(self._stopped() or self._all_merged)
+        """Return True if this group has the last version, or rank 0 has caught a stop signal while it waited."""
+        state = self._agent.wait(lambda state: state)
+        return self._axis.share_object(self._stopped() or (state["done"] and state["version"] == self.version))
+
+    @property
+    def _has_unsent(self) -> bool:
+        """True if steps are not published yet to the fragment of the next version."""
+        return bool(self._tokens[self.version % len(self._tokens)])
 
     @property
     def _all_merged(self) -> bool:
@@ -236,11 +254,12 @@ class ElasticLoop:
 
     def _publish(self) -> None:
         """Publish this group's contribution, and start the next interval."""
-        agent, tokens = self._agent, float(self._tokens)
-        agent.trains = False
-        agent.publish(self.outer.pack(tokens), tokens=tokens, steps=self._steps, cells=self._cells)
-        self._published_steps, self._steps, self._cells, agent.steps = self._steps, 0, [], 0
-        self._tokens.zero_()
+        agent, fragment = self._agent, self.version % len(self._tokens)
+        tokens, agent.trains = float(self._tokens[fragment]), False
+        agent.publish(self.outer.pack(tokens, self.version), tokens=tokens, steps=self._steps, cells=self._cells)
+        self._published, self._published_steps = self.version, self._steps
+        self._steps, self._cells, agent.steps = 0, [], 0
+        self._tokens[fragment], agent.unsent = 0.0, False
 
     def _merge(self, progress: TrainingProgress, *, leaves: bool) -> None:
         """Wait for the version after this group's contribution, and merge it into the inner weights."""
@@ -254,13 +273,12 @@ class ElasticLoop:
         self._agreed(over)
         waited = time.monotonic() - began
         self._catch_up(progress)
-        self.outer.merge(0.0 if self._all_merged else self.outer.plan.merge_alpha)
         before, self._counted = self._counted, (agent.sent, agent.sent_bytes)
         calls, sent = self._counted[0] - before[0], self._counted[1] - before[1]
         self._counter.add("cross", "replica_group", "send", sent, calls=calls)
         what = f"sent {sent / MEGA:.3f} MB per rank to other groups"
         self._say(f"version {self.version}: took {self._published_steps} steps, waited {waited:.1f} s, {what}")
-        if self.version > base:
+        if self._published is None:
             self._published_steps = 0
         self._last_step_at, agent.trains = time.monotonic(), trained
 
@@ -275,10 +293,22 @@ class ElasticLoop:
             if found is None:
                 raise OutError(f"version {self.version + 1} of the run could not be fetched; start this group again")
             commit, messages = found
+            units, own = self.outer.fragment_after(self.version), self._published == self.version
+            before = None if own or not self._has_unsent else [unit.rows.clone() for unit in units]
             with self.outer.lock:
                 self.outer.apply(commit["set"], messages, self.version)
                 self.version, self.id, self.merged = commit["commit"], commit["id"], commit["merged"]
-            agent.tell(version=self.version, id=self.id, fingerprint=(self.version, self.outer.fingerprint()))
+            agent.tell(
+                version=self.version,
+                id=self.id,
+                unsent=self._has_unsent,
+                fingerprint=(self.version, self.outer.fingerprint()),
+            )
+            if before is not None:  # its own steps stay in the inner weights, until it publishes them
+                self.outer.shift(units, before)
+            else:
+                self.outer.merge(self.outer.plan.merge_alpha if own and not self._all_merged else 0.0, units)
+            self._published = None if own else self._published
             at = self._merged_progress(progress)
             if commit["saves"] == agent.group:
                 self._save(at)

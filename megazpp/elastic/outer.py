@@ -39,6 +39,7 @@ class WholeOuter:
         late_factor: F, the weight of a contribution per version that it is late; 0 drops it.
     Attributes:
         plan: the DiLoCo plan.
+        fragments: the units of each fragment; version v + 1 changes fragment v modulo their number.
         lock: held while the state or its version changes, so that another thread can copy them between changes.
     """
 
@@ -63,17 +64,23 @@ class WholeOuter:
                 for unit in sharding.units
             ]
 
+        self.fragments = plan.in_fragments(self.units)
+
     @property
     def most_bytes(self) -> int:
         """The size of a snapshot in bytes, which is more than the size of a contribution."""
         return sum(unit.snapshot_bytes for unit in self.units)
 
     @torch.no_grad()
-    def pack(self, tokens: float) -> bytes:
-        """Return this group's contribution, which is weighted by its tokens."""
+    def pack(self, tokens: float, version: int = 0) -> bytes:
+        """Return this group's contribution to the fragment after `version`, which is weighted by its tokens."""
         self.sharding.reshard()
         weight = (torch.tensor(tokens, dtype=torch.float64, device=self._device) / self._nominal).float()
-        return b"".join(_as_bytes(unit.pack(weight)) for unit in self.units)
+        return b"".join(_as_bytes(unit.pack(weight)) for unit in self.fragment_after(version))
+
+    def fragment_after(self, version: int) -> list[WholeRows]:
+        """Return the units that the outer step after `version` changes."""
+        return self.fragments[version % len(self.fragments)]
 
     @torch.no_grad()
     def apply(self, entries: Sequence[Mapping[str, Any]], contributions: Sequence[bytes], version: int) -> None:
@@ -84,24 +91,35 @@ class WholeOuter:
             contributions: results of `pack`, in the same order.
             version: version of the state before the step.
         """
-        factors = [self._late_factor ** (version - entry["base"]) for entry in entries]
+        if not entries:
+            return
+        ages = [(version - entry["base"]) // len(self.fragments) for entry in entries]
+        factors = [self._late_factor**age for age in ages]
         tokens = sum(entry["tokens"] * factor for entry, factor in zip(entries, factors, strict=True))
         correction = (
             self._nominal / torch.tensor(tokens, dtype=torch.float64, device=self._device).clamp(min=1.0)
         ).float()
         start = 0
-        for unit in self.units:
+        for unit in self.fragment_after(version):
             stop = start + unit.message_bytes
             parts = [torch.frombuffer(bytearray(data[start:stop]), dtype=torch.uint8) for data in contributions]
             unit.apply(torch.stack(parts).to(self._device), factors, correction)
             start = stop
 
     @torch.no_grad()
-    def merge(self, alpha: float) -> None:
-        """Merge R into the inner weights: inner = alpha inner + (1 - alpha) R."""
+    def merge(self, alpha: float, units: Sequence[WholeRows] | None = None) -> None:
+        """Merge R into the inner weights: inner = alpha inner + (1 - alpha) R; None: of all units."""
         self.sharding.reshard()
-        for unit in self.units:
+        for unit in self.units if units is None else units:
             unit.merge(alpha)
+
+    @torch.no_grad()
+    def shift(self, units: Sequence[WholeRows], before: Sequence[torch.Tensor]) -> None:
+        """Add the change of R since `before` to the inner weights of `units`."""
+        self.sharding.reshard()
+        for unit, rows in zip(units, before, strict=True):
+            for change, shard in unit.pairs(unit.rows - rows):
+                shard.add_(change)
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
         """Let the model compute with R inside this context."""

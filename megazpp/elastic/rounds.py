@@ -7,7 +7,8 @@ applies the records of the journal, so it needs no other recovery.
 
 This is one file of more than 300 lines, because each decision depends on all parts of the state.
 
-Version v is the number of committed outer steps. A contribution is a group's outer gradient since version `base`, made
+Version v is the number of committed outer steps. Version v + 1 changes fragment v modulo P, where P is the number of
+fragments. A contribution is a group's outer gradient since version `base`, made
 of some steps of some cells. The samples of a run are a table: block b (H steps) times column c (G columns). A cell
 [b, c, first, stop] is a range of steps of one block in one column. It is free, leased to a group, part of a published
 contribution, or merged by a commit, and only records move it from one to another. So no step is merged twice.
@@ -31,7 +32,9 @@ BLIP_SECONDS = 0.5  # a connection that is lost for longer ends the membership o
 HEARTBEAT_SECONDS = 10.0  # so does a rank that is silent for longer
 HANGING_STEPS = 20  # so does a group that takes no step for as long as this many steps, and HEARTBEAT_SECONDS
 ASSEMBLY_SECONDS = 60.0  # wait for the ranks of a new group, and at the start of a run for the other groups
-KEPT_VERSIONS = 8  # commits whose messages all groups keep, so that a slow or a new group can apply them
+KEPT_VERSIONS = (
+    8  # commits to each fragment whose messages all groups keep, so that a slow or a new group can apply them
+)
 WHOLE = 0.8  # share of an interval's steps from which a contribution counts for the quorum
 NO_COMMIT = "0" * 16  # id of version 0, the initial weights
 
@@ -52,7 +55,8 @@ class Rules(NamedTuple):
     """The rules of a run, from the flags that all groups have in common."""
 
     groups: int  # G: nominal number of groups, and columns of the table of samples
-    interval: int  # H: steps between two synchronizations
+    interval: int  # steps between two synchronizations: H / P
+    fragments: int  # P: parts of the model that synchronize in turn
     iterations: int  # steps of the run, with all groups present
     ranks: int  # ranks of a group
     quorum: int | None  # whole intervals that have to arrive before the grace begins; None: half of the live groups
@@ -152,8 +156,13 @@ class Rounds:
 
     @property
     def done(self) -> bool:
-        """True if all samples of the run are merged."""
-        return self.rules is not None and self.merged_steps == self.rules.iterations * self.rules.groups
+        """True if all samples of the run are merged, into all fragments."""
+        return self.rules is not None and self._ends(self.commits)
+
+    @property
+    def closing(self) -> bool:
+        """True if all samples of the run are merged, but not into all fragments."""
+        return self.merged_steps == self._all_steps and not self.done
 
     @property
     def exhausted(self) -> bool:
@@ -167,7 +176,7 @@ class Rounds:
     def state(self, name: str, rank: int, now: float) -> Record:
         """Return the state that a rank of a group needs to know; it replaces all earlier ones."""
         group = self.groups[name]
-        kept = range(max(1, self.version - KEPT_VERSIONS + 1), self.version + 1)
+        kept = range(max(1, self.version - self._num_kept + 1), self.version + 1)
         return {
             "version": self.version,
             "id": self.id_of(self.version),
@@ -355,14 +364,20 @@ class Rounds:
                 self._decide({"publish": entry | {"cid": cid, "group": name, "slot": slot, "digest": digests}})
 
     def _grant(self, name: str) -> None:
-        """Lease a cell to a group that asks for one: the oldest block first, in it the group's own column first."""
-        group = self.groups[name]
+        """Lease a cell to a group that asks for one: the oldest block first, in it the group's own column first.
+
+        If all groups are waited for, each keeps its column, so that results do not depend on their speed.
+        """
+        assert self.rules is not None
+        group, others = self.groups[name], set[int]()
         if group.reports[0]["wants"] <= group.granted or self.exhausted:
             return
-        cells = self.free or self._cells_of(self.opened_blocks)
-        block = min(cell[0] for cell in cells)
-        cell = min((cell for cell in cells if cell[0] == block), key=lambda cell: (cell[1] != group.slot, cell))
-        self._decide({"lease": cell, "group": name})
+        if math.isinf(self._grace()):
+            others = {self.groups[other].slot for other in self.members if other != name}
+        cells = [cell for cell in [*self.free, *self._cells_of(self.opened_blocks)] if cell[1] not in others]
+        if cells:
+            cell = min(cells, key=lambda cell: (cell[0], cell[1] != group.slot, cell))
+            self._decide({"lease": cell, "group": name})
 
     def _end_if_state_is_lost(self) -> None:
         """Declare all members out if none of them has, or can compute, the state of the current version.
@@ -389,7 +404,7 @@ class Rounds:
 
     def _close_round(self, now: float) -> None:
         """Choose the contributions of the next commit, if nothing more is worth waiting for."""
-        if self.closed is not None or not self.pool:
+        if self.closed is not None or not (self.pool or self.closing):
             return
         assert self.rules is not None
         fresh = [e for e in self.pool.values() if e["base"] == self.version and self._is_safe(e)]
@@ -397,12 +412,13 @@ class Rounds:
         whole = {entry["group"] for entry in fresh if entry["steps"] >= WHOLE * self.rules.interval}
         if len(whole) >= self._quorum() and self._quorum_at is None:
             self._quorum_at = now
+        whole |= arrived if self.closing else set()
         missing = {name for name in self.waited_for & self.members if not self._is_idle(name)} - arrived
         if missing and (self._quorum_at is None or now < self._quorum_at + self._grace()):
             return
-        chosen = [entry["cid"] for entry in self._in_order(self.pool.values()) if self._is_safe(entry)]
-        if chosen:
-            self.closed = chosen, now
+        safe = [entry for entry in self._in_order(self.pool.values()) if self._is_safe(entry)]
+        if safe or self.closing:  # without contributions to this fragment, the version changes nothing
+            self.closed = [e["cid"] for e in safe if (self.version - e["base"]) % self.rules.fragments == 0], now
             if missing:
                 self._say(f"version {self.version + 1} does not wait for {', '.join(sorted(missing))}")
 
@@ -411,7 +427,7 @@ class Rounds:
         assert self.closed is not None
         live = self.live
         chosen = [cid for cid in self.closed[0] if cid in self.pool]
-        if not chosen:
+        if self.closed[0] and not chosen:
             self.closed = None
             return
         holders = {name for name in live if all(self._holds(name, cid) for cid in chosen)}
@@ -429,7 +445,7 @@ class Rounds:
         digest = hashlib.sha256(f"{self.id_of(self.version)} {cids}".encode()).hexdigest()[:16]
         by_slot = sorted(self.live, key=lambda name: self.groups[name].slot)
         writers = [name for name in by_slot if self.groups[name].saves]
-        at_end = merged == rules.iterations * rules.groups
+        at_end = self._ends([*self.commits, {"merged": merged}])
 
         def passes(interval: int | None) -> bool:
             done, now_done = before // rules.groups, merged // rules.groups
@@ -453,7 +469,8 @@ class Rounds:
         assert self.rules is not None
         groups, parts = [], []
         for entry in entries:
-            waited, late = now - self._published_at.pop(entry["cid"], now), self.version - 1 - entry["base"]
+            waited = now - self._published_at.pop(entry["cid"], now)
+            late = (self.version - 1 - entry["base"]) // self.rules.fragments
             row = {name: entry[name] for name in ("group", "steps", "tokens")}
             groups.append(row | {"late": late, "waited": 0.0 if late else round(waited, 3)})
             note = f" ({late} versions late)" if late else " (called early)" * (entry["steps"] < self.rules.interval)
@@ -461,8 +478,8 @@ class Rounds:
         sent = {name: sum(r["sent"] for r in self.groups[name].reports.values()) for name in sorted(self.live)}
         row = {"version": self.version, "merged": merged, "returned": self._returned, "events": self._events}
         self.news.rows.append(row | {"groups": groups, "sent_bytes": sent})
-        longest = max(group["waited"] for group in groups)
-        self._say(f"version {self.version}: {', '.join(parts)}; {longest:.1f} s of waiting at most")
+        longest = max((group["waited"] for group in groups), default=0.0)
+        self.news.lines.append(f"version {self.version}: {', '.join(parts)}; {longest:.1f} s of waiting at most")
         self._events, self._returned = [], 0
 
     # ---- state changes by records -----------------------------------------------------------------------------------
@@ -518,7 +535,7 @@ class Rounds:
                 self.commits.append(record)
                 self._start_round()
                 self.waited_for = self.members
-                old = [key for key in self._fingerprints if key[0] <= self.version - KEPT_VERSIONS]
+                old = [key for key in self._fingerprints if key[0] <= self.version - self._num_kept]
                 for key in old:
                     del self._fingerprints[key]
             case _:
@@ -547,6 +564,22 @@ class Rounds:
         return len(group.reports) == self.rules.ranks
 
     @property
+    def _num_kept(self) -> int:
+        return KEPT_VERSIONS * (1 if self.rules is None else self.rules.fragments)
+
+    @property
+    def _all_steps(self) -> int:
+        """Steps of all cells of the run."""
+        assert self.rules is not None
+        return self.rules.iterations * self.rules.groups
+
+    def _ends(self, commits: Sequence[Record]) -> bool:
+        """Return True if a run with these commits is over: each fragment has a version after the last sample."""
+        assert self.rules is not None
+        last = commits[-self.rules.fragments :]
+        return len(last) == self.rules.fragments and last[0]["merged"] == self._all_steps
+
+    @property
     def _num_blocks(self) -> int:
         assert self.rules is not None
         return -(-self.rules.iterations // self.rules.interval)
@@ -555,7 +588,7 @@ class Rounds:
         """Return the whole cells of a block; the last block may have fewer steps."""
         assert self.rules is not None
         steps = min(self.rules.interval, self.rules.iterations - block * self.rules.interval)
-        return [[block, column, 0, steps] for column in range(self.rules.groups)]
+        return [[block, column, 0, steps] for column in range(self.rules.groups) if steps > 0]
 
     def _quorum(self) -> int:
         assert self.rules is not None
@@ -584,11 +617,13 @@ class Rounds:
         return alive or any(self._holds(name, entry["cid"]) for name in self.live)
 
     def _is_idle(self, name: str) -> bool:
-        """Return True for a live group without samples: it asks for a cell, there is none, and it has taken no step."""
+        """Return True for a live group without samples or unpublished steps, for which there is no cell."""
         report = self.groups[name].reports.get(0)
         if report is None or report["version"] != self.version:
             return False
-        return self.exhausted and report["wants"] > self.groups[name].granted and report["steps"] == 0
+        if any(entry["base"] == self.version for entry in report["published"].values()):
+            return False  # not all of its ranks have packed the contribution
+        return self.exhausted and report["wants"] > self.groups[name].granted and not report["unsent"]
 
     def _in_order(self, entries: Iterable[Record]) -> list[Record]:
         """Return contributions in the order of the sum: by slot, the oldest of a slot first."""

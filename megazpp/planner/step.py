@@ -265,27 +265,28 @@ class StepSimulator:
             for unit in units:
                 unit.merge(plan.merge_alpha)
             self._touch((3 if plan.merge_alpha else 2) * sum(sizes))
-        if self.whole:
-            self._merge_messages(hidden)
-        seconds = compute.now - start - (len(self.fragments) or 1) * hidden
+        for rows in plan.in_fragments(self.whole) if self.whole else ():
+            self._merge_messages(rows, hidden)
+        seconds = compute.now - start - plan.fragments * hidden
         return SimulatedStep(traffic_between(before, self.counter.table()), seconds, self._simulation.busy)
 
-    def _merge_messages(self, hidden: float) -> None:
+    def _merge_messages(self, units: Sequence[WholeRows], hidden: float) -> None:
         """Simulate a version of an elastic run: send this group's message to every other group, and apply all.
 
         Args:
+            units: the units of the version's fragment.
             hidden: seconds of steps during which the messages are sent.
         """
         axis, weight, messages = self._axes["replica_group"], torch.empty((), device=META), list[torch.Tensor]()
         groups = axis.size
-        for unit in self.whole:
+        for unit in units:
             self._touch(8 * unit.rows.nbytes)  # the outer gradient, as in `synchronize`
             messages.append(unit.pack(weight).view(1, -1).expand(groups, -1))
-        sent_bytes = (groups - 1) * sum(unit.message_bytes for unit in self.whole)
+        sent_bytes = (groups - 1) * sum(unit.message_bytes for unit in units)
         work = axis.queue.submit(lambda: axis.count("send", sent_bytes, calls=groups - 1))
         self._simulation.compute.wait_until(self._simulation.compute.now + hidden)
         work.join()
-        for unit, received in zip(self.whole, messages, strict=True):
+        for unit, received in zip(units, messages, strict=True):
             size = unit.rows.nbytes
             unit.apply(received, [1.0] * groups, weight)
             # passes over memory: zeros (1), scale (2), times the learning rate (2), subtract (3); with momentum: decay

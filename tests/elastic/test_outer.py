@@ -89,3 +89,33 @@ def test_late_contribution_has_less_weight_and_a_snapshot_has_the_whole_state():
     assert float(least) == 0.0
     assert float(most) == pytest.approx(0.7 / 3, rel=1e-4)
     assert (differ, equal) == (True, True)
+
+
+def shifted(case: Case) -> tuple[float, float, float]:
+    """Merge a contribution of another group while this group has steps that it has not published.
+
+    Returns:
+        the change of R in the contribution's fragment, the distance between R and the inner weights there, and the
+        change of R in the other fragment.
+    """
+    step, _ = build_step(case)
+    plan = diloco_plan(Case(nodes=2, diloco=flags(16, diloco_outer_momentum=0.0, diloco_fragments=2)))
+    whole = WholeOuter(step.sharding, plan, case.precision, num_groups=2, late_factor=0.5)
+    with torch.no_grad():
+        for shard in (shard for unit in step.sharding.units for shard in unit.shards()):
+            shard.sub_(1.0)
+    units, rest = whole.fragments
+    before, elsewhere = [unit.rows.clone() for unit in units], [unit.rows.clone() for unit in rest]
+    whole.apply([{"base": 2, "tokens": 8.0}], [whole.pack(8.0, version=2)], version=2)
+    whole.shift(units, before)
+    distances = [row - shard for unit in units for row, shard in unit.pairs(unit.rows)]
+    moved = torch.cat([(a - b.rows).flatten() for a, b in zip(before, units, strict=True)])
+    other = torch.cat([(a - b.rows).flatten() for a, b in zip(elsewhere, rest, strict=True)])
+    return float(moved.max()), float(torch.cat([d.flatten() for d in distances]).mean()), float(other.abs().max())
+
+
+def test_version_of_a_fragment_keeps_steps_that_are_not_published():
+    ((moved, distance, elsewhere),) = ranks(1).run(shifted, Case(steps=1))
+    assert moved == pytest.approx(0.7, rel=1e-4)
+    assert distance == pytest.approx(1.0, rel=1e-4)
+    assert elsewhere == 0.0

@@ -1,6 +1,7 @@
 """Random schedules of elastic DiLoCo's state machine: steps, fetches, deaths, lost connections and restarts."""
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from megazpp.elastic.rounds import NO_COMMIT, RefusedError, Rounds, Rules
 RULES = Rules(
     groups=3,
     interval=4,
+    fragments=1,
     iterations=10,
     ranks=2,
     quorum=None,
@@ -27,8 +29,10 @@ FACTS = {"--seed": "1"}
 class Group:
     """A group's job, which follows the protocol like agent.py and loop.py, with numbers in place of weights."""
 
-    def __init__(self, name: str, incarnation: str, version: int, version_id: str) -> None:
-        self.name, self.incarnation = name, incarnation
+    def __init__(self, name: str, incarnation: str, version: int, version_id: str, rules: Rules) -> None:
+        self.name, self.incarnation, self.rules = name, incarnation, rules
+        self.unsent = [0] * rules.fragments  # steps that are not published, by fragment
+        self.packed: list[set[str]] = [set() for _ in range(RULES.ranks)]  # contributions that each rank has packed
         self.start = version, version_id
         self.connected = [False] * RULES.ranks
         self.have: list[set[str]] = [set() for _ in range(RULES.ranks)]
@@ -39,11 +43,15 @@ class Group:
         self.cells: list[list[int]] = []
         self.trains = False  # whether the coordinator expects steps
 
+    @property
+    def fragment(self) -> int:
+        return self.version % self.rules.fragments
+
     def hello(self) -> dict[str, Any]:
         return {
             "incarnation": self.incarnation,
             "facts": FACTS,
-            "rules": list(RULES),
+            "rules": list(self.rules),
             "version": self.version,
             "id": self.id,
             "saves": True,
@@ -51,13 +59,15 @@ class Group:
         }
 
     def report(self, rank: int) -> dict[str, Any]:
-        entries = {cid: entry | {"digest": f"{cid}/{rank}"} for cid, entry in self.published.items()}
+        packed = self.published.keys() & self.packed[rank]
+        entries = {cid: self.published[cid] | {"digest": f"{cid}/{rank}"} for cid in packed}
         return {
             "published": entries,
             "have": sorted(self.have[rank]),
             "version": self.version,
             "fingerprint": None,
             "steps": self.steps,
+            "unsent": self.unsent[self.fragment] > 0,
             "seconds": 0.3,
             "trains": self.trains and self.cell is not None,
             "wants": self.wants,
@@ -70,7 +80,8 @@ class Group:
 class World:
     """A coordinator and its groups, whose events a test chooses."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules = RULES) -> None:
+        self.rules = rules
         self.now, self.journal, self.incarnations = 0.0, [], itertools.count()
         self.rounds = Rounds(now=0.0)
         self.groups: dict[int, Group] = {}
@@ -82,7 +93,7 @@ class World:
 
     def start(self, index: int) -> None:
         if index not in self.groups:
-            self.groups[index] = Group(f"g{index}", f"i{next(self.incarnations)}", *self.saved)
+            self.groups[index] = Group(f"g{index}", f"i{next(self.incarnations)}", *self.saved, self.rules)
             self.connect(index)
 
     def kill(self, index: int) -> None:
@@ -120,14 +131,21 @@ class World:
             self.settle()
 
     def fetch(self, index: int, rank: int) -> None:
-        """Fetch everything that a rank of the same index in another group holds."""
+        """Pack own contributions, and fetch everything that a rank of the same index in another group holds."""
         group = self.groups.get(index)
+        self.pack(index, rank)
         state = self.state(index)
         if state is None:
             return
         named = set(state["pool"]) | {e["cid"] for commit in state["commits"].values() for e in commit["set"]}
         there = set().union(*(other.have[rank] for other in self.groups.values()))
         group.have[rank] |= named & there
+
+    def pack(self, index: int, rank: int) -> None:
+        """Pack a group's contributions on one of its ranks."""
+        if (group := self.groups.get(index)) is not None:
+            group.packed[rank] |= group.published.keys()
+            group.have[rank] |= group.published.keys()
 
     def work(self, index: int) -> None:
         """Take the next action of a group's training loop."""
@@ -140,7 +158,7 @@ class World:
                 group.version, group.id, group.joined = donors[0].version, donors[0].id, True
             return
         group.joined = True
-        published_here = any(entry["base"] == group.version for entry in group.published.values())
+        published_here = self.has_published(group)
         if published_here or (group.steps == 0 and state["version"] > group.version):
             commit = state["commits"].get(str(group.version + 1))
             if commit and all(e["cid"] in have for e in commit["set"] for have in group.have):
@@ -151,7 +169,13 @@ class World:
                     self.saved = group.version, group.id
                 if published_here:
                     group.steps, group.cells = 0, []
-        elif group.steps == RULES.interval or (group.steps and group.cell is None and state["exhausted"]):
+        elif group.steps == RULES.interval or (
+            group.cell is None
+            and state["exhausted"]
+            and state["granted"] == group.granted
+            and group.unsent[group.fragment]
+        ):
+            group.wants += state["exhausted"]  # it has asked for a cell
             self.publish(index)
         elif group.cell is None:
             group.wants = group.granted + 1
@@ -162,6 +186,10 @@ class World:
             group.cell = [block, column, step + 1, stop] if step + 1 < stop else None
             group.cells.append([block, column, step, step + 1])
             group.steps += 1
+            group.unsent = [steps + 1 for steps in group.unsent]
+
+    def has_published(self, group: Group) -> bool:
+        return any(entry["base"] == group.version for entry in group.published.values())
 
     def go(self, times: int) -> None:
         """Let all groups fetch and work some times."""
@@ -175,13 +203,13 @@ class World:
     def publish(self, index: int) -> None:
         """Publish the steps so far, as a group does that is called early."""
         group = self.groups.get(index)
-        if group and group.steps and not any(e["base"] == group.version for e in group.published.values()):
+        if group and group.unsent[group.fragment] and not self.has_published(group):
             cid = f"{group.incarnation}.{group.numbers}"
             group.numbers += 1
             entry = {"base": group.version, "tokens": 1.0, "steps": group.steps, "cells": group.cells}
             group.published[cid] = entry
-            for have in group.have:
-                have.add(cid)
+            group.unsent[group.fragment] = 0
+            self.pack(index, 0)  # rank 1 packs it before its next `fetch`
 
     # ---- the coordinator
 
@@ -232,8 +260,8 @@ class World:
             for block, column, first, stop in [*merged, *pool, *leased, *rounds.free]
             for step in range(first, stop)
         ]
-        opened = min(rounds.opened_blocks * RULES.interval, RULES.iterations)
-        assert len(steps) == len(set(steps)) == opened * RULES.groups
+        opened = min(rounds.opened_blocks * self.rules.interval, self.rules.iterations)
+        assert len(steps) == len(set(steps)) == opened * self.rules.groups
         assert rounds.merged_steps == sum(stop - first for _, _, first, stop in merged)
 
 
@@ -248,9 +276,9 @@ EVENTS = st.one_of(
 )
 
 
-def play(events: list[tuple]) -> World:
+def play(events: list[tuple], rules: Rules = RULES) -> World:
     """Play events on a world of three groups, then without faults until the run is over."""
-    world = World()
+    world = World(rules)
     for index in range(3):
         world.start(index)
     world.settle()
@@ -267,7 +295,7 @@ def play(events: list[tuple]) -> World:
     raise AssertionError(f"the run does not end: {world.lines}")
 
 
-def check_random_schedules(examples: int) -> None:
+def check_random_schedules(examples: int, rules: Rules) -> None:
     @settings(
         max_examples=examples,
         deadline=None,
@@ -277,7 +305,9 @@ def check_random_schedules(examples: int) -> None:
     )
     @given(st.lists(EVENTS, min_size=20, max_size=120))
     def check(events):
-        world = play(events)
+        world = play(events, rules)
+        for commit in world.rounds.commits:
+            assert all((commit["commit"] - 1 - entry["base"]) % rules.fragments == 0 for entry in commit["set"])
         assert world.rounds.merged_steps == RULES.iterations * RULES.groups
         again = Rounds(world.journal, now=world.now)  # a coordinator that starts again knows the same
         assert (again.commits, again.pool, again.free) == (world.rounds.commits, world.rounds.pool, world.rounds.free)
@@ -285,9 +315,31 @@ def check_random_schedules(examples: int) -> None:
     check()
 
 
-@pytest.mark.parametrize("examples", [10, slow(1500)])
-def test_random_schedules_merge_every_sample_once_in_one_chain(examples):
-    check_random_schedules(examples)
+@pytest.mark.parametrize(("examples", "fragments"), [(10, 1), (10, 2), slow(1500, 1), slow(1500, 3)])
+def test_random_schedules_merge_every_sample_once_in_one_chain(examples, fragments):
+    check_random_schedules(examples, RULES._replace(fragments=fragments))
+
+
+@pytest.mark.parametrize(("grace", "columns"), [(1.0, {0, 1}), (math.inf, {0})])
+def test_fast_group_takes_cells_of_others_unless_it_waits_for_all(grace, columns):
+    """Group 0 has finished its cell of the last, short block before group 1 has asked for its own."""
+    world = World(RULES._replace(groups=2, iterations=2, grace=grace))
+    world.start(0)
+    world.start(1)
+    world.wait(1)
+    for _ in range(8):
+        world.work(0)
+        world.settle()
+    assert {cell[1] for cell in world.groups[0].cells} == columns
+
+
+def test_each_fragment_has_a_version_after_the_last_sample():
+    """Three rounds of samples change fragments 0, 1 and 0; a version without samples follows for fragment 1."""
+    world = play([], RULES._replace(fragments=2))
+    steps = [[entry["steps"] for entry in commit["set"]] for commit in world.rounds.commits]
+    assert steps == [[4] * 3, [4] * 3, [2] * 3, [0] * 3]
+    assert [commit["saves"] for commit in world.rounds.commits] == ["g0"] * 4
+    assert not any(any(group.unsent) for group in world.groups.values())
 
 
 def test_calm_run_merges_whole_intervals_in_the_order_of_slots():
@@ -304,6 +356,7 @@ def test_row_of_a_version_has_steps_lateness_waiting_and_what_happened_since():
     world = world_with_contributions(3, publish=[0])
     world.wait(3)
     world.publish(1)
+    world.pack(1, 1)
     world.kill(2)
     for _ in range(3):
         world.settle()
@@ -334,6 +387,7 @@ def world_with_contributions(count: int, publish: list[int]) -> World:
                 world.settle()
     for index in publish:
         world.publish(index)
+        world.pack(index, 1)
     return world
 
 

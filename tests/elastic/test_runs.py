@@ -106,8 +106,8 @@ def kill(program: Program) -> None:
 
 
 def planned_bytes(flags: tuple[str, ...]) -> int:
-    """Return the bytes that a node of a job of two ranks, each a node, sends to the other group for a version."""
-    config, cluster = as_one_job(parse(shlex.join(flags)).config, Cluster(num_nodes=2, ranks_per_node=1))
+    """Return the bytes that a job of two ranks on one node sends to the other job for one version of all fragments."""
+    config, cluster = as_one_job(parse(shlex.join(flags)).config, Cluster(num_nodes=1, ranks_per_node=2))
     return Estimator(cluster, device_type="cpu", elastic=True).estimate(config).node_replica_group_bytes
 
 
@@ -115,24 +115,30 @@ def validation(path: Path) -> float:
     return json.loads((path / "summary.json").read_text())["validation_loss"]
 
 
+VOCABULARY = ("--vocab-size", "257")  # the tokenizer adds an end of document
+FRAGMENTS = "--num-layers 3 --diloco-steps 6 --diloco-fragments 2"
+
+
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "iterations", "steps"),
     [
-        "",
-        "--diloco-fragment-sync-delay 2 --diloco-fragment-update-alpha 0.4",
-        "--optimizer muon",
-        "--tensor-model-parallel-size 2 --swiglu --position-embedding-type rope",
+        ("", 12, (5, 5, 2)),
+        ("--diloco-fragment-sync-delay 2 --diloco-fragment-update-alpha 0.4", 12, (5, 5, 2)),
+        ("--optimizer muon", 12, (5, 5, 2)),
+        ("--tensor-model-parallel-size 2", 12, (5, 5, 2)),
+        (FRAGMENTS, 15, (3, 3, 3, 3, 3, 0)),
+        (f"{FRAGMENTS} --diloco-fragment-sync-delay 2", 14, (3, 3, 3, 3, 2, 0)),
     ],
 )
-def test_run_without_faults_has_the_bits_of_fixed_replica_groups(tmp_path, new_site, flags):
+def test_run_without_faults_has_the_bits_of_fixed_replica_groups(tmp_path, new_site, flags, iterations, steps):
     """The outer weights, their momentum and R are equal; each group has two ranks."""
-    iterations = (*flags.split(), "--train-iters", "12", "--save")
-    site = new_site(*iterations, str(tmp_path / "elastic"), "--diloco-wait-for-all", nproc=2)
+    common = (*flags.split(), "--train-iters", str(iterations), "--save")
+    site = new_site(*common, str(tmp_path / "elastic"), "--diloco-wait-for-all", nproc=2)
     groups = [site.start(name) for name in ("a", "b")]
     finish(*groups)
     nodes = ("--emulate-nodes", "2", "--global-batch-size", "24")
-    Home(tmp_path).pretrain(*TOY, *OUTER, *nodes, *iterations, str(tmp_path / "fixed"), run="fixed-run", nproc=4)
-    elastic, fixed = (read_tensors(tmp_path / name / "iter_0000012") for name in ("elastic", "fixed"))
+    Home(tmp_path).pretrain(*TOY, *OUTER, *nodes, *common, str(tmp_path / "fixed"), run="fixed-run", nproc=4)
+    elastic, fixed = (read_tensors(tmp_path / name / f"iter_{iterations:07d}") for name in ("elastic", "fixed"))
     prefixes = ("model.", "diloco.momentum.", "diloco.common.")
     for prefix in prefixes:
         names = [name for name in fixed if name.startswith(prefix)]
@@ -140,15 +146,15 @@ def test_run_without_faults_has_the_bits_of_fixed_replica_groups(tmp_path, new_s
         for name in names:
             assert torch.equal(elastic[name], fixed[name]), name
     assert validation(tmp_path / "a") == validation(tmp_path / "b") == validation(tmp_path / "fixed-run")
-    planned = planned_bytes((*TOY, *site.common_flags, *iterations[:-1], "--diloco-coordinator", site.address))
+    planned = planned_bytes((*TOY, *site.common_flags, *common[:-1], "--diloco-coordinator", site.address, *VOCABULARY))
     for name in ("a", "b"):
         summary = json.loads((tmp_path / name / "summary.json").read_text())
         (counted,) = (row for row in summary["traffic"] if row["axis"] == "replica_group")
-        assert (counted["wire"], counted["calls"]) == ("cross", 3)
-        assert counted["sent_bytes"] == 3 * planned > 0
+        assert (counted["wire"], counted["calls"]) == ("cross", len(steps))
+        assert counted["sent_bytes"] == 3 * planned > 0  # three times the whole model
     rows = [json.loads(line) for line in (tmp_path / "journal" / "rounds.jsonl").read_text().splitlines()]
-    assert [[group["steps"] for group in row["groups"]] for row in rows] == [[5, 5], [5, 5], [2, 2]]
-    site.check_all_merged_once(12)
+    assert [[group["steps"] for group in row["groups"]] for row in rows] == [[n, n] for n in steps]
+    site.check_all_merged_once(iterations)
 
 
 def test_killed_group_is_out_at_once_and_a_new_one_joins(tmp_path, new_site):

@@ -66,8 +66,8 @@ def test_groups_that_are_jobs_are_planned_on_the_nodes_of_all_jobs():
     fixed = Estimator(six, device_type="cpu").estimate(own)
     assert float(sent) == pytest.approx(1.5 * fixed.node_replica_group_bytes / 1e6, rel=0.03)
     assert float(seconds) == pytest.approx(1.5 * fixed.held_up, rel=0.1)
-    with pytest.raises(ValueError, match="does not support --diloco-fragments 2"):
-        report(f"{local} 3 --diloco-coordinator 127.0.0.1:29700 --diloco-fragments 2")
+    with pytest.raises(ValueError, match="does not support --exit-interval 2"):
+        report(f"{local} 3 --diloco-coordinator 127.0.0.1:29700 --exit-interval 2")
 
 
 def test_zeropp_pays_on_a_slow_network_and_tables_are_complete():

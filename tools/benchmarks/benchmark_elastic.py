@@ -47,7 +47,7 @@ TINY = (
     "--tokenizer-type NullTokenizer --vocab-size 256 --lr 1e-3 --train-iters 100000 --micro-batch-size 2 "
     "--diloco-outer-momentum 0.6 --diloco-outer-lr 0.7 --log-interval 1000 --eval-iters 1"
 )
-WIDE = "--num-layers 2 --hidden-size 512 --num-attention-heads 4 --vocab-size 8192"  # 15M parameters
+WIDE = "--num-layers 2 --hidden-size 512 --num-attention-heads 4 --vocab-size 8192"  # 10.6M parameters
 TEXT = (
     "@configs/gpt_tiny.args --hidden-size 64 --seq-length 64 --max-position-embeddings 64 --vocab-size 512 "
     "--micro-batch-size 4 --train-iters 1000 --diloco-outer-lr 1 --diloco-outer-momentum 0 --log-interval 100 "
