@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megazpp.diloco.config import DilocoPlan
@@ -16,7 +15,6 @@ from megazpp.run.arguments import RunConfig
 from megazpp.run.feature import Attached, Feature, TrainerParts
 
 if TYPE_CHECKING:
-    from megazpp.elastic.outer import WholeOuter
     from megazpp.run.checks import RunPlan
 
 OF_THE_GROUP = ("--diloco-coordinator", "--diloco-group", "--diloco-listen", "--diloco-advertise", "--master-port")
@@ -61,10 +59,27 @@ class Elastic(Feature):
             num_groups=plan.rules.groups,
             late_factor=flags.diloco_late_factor,
         )
-        identity = axis.share_object((flags.diloco_group or socket.gethostname(), new_incarnation()))
-        connect = functools.partial(
-            _connect, flags, identity, axis.rank, plan, _facts(parts), parts.config.checkpoint.saves, run.log, outer
-        )
+        name, incarnation = axis.share_object((flags.diloco_group or socket.gethostname(), new_incarnation()))
+        assert flags.diloco_coordinator is not None
+        coordinator = parse_address(flags.diloco_coordinator, "--diloco-coordinator")
+
+        def connect(version: int, commit_id: str, snapshot: Callable[[], tuple[Record, bytes]]) -> Agent:
+            """Start the agent of this rank."""
+            saves, facts = parts.config.checkpoint.saves, _facts(parts)
+            about: Record = {"incarnation": incarnation, "facts": facts, "rules": list(plan.rules), "saves": saves}
+            return Agent(
+                coordinator,
+                flags.secret,
+                group=name,
+                rank=axis.rank,
+                hello=about | {"version": version, "id": commit_id},
+                listen=flags.diloco_listen,
+                advertise=flags.diloco_advertise,
+                most_bytes=outer.most_bytes,
+                snapshot=snapshot,
+                say=run.log,
+            )
+
         loop = ElasticLoop(
             outer,
             plan.rules,
@@ -101,44 +116,6 @@ def _facts(parts: TrainerParts) -> dict[str, str]:
     layout = parts.plan.layout
     facts["the layout of the ranks"] = str({name: layout.axis_size(name) for name in layout.coordinates})
     return {name: value for name, value in facts.items() if name not in OF_THE_GROUP}
-
-
-def _connect(
-    flags: ElasticConfig,
-    identity: tuple[str, str],
-    rank: int,
-    plan: ElasticPlan,
-    facts: Mapping[str, str],
-    saves: bool,
-    say: Callable[[str], None],
-    outer: WholeOuter,
-    version: int,
-    commit_id: str,
-    snapshot: Callable[[], tuple[Record, bytes]],
-) -> Agent:
-    """Start the agent of this rank."""
-    assert flags.diloco_coordinator is not None
-    name, incarnation = identity
-    hello = {
-        "incarnation": incarnation,
-        "facts": facts,
-        "rules": list(plan.rules),
-        "version": version,
-        "id": commit_id,
-        "saves": saves,
-    }
-    return Agent(
-        parse_address(flags.diloco_coordinator, "--diloco-coordinator"),
-        flags.secret,
-        group=name,
-        rank=rank,
-        hello=hello,
-        listen=flags.diloco_listen,
-        advertise=flags.diloco_advertise,
-        most_bytes=outer.most_bytes,
-        snapshot=snapshot,
-        say=say,
-    )
 
 
 FEATURE = Elastic()
