@@ -255,7 +255,7 @@ class RandomGenerators(StatePart):
             seed = seed_for(f"iteration {iteration} on {dims.data_size * dims.cp.size} data ranks", seed=self._seed)
             seed_everything(seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
             if self._shared is not None:
-                self._shared.generator.manual_seed(seed_for(f"dropout on data rank {dims.dropout_rank}", seed=seed))
+                self._shared.seed(seed, data_rank=dims.dropout_rank)
             return ["random generators are seeded again: the checkpoint has no states of this layout"]
         if "python" in loaded:
             version, internal, gauss_next = from_tensor(loaded["python"])

@@ -80,6 +80,13 @@ class Elastic(Feature):
                 say=run.log,
             )
 
+        def seed(slot: int) -> None:
+            """Seed dropout as on the ranks of group `slot` of fixed groups."""
+            given, rank = parts.config.launch.seed, slot * dims.data_size * dims.cp.size + dims.dropout_rank
+            seed_everything(given, data_rank=rank, tp_rank=dims.tp.rank)
+            if (generator := parts.built.model.settings.generator) is not None:
+                generator.seed(given, data_rank=rank)
+
         loop = ElasticLoop(
             outer,
             plan.rules,
@@ -90,9 +97,7 @@ class Elastic(Feature):
             connect=connect,
             save=parts.save,
             validate=parts.validate,
-            seed=lambda slot: seed_everything(
-                parts.config.launch.seed, data_rank=slot * dims.data_size + dims.dropout_rank, tp_rank=dims.tp.rank
-            ),
+            seed=seed,
             stopped=parts.stopped,
             say=run.log,
         )

@@ -259,7 +259,12 @@ class SharedGenerator:
     """
 
     def __init__(self, device: torch.device, *, seed: int, data_rank: int) -> None:
-        self.generator = torch.Generator(device).manual_seed(seed_for(f"dropout on data rank {data_rank}", seed=seed))
+        self.generator = torch.Generator(device)
+        self.seed(seed, data_rank=data_rank)
+
+    def seed(self, seed: int, *, data_rank: int) -> None:
+        """Seed the generator for a data rank."""
+        self.generator.manual_seed(seed_for(f"dropout on data rank {data_rank}", seed=seed))
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the two contexts that `torch.utils.checkpoint` expects from its argument `context_fn`.
