@@ -88,7 +88,7 @@ class Group:
 
 
 class News(NamedTuple):
-    """What has happened: records for the journal, lines for the log, and rows of rounds.jsonl, one for each commit."""
+    """News about a run: records for the journal, lines for the log, and rows of rounds.jsonl, one for each commit."""
 
     records: list[Record]
     lines: list[str]

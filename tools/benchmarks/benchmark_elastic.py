@@ -56,7 +56,7 @@ TEXT = (
 POLL_SECONDS, LIMIT_SECONDS, OUTAGE_SECONDS = 0.05, 280.0, 3.0
 
 
-class Run:
+class Site:
     """A coordinator and its groups; a context manager that ends all of them.
 
     Args:
@@ -76,7 +76,7 @@ class Run:
         self._numbers, self.address = itertools.count(), "127.0.0.1:0"
         self.coordinate()
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> Site:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -173,7 +173,7 @@ def measure_kills(out: Path) -> str:
     """Kill one of three groups at each point of a round, and return the longest wait of the others."""
     grace, waits, seconds = 0.5, list[float](), {"step_seconds": 0.2}
     flags = f"{TINY} --global-batch-size 6 --nproc 1 --diloco-grace {grace}"
-    with Run(out, flags, groups=3, steps=8) as run:
+    with Site(out, flags, groups=3, steps=8) as run:
         for name in "ac":
             run.start(name, **seconds)
         for index, point in enumerate(POINTS, start=1):
@@ -202,7 +202,7 @@ def measure_kills(out: Path) -> str:
 def measure_coordinator(out: Path) -> str:
     """Kill the coordinator at several moments of an interval, and return how much longer the interval took."""
     stalls, flags = list[float](), f"{TINY} --global-batch-size 4 --nproc 1"
-    with Run(out, flags, groups=2, steps=8) as run:
+    with Site(out, flags, groups=2, steps=8) as run:
         groups = [run.start(name, step_seconds=0.2) for name in "ab"]
         run.wait_for_version(5)
         usual = statistics.median(run.intervals()[1:])
@@ -232,7 +232,7 @@ def measure_slow(out: Path) -> str:
         "twice slower group": {"step_seconds": 2 * step},
         "uplink slower than the interval": {"step_seconds": step, "uplink_seconds": 1.2 * step * steps},
     }
-    with Run(out, flags, groups=3, steps=steps) as run:
+    with Site(out, flags, groups=3, steps=steps) as run:
         for name in "ab":
             run.start(name, step_seconds=step)
         for name, emulated in cases.items():
@@ -253,7 +253,7 @@ def measure_slow(out: Path) -> str:
 def measure_goodput(out: Path) -> str:
     """Kill one of three groups every ten intervals, and return the share of merged tokens per second that is left."""
     every, kills = 10, 2
-    with Run(out, f"{TINY} --global-batch-size 6 --nproc 1", groups=3, steps=10) as run:
+    with Site(out, f"{TINY} --global-batch-size 6 --nproc 1", groups=3, steps=10) as run:
         groups = {name: run.start(name, step_seconds=0.6) for name in "abc"}
         run.wait_for_version(2 + every)
         for kill in range(kills):
@@ -278,7 +278,7 @@ def measure_network(out: Path) -> str:
     step, steps, count, slow = 1.0, 30, 3, out.parent / "slow"
     network = {"bits_per_second": 100e6 / 2, "round_trip_seconds": 0.1, "network_file": str(slow)}
     slow.unlink(missing_ok=True)
-    with Run(out, f"{TINY} {WIDE} --global-batch-size 8 --nproc 2", groups=2, steps=steps) as run:
+    with Site(out, f"{TINY} {WIDE} --global-batch-size 8 --nproc 2", groups=2, steps=steps) as run:
         for name in "ab":
             run.start(name, step_seconds=step, **network)
         run.wait_for_version(1 + count)
@@ -302,7 +302,7 @@ def measure_loss(out: Path, seeds: Sequence[int] = (1, 2, 3)) -> str:
         losses = {}
         for kills in (0, 3):
             folder = out / f"{kills}-kills-{seed}"
-            with Run(folder, f"{TEXT} --global-batch-size 12 --nproc 1 --seed {seed}", groups=3, steps=30) as run:
+            with Site(folder, f"{TEXT} --global-batch-size 12 --nproc 1 --seed {seed}", groups=3, steps=30) as run:
                 groups = {name: run.start(name) for name in "abc"}
                 for kill in range(kills):
                     hold = folder / f"hold-{kill}"
@@ -335,7 +335,7 @@ EXPERIMENTS = {
 
 @program
 def main(argv: list[str]) -> int:
-    """Run the chosen experiments one after another, and print their results."""
+    """Site the chosen experiments one after another, and print their results."""
     parser = flags_of(__doc__)
     parser.add_argument("--out", metavar="FOLDER", type=Path, default=Path("runs/elastic"), help="folder for the runs")
     parser.add_argument("experiments", nargs="+", choices=EXPERIMENTS, help="experiments to run")

@@ -50,7 +50,7 @@ UNDISTURBED = 2  # whole rounds of a group before its kill
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """What is emulated in a job.
+    """Delays, and the kill, that are emulated in a job.
 
     Attributes:
         step_seconds: least duration of a step, by waiting for the samples.
