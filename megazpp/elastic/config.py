@@ -58,7 +58,7 @@ class ElasticConfig(FeatureConfig):
         1, "number of live groups below which the others wait instead of training on", needs="--diloco-coordinator"
     )
     diloco_late_factor: float = flag(
-        0.7, "weight of a contribution for each version that it is late", needs="--diloco-coordinator"
+        0.5, "weight of a contribution for each version that it is late", needs="--diloco-coordinator"
     )
     diloco_listen: str | None = flag(
         None,

@@ -37,4 +37,4 @@ def test_plan_has_the_rules_that_the_flags_set():
     waits = check(f"{GROUP} --diloco-wait-for-all", nodes=1, ranks_per_node=2).of(ElasticPlan)
     assert waits.rules.grace == math.inf
     assert check("", nodes=1, ranks_per_node=2).of(ElasticPlan) is None
-    assert ElasticConfig().diloco_late_factor == 0.7
+    assert ElasticConfig().diloco_late_factor == 0.5

@@ -335,7 +335,7 @@ EXPERIMENTS = {
 
 @program
 def main(argv: list[str]) -> int:
-    """Site the chosen experiments one after another, and print their results."""
+    """Run the chosen experiments one after another, and print their results."""
     parser = flags_of(__doc__)
     parser.add_argument("--out", metavar="FOLDER", type=Path, default=Path("runs/elastic"), help="folder for the runs")
     parser.add_argument("experiments", nargs="+", choices=EXPERIMENTS, help="experiments to run")
