@@ -573,9 +573,13 @@ class StepSimulator:
         # ---- memory of the reduction
         partial = 0 if self._partial_sums_wait else unit.partial_bytes
         first_sums = unit.partial_bytes if self._sums_on_host and first else partial  # later ones are in a slot
-        self.ledger.pass_through(Memory.BUFFERS, unit.reduce_buffer + first_sums + result.nbytes)
-        if last or self._zero.zero_cross_every_microbatch:
-            on_device = 2 * MASTER_BYTES * unit.size if self._on_host else result.nbytes
+        two_hop = isinstance(unit.reduce, TwoHopReduce)
+        own_result = 0 if self._on_host and two_hop else result.nbytes  # with states on the host, the cross hop's
+        self.ledger.pass_through(Memory.BUFFERS, unit.reduce_buffer + first_sums + own_result)
+        if last or self._zero.zero_cross_every_microbatch or (self._on_host and not two_hop):
+            on_device = result.nbytes
+            if self._on_host:  # the new sum, which on one rank is the gradients, and the uploaded sum so far
+                on_device = MASTER_BYTES * unit.size * ((unit.axis.size > 1) + unit.reduced)
             self.ledger.pass_through(Memory.BUFFERS, unit.cross_buffer + partial + on_device)
             if self._context.overlap_reduce:  # at worst the sums and late sums of all units wait for the cross hop
                 late_sum = 0 if self._on_host or unit.reduce.fills(result) else result.nbytes
