@@ -18,7 +18,7 @@ from helpers.training import BIASED_STYLE, GPT2_STYLE, LLAMA_STYLE, MIXTURE_STYL
 from safetensors.torch import load_file
 
 from megazpp.base.files import DamagedError
-from megazpp.convert.huggingface import choose_architecture
+from megazpp.convert.huggingface import choose_architecture, to_files
 from megazpp.convert.model import OUTPUT, WORDS, held, split_all
 from megazpp.convert.safetensors_file import read_metadata
 from megazpp.optim.schedule import TrainingProgress
@@ -28,6 +28,7 @@ from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 LOSSLESS = ZeroConfig(zeropp=True, zero_weight_delta="lossless")
 GLM = dataclasses.replace(BIASED_STYLE, moe_shared_expert_intermediate_size=20, moe_aux_loss_coeff=0.0)
+PHI3 = dataclasses.replace(LLAMA_STYLE, rotary_percent=0.5)  # the only family whose files join gate and up
 Bits = dict[str, torch.Tensor]
 
 
@@ -41,7 +42,8 @@ def train(case: Case, folder: Path, restart_after: int) -> tuple[list[Bits], int
     Return each step's weights as a checkpoint converted to 16 bits holds them, and the bytes that all writes sent.
     """
     step, dims = build_step(case)
-    pieces, expected, patches, sent = choose_architecture(case.model).pieces(case.model), [], None, 0
+    family, expected, patches, sent = choose_architecture(case.model), [], None, 0
+    pieces = family.pieces(case.model)
     for index in range(case.steps):
         if patches is None or index == restart_after:
             patches = WeightPatches(folder, 4, step.model, step.sharding, dims, dtype=torch.bfloat16)
@@ -52,7 +54,7 @@ def train(case: Case, folder: Path, restart_after: int) -> tuple[list[Bits], int
         ours = {name: p.full_tensor().detach().bfloat16() for name, p in step.model.named_parameters()}
         ours |= {name: buffer.clone() for name, buffer in step.model.named_buffers()}  # fp32, as in transformers
         ours |= {name: ours[name][: step.model.vocab_size] for name in (WORDS, OUTPUT) if name in ours}
-        theirs = split_all(pieces, {name: held(tensor) for name, tensor in ours.items()})
+        theirs = to_files(family, split_all(pieces, {name: held(tensor) for name, tensor in ours.items()}))
         expected.append({name: bits_of(entry.read()) for name, entry in theirs.items()})
     dims.world.all_reduce_(torch.zeros(1))  # the test reads the files of all ranks
     return expected, sent
@@ -67,6 +69,7 @@ CASES: list[Any] = [
     slow(4, {"nodes": 2, "tp": 2, "zero": LOSSLESS, "model": GPT2_STYLE, "micro_batches": 2}),
     slow(2, {"zero": ZeroConfig(), "model": GLM}),
     slow(4, {"tp": 2, "zero": ZeroConfig(), "model": LLAMA_STYLE}),
+    slow(2, {"nodes": 2, "zero": LOSSLESS, "model": PHI3}),
     slow(4, {"ep": 2, "nodes": 2, "zero": LOSSLESS, "model": MIXTURE_STYLE}),
     slow(2, {"zero": ZeroConfig(zero_stage=0), "stage": 0, "model": LLAMA_STYLE}),
 ]
