@@ -374,7 +374,9 @@ class TraceRecorder(TorchDispatchMode):
         return leave
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        key = func, _described(args), _described(tuple((kwargs or {}).items()))
+        if _is_view(func):
+            return func(*args, **(kwargs or {}))
+        key = func, _described(args), _described(tuple(kwargs.items())) if kwargs else ()
         known = _DONE.get(key)
         if known is not None:
             return self._repeat(known, args)
@@ -392,7 +394,7 @@ class TraceRecorder(TorchDispatchMode):
             touched = _nbytes(inputs + outputs)
             count = math.prod(a.shape[:-2])
             operation = Operation("matrix", touched, a.shape[-2], b.shape[-1], a.shape[-1], count)
-        elif not func.is_view and name not in FREE and (fresh or func._schema.is_mutable):
+        elif name not in FREE and (fresh or func._schema.is_mutable):
             operation = Operation("memory", _nbytes(inputs + fresh))
         if operation is not None:
             self._now.operations.append(operation)
@@ -438,12 +440,18 @@ class _Done(NamedTuple):
 _DONE: dict[Any, _Done] = {}  # operations of all traces, by function and arguments
 
 
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Return whether an operation returns views of its arguments, which take no memory and no time."""
+    return bool(func.is_view)
+
+
 def _described(value: Any) -> Any:
     """Return a hashable description of an operation's argument, in which tensors are sizes, strides and dtypes."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
-    if isinstance(value, list | tuple):
-        return tuple(_described(each) for each in value)
+    if isinstance(value, (list, tuple)):
+        return tuple([_described(each) for each in value])
     return type(value), value
 
 
