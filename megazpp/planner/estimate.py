@@ -145,6 +145,7 @@ class Estimator:
         self.cluster, self.expert_load, self._device_type = cluster, expert_load, device_type
         self.elastic = elastic
         self.calibration = calibration_for(cluster.device)
+        self._estimates = dict[RunConfig, Estimate]()  # a report asks for some runs several times
 
     def estimate(self, config: RunConfig) -> Estimate:
         """Estimate bytes, memory and time of a run.
@@ -155,9 +156,11 @@ class Estimator:
         Raises:
             ValueError: the flags conflict, or do not fit the cluster.
         """
-        choice, found = self._choose(config)
-        plan = plan_run(config, self.cluster, device_type=self._device_type, weight_delta=choice)
-        return self._estimate(config, plan) if found is None else found._replace(plan=plan)
+        if config not in self._estimates:
+            choice, found = self._choose(config)
+            plan = plan_run(config, self.cluster, device_type=self._device_type, weight_delta=choice)
+            self._estimates[config] = self._estimate(config, plan) if found is None else found._replace(plan=plan)
+        return self._estimates[config]
 
     def exposed(self, estimate: Estimate) -> dict[str, float]:
         """Return for each axis the seconds per step that would be saved if its collectives took no time.

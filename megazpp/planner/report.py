@@ -62,7 +62,9 @@ def report_parts(
         config, cluster = as_one_job(config, cluster)
     estimator = Estimator(cluster, device_type=device_type, elastic=elastic)
     own = estimator.estimate(config)
-    loaded = Estimator(cluster, device_type=device_type, expert_load=expert_load or 1.0, elastic=elastic)
+    loaded = estimator
+    if expert_load:
+        loaded = Estimator(cluster, device_type=device_type, expert_load=expert_load, elastic=elastic)
     parts = (
         describe_plan(own.plan, own.micro_batches),
         _memory(estimator, own),
