@@ -40,7 +40,7 @@ def take(x: Tensor, order: Tensor, copies: int) -> Tensor:
     """Return rows of `x`; see `expert_rows.take`."""
     x, width = x.contiguous(), x.shape[-1]
     rows = torch.empty(len(order), width, dtype=x.dtype, device=x.device)
-    _take_kernel[(len(order),)](x, order, rows, width, copies, **_columns(width))
+    _take_kernel[(len(order),)](x, order, rows, copies, **_columns(width))
     return rows
 
 
@@ -50,7 +50,7 @@ def combine(rows: Tensor, inverse: Tensor, weight: Tensor | None, copies: int) -
     total = torch.empty(len(inverse) // copies, width, dtype=rows.dtype, device=rows.device)
     factors = inverse if weight is None else weight
     _combine_kernel[(len(total),)](
-        *(rows, inverse, factors, total, width), COPIES=copies, WEIGHTED=weight is not None, **_columns(width)
+        *(rows, inverse, factors, total), COPIES=copies, WEIGHTED=weight is not None, **_columns(width)
     )
     return total
 
@@ -66,7 +66,7 @@ def combine_backward(
         torch.empty_like(weight),
     )
     _combine_backward_kernel[(len(rows),)](
-        *(grad, rows, order, weight, of_rows, of_weight, width, weight.shape[1]), **_columns(width)
+        *(grad, rows, order, weight, of_rows, of_weight, weight.shape[1]), **_columns(width)
     )
     return of_rows, of_weight
 
@@ -74,7 +74,7 @@ def combine_backward(
 def _columns(width: int) -> dict[str, int]:
     """Return the compile-time constants for rows of this width."""
     columns = min(triton.next_power_of_2(width), _COLUMNS)
-    return {"COLUMNS": columns, "num_warps": max(1, min(NUM_WARPS, columns // 256))}
+    return {"WIDTH": width, "COLUMNS": columns, "num_warps": max(1, min(NUM_WARPS, columns // 256))}
 
 
 @triton.jit
@@ -98,12 +98,14 @@ def _place_kernel(
     own, numbers = tl.program_id(0), tl.arange(0, EXPERTS)
     total, before = tl.zeros((EXPERTS,), tl.int32), tl.zeros((EXPERTS,), tl.int32)
     # ---- rows of each expert, in all blocks and in those before this one
-    for start in range(0, num_blocks, _AT_ONCE):
-        block = start + tl.arange(0, _AT_ONCE)
+    first = 0
+    while first < num_blocks:  # not `for`: Triton 3.6's interpreter does not support a kernel argument as a range's end
+        block = first + tl.arange(0, _AT_ONCE)
         inside = (block < num_blocks)[:, None] & (numbers < num_experts)[None, :]
         each = tl.load(found + block[:, None] * num_experts + numbers[None, :], mask=inside, other=0)
         total += tl.sum(each, axis=0)
         before += tl.sum(tl.where(block[:, None] < own, each, 0), axis=0)
+        first += _AT_ONCE
     end = tl.cumsum(total, axis=0)
     if own == 0:
         tl.store(counts + numbers, total.to(tl.int64), mask=numbers < num_experts)
@@ -122,47 +124,50 @@ def _place_kernel(
 
 
 @triton.jit
-def _take_kernel(x, order, rows, width, copies, COLUMNS: tl.constexpr):
+def _take_kernel(x, order, rows, copies, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """Copy one row."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(order + row) // copies
-    for start in range(0, width, COLUMNS):
+    for start in range(0, WIDTH, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        values = tl.load(x + token * width + column, mask=column < width)
-        tl.store(rows + row * width + column, values, mask=column < width)
+        values = tl.load(x + token * WIDTH + column, mask=column < WIDTH)
+        tl.store(rows + row * WIDTH + column, values, mask=column < WIDTH)
 
 
 @triton.jit
 def _combine_kernel(
-    rows, inverse, weight, total, width, COPIES: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr
-):
+    rows, inverse, weight, total,
+    COPIES: tl.constexpr, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Sum the rows of one token."""
     token = tl.program_id(0).to(tl.int64)
-    for start in range(0, width, COLUMNS):
+    for start in range(0, WIDTH, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         found = tl.zeros((COLUMNS,), tl.float32)
         for k in tl.static_range(COPIES):
             place = tl.load(inverse + token * COPIES + k)
-            values = tl.load(rows + place * width + column, mask=column < width, other=0.0).to(tl.float32)
+            values = tl.load(rows + place * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
             if WEIGHTED:
                 factor = tl.load(weight + token * COPIES + k)
                 values *= factor.to(rows.dtype.element_ty).to(tl.float32)
             found += values
-        tl.store(total + token * width + column, found, mask=column < width)
+        tl.store(total + token * WIDTH + column, found, mask=column < WIDTH)
 
 
 @triton.jit
-def _combine_backward_kernel(grad, rows, order, weight, of_rows, of_weight, width, copies, COLUMNS: tl.constexpr):
+def _combine_backward_kernel(
+    grad, rows, order, weight, of_rows, of_weight, copies, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Compute the gradients of one row and of its factor."""
     row = tl.program_id(0).to(tl.int64)
     choice = tl.load(order + row)
     token = choice // copies
     factor = tl.load(weight + choice).to(rows.dtype.element_ty).to(tl.float32)
     products = tl.zeros((COLUMNS,), tl.float32)
-    for start in range(0, width, COLUMNS):
+    for start in range(0, WIDTH, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        above = tl.load(grad + token * width + column, mask=column < width, other=0.0).to(tl.float32)
-        values = tl.load(rows + row * width + column, mask=column < width, other=0.0).to(tl.float32)
+        above = tl.load(grad + token * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        values = tl.load(rows + row * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
         products += above * values
-        tl.store(of_rows + row * width + column, above * factor, mask=column < width)
+        tl.store(of_rows + row * WIDTH + column, above * factor, mask=column < WIDTH)
     tl.store(of_weight + choice, tl.sum(products))

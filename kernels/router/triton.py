@@ -131,7 +131,8 @@ def _route_kernel(
     shares = scores / tl.sum(scores, axis=1)[:, None] if SIGMOID else scores
     entropy = -tl.sum(tl.where(shares > 0.0, shares * tl.log(tl.where(shares > 0.0, shares, 1.0)), 0.0), axis=1)
     sums += tl.program_id(0).to(tl.int64) * batch * (2 * num_experts + 2)
-    for sample in range(batch):
+    sample = 0
+    while sample < batch:  # not `for`: Triton 3.6's interpreter does not support a kernel argument as a range's end
         own = (token % batch == sample) & (token < tokens)
         counts = tl.sum(tl.where(own[:, None] & (rank > 0), 1.0, 0.0), axis=0)
         tl.store(sums + expert, counts, mask=expert < num_experts)
@@ -140,6 +141,7 @@ def _route_kernel(
         tl.store(sums + 2 * num_experts, tl.sum(tl.where(own, logsumexp * logsumexp, 0.0)))
         tl.store(sums + 2 * num_experts + 1, tl.sum(tl.where(own, entropy, 0.0)))
         sums += 2 * num_experts + 2
+        sample += 1
 
 
 @triton.jit
@@ -168,11 +170,13 @@ def _sum_kernel(
     inside = expert < num_experts
     all_counts, all_shares = tl.zeros((EXPERTS,), tl.float64), tl.zeros((EXPERTS,), tl.float64)
     all_entropy = tl.sum(tl.zeros((_AT_ONCE,), tl.float64))
-    for sample in range(batch):
+    sample = 0
+    while sample < batch:
         counts, shares = tl.zeros((EXPERTS,), tl.float32), tl.zeros((EXPERTS,), tl.float32)
         squares, entropy = tl.zeros((_AT_ONCE,), tl.float32), tl.zeros((_AT_ONCE,), tl.float32)
-        for start in range(0, num_blocks, _AT_ONCE):
-            block = start + tl.arange(0, _AT_ONCE)
+        first = 0
+        while first < num_blocks:
+            block = first + tl.arange(0, _AT_ONCE)
             row = sums + (block.to(tl.int64) * batch + sample) * size
             there = block < num_blocks
             both = there[:, None] & inside[None, :]
@@ -180,11 +184,13 @@ def _sum_kernel(
             shares += tl.sum(tl.load(row[:, None] + num_experts + expert[None, :], mask=both, other=0.0), axis=0)
             squares += tl.load(row + 2 * num_experts, mask=there, other=0.0)
             entropy += tl.load(row + 2 * num_experts + 1, mask=there, other=0.0)
+            first += _AT_ONCE
         tl.store(chosen + sample * num_experts + expert, counts, mask=inside)
         tl.store(loss + sample, balance * tl.sum(counts * shares) + z * tl.sum(squares))
         all_counts += counts.to(tl.float64)
         all_shares += shares.to(tl.float64)
         all_entropy += tl.sum(entropy.to(tl.float64))
+        sample += 1
     if COUNTS:
         tl.store(totals + expert, tl.load(totals + expert, mask=inside) + all_counts, mask=inside)
         more = totals + num_experts + expert
