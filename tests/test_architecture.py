@@ -31,7 +31,7 @@ model optim data
 checkpoint
 training
 run
-convert diloco drop_in packed_weights report
+convert diloco drop_in host_states packed_weights report
 elastic inference lora weight_patches
 planner
 post_training
@@ -207,9 +207,9 @@ def test_flags_are_read_without_torch(path):
         assert answer("--print-config")[0] == 0
 
 
-def test_only_two_folders_import_fsdp2_and_only_axis_calls_collectives(library):
+def test_three_folders_import_fsdp2_and_only_axis_calls_collectives(library):
     fsdp2 = {file.folder for file in library if any("fsdp" in target for target, _ in file.imports)}
-    assert fsdp2 == {"megazpp.zero", "megazpp.drop_in"}
+    assert fsdp2 == {"megazpp.zero", "megazpp.host_states", "megazpp.drop_in"}
     assert [file.name for file in library if COLLECTIVES.search(file.text)] == ["megazpp.parallel.axis"]
 
 

@@ -7,6 +7,7 @@ implementation.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +15,11 @@ from torch import nn
 
 from megazpp.optim.apex import ApexAdam, check_apex
 from megazpp.optim.config import OptimizerConfig
-from megazpp.optim.hosted import HostedAdamW
 from megazpp.optim.muon import JointOrthogonalizer, Orthogonalizer, row_dtype
 from megazpp.optim.muon_plan import layer_matrices
 from megazpp.optim.optimizer import DeviceOptimizer, ShardedAdamW, parameter_groups
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import local
-from megazpp.zero.host import HostMemory
 
 ADAM = "--optimizer adam muon"
 
@@ -31,7 +30,7 @@ def build_optimizer(
     *,
     dims: ParallelDims | None = None,
     dtype: torch.dtype = torch.float32,
-    host: HostMemory | None = None,
+    adamw: Callable[..., torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that `config` selects; its learning rate is 0 until `set_rates_` is called.
 
@@ -40,7 +39,7 @@ def build_optimizer(
         config: flags of the optimizer.
         dims: parallel axes, which only Muon needs.
         dtype: dtype in which the model computes, which only Muon needs.
-        host: the states in host memory, which only AdamW supports; None without --optimizer-cpu-offload.
+        adamw: constructor of --optimizer adam; None for `ShardedAdamW`.
 
     Raises:
         ValueError: --optimizer-backend apex, but apex is not installed or the device is not CUDA.
@@ -55,9 +54,7 @@ def build_optimizer(
     if config.optimizer_backend == "apex":
         check_apex(named[0][1].device.type)
         return ApexAdam(groups, betas=betas, eps=config.adam_eps)
-    if host is not None:
-        return HostedAdamW(groups, host, lr=0.0, betas=betas, eps=config.adam_eps, fused=True, foreach=False)
-    return ShardedAdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True, foreach=False)
+    return (adamw or ShardedAdamW)(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True, foreach=False)
 
 
 def build_orthogonalizer(

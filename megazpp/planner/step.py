@@ -25,6 +25,7 @@ import torch.distributed as dist
 from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.outer import OuterUnit, send_fragment
 from megazpp.diloco.rows import WholeRows
+from megazpp.host_states.memory import NUM_SLOTS
 from megazpp.optim.config import MuonConfig
 from megazpp.optim.muon import JointOrthogonalizer, Orthogonalizer, row_dtype
 from megazpp.optim.muon_plan import products
@@ -50,7 +51,6 @@ from megazpp.topology.layout import AXES, DOWNLOAD, EXPERT_AXES, HOST, NODE, PCI
 from megazpp.training.config import ModelSpec
 from megazpp.zero.comms import CommContext
 from megazpp.zero.gather import TwoHopGather
-from megazpp.zero.host import NUM_SLOTS
 from megazpp.zero.reduce import TwoHopReduce
 
 MASTER_BYTES = 4  # bytes of an element of master weights, sharded gradients and moments, which are fp32

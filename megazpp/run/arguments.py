@@ -42,6 +42,7 @@ from megazpp.zero.config import CommPlan, PrecisionConfig, VerifyConfig, ZeroCon
 
 if TYPE_CHECKING:
     from megazpp.data.tokenizer import Tokenizer
+    from megazpp.zero.sharding import DeviceStates
 
 Section = TypeVar("Section", bound="FeatureConfig")
 DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"
@@ -161,6 +162,10 @@ class RunConfig:
         nodes = nodes or any(section.distinguishes_nodes for section in self.sections)
         return detect_cluster(world_size, self.cluster, env, tp=tp, distinguishes_nodes=nodes)
 
+    def states(self) -> type[DeviceStates] | None:
+        """Return the class of the states that a feature keeps elsewhere than on the device; None for the device."""
+        return next((found for feature in self.features if (found := feature.states(self)) is not None), None)
+
     def model_spec(self, vocab_size: int, wire: CommPlan) -> ModelSpec:
         """Return the arguments from which the run's model is built.
 
@@ -176,6 +181,7 @@ class RunConfig:
             wire=wire,
             precision=self.precision,
             seed=self.launch.seed,
+            states=self.states(),
         )
 
 

@@ -155,8 +155,6 @@ def plan_run(
     with problems:
         if config.optimizer.optimizer_backend == "apex":
             check_apex(device_type)
-    with problems:
-        _check_host_states(config)
 
     # ---- layout, model, batches and schedule
     layout = None
@@ -195,6 +193,8 @@ def plan_run(
         )
 
     # ---- optional features
+    if config.zero.optimizer_cpu_offload and config.states() is None:
+        raise ValueError("--optimizer-cpu-offload needs the optional feature host_states, which was removed")
     plan, plans = RunPlan(layout, wire, batches, schedule, notices), list[Any]()
     for feature in config.features:
         with problems:
@@ -203,19 +203,6 @@ def plan_run(
     problems.raise_all()
     notices += tuple(notice for found in plans for notice in found.notices)
     return plan._replace(features=tuple(plans), notices=notices)
-
-
-def _check_host_states(config: RunConfig) -> None:
-    """Raise a ValueError that names the flags that --optimizer-cpu-offload does not support."""
-    refused = {
-        f"--optimizer {config.optimizer.optimizer}": config.optimizer.optimizer != "adam",
-        f"--optimizer-backend {config.optimizer.optimizer_backend}": config.optimizer.optimizer_backend != "torch",
-        "--async-save": config.checkpoint.async_save,
-        "--log-num-zeros-in-grad": config.tracking.log_num_zeros_in_grad,
-    }
-    given = [name for name, refuses in refused.items() if refuses]
-    if config.zero.optimizer_cpu_offload and given:
-        raise ValueError(f"--optimizer-cpu-offload does not support {', '.join(given)}")
 
 
 def _check_required(config: RunConfig) -> None:

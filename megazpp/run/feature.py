@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megazpp.training.objective import Objective
     from megazpp.training.setup import ShardedModel
     from megazpp.zero.plan import WeightDelta
+    from megazpp.zero.sharding import DeviceStates
 
 
 class FeaturePlan(Protocol):
@@ -160,6 +161,10 @@ class Feature:
         Returns:
             the choice; None if the feature cannot estimate it.
         """
+        return None
+
+    def states(self, config: RunConfig) -> type[DeviceStates] | None:
+        """Return the class that keeps weights, moments and gradients in another place than the device, or None."""
         return None
 
     def check(self, config: RunConfig, plan: RunPlan) -> FeaturePlan | None:

@@ -315,7 +315,7 @@ class Trainer:
         model, sharding = parts.built
 
         # ---- optimizer, loss scale, guard
-        settings: dict[str, Any] = {"dims": dims, "dtype": config.precision.param_dtype, "host": sharding.host}
+        settings: dict[str, Any] = {"dims": dims, "dtype": config.precision.param_dtype, "adamw": sharding.states.adamw}
         optimizer = build_optimizer(model, config.optimizer, **settings)
         scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
         losses, flags = LossHistory(), run.parsed.values() | {"zero_weight_delta": plan.weight_delta(config.zero)}

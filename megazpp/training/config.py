@@ -12,9 +12,7 @@ from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
 
 if TYPE_CHECKING:
     from megazpp.tensor_parallel.layers import Product
-
-if TYPE_CHECKING:
-    from megazpp.tensor_parallel.layers import Product
+    from megazpp.zero.sharding import DeviceStates
 
 WINDOW, FEWEST = 100, 20  # largest and smallest number of earlier losses that a new loss is compared with
 SLOW = 1.2  # a rank is slow above this multiple of the median compute time
@@ -191,6 +189,7 @@ class ModelSpec:
         product: matrix product of the linear layers. None: the product that `config` selects for the device.
         scalar_head: whether the model also has a head that returns one number per token.
         varying_sizes: whether batch sizes or sequence lengths vary.
+        states: class of the states that a feature keeps elsewhere than on the device; None for the device.
     """
 
     config: GPTConfig
@@ -203,3 +202,4 @@ class ModelSpec:
     product: Product | None = None
     scalar_head: bool = False
     varying_sizes: bool = False
+    states: type[DeviceStates] | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from megazpp.model.backends import compiles_layers, find_document_kernel, find_g
 from megazpp.model.gpt import GPTModel
 from megazpp.model.layer_parts import LayerSettings, SharedGenerator
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelDims, raise_on_all_ranks
+from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.initialize import distribute_parameters, initialize_parameters_, share_parameters_
 from megazpp.training.batches import BatchPlan
 from megazpp.training.config import ModelSpec
@@ -53,20 +52,12 @@ def fill(built: ShardedModel, spec: ModelSpec, dims: ParallelDims, device: torch
         dims: mesh axes of the job.
         device: device on which the model runs.
     """
-    if (host := built.sharding.host) is None:
-        built.model.to_empty(device=device)
-    else:  # the device never holds the shards
-        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        raise_on_all_ranks(dims.world, functools.partial(host.allocate, device, num_local=num_local))
-        for module in built.model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+    built.sharding.states.allocate(built.model, device, dims.world)
     draw_device = torch.device("cpu") if spec.config.use_cpu_initialization else device
     initialize_parameters_(built.model, seed=spec.seed, draw_device=draw_device)
     with dims.counter.paused():  # the traffic counter is for training steps only
         share_parameters_(built.model, dims.replicate, dims.replica_group, tp=dims.tp, device=device)
-        if host is not None:
-            host.refresh()
+        built.sharding.states.refresh()
     return built
 
 
@@ -114,8 +105,9 @@ def shard_built(model: GPTModel, spec: ModelSpec, dims: ParallelDims) -> Sharded
     experts = [unit for unit in model.expert_units() if any(True for _ in unit.parameters())]
     distribute_parameters(model, dims.tp_mesh, dims.experts.tp_mesh if experts else None)
     units = [unit for unit in model.sharding_units() if any(True for module in unit for _ in module.parameters())]
+    states = None if spec.states is None else spec.states()
     sharding = shard_model(
-        model, units, dims, zero=spec.zero, precision=spec.precision, wire=spec.wire, experts=experts
+        model, units, dims, zero=spec.zero, precision=spec.precision, wire=spec.wire, experts=experts, states=states
     )
     return ShardedModel(model, sharding)
 

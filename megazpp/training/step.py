@@ -70,8 +70,8 @@ class TrainStep:
         self._objective: Objective = self.objective or LanguageModelLoss(self.dims)
         self._partial, self._rows = partial_parameters(self.model), existing_rows(self.model)
         self._routers = biased_routers(self.model)
-        if self.sharding.host is not None and self.dims.tp.size > 1:
-            self.sharding.host.partial = self._partial
+        if self.dims.tp.size > 1:
+            self.sharding.states.partial = self._partial
         self._before: LaunchedStep | None = None
 
     def __call__(self, micro_batches: Sequence[Any], **settings: Any) -> StepRecord:
@@ -101,11 +101,9 @@ class TrainStep:
 
         # ---- gradient norm, and the previous step's check
         with self._span("norm"):
-            norms = None
-            if self.sharding.host is None:
+            norms = self.sharding.states.norms(self.dims.tp)
+            if norms is None:  # the gradients are in `.grad`
                 sum_partial_gradients_((p for name, p in named if name in self._partial), self.dims.tp)
-            else:  # the gradients are in host memory, the norms of their shards are known
-                norms = self.sharding.host.norms(self.dims.tp)
             norm = global_grad_norm(named, *axes, divisor=scale, norms=norms)
             numbers = [loss, norm.value.double()]
             if self.count_zeros:

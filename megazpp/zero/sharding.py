@@ -16,13 +16,13 @@ Collectives only sum gradients: the caller divides the loss by the global number
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from megazpp.kernels.block_quant import rescale_
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
@@ -30,8 +30,6 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.comms import CommContext, CountedGather, CountedReduce, SummingReduce
 from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
 from megazpp.zero.gather import InterNodeMessage, TwoHopGather
-from megazpp.zero.host import HostedUnit, HostMemory
-from megazpp.zero.host_reduce import HostedRingReduce, HostedSum, HostedTwoHopReduce
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.secondary import Resident
 from megazpp.zero.units import Unit, find_units
@@ -48,6 +46,55 @@ class WeightHandle(Protocol):
     def reshard(self) -> None: ...
 
 
+class DeviceStates:
+    """The place of fp32 weights, moments and gradients: the device, where FSDP2 keeps them.
+
+    A feature may keep them elsewhere by a subclass, which `Feature.states` returns (run/feature.py).
+
+    Attributes:
+        unit: class of the sharding units.
+        offload: policy that FSDP2 is given.
+        reduce: class of the reduce-scatter in one hop.
+        two_hop_reduce: class of the reduce-scatter in two hops.
+        lone_reduce: class that handles the gradients of a unit on one rank; None for FSDP2's own handling.
+        adamw: constructor of AdamW from parameter groups and settings; None for `ShardedAdamW`.
+        device: device that computes; None for the device of the parameters.
+        partial: names of the parameters of which each tensor-parallel rank has only a part of the gradient.
+    """
+
+    unit: type[Unit] = Unit
+    offload = OffloadPolicy()
+    reduce: type[CountedReduce] = CountedReduce
+    two_hop_reduce: type[TwoHopReduce] = TwoHopReduce
+    lone_reduce: type[SummingReduce] | None = None
+    adamw: Callable[..., torch.optim.Optimizer] | None = None
+    device: torch.device | None = None
+    partial: Collection[str] = frozenset()
+
+    def connect(self, units: Sequence[Any], context: CommContext, dims: ParallelDims) -> None:
+        """Receive the sharded model's units, what their collectives share, and the mesh axes; nothing is allocated."""
+
+    def allocate(self, model: nn.Module, device: torch.device, world: MeshAxis) -> None:
+        """Allocate the model's tensors on all ranks of `world`, without values."""
+        model.to_empty(device=device)
+
+    def begin_step(self) -> None:
+        """Begin a training step; see `Sharding.begin_step`."""
+
+    def norms(self, tp: MeshAxis) -> dict[str, torch.Tensor] | None:
+        """Complete the step's gradients, and return the L2 norm of this rank's shard of each, fp32 scalars by name.
+
+        Returns None if the gradients are in `.grad`; those in `partial` are then not summed over `tp` yet.
+        """
+        return None
+
+    def settle(self) -> None:
+        """Wait until weights and optimizer states are complete; see `Sharding.settle`."""
+
+    def refresh(self) -> None:
+        """Update copies of the weights after a write to the weights."""
+
+
 class Sharding:
     """The handle to a sharded model, with methods to call around micro-batches, evaluations and writes to weights.
 
@@ -57,7 +104,7 @@ class Sharding:
         zero: the configuration; the intervals of keyframes and of error feedback resets are read from it.
         comms: the all-gather and the reduce-scatter of each unit; empty if FSDP2's own are used.
         counter: counts the bytes that this rank sends.
-        host: the states in host memory; None without --optimizer-cpu-offload.
+        states: the place of weights, moments and gradients; None for the device.
     """
 
     keeps_gathered = True
@@ -69,9 +116,10 @@ class Sharding:
         zero: ZeroConfig,
         comms: Sequence[tuple[TwoHopGather | CountedGather | None, SummingReduce]],
         counter: TrafficCounter,
-        host: HostMemory | None = None,
+        states: DeviceStates | None = None,
     ) -> None:
-        self.model, self.units, self.counter, self.host, self._zero = model, units, counter, host, zero
+        self.model, self.units, self.counter, self._zero = model, units, counter, zero
+        self.states = states or DeviceStates()
         self._iteration: int | None = None
         self._modules = [(module, zero.stage_over(unit.num_shards)) for unit in units for module in unit.modules]
         self._gathers = [gather for gather, _ in comms if isinstance(gather, TwoHopGather)]
@@ -88,8 +136,7 @@ class Sharding:
             iteration: number of the step, from 1.
         """
         self._iteration = iteration
-        if self.host is not None:
-            self.host.begin_step()
+        self.states.begin_step()
 
     def begin_micro_batch(self, *, last: bool) -> None:
         """Prepare FSDP2 for one micro-batch; call it before each forward of a training step.
@@ -166,16 +213,14 @@ class Sharding:
         """
         for gather in self._gathers:
             gather.drop()
-        if self.host is not None:
-            self.host.refresh()
+        self.states.refresh()
 
     def settle(self) -> None:
         """Wait until weights and optimizer states are complete; call it before anything but the model reads them.
 
         Only with --optimizer-cpu-offload, where updates run beside the next forward, there is something to wait for.
         """
-        if self.host is not None:
-            self.host.settle()
+        self.states.settle()
 
     @contextmanager
     def weight_update(self) -> Iterator[None]:
@@ -317,7 +362,7 @@ class Sharding:
     @property
     def device(self) -> torch.device:
         """The device that computes. The shards are there too, or in host memory with --optimizer-cpu-offload."""
-        return next(self.model.parameters()).device if self.host is None else self.host.device
+        return self.states.device or next(self.model.parameters()).device
 
 
 def shard_model(
@@ -329,6 +374,7 @@ def shard_model(
     precision: PrecisionConfig | None = None,
     wire: CommPlan,
     experts: Sequence[nn.Module] = (),
+    states: DeviceStates | None = None,
 ) -> Sharding:
     """Shard `model` in place with FSDP2, and install ZeRO++'s collectives where `zero` asks for them.
 
@@ -342,18 +388,17 @@ def shard_model(
         precision: compute and reduction dtypes; the default computes in fp32. Shards are always fp32.
         wire: the plan that `plan_comm` makes from `zero` and the layout of `dims`.
         experts: modules inside `units` that are separate sharding units, sharded along `dims.experts`.
+        states: the place of weights, moments and gradients; None for the device.
     Returns:
         The handle to the sharded model.
     """
     # ---- FSDP2
-    zero, precision = zero or ZeroConfig(), precision or PrecisionConfig()
+    zero, precision, states = zero or ZeroConfig(), precision or PrecisionConfig(), states or DeviceStates()
     assert zero.stage > 0 or dims.shard.size == 1, "stage 0 replicates: dims must have shards of one rank"
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False
     )
-    # host.py replaces what FSDP2 would do; with its pinned memory the host would wait for each gradient
-    offload = CPUOffloadPolicy(pin_memory=False) if zero.optimizer_cpu_offload else OffloadPolicy()
-    policies: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
+    policies: dict[str, Any] = {"mp_policy": policy, "offload_policy": states.offload}
     for unit_of_experts in experts:
         stage = zero.stage_over(dims.experts.shard.size)
         fully_shard(unit_of_experts, mesh=dims.experts.data_mesh, reshard_after_forward=stage == 3, **policies)
@@ -369,8 +414,7 @@ def shard_model(
         """Count the bytes of FSDP2's own all-reduce over replicas."""
         replicate.count("all_reduce", 2 * replicate.ring_bytes(reduced))
 
-    unit_class = HostedUnit if zero.optimizer_cpu_offload else Unit
-    sharded = find_units(model, unit_class=unit_class, data_dims=dims.data_mesh.ndim)
+    sharded = find_units(model, unit_class=states.unit, data_dims=dims.data_mesh.ndim)
     context = CommContext(*_axes_of_hops(dims, wire), plan=wire, zero=zero, precision=precision)
     of_experts = context.over(*_axes_of_hops(dims.experts, wire)) if experts else context
     comms: list[tuple[TwoHopGather | CountedGather | None, SummingReduce]] = []
@@ -382,26 +426,18 @@ def shard_model(
             if replicate.size > 1:
                 module.set_all_reduce_hook(count_all_reduce)
         if unit.num_shards > 1:  # with one rank FSDP2 calls no collectives
-            gather, reduce = make_comms(unit, of_experts if unit.modules[0] in experts else context)
-            use_comms(unit, gather, reduce)
+            gather, reduce = make_comms(unit, of_experts if unit.modules[0] in experts else context, states)
+            for module in unit.modules:
+                module.set_custom_all_gather(gather)
+                module.set_custom_reduce_scatter(reduce)
+            reduce.attach()
             comms.append((gather, reduce))
-        elif isinstance(unit, HostedUnit):
-            alone = HostedSum(unit, context)
-            alone.attach()
-            comms.append((None, alone))
-    host = None
-    if zero.optimizer_cpu_offload:
-        host = HostMemory(
-            [unit for unit in sharded if isinstance(unit, HostedUnit)],
-            dtype=precision.param_dtype,
-            keeps_copies=wire.gather is not None and wire.gather.keep,
-            counter=dims.counter,
-            timeline=dims.timeline,
-            overlap=context.overlap_gather,
-            num_sums=context.cross.size if wire.reduce is not None and zero.zero_offload_partial_sums else 0,
-            sum_dtype=torch.bfloat16 if zero.zero_accumulate_in_bf16 else torch.float32,
-        )
-    return Sharding(model, sharded, zero, comms, dims.counter, host)
+        elif states.lone_reduce is not None:
+            lone = states.lone_reduce(unit, context)
+            lone.attach()
+            comms.append((None, lone))
+    states.connect(sharded, context, dims)
+    return Sharding(model, sharded, zero, comms, dims.counter, states)
 
 
 def _axes_of_hops(dims: ParallelDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
@@ -410,20 +446,12 @@ def _axes_of_hops(dims: ParallelDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxi
     return (dims.cross, dims.local, dims.shard) if two_hops else (dims.shard, dims.shard, dims.shard)
 
 
-def make_comms(unit: Unit, context: CommContext) -> tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]:
+def make_comms(
+    unit: Unit, context: CommContext, states: DeviceStates | None = None
+) -> tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]:
     """Make the all-gather and the reduce-scatter of one unit as the plan in `context` says."""
-    plan, hosted = context.plan, isinstance(unit, HostedUnit)
-    ring: type[CountedReduce] = HostedRingReduce if hosted else CountedReduce
-    two_hops: type[TwoHopReduce] = HostedTwoHopReduce if hosted else TwoHopReduce
+    plan, states = context.plan, states or DeviceStates()
     return (
         CountedGather(unit, context) if plan.gather is None else TwoHopGather(unit, context),
-        ring(unit, context) if plan.reduce is None else two_hops(unit, context),
+        states.reduce(unit, context) if plan.reduce is None else states.two_hop_reduce(unit, context),
     )
-
-
-def use_comms(unit: Unit, gather: TwoHopGather | CountedGather, reduce: SummingReduce) -> None:
-    """Replace FSDP2's collectives of one unit."""
-    for module in unit.modules:
-        module.set_custom_all_gather(gather)
-        module.set_custom_reduce_scatter(reduce)
-    reduce.attach()

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from helpers.training import Case, build_step
 
+from megazpp.host_states.states import HostStates
+
 
 def train(case: Case) -> dict[str, Any]:
     """Train with updates that run into the next step; the weights are compared at the end."""
     step, dims = build_step(case)
-    if (host := step.sharding.host) is not None:  # updates take longer than the next step's first hop
+    if isinstance(host := step.sharding.states, HostStates):  # updates take longer than the next step's first hop
         submit = host.submit
         host.submit = lambda task: submit(lambda rows: (time.sleep(0.02), task(rows)))  # type: ignore[method-assign]
     steps, pcie = [], []

@@ -8,6 +8,7 @@ import torch
 from megazpp.data.loader import MicroBatch, make_micro_batch
 from megazpp.diloco.config import DilocoConfig, DilocoPlan, plan_diloco
 from megazpp.diloco.outer import ReplicaGroups
+from megazpp.host_states.states import HostStates
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import Float8Format, float8_product
 from megazpp.model.gpt import GPTModel
@@ -191,6 +192,7 @@ def spec_of(case: Case, wire: CommPlan = CommPlan()) -> ModelSpec:  # noqa: B008
         seed=case.seed,
         scalar_head=case.scalar_head,
         product=case.product,
+        states=HostStates if case.zero is not None and case.zero.optimizer_cpu_offload else None,
     )
 
 
@@ -201,7 +203,7 @@ def build_on_ranks(case: Case) -> tuple[GPTModel, Any, ParallelDims]:
 
 def build_step(case: Case) -> tuple[TrainStep, ParallelDims]:
     model, sharding, dims = build_on_ranks(case)
-    settings = {"dims": dims, "dtype": case.precision.param_dtype, "host": sharding.host}
+    settings = {"dims": dims, "dtype": case.precision.param_dtype, "adamw": sharding.states.adamw}
     optimizer = build_optimizer(model, case.optimizer, **settings)
     scaler = build_loss_scaler(LossScaleConfig(initial_loss_scale=2.0**12), fp16=case.precision.fp16)
     return TrainStep(model, sharding, optimizer, scaler, dims, clip_grad=CLIP), dims

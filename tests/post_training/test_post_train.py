@@ -48,7 +48,7 @@ def vowels(prompts, completions, word, **columns):
 """
 DELAYED_UPDATES = """
 import time
-from megazpp.zero.host import HostMemory
+from megazpp.host_states.memory import HostMemory
 
 submit = HostMemory.submit
 HostMemory.submit = lambda self, task: submit(self, lambda rows: (time.sleep(0.1), task(rows)))

@@ -7,9 +7,9 @@ flat weights. Three parts replace what this policy would do:
     input of a gather    `HostedParameter`: FSDP2 would upload the fp32 shard at each use. It gets the 16-bit working
                          shard. With a secondary partition (hpZ), from which the gathers read, it gets a placeholder,
                          and the hop across nodes uploads the weights once per step
-    reduced gradients    host_reduce.py: FSDP2 would download each micro-batch's sum. Its output is the host's buffer
+    reduced gradients    reduce.py: FSDP2 would download each micro-batch's sum. Its output is the host's buffer
                          itself, into which the queue that computes the step's sum also downloads it
-    partial sums         host_reduce.py: with --zero-offload-partial-sums the sums that wait for the hop across
+    partial sums         reduce.py: with --zero-offload-partial-sums the sums that wait for the hop across
                          nodes are in host memory between micro-batches
     update               `HostShard.update`: the units pass through two slots of device memory one after the other.
                          The optimizer's kernel on the device is the same as without offloading, and so are all bits
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import mmap
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,13 +32,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from megazpp.parallel.axis import MeshAxis, TrafficCounter
+from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue, StreamQueue, ThreadQueue, Work
-from megazpp.parallel.timeline import Timeline
+from megazpp.parallel.dims import ParallelDims, raise_on_all_ranks
 from megazpp.topology.layout import DOWNLOAD, HOST, PCIE, UPLOAD
+from megazpp.zero.comms import CommContext
+from megazpp.zero.sharding import DeviceStates
 from megazpp.zero.units import Unit
 
 STATES = 4  # fp32 numbers per trained element: gradient, weight and two moments
@@ -71,51 +75,48 @@ class SumSlot:
     used_by: Work[Any]
 
 
-class HostMemory:
+class HostMemory(DeviceStates):
     """The states of all units in host memory, and their copies to and from the device.
 
-    Args:
-        units: the model's sharding units.
-        dtype: dtype in which weights are gathered.
-        keeps_copies: whether gathers read a secondary partition (hpZ) instead of the shards.
-        counter: counter of the copied bytes.
-        timeline: recorder of a span for each update.
-        overlap: whether updates on a CPU run during the next forward. On CUDA they always do.
-        num_sums: number of nodes whose partial sums are in host memory; 0 without --zero-offload-partial-sums.
-        sum_dtype: dtype of the partial sums.
     Attributes:
         device: device that computes.
-        shards: the units' states, in the order of `units`.
-        partial: names of the parameters of which each tensor-parallel rank has only a part of the gradient.
+        shards: the units' states.
+        dtype: dtype in which weights are gathered.
+        num_sums: number of nodes whose partial sums are in host memory; 0 without --zero-offload-partial-sums.
+        sum_dtype: dtype of the partial sums.
+        timeline: recorder of a span for each update.
     """
 
-    def __init__(
-        self,
-        units: Sequence[HostedUnit],
-        *,
-        dtype: torch.dtype,
-        keeps_copies: bool,
-        counter: TrafficCounter,
-        timeline: Timeline,
-        overlap: bool,
-        num_sums: int,
-        sum_dtype: torch.dtype,
-    ) -> None:
-        self.num_sums, self.sum_dtype = num_sums, sum_dtype
-        self.shards, self.dtype, self.timeline = [unit.states for unit in units], dtype, timeline
-        self.partial: frozenset[str] = frozenset()
-        self._counter, self._overlap = counter, overlap
-        self.device = torch.device("cpu")
-        for shard in self.shards:
-            shard.keeps_copy = keeps_copies and shard.unit.num_shards > 1
+    # FSDP2's reductions are replaced; with its pinned memory the host would wait for each gradient
+    offload = CPUOffloadPolicy(pin_memory=False)
+    device: torch.device = torch.device("cpu")
+
+    def connect(self, units: Sequence[HostedUnit], context: CommContext, dims: ParallelDims) -> None:
+        """Read the units, dtypes and counters; see `DeviceStates.connect`."""
+        wire, zero = context.plan, context.zero
+        self.num_sums = context.cross.size if wire.reduce is not None and zero.zero_offload_partial_sums else 0
+        self.sum_dtype = torch.bfloat16 if zero.zero_accumulate_in_bf16 else torch.float32
+        self.shards, self.dtype = [unit.states for unit in units], context.precision.param_dtype
+        self.timeline, self._counter = dims.timeline, dims.counter
+        self._overlap = context.overlap_gather  # whether updates on a CPU run during the next forward; on CUDA always
+        for shard in self.shards:  # whether gathers read a secondary partition (hpZ) instead of the shards
+            shard.keeps_copy = wire.gather is not None and wire.gather.keep and shard.unit.num_shards > 1
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory that `allocate` takes."""
+        """Bytes of host memory that the states take."""
         per_element = 4 * STATES + self.num_sums * self.sum_dtype.itemsize
         return sum(shard.size * (per_element if shard.unit.trained else 4) for shard in self.shards)
 
-    def allocate(self, device: torch.device, *, num_local: int = 1) -> None:
+    def allocate(self, model: nn.Module, device: torch.device, world: MeshAxis) -> None:
+        """Allocate the states in host memory, and the model's buffers on the device, which never holds the shards."""
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        raise_on_all_ranks(world, functools.partial(self.allocate_states, device, num_local=num_local))
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+    def allocate_states(self, device: torch.device, *, num_local: int = 1) -> None:
         """Allocate all states, as zeros, and make the model's sharded parameters views of them.
 
         Args:
@@ -142,7 +143,7 @@ class HostMemory:
             shard.allocate(self)
 
     def _new_queue(self) -> CommQueue:
-        """Return a queue for updates; see `allocate`."""
+        """Return a queue for updates."""
         if self.device.type == "cuda":
             return StreamQueue()
         return ThreadQueue(HOST, self.timeline) if self._overlap else CommQueue()
@@ -186,7 +187,7 @@ class HostMemory:
         return self._sum_slots[-1]
 
     def begin_step(self) -> None:
-        """Forget the gradients of the last step; call it before each step."""
+        """Forget the gradients of the last step; see `DeviceStates.begin_step`."""
         for shard in self.shards:
             shard.has_sum = False
 

@@ -1,4 +1,4 @@
-"""AdamW of parameters whose states are in host memory (--optimizer-cpu-offload, zero/host.py).
+"""AdamW of parameters whose states are in host memory (--optimizer-cpu-offload, memory.py).
 
 The sharding units pass through the device one after the other, where torch's fused kernel updates them. The results are
 bit-identical to `ShardedAdamW`, and the checkpoints are the same.
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from megazpp.host_states.memory import HostMemory, HostShard, Staged
 from megazpp.optim.optimizer import ShardedAdamW, fused_adamw_
 from megazpp.tensor_parallel.parameters import local
-from megazpp.zero.host import HostMemory, HostShard, Staged
 
 
 class HostedAdamW(ShardedAdamW):

@@ -13,12 +13,12 @@ from helpers.ranks import ranks
 from helpers.tiers import chosen
 from helpers.training import LLAMA_STYLE, MIXTURE_STYLE, Case
 
+from megazpp.host_states import memory
+from megazpp.host_states.memory import HostMemory, available_bytes
 from megazpp.parallel.config import ParallelConfig
 from megazpp.parallel.dims import plan_dims
 from megazpp.topology.cluster import Cluster
-from megazpp.zero import host
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
-from megazpp.zero.host import HostMemory, available_bytes
 from megazpp.zero.plan import plan_comm
 
 ROOT = Path(__file__).parents[2]
@@ -109,16 +109,14 @@ def test_unsupported_layouts_are_refused_by_flag(zero, parallel, message):
 
 
 def test_too_little_host_memory_is_an_error_with_its_numbers_before_any_allocation():
-    others: Any = {"overlap": False, "num_sums": 0, "sum_dtype": torch.float32}
-    memory = HostMemory([], dtype=torch.bfloat16, keeps_copies=False, counter=None, timeline=None, **others)
     assert available_bytes() > 1e6
     with (
         mock.patch.object(HostMemory, "num_bytes", 73 * 10**9),
-        mock.patch.object(host, "available_bytes", return_value=512 * 10**9),
+        mock.patch.object(memory, "available_bytes", return_value=512 * 10**9),
         mock.patch.object(HostMemory, "_new_queue") as allocates,
         pytest.raises(ValueError, match=r"--optimizer-cpu-offload needs 584.0 GB .* 8 ranks .* 512.0 GB are available"),
     ):
-        memory.allocate(torch.device("cpu"), num_local=8)
+        HostMemory().allocate_states(torch.device("cpu"), num_local=8)
     assert not allocates.called
 
 
@@ -126,10 +124,10 @@ def test_available_memory_is_the_cgroup_s_if_that_is_less(tmp_path):
     (tmp_path / "memory.max").write_text("5000000\n")
     (tmp_path / "memory.current").write_text("3000000\n")
     (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 1000000\n")
-    with mock.patch.object(host, "CGROUPS", [(tmp_path, "memory.max", "memory.current", "inactive_file")]):
+    with mock.patch.object(memory, "CGROUPS", [(tmp_path, "memory.max", "memory.current", "inactive_file")]):
         assert available_bytes() == 3_000_000
     (tmp_path / "memory.max").write_text("max\n")
-    with mock.patch.object(host, "CGROUPS", [(tmp_path, "memory.max", "memory.current", "inactive_file")]):
+    with mock.patch.object(memory, "CGROUPS", [(tmp_path, "memory.max", "memory.current", "inactive_file")]):
         assert available_bytes() > 3_000_000
 
 

@@ -1,4 +1,4 @@
-"""Reductions whose sums go to host memory (--optimizer-cpu-offload); see host.py.
+"""Reductions whose sums go to host memory (--optimizer-cpu-offload); see memory.py.
 
 The task that computes a sum also moves it to host memory and frees it on the device, so that the sums of units do not
 pile up there. With --zero-offload-partial-sums the sums that wait for the hop across nodes are moved too.
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megazpp.host_states.memory import HostedUnit, SumSlot
 from megazpp.parallel.comm_queue import Work
 from megazpp.zero.comms import CommContext, CountedReduce, SummingReduce
-from megazpp.zero.host import HostedUnit, SumSlot
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.wire import Codec
 

@@ -1,0 +1,1 @@
+"""Training states in host memory (--optimizer-cpu-offload)."""
