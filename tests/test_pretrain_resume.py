@@ -11,7 +11,7 @@ from helpers.pretrain import Run
 from helpers.program import ROOT, run_forked
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megazpp.data.indexed_dataset import IndexedDatasetBuilder
+from megazpp.data.indexed_builder import IndexedDatasetBuilder
 
 pytestmark = pytest.mark.slow
 

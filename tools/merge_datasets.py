@@ -17,7 +17,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a 
 
 from megazpp.base.flags import flag
 from megazpp.base.program import errors_as, program_of, say
-from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, check_output
+from megazpp.data.indexed_builder import IndexedDatasetBuilder, check_output
+from megazpp.data.indexed_dataset import IndexedDataset
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Tokenization of a corpus into Megatron's .bin/.idx pairs, in several processes.
 
 The main process cuts the files into blocks (documents.py). Worker processes tokenize the blocks, and the main process
-writes the results in the order of the input. The output files appear when they are complete (indexed_dataset.py).
+writes the results in the order of the input. The output files appear when they are complete (indexed_builder.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 from megazpp.base.flags import check_positive, check_words, flag
 from megazpp.base.program import end_with
 from megazpp.data.documents import BadLine, Block, check_readable, parse_block, read_blocks, stop_or_skip
-from megazpp.data.indexed_dataset import IndexedDatasetBuilder, check_output, optimal_dtype
+from megazpp.data.indexed_builder import IndexedDatasetBuilder, check_output, optimal_dtype
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, document_end, load_tokenizer, special_tokens_note
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ import sentencepiece
 from megazpp.base.program import Problems
 from megazpp.data.cache import build_once, cache_key
 from megazpp.data.documents import BadLine, check_readable, kind_of, missing_file, read_texts
-from megazpp.data.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
+from megazpp.data.indexed_builder import IndexedDatasetBuilder, optimal_dtype
 from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, document_end
 
 MAX_CHARACTERS = 100_000_000  # more text makes the training slower, but not the vocabulary better

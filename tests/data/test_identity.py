@@ -11,7 +11,8 @@ import pytest
 from megazpp.data.config import DataConfig, Splits
 from megazpp.data.dataset import build_datasets
 from megazpp.data.identity import data_changes, describe_samples, same_sources, what_follows
-from megazpp.data.indexed_dataset import _DIGEST_BYTES, IndexedDataset, IndexedDatasetBuilder
+from megazpp.data.indexed_builder import IndexedDatasetBuilder
+from megazpp.data.indexed_dataset import _DIGEST_BYTES, IndexedDataset
 from megazpp.data.tokenizer import ByteTokenizer
 
 COUNTS = Splits(300, 8, 8)

@@ -12,8 +12,9 @@ from helpers.refusals import not_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazpp.data import indexed_dataset
-from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, check_output, optimal_dtype
+from megazpp.data import indexed_builder
+from megazpp.data.indexed_builder import IndexedDatasetBuilder, check_output, optimal_dtype
+from megazpp.data.indexed_dataset import IndexedDataset
 
 DOCUMENTS = [[1, 2, 3], [], [65499, 7]]
 BINARY = b"\x01\x00\x02\x00\x03\x00\xdb\xff\x07\x00"
@@ -101,7 +102,7 @@ def test_missing_files_and_directories_are_rejected_by_name(tmp_path):
 
 @pytest.mark.parametrize("piece", [1, 1 << 24])
 def test_extend_writes_the_same_bytes_as_single_documents(tmp_path, monkeypatch, piece):
-    monkeypatch.setattr(indexed_dataset, "_PIECE", piece)
+    monkeypatch.setattr(indexed_builder, "_PIECE", piece)
     with IndexedDatasetBuilder(tmp_path / "a", "<u2") as one_by_one:
         for sentences in ([[1, 2], [3]], [[4]], [], [[5, 6, 7]], [[8]]):
             one_by_one.add_document(*sentences)

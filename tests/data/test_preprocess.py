@@ -19,7 +19,8 @@ from helpers.pairs import contents, write_jsonl
 from helpers.refusals import not_refused
 from sentencepiece import SentencePieceProcessor
 
-from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megazpp.data.indexed_builder import IndexedDatasetBuilder
+from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.preprocess import PreprocessConfig, PreprocessProgress, map_in_processes, preprocess
 from megazpp.data.text import train_sentencepiece
 from megazpp.data.tokenizer import TokenizerConfig

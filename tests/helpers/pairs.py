@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megazpp.data.indexed_dataset import IndexedDatasetBuilder
+from megazpp.data.indexed_builder import IndexedDatasetBuilder
 
 TEXT = (
     "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9

@@ -15,7 +15,8 @@ import train_tokenizer
 from helpers.pairs import TEXT
 from helpers.program import Program
 
-from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megazpp.data.indexed_builder import IndexedDatasetBuilder
+from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.tokenizer import TokenizerConfig, load_tokenizer
 
 NULL, MY_MODEL = ["--tokenizer-type", "NullTokenizer"], TokenizerConfig(tokenizer_model="my.model")

@@ -1,0 +1,130 @@
+"""Writer of Megatron's .bin/.idx pairs (indexed_dataset.py), whose files equal Megatron's byte for byte.
+
+A reader sees either a complete pair or none. Both files are written under temporary names, synced to disk and then
+renamed. The .idx is renamed last, because a .bin without its .idx is not a dataset. A later writer of the same pair
+replaces the leftovers of a killed process. Two live processes cannot write the same pair.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from megazpp.base.files import check_writable, sync, sync_directory, try_lock, write_synced
+from megazpp.data.indexed_dataset import DTYPES, HEADER, MAGIC, pair_paths
+
+_CODES = {np.dtype(name): code for code, name in DTYPES.items()}
+_PIECE = 1 << 24  # number of ids that are checked and copied at once
+
+
+def optimal_dtype(vocab_size: int) -> np.dtype:
+    """Return the dtype in which Megatron stores ids: uint16 for vocabularies below 65,500, otherwise int32."""
+    return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+
+
+def check_output(prefix: Path, *, overwrite: bool) -> None:
+    """Check that both files of a pair can be written, as `check_writable` does."""
+    for path in pair_paths(prefix):
+        check_writable(path, "--output-prefix", overwrite=overwrite)
+
+
+class IndexedDatasetBuilder:
+    """Writer of a .bin/.idx pair. `finalize` gives the files their names, and replaces existing ones.
+
+    As a context manager it removes the unfinished files if an exception ends the writing.
+
+    Args:
+        prefix: path without .bin and .idx, in an existing directory.
+        dtype: dtype of the stored ids; see `optimal_dtype`.
+    Raises:
+        ValueError: another process is writing this pair.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
+        self._dtype = np.dtype(dtype)
+        self._bin_path, self._idx_path = pair_paths(Path(prefix))
+        self._unfinished_bin, self._unfinished_idx = (
+            path.with_name(path.name + ".unfinished") for path in (self._bin_path, self._idx_path)
+        )
+        self._lengths = array.array("i")  # 4 bytes per sequence; there may be billions of sequences
+        self._document_indices = array.array("q", [0])
+        self._file = _claim(self._unfinished_bin)
+
+    def __len__(self) -> int:
+        """Return the number of sequences written so far."""
+        return len(self._lengths)
+
+    def extend(self, tokens: np.ndarray, lengths: npt.ArrayLike, document_ends: npt.ArrayLike) -> None:
+        """Append many sequences.
+
+        Args:
+            tokens: [sum of lengths] ids of the sequences, concatenated.
+            lengths: [n] number of ids of each sequence.
+            document_ends: [d] rising numbers of these sequences after which a document ends.
+        Raises:
+            ValueError: an id does not fit the dtype.
+        """
+        limits = np.iinfo(self._dtype)
+        for start in range(0, len(tokens), _PIECE):
+            ids = tokens[start : start + _PIECE]
+            if ids.dtype != self._dtype and not (limits.min <= ids.min() and ids.max() <= limits.max):
+                raise ValueError(f"{self._bin_path}: token ids {ids.min()} to {ids.max()} do not fit {self._dtype}")
+            self._file.write(ids.astype(self._dtype, copy=False).tobytes())
+        before = len(self._lengths)
+        self._lengths.frombytes(np.asarray(lengths, dtype=np.int32).tobytes())
+        self._document_indices.frombytes((np.asarray(document_ends, dtype=np.int64) + before).tobytes())
+
+    def add_document(self, *sequences: npt.ArrayLike) -> None:
+        """Append a document of one sequence of ids, or of several (sentences). Raises the errors of `extend`."""
+        for ids in map(np.asarray, sequences):
+            self.extend(ids, [ids.size], [])
+        self._document_indices.append(len(self._lengths))
+
+    def finalize(self) -> None:
+        """Write the index, sync both files to disk, and rename them."""
+        # the index
+        sizes = np.asarray(self._lengths, dtype="<i4")
+        pointers = np.zeros(len(sizes), dtype="<i8")
+        np.cumsum(sizes[:-1], dtype="<i8", out=pointers[1:])
+        pointers *= self._dtype.itemsize
+        documents = np.asarray(self._document_indices, dtype="<i8")
+        header = HEADER.pack(MAGIC, 1, _CODES[self._dtype], len(sizes), len(documents))
+        # both files
+        sync(self._file)
+        write_synced(self._unfinished_idx, header + sizes.tobytes() + pointers.tobytes() + documents.tobytes())
+        self._idx_path.unlink(missing_ok=True)  # a reader must never open the new .bin with the old .idx
+        os.replace(self._unfinished_bin, self._bin_path)
+        os.replace(self._unfinished_idx, self._idx_path)
+        sync_directory(self._idx_path.parent)
+        self._file.close()  # closing earlier would let others claim the unfinished file
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file.closed:  # after `finalize`, files with the unfinished names belong to another writer
+            return
+        for path in (self._unfinished_bin, self._unfinished_idx):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the disk may still be full
+            self._file.close()
+
+
+def _claim(path: Path) -> BinaryIO:
+    """Open an empty file that only this process writes; raise ValueError if another process is writing it."""
+    file = open(path, "ab")  # noqa: SIM115 - "wb" would truncate a file that another process writes
+    try:
+        mine = try_lock(file) and path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        mine = True  # a file system without locks
+    if not mine:
+        file.close()
+        raise ValueError(f"{path}: another process is writing it")
+    file.truncate(0)
+    return file
