@@ -28,7 +28,8 @@ from megazpp.convert.native import NO_ADAPTERS, AdapterConverter, open_checkpoin
 from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
 from megazpp.data.tokenizer import TokenizerConfig, load_tokenizer, names_tokenizer, special_tokens_note
 from megazpp.data.tokenizer_folder import CONFIG
-from megazpp.optim.schedule import ScheduleConfig, build_schedule
+from megazpp.optim.config import ScheduleConfig
+from megazpp.optim.schedule import build_schedule
 
 
 def convert(

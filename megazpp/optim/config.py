@@ -1,4 +1,4 @@
-"""The flags of the optimizer; optim/muon.py has the update rule of Muon."""
+"""The flags of the optimizer, its schedule and its loss scale; optim/muon.py has the update rule of Muon."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megazpp.base.flags import check_below_one, check_not_negative, check_positive, check_words, flag
+from megazpp.base.flags import check_below_one, check_not_negative, check_positive, check_words, flag, spelling
 
 ADAM, MUON = "--optimizer adam muon", "--optimizer muon"
 
@@ -90,3 +90,100 @@ class OptimizerConfig(MuonConfig):
         check_not_negative(self, "weight_decay", "clip_grad", "muon_full_interval")
         if self.optimizer_backend == "apex" and self.optimizer != "adam":
             raise ValueError(f"--optimizer-backend apex supports only --optimizer adam, not {self.optimizer}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate schedule.
+
+    Warm-up, peak, decay and minimum of the learning rate, and the increase of the weight decay.
+    """
+
+    lr: float | None = flag(None, "peak learning rate", common=True)
+    min_lr: float = flag(0.0, "learning rate at the end of the decay; a lower bound with inverse-square-root")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
+        "linear",
+        "shape of the learning rate after the warm-up; WSD (warm-up, stable, decay) holds the peak until a final decay",
+    )
+    lr_decay_iters: int | None = flag(
+        None, "length of warm-up and decay together, in iterations (default: --train-iters)"
+    )
+    lr_decay_samples: int | None = flag(
+        None, "length of warm-up and decay together, in samples (default: --train-samples)"
+    )
+    lr_warmup_fraction: float | None = flag(
+        None, "length of the linear warm-up, as a fraction of --lr-decay-iters or --lr-decay-samples"
+    )
+    lr_warmup_iters: int = flag(0, "length of the linear warm-up, in iterations")
+    lr_warmup_samples: int = flag(0, "length of the linear warm-up, in samples")
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up")
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
+        "exponential", "shape of the final decay", needs="--lr-decay-style WSD"
+    )
+    lr_wsd_decay_iters: int | None = flag(
+        None, "length of the final decay, in iterations", needs="--lr-decay-style WSD"
+    )
+    lr_wsd_decay_samples: int | None = flag(None, "length of the final decay, in samples", needs="--lr-decay-style WSD")
+    start_weight_decay: float | None = flag(
+        None, "weight decay of the first step with --weight-decay-incr-style linear or cosine"
+    )
+    end_weight_decay: float | None = flag(
+        None, "weight decay of the last step with --weight-decay-incr-style linear or cosine"
+    )
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
+        "constant",
+        "shape of the weight decay from --start-weight-decay to --end-weight-decay; constant: --weight-decay",
+    )
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values out of their range and for conflicting flags."""
+        # ---- learning rate
+        check_words(self)
+        check_not_negative(self, "lr", "min_lr")
+        if self.lr is not None and self.lr < self.min_lr:
+            raise ValueError(f"--min-lr {self.min_lr} is above --lr {self.lr}")
+        if self.lr is not None and not 0.0 <= self.lr_warmup_init <= self.lr:
+            raise ValueError(f"--lr-warmup-init {self.lr_warmup_init} is not between 0 and --lr {self.lr}")
+        check_positive(self, "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        check_not_negative(self, "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
+        for name in ("lr_warmup_iters", "lr_warmup_samples"):
+            if (value := getattr(self, name)) and self.lr_warmup_fraction is not None:
+                fraction = f"--lr-warmup-fraction {self.lr_warmup_fraction}"
+                raise ValueError(f"{fraction} and {spelling(self, name)} {value} exclude each other: set only one")
+        # ---- weight decay
+        start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
+        for name in ("start_weight_decay", "end_weight_decay"):
+            if style == "constant" and (value := getattr(self, name)) is not None:
+                raise ValueError(f"{spelling(self, name)} {value} needs --weight-decay-incr-style linear or cosine")
+        if style != "constant" and (start is None or end is None):
+            needed = f"--start-weight-decay and --end-weight-decay (given: {start}, {end})"
+            raise ValueError(f"--weight-decay-incr-style {style} needs {needed}")
+        if start is not None and end is not None and not 0.0 <= start <= end:
+            raise ValueError(f"--start-weight-decay {start} is not between 0 and --end-weight-decay {end}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """Loss scaling.
+
+    Constant loss scale, or the parameters of the dynamic loss scale that --fp16 uses by default.
+    """
+
+    loss_scale: float | None = flag(
+        None, "constant loss scale (default: a dynamic loss scale with --fp16, otherwise none)"
+    )
+    initial_loss_scale: float = flag(float(2**32), "initial value of the dynamic loss scale")
+    min_loss_scale: float = flag(1.0, "lower bound of the dynamic loss scale")
+    loss_scale_window: float = flag(
+        1000.0, "number of consecutive steps without overflow after which the dynamic loss scale doubles"
+    )
+    hysteresis: int = flag(
+        2, "overflows after the dynamic loss scale last grew that halve it; each further overflow halves it again"
+    )
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values that are not positive, or a lower bound above the initial value."""
+        check_positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        low, first = self.min_loss_scale, self.initial_loss_scale
+        if low > first:
+            raise ValueError(f"--min-loss-scale {low} is above --initial-loss-scale {first}")

@@ -5,37 +5,9 @@ The caller multiplies the loss by the scale before backward, and divides the gra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from megazpp.base.flags import check_positive, flag
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossScaleConfig:
-    """Loss scaling.
-
-    Constant loss scale, or the parameters of the dynamic loss scale that --fp16 uses by default.
-    """
-
-    loss_scale: float | None = flag(
-        None, "constant loss scale (default: a dynamic loss scale with --fp16, otherwise none)"
-    )
-    initial_loss_scale: float = flag(float(2**32), "initial value of the dynamic loss scale")
-    min_loss_scale: float = flag(1.0, "lower bound of the dynamic loss scale")
-    loss_scale_window: float = flag(
-        1000.0, "number of consecutive steps without overflow after which the dynamic loss scale doubles"
-    )
-    hysteresis: int = flag(
-        2, "overflows after the dynamic loss scale last grew that halve it; each further overflow halves it again"
-    )
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for values that are not positive, or a lower bound above the initial value."""
-        check_positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-        low, first = self.min_loss_scale, self.initial_loss_scale
-        if low > first:
-            raise ValueError(f"--min-loss-scale {low} is above --initial-loss-scale {first}")
+from megazpp.optim.config import LossScaleConfig
 
 
 class LossScaler:

@@ -22,9 +22,7 @@ from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.data.config import DataConfig
 from megazpp.data.tokenizer_folder import TokenizerConfig
 from megazpp.model.config import ACTIVATIONS, GPTConfig
-from megazpp.optim.config import OptimizerConfig
-from megazpp.optim.loss_scale import LossScaleConfig
-from megazpp.optim.schedule import ScheduleConfig
+from megazpp.optim.config import LossScaleConfig, OptimizerConfig, ScheduleConfig
 from megazpp.parallel.config import LaunchConfig, NcclConfig, ParallelConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import ClusterConfig, detect_cluster

@@ -28,7 +28,8 @@ from megazpp.checkpoint.metadata import (
     rows_problem,
     schedule_ratio,
 )
-from megazpp.optim.schedule import Schedule, ScheduleConfig, TrainingProgress, build_schedule
+from megazpp.optim.config import ScheduleConfig
+from megazpp.optim.schedule import Schedule, TrainingProgress, build_schedule
 
 WHERE = Path("iter_0000007")
 RECORD = record_of(Case())

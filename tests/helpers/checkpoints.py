@@ -21,7 +21,8 @@ from megazpp.checkpoint.read import choose_source, verify
 from megazpp.checkpoint.state import RunValues, TrainState
 from megazpp.data.loader import MicroBatch
 from megazpp.diloco.state import replica_group_parts
-from megazpp.optim.schedule import Schedule, ScheduleConfig, TrainingProgress, build_schedule
+from megazpp.optim.config import ScheduleConfig
+from megazpp.optim.schedule import Schedule, TrainingProgress, build_schedule
 from megazpp.packed_weights.reader import FrozenPlace, open_frozen_place
 from megazpp.parallel.dims import ParallelDims, open_axis
 from megazpp.training.anomalies import LossHistory

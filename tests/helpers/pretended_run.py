@@ -12,7 +12,8 @@ from unittest import mock
 import torch
 from helpers.metrics import meter
 
-from megazpp.optim.schedule import ScheduleConfig, TrainingProgress, build_schedule
+from megazpp.optim.config import ScheduleConfig
+from megazpp.optim.schedule import TrainingProgress, build_schedule
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster

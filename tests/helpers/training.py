@@ -13,8 +13,8 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import Float8Format, float8_product
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.build import build_optimizer
-from megazpp.optim.config import OptimizerConfig
-from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
+from megazpp.optim.config import LossScaleConfig, OptimizerConfig
+from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.parallel.config import ParallelConfig
 from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.parallel.worker import seed_everything

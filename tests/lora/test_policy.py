@@ -24,8 +24,8 @@ from megazpp.lora.policy import AdaptedPolicy, add_adapters, load_adapted, save_
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.build import build_optimizer
-from megazpp.optim.config import OptimizerConfig
-from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
+from megazpp.optim.config import LossScaleConfig, OptimizerConfig
+from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.packed_weights.format import plan_rows
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.initialize import initialize_parameters_

@@ -2,7 +2,8 @@
 
 from helpers.refusals import not_refused
 
-from megazpp.optim.loss_scale import DynamicLossScale, LossScaleConfig, LossScaler, build_loss_scaler
+from megazpp.optim.config import LossScaleConfig
+from megazpp.optim.loss_scale import DynamicLossScale, LossScaler, build_loss_scaler
 
 CONFIG = LossScaleConfig(initial_loss_scale=16.0, min_loss_scale=2.0, loss_scale_window=3.0, hysteresis=2)
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from helpers.refusals import not_refused
 
-from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
+from megazpp.optim.config import ScheduleConfig
+from megazpp.optim.schedule import Schedule, build_schedule
 
 
 def schedule(train_iters: int | None = 100, train_samples: int | None = None, **flags: Any) -> Schedule:

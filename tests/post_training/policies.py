@@ -10,8 +10,8 @@ from helpers.training import CLIP, GPT2_STYLE, MIXTURE_STYLE, Case, build_on_ran
 
 from megazpp.model.config import GPTConfig
 from megazpp.optim.build import build_optimizer
-from megazpp.optim.config import OptimizerConfig
-from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
+from megazpp.optim.config import LossScaleConfig, OptimizerConfig
+from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.parallel.dims import ParallelDims
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.training.setup import ShardedModel

@@ -13,7 +13,8 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step
 
 from megazpp.kernels.block_quant import Feedback, range_table, rescale_
 from megazpp.kernels.formats import BlockFormat, plan_row
-from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
+from megazpp.optim.config import LossScaleConfig
+from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.zero.config import ZeroConfig
 
 FEEDBACK = ZeroConfig(zero_quantized_gradients=True, zero_error_feedback=True, zero_error_feedback_beta=0.0)
