@@ -34,6 +34,7 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.worker import seed_everything
 from megazpp.tensor_parallel.initialize import seed_for
 from megazpp.tensor_parallel.parameters import model_state
+from megazpp.zero.gather import InterNodeMessage
 from megazpp.zero.sharding import Sharding
 
 
@@ -188,9 +189,17 @@ class ErrorFeedback(StatePart):
 
 
 class SecondaryPartition(StatePart):
-    """The secondary partition, a copy of the weights that every node keeps, in runs with lossless weight deltas.
+    """The secondary partition, the weights that all nodes keep, in runs with lossless weight deltas.
 
-    It is saved because the next delta is added to it. Without such deltas this part has no tensors.
+    It is saved because the next delta is added to it, so that a run resumes bit for bit. Without such deltas this part
+    has no tensors. There are two kinds of entries:
+
+        {parameter}                        a copy of the weights that all nodes keep, a DTensor sharded like the
+                                           parameter; missing if the next use sends whole weights
+        {unit's first parameter}.crossing  the kind of message that the next use sends, as a scalar
+                                           (`InterNodeMessage`)
+
+    All ranks call the methods while the parameters are sharded, and load the weights before.
     """
 
     prefix = SECONDARY
@@ -199,16 +208,43 @@ class SecondaryPartition(StatePart):
         self._sharding = sharding
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return self._sharding.secondary_state()
+        state: dict[str, torch.Tensor] = {}
+        for gather in self._sharding.residents:
+            crossing = gather.next_crossing()
+            state[gather.crossing_key] = torch.tensor(crossing, dtype=torch.uint8, device="cpu")
+            if crossing != InterNodeMessage.KEYFRAME:
+                resident = gather.resident()
+                own = gather.unit.as_parameters(resident.weights[resident.cross.rank])
+                state |= {name: weight.clone() for name, weight in own.items()}  # --async-save does not support views
+        return state
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
+        """Return zeros for the entries that the checkpoint has; another layout may have saved it."""
         if any(key.startswith(REPLICA_GROUP) for key in saved):
             return {}  # a DiLoCo checkpoint: this is one replica group's copy, but `model.` has the outer weights
-        own, there = self._sharding.secondary_targets(), under(SECONDARY, saved)
+        own: dict[str, torch.Tensor] = {}
+        for gather in self._sharding.residents:
+            own[gather.crossing_key] = torch.zeros((), dtype=torch.uint8, device="cpu")
+            own |= gather.unit.as_parameters(gather.new_row(self._sharding.device))
+        there = under(SECONDARY, saved)
         return {name: x for name, x in own.items() if name in there and there[name].properties.dtype == x.dtype}
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        if self._sharding.load_secondary_state(loaded):
+        """Restore the weights that all nodes keep. A unit with a missing entry sends whole weights at its next use."""
+        complete = True
+        for gather in self._sharding.residents:
+            gather.drop()
+            sent = loaded.get(gather.crossing_key)
+            crossing = InterNodeMessage.KEYFRAME if sent is None else InterNodeMessage(int(sent))
+            if crossing == InterNodeMessage.KEYFRAME or any(p.name not in loaded for p in gather.unit.parameters):
+                complete = complete and crossing == InterNodeMessage.KEYFRAME and sent is not None
+                continue
+            row = gather.new_row(self._sharding.device)
+            for name, part in gather.unit.as_parameters(row).items():
+                part.copy_(loaded[name])
+            with gather.secondary.cross.counter.paused():
+                gather.restore(row, crossing)
+        if complete:
             return []
         return ["the next inter-node messages carry whole weights: the checkpoint has no secondary partition"]
 

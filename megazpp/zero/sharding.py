@@ -16,7 +16,7 @@ Collectives only sum gradients: the caller divides the loss by the global number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.comms import CommContext, CountedGather, CountedReduce, SummingReduce
 from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
-from megazpp.zero.gather import InterNodeMessage, TwoHopGather
+from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.secondary import Resident
 from megazpp.zero.units import Unit, find_units
@@ -105,6 +105,8 @@ class Sharding:
         comms: the all-gather and the reduce-scatter of each unit; empty if FSDP2's own are used.
         counter: counts the bytes that this rank sends.
         states: the place of weights, moments and gradients; None for the device.
+    Attributes:
+        residents: the gathers of the units whose weights cross nodes as differences.
     """
 
     keeps_gathered = True
@@ -125,7 +127,7 @@ class Sharding:
         self._gathers = [gather for gather, _ in comms if isinstance(gather, TwoHopGather)]
         self._reduces = [reduce for _, reduce in comms if isinstance(reduce, TwoHopReduce)]
         self._watchable = [reduce for _, reduce in comms]
-        self._residents = [gather for gather in self._gathers if gather.secondary.sends_differences]
+        self.residents = [gather for gather in self._gathers if gather.secondary.sends_differences]
 
     def begin_step(self, iteration: int) -> None:
         """Begin a training step; call it before the first micro-batch.
@@ -232,7 +234,7 @@ class Sharding:
             RuntimeError: --zero-weight-keyframe-interval is set, but `begin_step` was never called.
         """
         keyframe = self._sends_keyframe()
-        for gather in self._residents:
+        for gather in self.residents:
             gather.before_step()
         yield
         for gather in self._gathers:
@@ -247,63 +249,6 @@ class Sharding:
             raise RuntimeError(f"--zero-weight-keyframe-interval {interval} needs Sharding.begin_step(iteration)")
         return self._iteration % interval == 0
 
-    def secondary_state(self) -> dict[str, torch.Tensor]:
-        """Return the secondary partition, the weights that all nodes keep, as part of a checkpoint.
-
-        From it a run resumes bit for bit. It is empty unless weights cross nodes as lossless deltas. Call it while
-        the parameters are sharded, for example after `reshard`. There are two kinds of entries:
-
-            {parameter}                        a copy of the weights that all nodes keep, a DTensor sharded like the
-                                               parameter; missing if the next use sends whole weights
-            {unit's first parameter}.crossing  the kind of message that the next use sends, as a scalar
-                                               (`InterNodeMessage`)
-        """
-        state: dict[str, torch.Tensor] = {}
-        for gather in self._residents:
-            crossing = gather.next_crossing()
-            state[gather.crossing_key] = torch.tensor(crossing, dtype=torch.uint8, device="cpu")
-            if crossing != InterNodeMessage.KEYFRAME:
-                resident = gather.resident()
-                own = gather.unit.as_parameters(resident.weights[resident.cross.rank])
-                state |= {name: weight.clone() for name, weight in own.items()}  # --async-save does not support views
-        return state
-
-    def secondary_targets(self) -> dict[str, torch.Tensor]:
-        """Return zeros for every entry that `secondary_state` may hold, as targets for loading a checkpoint.
-
-        The checkpoint may have been saved with another layout or number of ranks.
-        """
-        targets: dict[str, torch.Tensor] = {}
-        for gather in self._residents:
-            targets[gather.crossing_key] = torch.zeros((), dtype=torch.uint8, device="cpu")
-            targets |= gather.unit.as_parameters(gather.new_row(self.device))
-        return targets
-
-    def load_secondary_state(self, state: Mapping[str, torch.Tensor]) -> bool:
-        """Restore the weights that all nodes keep from a `secondary_state`.
-
-        Call it on all ranks, after loading the weights.
-
-        Args:
-            state: entries by name, with the same names on all ranks.
-        Returns:
-            True if the state was complete. A unit with a missing entry sends whole weights at its next use.
-        """
-        complete = True
-        for gather in self._residents:
-            gather.drop()
-            sent = state.get(gather.crossing_key)
-            crossing = InterNodeMessage.KEYFRAME if sent is None else InterNodeMessage(int(sent))
-            if crossing == InterNodeMessage.KEYFRAME or any(p.name not in state for p in gather.unit.parameters):
-                complete = complete and crossing == InterNodeMessage.KEYFRAME and sent is not None
-                continue
-            row = gather.new_row(self.device)
-            for name, part in gather.unit.as_parameters(row).items():
-                part.copy_(state[name])
-            with gather.secondary.cross.counter.paused():
-                gather.restore(row, crossing)
-        return complete
-
     def metrics(self) -> dict[str, float]:
         """Return counters of the steps since the last call; empty unless weights cross nodes as lossless deltas.
 
@@ -311,9 +256,9 @@ class Sharding:
         axis (one per node). The last step's are included in the next call, because their number has not reached the
         host yet.
         """
-        if not self._residents:
+        if not self.residents:
             return {}
-        codecs = [gather.secondary.differences for gather in self._residents if isinstance(gather.secondary, Resident)]
+        codecs = [gather.secondary.differences for gather in self.residents if isinstance(gather.secondary, Resident)]
         found = sum(codec.take_left_out() for codec in codecs if isinstance(codec, LosslessCodec))
         return {"weights_left_out": float(found)}
 
@@ -323,7 +268,7 @@ class Sharding:
         These are its error feedback, and the sizes of its last lossless deltas. A checkpoint is loaded into these
         tensors in place. With another layout they start from zeros.
         """
-        sizes = {f"{gather.unit.key}.recent": gather.lossless().recent for gather in self._residents}
+        sizes = {f"{gather.unit.key}.recent": gather.lossless().recent for gather in self.residents}
         return sizes | self.feedback_state()
 
     def feedback_state(self) -> dict[str, torch.Tensor]:

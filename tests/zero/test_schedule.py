@@ -14,6 +14,7 @@ from helpers.tiers import chosen, slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step, train_on_ranks
 from torch import nn
 
+from megazpp.checkpoint.parts import SecondaryPartition
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.config import ParallelConfig
 from megazpp.parallel.dims import ParallelDims, plan_dims
@@ -241,7 +242,7 @@ def train_while_skipping(flags: dict[str, Any], units: bool = True) -> list[floa
                 model.layers[0].weight.mul_(0.5)
         if step == 5:
             sharding.reshard()
-            sharding.load_secondary_state(sharding.secondary_state())
+            SecondaryPartition(sharding).accept(SecondaryPartition(sharding).tensors(), 0)
     return losses
 
 
