@@ -59,6 +59,7 @@ from megazpp.training.step import TrainStep
 from megazpp.training.timers import StepRecorder
 from megazpp.training.tracking import Tracker
 from megazpp.zero.plan import WeightDelta, default_weight_delta
+from megazpp.zero.verify import verify_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,6 +331,7 @@ class Trainer:
             losses,
             dynamic_scale=config.precision.fp16 and config.loss_scale.loss_scale is None,
             verify_interval=config.verify.zero_verify_interval,
+            verify=functools.partial(verify_weights, sharding, dims),
             rewind=(lambda: self.checkpoints.rewind().iteration) if rewinds else None,
         )
 

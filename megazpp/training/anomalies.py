@@ -34,7 +34,6 @@ from megazpp.training.batches import BatchPlan
 from megazpp.training.config import FEWEST, WINDOW, AnomalyConfig
 from megazpp.training.context import RunContext
 from megazpp.zero.sharding import Sharding
-from megazpp.zero.verify import verify_weights
 
 SHOWN = 8  # largest number of parameters and of micro-batches in the error message; the file lists all
 
@@ -99,7 +98,8 @@ class Guard:
         plan: batch sizes, from which the samples of an iteration follow.
         history: the losses so far; the guard adds the loss of each step.
         dynamic_scale: True if the loss scale is dynamic and therefore handles gradients that are not finite.
-        verify_interval: steps between two comparisons of the gathered weights over ranks. None disables them.
+        verify_interval: steps between two calls of `verify`. None disables them.
+        verify: function that compares the gathered weights over ranks, and raises CorruptWeightsError if they differ.
         rewind: function that reloads weights and moments from the last checkpoint and returns its iteration. All ranks
             call it. None: a spike only skips the step.
         has_replica_groups: True with DiLoCo's replica groups. Each group then decides on its own whether to skip a
@@ -114,6 +114,7 @@ class Guard:
     _: KW_ONLY
     dynamic_scale: bool
     verify_interval: int | None = None
+    verify: Callable[[], None] = lambda: None
     rewind: Callable[[], int] | None = None
     has_replica_groups: bool = False
 
@@ -159,7 +160,7 @@ class Guard:
             CorruptWeightsError: gathered weights differ between ranks; raised on all ranks.
         """
         if self.verify_interval and iteration % self.verify_interval == 0:
-            verify_weights(self.sharding, self.run.dims)  # first: corrupt weights would also explain a bad loss
+            self.verify()  # first: corrupt weights would also explain a bad loss
         finite = math.isfinite(loss) and (math.isfinite(norm) or self.dynamic_scale)
         if not self.config.check_for_nan_in_loss_and_grad or finite:
             return math.isfinite(norm) and not self._is_spike(iteration, loss)

@@ -21,7 +21,6 @@ from helpers.training import Case, build_step
 
 from megazpp.optim.clip import GradNorm
 from megazpp.parallel.axis import MeshAxis
-from megazpp.training import anomalies
 from megazpp.training.anomalies import Guard, LossHistory, NotFiniteError, StepReport, describe
 from megazpp.training.batches import BatchConfig, plan_batches
 from megazpp.training.config import AnomalyConfig
@@ -143,10 +142,9 @@ def test_rewind_without_loss_spike_sigma_raises_an_error():
         AnomalyConfig(loss_spike_action="rewind")
 
 
-def test_weights_are_verified_at_the_interval_before_other_checks(monkeypatch):
+def test_weights_are_verified_at_the_interval_before_other_checks():
     verified: list[int] = []
-    watched = Watched(verify_interval=3)
-    monkeypatch.setattr(anomalies, "verify_weights", lambda sharding, dims: verified.append(watched.iteration))
+    watched = Watched(verify_interval=3, verify=lambda: verified.append(watched.iteration))
     assert all(watched.takes(*[1.0] * 8))
     with pytest.raises(NotFiniteError):
         watched.takes(NAN)
