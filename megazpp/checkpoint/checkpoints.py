@@ -35,8 +35,8 @@ from megazpp.checkpoint.read import CheckpointReader, LoadSource, Resumed, Verif
 from megazpp.checkpoint.state import TrainState
 from megazpp.optim.schedule import Schedule, TrainingProgress
 from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.comm_queue import threads_on
 from megazpp.parallel.dims import raise_on_all_ranks
-from megazpp.parallel.host import threads_on
 
 SHARED_LOCK_SECONDS = 600.0  # longest wait for another job that writes a checkpoint to the same folder
 # torch 2.11 and 2.12 close a stager after its first copy, so each save needs a new stager and allocates new memory

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from megazpp.parallel.host import threads_on
+from megazpp.parallel.comm_queue import threads_on
 
 Batch = TypeVar("Batch", bound="tuple[Any, ...]")
 

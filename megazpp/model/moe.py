@@ -36,7 +36,7 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.layer_parts import MLP, LayerSettings, compile_layer, mark_varying
 from megazpp.model.router import Kept, Router, Sizes
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.host import HostCopy
+from megazpp.parallel.comm_queue import HostCopy
 from megazpp.tensor_parallel.layers import Adapter
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import enter_region, exchange_rows, leave_region, take_rows

@@ -26,8 +26,8 @@ import torch
 
 from megazpp.base.program import handling
 from megazpp.optim.schedule import Schedule, TrainingProgress
+from megazpp.parallel.comm_queue import HostCopy
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.host import HostCopy
 from megazpp.parallel.launch import STOP_SIGNALS
 from megazpp.parallel.timeline import STEP, WAIT
 from megazpp.training.batches import BatchPlan

@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megazpp.kernels.block_quant import Feedback, pack, range_table, unpack, unpack_onto, unpack_sum
 from megazpp.kernels.formats import BlockFormat, ByteRange, MessageLayout, align, place_quantized
 from megazpp.kernels.weight_delta import decode, encode, message_bytes, numbers
-from megazpp.parallel.host import HostCopy
+from megazpp.parallel.comm_queue import HostCopy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazpp.data.loader import BatchLoader, MicroBatch, make_micro_batch
-from megazpp.parallel.host import threads_on
+from megazpp.parallel.comm_queue import threads_on
 from megazpp.post_training.batch import PairBatch, RolloutBatch
 
 EOD = 0

@@ -17,7 +17,7 @@ from megazpp.optim.clip import clip_divisor, divide_grads_, global_grad_norm
 from megazpp.optim.config import OptimizerConfig
 from megazpp.optim.optimizer import set_rates_, update_
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.host import HostCopy
+from megazpp.parallel.comm_queue import HostCopy
 from megazpp.training.objective import LanguageModelLoss
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
