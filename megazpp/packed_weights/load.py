@@ -189,11 +189,8 @@ def _open_store(
     # everything that determines the content of the store is part of its name
     part = f"tp{tp.rank}of{tp.size}-part{axis.rank}of{axis.size}"
     key = cache_key(kind="weights-1", checkpoint=checkpoint_digest(source.checkpoint), part=part, layout=repr(plan))
-    path, messages, started = (
-        folder / f"{bits}bits-{part}-{key}.weights",
-        (plan.kept, *plan.streamed),
-        time.perf_counter(),
-    )
+    path, messages = folder / f"{bits}bits-{part}-{key}.weights", (plan.kept, *plan.streamed)
+    started = time.perf_counter()
     if any(files.share_object(files.gather_objects(not path.exists()))):
         load = open_reader()  # all ranks open it together
 

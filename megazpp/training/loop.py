@@ -156,15 +156,12 @@ def train(
                     weight_decay=schedule.weight_decay(progress.scheduled_samples),
                     iteration=iteration,
                 )
-                after_it, met = (
-                    progress._replace(
-                        iteration=iteration,
-                        consumed_samples=progress.consumed_samples + batch_size,
-                        scheduled_samples=progress.scheduled_samples + batch_size,
-                    ),
-                    True,
+                after_it = progress._replace(
+                    iteration=iteration,
+                    consumed_samples=progress.consumed_samples + batch_size,
+                    scheduled_samples=progress.scheduled_samples + batch_size,
                 )
-                final = plan.is_complete(after_it)
+                met, final = True, plan.is_complete(after_it)
                 if synchronize is not None:
                     after_it, met = synchronize(launched, after_it, final)
                     final = plan.is_complete(after_it)
