@@ -27,7 +27,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +35,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
+from megazpp.base.memory import available_bytes
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue, StreamQueue, ThreadQueue, Work
 from megazpp.parallel.dims import ParallelDims, raise_on_all_ranks
@@ -45,11 +45,6 @@ from megazpp.zero.sharding import DeviceStates
 from megazpp.zero.units import Unit
 
 STATES = 4  # fp32 numbers per trained element: gradient, weight and two moments
-# folder, limit, use, and the part of the use that is cache of files, of version 2 and of version 1 of cgroups
-CGROUPS = [
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-]
 NUM_SLOTS = 2  # units that are updated at the same time: one is uploaded while another one is downloaded
 
 
@@ -382,17 +377,6 @@ class HostShard:
         parameters, segments = self.unit.fsdp_parameters, self.unit.segments
         sizes = {index: parameters[index].sharded_param._local_tensor.numel() for index in self._trained}
         return [flat[segments[index].start :][:size] for index, size in sizes.items()]
-
-
-def available_bytes() -> int:
-    """Return the bytes of memory that this machine, or the cgroup of this process, can still give to processes."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    found = [1024 * int(fields["MemAvailable"].split()[0])]
-    for folder, limit, usage, cache in CGROUPS:
-        if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            found.append(int(most) - int((folder / usage).read_text()) + int(stat[cache]))  # the cache can be freed
-    return min(found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,18 +17,17 @@ Legend: B rows of a batch, R rows still in it, T largest number of new tokens, V
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from megazpp.base.memory import available_bytes
 from megazpp.base.program import UserError
 from megazpp.inference.config import SampleConfig
 from megazpp.inference.sample import occurring, pick_rows
@@ -316,14 +315,7 @@ def sequences_that_fit(model: GPTModel, length: int, device: torch.device, *, on
     """
     config, weight = model.config, model.embedding.word.weight
     per_token = 2 * config.layers * (config.query_groups // model.tp.size) * config.head_size * weight.element_size()
-    if device.type == "cuda" and not on_host:
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        try:
-            fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-            free = 1024 * int(fields["MemAvailable"].split()[0])
-        except (OSError, KeyError, ValueError):  # not on Linux: use the total memory
-            free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" and not on_host else available_bytes()
     return min(max(free // 2 // (per_token * length), 1), MOST_SEQUENCES)
 
 
