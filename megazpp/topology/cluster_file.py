@@ -42,7 +42,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 
@@ -52,9 +52,10 @@ from megazpp.base.launcher import find_launcher
 from megazpp.base.program import in_words
 from megazpp.topology.cluster import CALIBRATION_NAMES, LINK_KINDS, Cluster, Device, Host, Link, Links, nested_sizes
 
+T = TypeVar("T", Device, Host)
 KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device", "host")
-DEVICE_FIGURES = ("teraflops", "gigabytes", "gigabytes_per_second")
-OPTIONAL_FIGURES = ("price_per_hour", "encode_gigabytes_per_second", "decode_gigabytes_per_second")
+TEXTS = ("name", "source", "calibration")  # keys of devices and hosts that are not numbers
+CODER_RATES = {"encode_gigabytes_per_second", "decode_gigabytes_per_second"}
 LINK_KEYS = ("gigabytes_per_second", "gigabits_per_second", "microseconds", "source")
 
 
@@ -233,8 +234,8 @@ def _cluster(content: Any, *, source: str) -> Cluster:
         given = _mapping("links", top["links"], LINK_KINDS)
         links = Links(**{kind: _link(f"links.{kind}", given[kind], source) for kind in given})
     nodes, per_node, domain = whole["nodes"], whole["ranks_per_node"], whole.get("fast_domain")
-    device = _device(top["device"], source) if "device" in top else None
-    host = _host(top["host"], source) if "host" in top else None
+    device = _figures("device", top["device"], Device, source) if "device" in top else None
+    host = _figures("host", top["host"], Host, source) if "host" in top else None
     cluster = Cluster(
         num_nodes=nodes, ranks_per_node=per_node, domain_size=domain, links=links, device=device, host=host
     )
@@ -269,26 +270,17 @@ def _link(where: str, value: Any, source: str) -> Link:
     return Link(speed / 8 if speeds[0] == "gigabits_per_second" else speed, latency, source)
 
 
-def _device(value: Any, source: str) -> Device:
-    """Convert the mapping under the key device."""
-    needed = ("name", *DEVICE_FIGURES)
-    given = _mapping("device", value, (*needed, *OPTIONAL_FIGURES, "calibration", "source"), needed=needed)
-    keys = (*DEVICE_FIGURES, *OPTIONAL_FIGURES)
-    figures = {key: _number(f"device.{key}", given[key]) for key in keys if key in given}
-    if len(figures.keys() & set(OPTIONAL_FIGURES[1:])) == 1:
-        raise ValueError(f"device: {' and '.join(OPTIONAL_FIGURES[1:])} are only given together")
-    calibration = given.get("calibration")
-    if calibration is not None and str(calibration) not in CALIBRATION_NAMES:
-        raise ValueError(f"device.calibration {shown(calibration)} is not one of {', '.join(CALIBRATION_NAMES)}")
-    return Device(str(given["name"]), **figures, source=str(given.get("source", source)), calibration=calibration)
-
-
-def _host(value: Any, source: str) -> Host:
-    """Convert the mapping under the key host."""
-    figures = ("gigabytes", "gigabytes_per_second")
-    given = _mapping("host", value, (*figures, "source"), needed=figures)
-    size, rate = (_number(f"host.{key}", given[key]) for key in figures)
-    return Host(size, rate, str(given.get("source", source)))
+def _figures(where: str, value: Any, kind: type[T], source: str) -> T:
+    """Convert the mapping under the key `where` to a `Device` or a `Host`; all keys but `TEXTS` are numbers."""
+    needed = [key for key in kind._fields if key not in kind._field_defaults]
+    given = {"source": source} | _mapping(where, value, kind._fields, needed=needed)
+    if "calibration" in given and str(given["calibration"]) not in CALIBRATION_NAMES:
+        known = f"is not one of {', '.join(CALIBRATION_NAMES)}"
+        raise ValueError(f"{where}.calibration {shown(given['calibration'])} {known}")
+    if len(given.keys() & CODER_RATES) == 1:
+        raise ValueError(f"{where}: {' and '.join(sorted(CODER_RATES, reverse=True))} are only given together")
+    read: Any = {key: str(x) if key in TEXTS else _number(f"{where}.{key}", x) for key, x in given.items()}
+    return kind(**read)
 
 
 def _mapping(where: str, value: Any, keys: Collection[str], *, needed: Collection[str] = ()) -> dict[str, Any]:
