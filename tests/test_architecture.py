@@ -37,9 +37,8 @@ planner
 post_training
 """  # folders by layer, the lowest first
 LAYER = {f"megazpp.{name}": layer for layer, names in enumerate(LAYERS.strip().splitlines()) for name in names.split()}
-COLLECTIVES = re.compile(
-    r"dist\.(all_|reduce|broadcast|gather|scatter|send|recv|isend|irecv|batch_isend|all_to_all|new_group|new_subgroups)"
-)
+COLLECTIVES = re.compile(r"dist\.(all_|reduce|broadcast|gather|scatter|send|recv|isend|irecv|batch_isend|all_to_all)")
+NEW_GROUPS = re.compile(r"dist\.(new_group|new_subgroups|split_group)")
 
 
 class File(NamedTuple):
@@ -211,6 +210,7 @@ def test_three_folders_import_fsdp2_and_only_axis_calls_collectives(library):
     fsdp2 = {file.folder for file in library if any("fsdp" in target for target, _ in file.imports)}
     assert fsdp2 == {"megazpp.zero", "megazpp.host_states", "megazpp.drop_in"}
     assert [file.name for file in library if COLLECTIVES.search(file.text)] == ["megazpp.parallel.axis"]
+    assert [file.name for file in library if NEW_GROUPS.search(file.text)] == ["megazpp.parallel.groups"]
 
 
 def test_modules_have_no_mutable_state(library):

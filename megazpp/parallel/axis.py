@@ -15,21 +15,18 @@ code calls the methods directly.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megazpp.parallel.comm_queue import CommQueue, StreamQueue, ThreadQueue
-from megazpp.parallel.environment import uses_nccl
 from megazpp.parallel.timeline import Timeline
 
 
@@ -354,60 +351,6 @@ _all_to_all_operator = define_operator(
     lambda x, axis: axis_of_key(axis).all_to_all(x),
     lambda x, axis: x.new_empty(x.shape),
 )
-
-
-def make_group(
-    partition: Sequence[tuple[int, ...]], name: str, options: Any = None, *, backend: str | None = None
-) -> dist.ProcessGroup:
-    """Create a process group for each part of a partition of all ranks, and return the group of this rank's part.
-
-    Collectives of the groups have the timeout of the default process group. Every rank calls this function with the
-    same parts in the same order. Parts whose ranks do not ascend need a torch whose `new_group` has the argument
-    `sort_ranks` (2.13), see `can_order_groups`.
-
-    Args:
-        partition: disjoint parts that cover all ranks. Rank i of a group is the i-th rank of its part.
-        name: description of the groups, `group_desc` in torch.
-        options: the back end's options for this rank's group, for instance ProcessGroupNCCL.Options.
-        backend: back end of the groups; None uses the default process group's.
-    Returns:
-        A new group, or the default group if this rank's part is all ranks in ascending order and neither `options` nor
-        `backend` is given.
-    """
-    mine = next(ranks for ranks in partition if dist.get_rank() in ranks)
-    ascending = all(list(ranks) == sorted(ranks) for ranks in partition)
-    world, nccl = dist.group.WORLD, uses_nccl()
-    assert world is not None
-    if options is backend is None and mine == tuple(range(dist.get_world_size())):
-        return world
-    timeout = default_timeout(world)
-    if options is not None and timeout is not None:
-        options._timeout = timeout
-    if len(mine) == 1:
-        # A group of one rank sends nothing, so it needs no NCCL communicator. The other ranks need not take part.
-        own = "gloo" if nccl else None
-        return dist.new_group(list(mine), timeout=timeout, backend=own, group_desc=name, use_local_synchronization=True)
-    if backend is None and ascending and nccl and world.bound_device_id is not None:
-        # Split into all parts in one call. Each split is a collective over all ranks, so a thousand separate ones would
-        # take about a minute.
-        parts = [list(ranks) for ranks in partition]
-        group = dist.split_group(split_ranks=parts, timeout=timeout, pg_options=options, group_desc=name)
-        assert group is not None, "split_group returned no group, although this rank is in one of the parts"
-        return group
-    settings: dict[str, Any] = {"backend": backend, "timeout": timeout, "pg_options": options, "group_desc": name}
-    settings |= {} if ascending else {"sort_ranks": False}
-    return [dist.new_group(list(ranks), **settings) for ranks in partition][partition.index(mine)]
-
-
-def default_timeout(world: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout of the default process group's collectives, which no new group inherits; None if unknown."""
-    options = (getattr(world._get_backend(device), "options", None) for device in world._device_types)
-    return next((each._timeout for each in options if each is not None), None)
-
-
-def can_order_groups() -> bool:
-    """Return True if torch can create groups whose ranks are in any order. Versions before 2.13 sort the ranks."""
-    return "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
 # torch 2.13 renamed these two functions. torch 2.11 and 2.12 have only the old names.

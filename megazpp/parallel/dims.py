@@ -1,6 +1,6 @@
 """The device mesh of a layout, and this rank's mesh axes.
 
-Only this file creates process groups, and drop_in/dims.py for models of other programs.
+Only this file decides which process groups exist, and drop_in/dims.py for models of other programs.
 
 | axis          | ranks along it                                | data communicated                         |
 |---------------|-----------------------------------------------|-------------------------------------------|
@@ -37,15 +37,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megazpp.base.files import DamagedError
 from megazpp.base.program import in_words
-from megazpp.parallel.axis import (
-    MeshAxis,
-    TrafficCounter,
-    can_order_groups,
-    make_group,
-)
+from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.comm_queue import CommQueue
 from megazpp.parallel.config import NcclConfig, ParallelConfig
-from megazpp.parallel.environment import axis_options, check_connections, order_launches
+from megazpp.parallel.groups import axis_options, can_order_groups, make_group, order_launches
 from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout
@@ -92,7 +87,6 @@ class ParallelDims:
         dense: ParallelDims | None = None,
     ) -> None:
         if device_type == "cuda":
-            check_connections()
             order_launches(layout)
         self.layout, self._nccl, self._threads, self._dense = layout, nccl or NcclConfig(), threads, dense
         if dense is None:

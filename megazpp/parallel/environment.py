@@ -1,4 +1,4 @@
-"""Environment variables for CUDA, PyTorch, Triton and NCCL, and the NCCL options of each process group.
+"""Environment variables for CUDA, PyTorch, Triton and NCCL.
 
 CUDA, PyTorch's allocator, Triton and NCCL read these variables once, so they are set before the first use:
 
@@ -17,18 +17,6 @@ CUDA, PyTorch's allocator, Triton and NCCL read these variables once, so they ar
 |                               |                            | them in the host's order                            |
 
 Values that the user has set are kept, except the first.
-
-| group         | priority | channels  | reason                                                                       |
-|---------------|----------|-----------|------------------------------------------------------------------------------|
-| tp, cp        | high     | NCCL's    | the next matmul waits for it, several times per layer                        |
-| local         | high     | NCCL's    | the next layer waits for it. The same holds for shard inside one node        |
-| cross         | normal   | from flag | it has a whole step to finish, and should leave SMs to the matmuls meanwhile |
-| replica_group | normal   | from flag | the same as cross, with several steps to finish                              |
-| others        | normal   | NCCL's    | ZeRO's ring over all data ranks, all-reduces between copies                  |
-
-"From flag" is --nccl-cross-max-ctas. Since torch 2.8 a blocking collective runs on the caller's stream. A hop's caller
-is its communication queue, whose stream has the same priority (comm_queue.py). The process group's own stream runs only
-asynchronous collectives, and a training step has none.
 """
 
 from __future__ import annotations
@@ -38,24 +26,18 @@ import stat
 import tempfile
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-
-from megazpp.parallel.config import NcclConfig
-from megazpp.topology.layout import AXES, Layout
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # current name, older names
 TRITON = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_CACHE_MANAGER")  # each selects where compiled kernels are cached
-LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
 def prepare_environment(env: MutableMapping[str, str] = os.environ) -> tuple[str, ...]:
     """Set the variables for CUDA, PyTorch's allocator and Triton, if torch is built with CUDA.
 
-    Call this before the first use of CUDA. `order_launches` sets NCCL's variable, which depends on the layout.
+    Call this before the first use of CUDA. NCCL's variable depends on the layout; `order_launches` (groups.py) sets it.
 
     Args:
         env: environment to change.
@@ -105,39 +87,3 @@ def node_folder(name: str) -> Path | None:
             problem = "must be a folder that only this user can access, because compiled kernels are loaded from it"
             raise ValueError(f"{folder} {problem}; remove it, or set {TRITON[0]}")
     return own / name
-
-
-def order_launches(layout: Layout, env: MutableMapping[str, str] = os.environ) -> None:
-    """Set NCCL_LAUNCH_ORDER_IMPLICIT=1 if several axes have more than one rank. Call before the first collective.
-
-    NCCL then starts collectives of different groups in the host's launch order, so they cannot deadlock.
-
-    Args:
-        layout: sizes of the axes.
-        env: environment to change. An existing value is kept.
-    """
-    # The axis over replica groups counts as well: its messages run at the same time as collectives of all ranks.
-    if layout.replica_group > 1 or sum(layout.axis_size(axis) > 1 for axis in AXES) > 1:
-        env.setdefault(LAUNCH_ORDER, "1")
-
-
-def uses_nccl() -> bool:
-    """Return True if the default process group uses NCCL: "nccl", or torch 2.15's "nccl2", "nccl-lazy", "nccl-legacy".
-
-    All of them take ProcessGroupNCCL.Options.
-    """
-    return dist.get_backend().startswith("nccl")
-
-
-def axis_options(axis: str, layout: Layout, config: NcclConfig) -> Any:
-    """Return new `pg_options` for one group of `axis`, None with gloo and for an axis of one rank.
-
-    The group keeps and modifies the object, so each group needs a separate one.
-    """
-    if not uses_nccl() or layout.axis_size(axis) == 1:
-        return None
-    inside = axis in ("tp", "cp", "local") or (axis == "shard" and layout.cross == 1)
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=inside and config.nccl_high_priority)
-    if axis in ("cross", "replica_group") and config.nccl_cross_max_ctas is not None:
-        options.config.max_ctas = config.nccl_cross_max_ctas
-    return options

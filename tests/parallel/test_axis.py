@@ -1,15 +1,13 @@
 """Test a mesh axis: its collectives, their counted bytes, its process group and its communication queue."""
 
 import threading
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import ranks
 
-from megazpp.parallel.axis import MeshAxis, _reduce_scatter_single, make_group
+from megazpp.parallel.axis import MeshAxis, _reduce_scatter_single
 from megazpp.parallel.comm_queue import CommQueue, StreamQueue, ThreadQueue, Work
 from megazpp.parallel.config import ParallelConfig
 from megazpp.parallel.dims import ParallelDims, plan_dims
@@ -85,39 +83,6 @@ def send_under_way() -> int:
 
 def test_paused_counter_ignores_only_collectives_submitted_meanwhile():
     assert ranks(2).run(send_under_way) == [16 + 32] * 2
-
-
-@pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-lazy"])  # names of torch 2.15
-@pytest.mark.parametrize(("partition", "bound", "expected", "calls"), [
-    ([(0, 2), (1, 3)], True, "split", [[[0, 2], [1, 3]]]),  # one call for all groups of an axis
-    ([(0, 1), (2, 3)], False, [2, 3], [[0, 1], [2, 3]]),
-    ([(0, 1), (3, 2)], True, [3, 2], [[0, 1], [3, 2]]),  # split_group would sort the ranks
-    ([(0,), (1,), (2,), (3,)], True, [2], [[2]]),
-    ([(0, 1, 2, 3)], True, "world", []),
-])  # fmt: skip
-def test_nccl_groups_are_split_in_one_call_if_possible(partition, bound, expected, calls, backend, monkeypatch):
-    """Checked on rank 2 of 4. One rank alone gets no communicator, and all ranks reuse the default group."""
-    called: list[Any] = []
-
-    def split_group(*, split_ranks, timeout, pg_options, group_desc):
-        called.append(split_ranks)
-        return "split"
-
-    def new_group(ranks, **options):
-        called.append(ranks)
-        assert options.get("use_local_synchronization", False) == (len(ranks) == 1)
-        assert options["backend"] == ("gloo" if len(ranks) == 1 else None)
-        assert options.get("sort_ranks", True) == all(list(part) == sorted(part) for part in partition)
-        return ranks
-
-    world = SimpleNamespace(bound_device_id="cuda:2" if bound else None, _device_types=[])
-    for fake in (split_group, new_group):
-        monkeypatch.setattr(dist, fake.__name__, fake)
-    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
-    for name, answer in {"get_backend": backend, "get_rank": 2, "get_world_size": 4}.items():
-        monkeypatch.setattr(dist, name, lambda answer=answer: answer)
-    assert make_group(partition, "tp", "options" if calls else None) == (world if expected == "world" else expected)
-    assert called == calls
 
 
 # ---- queues ---------------------------------------------------------------------------------------------------------

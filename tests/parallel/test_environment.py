@@ -1,31 +1,22 @@
-"""Test the environment variables that are set for CUDA, Triton and NCCL, and NCCL's options, on a faked CUDA build."""
+"""Test the environment variables that are set for CUDA and Triton, on a faked CUDA build."""
 
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megazpp.parallel import environment
-from megazpp.parallel.config import NcclConfig
 from megazpp.parallel.environment import (
     ALLOCATOR,
     CONNECTIONS,
-    LAUNCH_ORDER,
     TRITON,
-    axis_options,
     check_connections,
     node_folder,
-    order_launches,
     prepare_environment,
 )
 from megazpp.run.start import distributed_program
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import Layout
-from megazpp.topology.plan import plan_layout
 
 
 @pytest.fixture(autouse=True)
@@ -89,56 +80,3 @@ def test_noexec_temp_folder_or_cpu_build_keeps_variables_unset(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     assert prepare_environment(env := {CONNECTIONS: "1"}) == ()
     assert env == {CONNECTIONS: "1"}
-
-
-# ---- NCCL -----------------------------------------------------------------------------------------------------------
-
-
-def layout(nodes: int = 2, tp: int = 2, ranks: int = 4, num_replica_groups: int = 1) -> Layout:
-    return plan_layout(
-        Cluster(num_nodes=nodes, ranks_per_node=ranks), tp=tp, replicas=1, num_replica_groups=num_replica_groups
-    )
-
-
-FLAGS = NcclConfig(nccl_high_priority=False, nccl_cross_max_ctas=8)
-PRIORITIES = [  # axis, nodes, flags, expected high priority, expected options
-    ("tp", 2, NcclConfig(), True, {}),
-    ("local", 2, NcclConfig(), True, {}),
-    ("cross", 2, NcclConfig(), False, {}),
-    ("shard", 2, NcclConfig(), False, {}),  # plain ZeRO's ring, which is bound by both NVLink and the network
-    ("shard", 1, NcclConfig(), True, {}),
-    ("cross", 2, FLAGS, False, {"max_ctas": 8}),
-    ("tp", 2, FLAGS, False, {}),
-]
-
-
-@pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-lazy"])  # names of torch 2.15
-def test_node_groups_have_high_priority_and_flags_reach_their_axes(backend, monkeypatch):
-    def options(is_high_priority_stream=False):
-        return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
-    monkeypatch.setattr(dist, "get_backend", lambda: backend)
-    for axis, nodes, config, first, own in PRIORITIES:
-        made, another = (axis_options(axis, layout(nodes), config) for _ in range(2))
-        assert (made.is_high_priority_stream, vars(made.config)) == (first, own), (axis, nodes, config)
-        assert made is not another
-    assert axis_options("tp", layout(tp=1), NcclConfig()) is None  # one rank needs no options
-    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    assert axis_options("tp", layout(), NcclConfig()) is None
-
-
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
-def test_nccl_options_of_torch_accept_every_setting(monkeypatch):
-    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    assert axis_options("cross", layout(), FLAGS).config.max_ctas == 8
-    assert axis_options("tp", layout(), NcclConfig()).is_high_priority_stream
-
-
-def test_launch_order_is_enforced_if_several_axes_have_ranks():
-    tp_alone = layout(1, 4)
-    for on in (layout(), tp_alone, layout(1, 2), layout(2, 1, ranks=1, num_replica_groups=2)):
-        order_launches(on, env := {})
-        assert env == ({} if on is tp_alone else {LAUNCH_ORDER: "1"}), on
-        order_launches(on, env := {LAUNCH_ORDER: "0"})
-        assert env == {LAUNCH_ORDER: "0"}
