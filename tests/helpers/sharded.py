@@ -6,7 +6,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.dims import ParallelDims, plan_dims
+from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.plan import plan_dims
 from megazpp.topology.cluster import Cluster
 
 # name: (shape, tp placement); dim 0 of `single` has one row, so most of its shards are empty

@@ -16,7 +16,7 @@ from helpers.training import LLAMA_STYLE, MIXTURE_STYLE, Case
 from megazpp.host_states import memory
 from megazpp.host_states.memory import HostMemory
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.dims import plan_dims
+from megazpp.parallel.plan import plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.plan import plan_comm

@@ -17,7 +17,8 @@ from torch import nn
 from megazpp.checkpoint.parts import SecondaryPartition
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.dims import ParallelDims, plan_dims
+from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.plan import plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.plan import plan_comm

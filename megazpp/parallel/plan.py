@@ -1,0 +1,69 @@
+"""The layout of ranks that the flags of parallelism request on a cluster."""
+
+from __future__ import annotations
+
+import torch
+
+from megazpp.parallel.config import ParallelConfig
+from megazpp.parallel.groups import can_order_groups
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import Layout
+from megazpp.topology.plan import plan_layout
+
+
+def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, num_replica_groups: int = 1) -> Layout:
+    """Return the layout of ranks that the flags request on `cluster`.
+
+    Args:
+        config: parallel degrees.
+        cluster: nodes and ranks of the job.
+        zero_stage: ZeRO stage, 0 to 3. Stage 0 shards nothing, so every data rank is a replica.
+        num_replica_groups: number of DiLoCo's replica groups, which each train a copy of the model.
+    Raises:
+        ValueError: flags do not fit the cluster or each other, or torch is too old for the order of the ranks.
+    """
+    # A replica group of DiLoCo has one sharded copy, so flags that ask for several copies conflict with it.
+    instances, tp = config.num_distributed_optimizer_instances, config.tensor_model_parallel_size
+    copies = "--hsdp" if config.hsdp else f"--num-distributed-optimizer-instances {instances}"
+    if num_replica_groups > 1 and (config.hsdp or instances > 1 or zero_stage == 0):
+        asked = copies if config.hsdp or instances > 1 else "--zero-stage 0"
+        raise ValueError(
+            f"{asked} cannot be combined with --diloco-steps: a replica group has one copy of the model, sharded "
+            "over its ranks"
+        )
+
+    # --hsdp fixes the number of copies.
+    if config.hsdp and instances not in (1, cluster.num_local_domains):
+        raise ValueError(
+            f"--hsdp makes one copy per node ({cluster.num_local_domains} copies), but "
+            f"--num-distributed-optimizer-instances asks for {instances}; give one of the two flags"
+        )
+    if config.hsdp and tp > cluster.local_domain_size:
+        raise ValueError(
+            f"--hsdp makes one copy per node of {cluster.local_domain_size} ranks, but --tensor-model-parallel-size "
+            f"{tp} spreads a copy over several nodes"
+        )
+
+    # Stage 0 replicates the model on every data rank.
+    replicas = cluster.num_local_domains if config.hsdp else instances
+    if zero_stage == 0:
+        if replicas != 1:
+            raise ValueError(f"{copies} needs --zero-stage 1 or more: stage 0 shards nothing")
+        replicas = cluster.world_size // max(tp, 1)
+
+    # Fit the degrees onto the cluster, and check that torch can create the groups.
+    layout = plan_layout(
+        cluster,
+        tp=tp,
+        replicas=max(replicas, 1),
+        num_replica_groups=num_replica_groups,
+        cp=config.context_parallel_size,
+        cp_across=config.allow_cp_across_nodes,
+        ep=config.expert_model_parallel_size,
+    )
+    if not can_order_groups() and not layout.groups_ascend:
+        raise ValueError(
+            f"torch {torch.__version__} cannot create process groups for this placement of ranks (its new_group has no "
+            "sort_ranks); use torch 2.13 or newer, or let the launcher number the ranks node by node"
+        )
+    return layout
