@@ -406,7 +406,8 @@ class HostedUnit(Unit):
         """Return the whole gradients of the parameters `indices` that are not reduced yet, and clear them."""
         found = []
         for p in [self.fsdp_parameters[index] for index in indices]:
-            if p.unsharded_accumulated_grad is not None:
+            in_grad = isinstance(getattr(type(p), "unsharded_accumulated_grad", None), property)  # since torch 2.15
+            if not in_grad and p.unsharded_accumulated_grad is not None:
                 found.append(p.unsharded_accumulated_grad_data)
                 p.unsharded_accumulated_grad = None
             else:
