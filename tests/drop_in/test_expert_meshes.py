@@ -1,5 +1,6 @@
 """Compare `megazpp.zeropp` with plain FSDP2 on mixtures whose experts are sharded over another mesh than the rest."""
 
+import functools
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,8 +16,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint
 
 import megazpp
@@ -117,14 +119,57 @@ class Mixture(nn.Module):
         return self.output(x)
 
 
-def wrap(model: Mixture, recipe: str, ep: int, **fsdp: Any) -> None:
-    """Shard as transformers does ("apart": a separate `fully_shard` of experts), or as torchtitan ("together")."""
+def use_local(module: nn.Module) -> None:
+    """Let a module compute with local tensors, as torchtitan's do whose parameters are DTensors on all mesh dims."""
+    forward = module.forward
+
+    def call(*args: Any) -> Any:
+        """Run the module's own forward. Gradients of the data-parallel ranks are summed by FSDP2."""
+        own = dict(module.named_parameters(recurse=False))
+        parts = {name: [Partial() if p.is_replicate() else p for p in own[name].placements] for name in own}
+        whole = {name: own[name].to_local(grad_placements=parts[name]) for name in own}
+        with _reparametrize_module(module, whole):
+            return forward(*args)
+
+    module.forward = call  # type: ignore[method-assign]
+
+
+@functools.cache
+def meshes(ep: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return the meshes of dense layers and of experts, once per process: `fully_shard` compares their identity."""
     dense = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fsdp",))
-    sparse = init_device_mesh("cpu", (RANKS // ep, ep), mesh_dim_names=("efsdp", "ep"))
+    return dense, init_device_mesh("cpu", (RANKS // ep, ep), mesh_dim_names=("efsdp", "ep"))
+
+
+def wrap(model: Mixture, recipe: str, ep: int, **fsdp: Any) -> None:
+    """Shard a model by the recipe of a framework.
+
+    Args:
+        model: the model.
+        recipe: "apart" for transformers, which calls `fully_shard` for the experts; "together" for torchtitan with
+            `partial_dtensor`; "spmd" for torchtitan's default, `spmd_types`, where all parameters are DTensors on all
+            mesh dims.
+        ep: expert-parallel degree.
+        fsdp: further arguments of `fully_shard`.
+    """
+    dense, sparse = meshes(ep)
+    if recipe == "spmd":
+        from torch.distributed.fsdp import DataParallelMeshDims
+
+        fsdp["dp_mesh_dims"] = DataParallelMeshDims(shard="fsdp")
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                mesh, placed = (
+                    (sparse, [Replicate(), Shard(0)]) if isinstance(module, Experts) else (dense, [Replicate()])
+                )
+                split = distribute_tensor(parameter.detach(), mesh, placed)
+                setattr(module, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+            if next(module.parameters(recurse=False), None) is not None:
+                use_local(module)
     for block in model.blocks:
         experts = block.experts
         experts.mesh = sparse["ep"]
-        for name, parameter in list(experts.named_parameters()):
+        for name, parameter in list(experts.named_parameters()) if recipe != "spmd" else ():
             split = distribute_tensor(parameter.detach(), sparse["ep"], [Shard(0)])
             setattr(experts, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
         if recipe == "apart":
@@ -135,6 +180,11 @@ def wrap(model: Mixture, recipe: str, ep: int, **fsdp: Any) -> None:
 
             of_experts = set(experts.parameters())
             info = {True: FSDPMeshInfo(sparse["efsdp"], shard_mesh_dim=0), False: FSDPMeshInfo(dense, shard_mesh_dim=0)}
+            if recipe == "spmd":
+                from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+
+                info = {True: _get_mesh_info(sparse, DataParallelMeshDims(shard="efsdp"))}
+                info[False] = _get_mesh_info(dense, fsdp["dp_mesh_dims"])
 
             def place(parameter: nn.Parameter, of: Any = of_experts, info: Any = info) -> Any:
                 return ShardPlacementResult(Shard(0), info[parameter in of])
@@ -144,7 +194,7 @@ def wrap(model: Mixture, recipe: str, ep: int, **fsdp: Any) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            several = recipe == "together" or not isinstance(module, Experts) or ep < RANKS
+            several = recipe != "apart" or not isinstance(module, Experts) or ep < RANKS
             module.set_force_sum_reduction_for_comms(several)  # forced sums of one rank are divided twice
 
 
@@ -222,7 +272,7 @@ def like_fsdp2(case: dict[str, Any], tolerance: float) -> None:
 RECIPES = ("apart", "together") if hasattr(torch.distributed.fsdp, "DataParallelMeshDims") else ("apart",)
 
 
-@pytest.mark.parametrize("recipe", [*map(slow, RECIPES[:-1]), RECIPES[-1]])
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
     ("case", "tolerance"),
     [
@@ -244,6 +294,14 @@ RECIPES = ("apart", "together") if hasattr(torch.distributed.fsdp, "DataParallel
 def test_experts_train_as_in_plain_fsdp2(case, tolerance, recipe):
     """Sums run in another order."""
     ranks(RANKS).run(like_fsdp2, {**case, "recipe": recipe}, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(RECIPES) == 1, reason="needs torch 2.13")
+@pytest.mark.parametrize("case", [{"accumulate": 2, "signal": "sync"}, {"accumulate": 2}, {"idle": True}], ids=str)
+def test_experts_train_as_in_plain_fsdp2_with_parameters_on_all_mesh_dims(case):
+    """torchtitan's default, `spmd_types`, makes all parameters DTensors on all mesh dims."""
+    ranks(RANKS).run(like_fsdp2, {**case, "recipe": "spmd"}, 1e-5)
 
 
 def crossed_bytes(kind: str, case: dict[str, Any]) -> tuple[int, list[str]]:
