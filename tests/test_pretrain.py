@@ -267,7 +267,7 @@ def test_help_and_print_config_print_and_start_nothing(main, capfd):
 
 PLANNED = f"@configs/gpt_tiny.args --bf16 --seq-length 16 --cluster-file {ROOT}/configs/clusters/two_laptops.yaml"
 REFUSED = """
---no-such-flag 3 --train-iter 4 | --no-such-flag is not a flag | did you mean --train-iters?
+--no-such-flag 3 --train-iter 4 | --no-such-flag is not a flag | did you mean --train-iters or --train-samples?
 --train-iters 0x | --train-iters
 --log-interval 0 | --log-interval 0
 --tensor-model-parallel-size 3 | --tensor-model-parallel-size 3

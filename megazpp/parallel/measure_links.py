@@ -32,7 +32,7 @@ from megazpp.topology.cluster import LINK_KINDS, MEASURED, Device, Link, LinkKin
 
 REPEATS = 5  # timed all-gathers per size
 SMALL_BYTES = 256  # bytes per rank of the small all-gather, few enough that its time is only latency
-COPIED_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}  # more than the caches of a core hold
+COPIED_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # more than the caches of a core or of a GPU hold
 PRODUCT_FLOPS = {"cpu": 5e8, "cuda": 2e12}  # fewest operations per timing of products, about 0.03 s or less
 LARGE_TOTAL_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # largest all-gather; 256 MiB: 5 ms at 50 GB/s
 TRIAL_TOTAL_BYTES = 256 << 10  # all-gather whose time determines the size of the large one; more than a burst holds
@@ -117,17 +117,15 @@ def measure_device(
         lr: learning rate, by which a lossless delta changes its weights.
         name: name of the device.
     """
-    sizes = (tokens, hidden), (4 * hidden, hidden)
-    x, weight = (torch.linspace(-1, 1, m * n, device=device).to(dtype).view(m, n) for m, n in sizes)
     flops = 2.0 * tokens * hidden * 4 * hidden
     repeats = max(1, round(PRODUCT_FLOPS[device.type] / flops))
-    source = torch.zeros(COPIED_BYTES[device.type] // 4, device=device)
-    target = torch.empty_like(source)
     with dims.counter.paused():
-        product = _time(lambda: [functional.linear(x, weight) for _ in range(repeats)], dims.world, device)
-        copy = _time(lambda: target.copy_(source), dims.world, device)
+        product = _time_products(dims.world, device, dtype, tokens, hidden, repeats)
+        copy = _time_copy(dims.world, device)
         deltas = _measure_deltas(dims.world, device, dtype, lr) if device.type == "cpu" and dtype.itemsize == 2 else {}
     if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)  # the peak of a run is that of its training
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // dims.layout.cluster.ranks_per_node
@@ -140,6 +138,27 @@ def measure_device(
         calibration=MEASURED,
         **deltas,
     )
+
+
+def _time_products(
+    world: MeshAxis, device: torch.device, dtype: torch.dtype, tokens: int, hidden: int, repeats: int
+) -> float:
+    """Return the seconds of `repeats` products, each of [tokens, hidden] and [hidden, 4 hidden]."""
+    sizes = (tokens, hidden), (4 * hidden, hidden)
+    x, weight = (torch.linspace(-1, 1, m * n, device=device).to(dtype).view(m, n) for m, n in sizes)
+
+    def multiply() -> None:
+        for _ in range(repeats):
+            functional.linear(x, weight)
+
+    return _time(multiply, world, device)
+
+
+def _time_copy(world: MeshAxis, device: torch.device) -> float:
+    """Return the seconds of a copy of COPIED_BYTES."""
+    source = torch.zeros(COPIED_BYTES[device.type] // 4, device=device)
+    target = torch.empty_like(source)
+    return _time(lambda: target.copy_(source), world, device)
 
 
 def _measure_deltas(world: MeshAxis, device: torch.device, dtype: torch.dtype, lr: float) -> dict[str, float]:

@@ -107,7 +107,7 @@ def test_auto_weight_delta_follows_dtype_memory_and_step_time():
     lossless, int8, fp32 = "lossless deltas, because ", "int8 blocks, because ", "@configs/gpt_tiny.args"
     fast = Links(domain=Link(0.01), network=Link(100000.0, microseconds=0.1))
     small = DEVICE._replace(gigabytes=0.001)
-    alike = Links(domain=Link(10.0), network=Link(0.1))
+    alike = Links(domain=Link(10.0), network=Link(0.03))
     slow, quick = (
         DEVICE._replace(encode_gigabytes_per_second=rate, decode_gigabytes_per_second=rate) for rate in (0.01, 10.0)
     )
