@@ -174,7 +174,7 @@ class Coordinator:
             channel.send({"refused": str(error), "passes": error.passes})
             self._say(f"refused group {name}: {error}")
             return
-        channel.set_timeout(HEARTBEAT_SECONDS)
+        channel.set_timeout(2 * HEARTBEAT_SECONDS)  # a silent group is declared out before this
         try:
             while True:
                 report = channel.receive()
