@@ -58,7 +58,7 @@ INSTEAD = [
         r"mkdir -p \1 && cp configs/clusters/two_laptops.yaml \1/cluster.yaml",
     ),
     (r"^python pretrain_gpt.py --nnodes (.*?)( \.\.\.)?$", r"python pretrain_gpt.py --nnodes \1 --print-config"),
-    (r"^python tools/coordinate.py.*", r"\g<0> --help"),
+    (r"^python tools/(coordinate.py|report.py .*--rounds).*", r"\g<0> --help"),
     (r"@run7.args", f"@configs/gpt_125m.args {DATA} --global-batch-size 384 --train-iters 1000"),
     (r"^python -m pytest$", ""),
     (r"^python -m pytest (\S+).*", rf"test -e {ROOT}/\1"),

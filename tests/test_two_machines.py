@@ -183,7 +183,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", chosen({name: name for name in MISTAKES}, slow=("a typo", "another version")))
+@pytest.mark.parametrize("mistake", chosen({name: name for name in MISTAKES}, slow=("another version",)))
 def test_mistake_on_the_second_machine_is_printed_on_both(machines, tmp_path, mistake):
     flags, message = MISTAKES[mistake]
     if mistake == "another version":
@@ -225,7 +225,7 @@ CUTS: dict[str, tuple[str, Callable[[Machine], None], tuple[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("moment", chosen({name: name for name in CUTS}, slow=("before the start", "in training")))
+@pytest.mark.parametrize("moment", chosen({name: name for name in CUTS}, slow=("in training",)))
 def test_cable_that_is_pulled_ends_both_machines_with_a_reason(machines, cluster, moment):
     flags, reach, (first, second) = CUTS[moment]
     if moment == "before the start":

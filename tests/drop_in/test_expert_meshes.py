@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.ranks import ranks
-from helpers.tiers import slow
+from helpers.tiers import nightly, slow
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -272,7 +272,7 @@ def like_fsdp2(case: dict[str, Any], tolerance: float) -> None:
 RECIPES = ("apart", "together") if hasattr(torch.distributed.fsdp, "DataParallelMeshDims") else ("apart",)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*map(nightly, RECIPES[:-1]), RECIPES[-1]])
 @pytest.mark.parametrize(
     ("case", "tolerance"),
     [

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.frameworks import CHECKPOINTS, FRAMEWORKS, SCENARIOS, compare, is_installed
 from helpers.ranks import Ranks, ranks
+from helpers.tiers import nightly
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +43,7 @@ def test_framework_training_matches_plain_fsdp2(framework, scenario, workers):
             assert sent > 0
 
 
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", nightly("FULL_STATE_DICT")])
 @pytest.mark.parametrize("framework", CHECKPOINTS)
 def test_framework_checkpoints_load_with_and_without_zeropp(framework, kind, tmp_path):
     """A run with lossless deltas resumes bit for bit, from the state that it saves beside the framework's files."""

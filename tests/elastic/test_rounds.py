@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import pytest
-from helpers.tiers import slow
+from helpers.tiers import nightly, slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -315,7 +315,9 @@ def check_random_schedules(examples: int, rules: Rules) -> None:
     check()
 
 
-@pytest.mark.parametrize(("examples", "fragments"), [(10, 1), (10, 2), slow(1500, 1), slow(1500, 3)])
+@pytest.mark.parametrize(
+    ("examples", "fragments"), [(10, 1), (10, 2), slow(300, 3), nightly(1500, 1), nightly(1500, 3)]
+)
 def test_random_schedules_merge_every_sample_once_in_one_chain(examples, fragments):
     check_random_schedules(examples, RULES._replace(fragments=fragments))
 

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from helpers.pretrain import TOY, Home
 from helpers.program import Program
 from helpers.small_run import parse
+from helpers.tiers import nightly
 
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.variants import as_one_job
@@ -123,10 +124,10 @@ FRAGMENTS = "--num-layers 3 --diloco-steps 6 --diloco-fragments 2"
     ("flags", "iterations", "steps"),
     [
         ("", 12, (5, 5, 2)),
-        ("--diloco-fragment-sync-delay 2 --diloco-fragment-update-alpha 0.4", 12, (5, 5, 2)),
-        ("--optimizer muon", 12, (5, 5, 2)),
+        nightly("--diloco-fragment-sync-delay 2 --diloco-fragment-update-alpha 0.4", 12, (5, 5, 2)),
+        nightly("--optimizer muon", 12, (5, 5, 2)),
         ("--tensor-model-parallel-size 2", 12, (5, 5, 2)),
-        (FRAGMENTS, 15, (3, 3, 3, 3, 3, 0)),
+        nightly(FRAGMENTS, 15, (3, 3, 3, 3, 3, 0)),
         (f"{FRAGMENTS} --diloco-fragment-sync-delay 2", 14, (3, 3, 3, 3, 2, 0)),
     ],
 )

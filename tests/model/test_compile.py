@@ -171,7 +171,7 @@ def decode(compile_: bool) -> tuple[list[list[int]], list[int]]:
     return tokens, counts
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [nightly(1), 2])
 def test_decoding_has_one_graph_for_many_rows_and_one_for_single(size):
     """Tokens are the same as without compilation, and --no-compile makes no graph."""
     for (tokens, counts), (expected, none) in zip(

@@ -17,6 +17,7 @@ from helpers.hf_models import TOKENS, logits, make_llama, save
 from helpers.hf_tokenizers import qwen2
 from helpers.program import ROOT, run_forked
 from helpers.refusals import not_refused, table
+from helpers.tiers import nightly
 from post_train import main
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -300,7 +301,7 @@ def test_dpo_learns_and_a_precomputed_reference_changes_nothing(home, dpo):
 @pytest.mark.parametrize(
     ("name", "extra"),
     [
-        ("twice", "--num-iterations 2"),
+        nightly("twice", "--num-iterations 2"),
         ("lora", "--lora-r 4 --base-weight-bits 4"),
         ("synced", "--sync-ref-model --ref-model-sync-steps 2 --zeropp --emulate-nodes 2"),
     ],
@@ -325,7 +326,7 @@ def test_grpo_run_resumed_inside_a_buffer_is_bit_identical(home, name, extra):
     ("layout", "offload"),
     [
         ("--zeropp --emulate-nodes 2", "--optimizer-cpu-offload --zero-offload-partial-sums"),
-        ("--tensor-model-parallel-size 1", "--optimizer-cpu-offload"),
+        nightly("--tensor-model-parallel-size 1", "--optimizer-cpu-offload"),
     ],
     ids=["zeropp", "ZeRO-3"],
 )
@@ -370,10 +371,10 @@ def experts(home) -> str:
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("sft", f"{SFT} --packing --expert-model-parallel-size 2"),
-        ("reward", f"{DPO.replace('dpo', 'reward')} --expert-model-parallel-size 2"),
+        nightly("sft", f"{SFT} --packing --expert-model-parallel-size 2"),
+        nightly("reward", f"{DPO.replace('dpo', 'reward')} --expert-model-parallel-size 2"),
         ("dpo", f"{DPO} --expert-model-parallel-size 2"),
-        ("synced", f"{DPO} --expert-model-parallel-size 2 --sync-ref-model --ref-model-sync-steps 2"),
+        nightly("synced", f"{DPO} --expert-model-parallel-size 2 --sync-ref-model --ref-model-sync-steps 2"),
         ("lora", f"{DPO} --lora-r 3 --base-weight-bits 4"),
         ("grpo", f"--objective grpo {DRAWN} --num-generations 4 --beta 0.1 --steps-per-generation 2"),
         ("ppo", f"--objective ppo {DRAWN} --tensor-model-parallel-size 2"),

@@ -9,7 +9,7 @@ from helpers.program import ROOT, run_forked
 from helpers.tiers import chosen
 
 EXAMPLES = sorted((ROOT / "tools/examples").glob("*.py"))
-DISTINCT = ("own_loop", "qwen3_experts", "trainer")  # TRL's, accelerate's and torchtitan's loops: tests/drop_in
+DISTINCT = ("own_loop", "trainer")  # other loops, and experts: tests/drop_in
 NEEDS = {"accelerate_loop": "accelerate", "trainer": "accelerate", "torchtitan_llama": "torchtitan"}
 
 
