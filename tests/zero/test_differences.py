@@ -109,7 +109,8 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple[int, ...]]] = {  # ranks, case
 
 
 @pytest.mark.parametrize(
-    "setting", chosen(CASES, "bf16, evaluations", slow=("fp16, tp 2, one rank per node", "copies"))
+    "setting",
+    chosen(CASES, "bf16, evaluations", slow=("fp16, tp 2, one rank per node", "3 nodes, evaluations", "copies")),
 )
 def test_lossless_deltas_match_owners_weights_and_16_bit_losses(setting):
     world, given, evaluate_after = setting
