@@ -126,7 +126,7 @@ def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], dev
 
 
 def _implementation(tensor: Tensor) -> ModuleType | None:
-    """Return the module that computes on the tensor's device; None for tensors without memory or without elements."""
+    """Return the module of kernels for the tensor's device; None for a meta tensor and for an empty one."""
     if isinstance(tensor, FakeTensor) or tensor.numel() == 0:
         return None
     if tensor.device.type == "cpu":

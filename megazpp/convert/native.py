@@ -138,7 +138,7 @@ def open_tokenizer(
 
 
 def write_weights(folder: Path, model: Model, record: CheckpointMetadata, tokenizer: Mapping[str, bytes]) -> str:
-    """Write a checkpoint of the record's iteration with the tokenizer's files; return a line about it."""
+    """Write weights and tokenizer files as the checkpoint of `record.iteration`; return a line for the log."""
     entries = {MODEL + name: entry for name, entry in model.tensors.items()}
     meta = {key: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for key, entry in entries.items()}
 

@@ -75,12 +75,12 @@ class Splits(NamedTuple, Generic[T]):
 
 
 def parse_split(split: str) -> Splits[tuple[float, float]]:
-    """Return the shares of the documents, in [0, 1], at which each split begins and ends.
+    """Return the start and the end of each split, as fractions of all documents in [0, 1].
 
     Args:
         split: up to three proportions, such as `969, 30, 1`.
     Raises:
-        ValueError: `split` has another form.
+        ValueError: `split` is not one to three numbers with commas between them.
     """
     try:
         parts = [float(part) for part in re.split(r"[,/]", split)]

@@ -145,9 +145,9 @@ def build_tokenizer(
     """Return the run's tokenizer.
 
     Args:
-        config: flags of the tokenizer, which may name one.
+        config: flags of the tokenizer, which may name a tokenizer.
         data: flags of the data. Without a named tokenizer, one is trained on --text-path, and --mock-data uses bytes.
-        exact: whether the user has typed --vocab-size; otherwise a trained tokenizer may have another size.
+        exact: True if the user has typed --vocab-size, so that a trained tokenizer must have exactly that size.
         log: function that prints a line.
     Raises:
         ValueError: there is no tokenizer, or it cannot be loaded.

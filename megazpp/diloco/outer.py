@@ -321,7 +321,7 @@ class ReplicaGroups:
             self._merge(fragment, self.plan.merge_alpha)
 
     def _send(self, fragment: int) -> None:
-        """Start the synchronization of a fragment, and reset its tokens."""
+        """Start the synchronization of a fragment, and set its count of tokens to 0."""
         tokens = self._told[fragment] = self._tokens[fragment].clone()
         send_fragment(self.fragments[fragment], self.axis, self.plan, tokens)
         self._tokens[fragment] = 0.0

@@ -128,7 +128,7 @@ class OuterRows:
 
 
 class WholeRows(OuterRows):
-    """The rows of a sharding unit whose whole outer state this rank has, for groups that are jobs (elastic DiLoCo).
+    """The rows of a sharding unit with their whole outer state on this rank, as in elastic DiLoCo.
 
     Attributes:
         outer: [G, S] fp32 outer weights.

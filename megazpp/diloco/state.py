@@ -128,7 +128,7 @@ class ReplicaGroupState(StatePart):
 
 
 class OuterWeights(Weights):
-    """The outer weights, which replace the parameters in a checkpoint."""
+    """The outer weights of DiLoCo, which a checkpoint has in place of the replica group's own parameters."""
 
     def __init__(self, own: ReplicaGroupState) -> None:
         super().__init__(own.model, own.replica_groups.sharding)

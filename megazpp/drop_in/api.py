@@ -38,7 +38,7 @@ from megazpp.zero.schedule import in_backward
 
 # Environment variable with the number of ranks per node. On one machine it emulates several nodes.
 RANKS_PER_NODE = "MEGAZPP_RANKS_PER_NODE"
-HANDLE = "_megazpp"  # name of the model's attribute for the handle and its settings, which is no submodule
+HANDLE = "_megazpp"  # name of the model's attribute that holds the handle and its settings; it is not a submodule
 
 
 def zeropp(

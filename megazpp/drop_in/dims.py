@@ -72,10 +72,10 @@ class GuestDims(ParallelDims):
 
     @functools.cached_property
     def own_shard(self) -> MeshAxis:
-        """The shard axis for collectives in one hop, over a group that the program does not use.
+        """The shard axis for collectives in one hop; on the CPU, over a process group that only ZeRO++ uses.
 
-        On the CPU they run in a thread. Collectives that the program calls meanwhile must use another group. On CUDA
-        this is the axis `shard`, because collectives of one group start in the order of the host's calls.
+        On the CPU these collectives run in a thread, while the program may call collectives of its own group. On CUDA
+        this is the axis `shard` itself, because collectives of one group start in the order of the host's calls.
         """
         return self.shard if self.timeline.device_type == "cuda" else self.twin("shard", self._name("shard"))
 

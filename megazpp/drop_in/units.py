@@ -21,7 +21,7 @@ from megazpp.zero.units import Unit, find_units
 from megazpp.zero.wire import plan_segments
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
-# The end of an error about a hook that would run before the reduction has finished
+# The end of the error messages about hooks that would run before the reduction has finished
 EARLY = (
     ", which would see gradients before they are reduced: set ZeroConfig(overlap_grad_reduce=False), and run no "
     "backward inside accumulate()"

@@ -239,7 +239,7 @@ class ElasticLoop:
         self._last_step_at, self._agent.trains = time.monotonic(), self._cell is not None
 
     def _is_over(self) -> bool:
-        """Return True if this group has the last version, or rank 0 has caught a stop signal while it waited."""
+        """Return True if this group has the run's last outer weights, or if rank 0 got a stop signal meanwhile."""
         state = self._agent.wait(lambda state: state)
         return self._axis.share_object(self._stopped() or (state["done"] and state["version"] == self.version))
 

@@ -130,7 +130,7 @@ class WholeOuter:
         return b"".join(_as_bytes(tensor) for unit in self.units for tensor in unit.tensors)
 
     def load(self, snapshot: bytearray) -> None:
-        """Replace the state by a snapshot of the rank with the same index in another group."""
+        """Replace this rank's outer state by a snapshot of the rank with the same index in another group."""
         assert len(snapshot) == self.most_bytes, (len(snapshot), self.most_bytes)
         start = 0
         with self.lock, torch.no_grad():

@@ -57,8 +57,8 @@ class Rules(NamedTuple):
     groups: int  # G: nominal number of groups, and columns of the table of samples
     interval: int  # steps between two synchronizations: H / P
     fragments: int  # P: parts of the model that synchronize in turn
-    iterations: int  # steps of the run, with all groups present
-    ranks: int  # ranks of a group
+    iterations: int  # steps of the run if all groups take part from its start to its end
+    ranks: int  # number of ranks per group
     quorum: int | None  # whole intervals that have to arrive before the grace begins; None: half of the live groups
     grace: float | None  # seconds of waiting after the quorum; None: 3 % of an interval, at least 1 s
     min_groups: int  # fewer live groups wait instead of training on
@@ -75,10 +75,10 @@ class Group:
     status: str = "joining"  # or "member" or "out"
     granted: int = 0  # cells that it has been given
     cell: Cell | None = None  # the last of them
-    version: int | None = None  # version of the state with which it connected, if that is a version of this run
+    version: int | None = None  # version of the outer weights with which it connected; None if of another run
     saves: bool = False  # whether it can write checkpoints
     since: float = 0.0  # time of its first connection
-    deadline: float = math.inf  # time at which a lost connection ends its membership
+    deadline: float = math.inf  # time at which a group that has lost its connection is declared out
     was_whole: bool = False
     moved: tuple[Any, float] = (None, 0.0)  # state of its training loop, and the time of its last change
     leaves: bool = False  # whether a rank has caught a stop signal, or the run is over
@@ -275,7 +275,7 @@ class Rounds:
                 self._end(name, f"ERROR: the outer state of version {version} on its rank {rank} differs from others")
 
     def tick(self, now: float) -> None:
-        """Make the decisions that are due."""
+        """Close rounds, commit versions, and declare silent or hanging groups out, as far as their times have come."""
         if self.rules is None:
             return
         self._end_lost_groups(now)
@@ -403,7 +403,7 @@ class Rounds:
             self._say(line, returned=steps)
 
     def _close_round(self, now: float) -> None:
-        """Choose the contributions of the next commit, if nothing more is worth waiting for."""
+        """Choose the contributions of the next commit, unless the round still waits for the contribution of a group."""
         if self.closed is not None or not (self.pool or self.closing):
             return
         assert self.rules is not None

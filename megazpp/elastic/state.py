@@ -69,7 +69,7 @@ class WholeOuterState(StatePart):
 
 
 class WholeOuterWeights(Weights):
-    """The outer weights, which replace the parameters in a checkpoint."""
+    """The outer weights of DiLoCo, which a checkpoint has in place of the replica group's own parameters."""
 
     def __init__(self, model: GPTModel, outer: WholeOuter) -> None:
         super().__init__(model, outer.sharding)

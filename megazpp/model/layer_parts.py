@@ -253,7 +253,7 @@ class SharedGenerator:
     """Random generator with the same state on all tp ranks of a data rank, and a different state on each data rank.
 
     Args:
-        device: device of the masks.
+        device: device on which dropout masks are drawn.
         seed: seed of the run.
         data_rank: data-parallel rank of this process.
     """

@@ -216,7 +216,7 @@ def _own_rows(
 ) -> int | None:
     """Return how many rows of this rank's local shard are not padding; None for a parameter without padding rows.
 
-    A padded parameter has equally many rows on all ranks of an axis, so the ranks give the first row of the shard.
+    A padded parameter has equally many rows on all ranks of an axis, so the rank's index gives its shard's first row.
     """
     if name not in rows:
         return None

@@ -327,7 +327,7 @@ class FrozenUnit:
         self.unpack()
 
     def _finish_backward(self, forward: object, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Free the unit, because the gradients of the inputs of `forward` are complete."""
+        """Free the unit's gathered weights: the gradients of its inputs are complete, so its backward has ended."""
         self.in_backward.discard(forward)
         self.free_unless_used()
 

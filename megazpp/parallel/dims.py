@@ -153,7 +153,7 @@ class ParallelDims:
         return axis if self._dense is None else EXPERT_NAMES.get(axis, axis)
 
     def _is_shared(self, axis: str) -> bool:
-        """Return True for an axis of experts that is the dense axis of that name."""
+        """Return True if the experts' mesh uses the dense mesh's axis of this name."""
         return self._dense is not None and axis not in EXPERT_NAMES
 
     def _axis(self, axis: str, name: str, group: dist.ProcessGroup | None) -> MeshAxis:

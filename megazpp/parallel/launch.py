@@ -313,10 +313,10 @@ def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals
     Args:
         workers: the workers of this host.
         hosts: the hosts of the job.
-        passed: list of the signals that have been forwarded, which grows.
+        passed: list to which the forwarded signals are appended.
     Returns:
-        The exit code; the reason for which this host has failed, or ""; and whether a rank of this host has told ranks
-        of the others, which then print more.
+        The exit code; the reason for which this host has failed, or ""; and True if a rank of this host has notified
+        the ranks of other hosts, which then print details of the failure.
     """
     failures: Mapping[int, int] | None = None
     try:

@@ -32,8 +32,8 @@ from megazpp.topology.cluster import LINK_KINDS, MEASURED, Device, Link, LinkKin
 
 REPEATS = 5  # timed all-gathers per size
 SMALL_BYTES = 256  # bytes per rank of the small all-gather, few enough that its time is only latency
-COPIED_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # more than the caches of a core or of a GPU hold
-PRODUCT_FLOPS = {"cpu": 5e8, "cuda": 2e12}  # fewest operations per timing of products, about 0.03 s or less
+COPIED_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # more than the caches of a CPU core or of a GPU hold
+PRODUCT_FLOPS = {"cpu": 5e8, "cuda": 2e12}  # fewest FLOPs per timing of matrix products, about 0.03 s or less
 LARGE_TOTAL_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # largest all-gather; 256 MiB: 5 ms at 50 GB/s
 TRIAL_TOTAL_BYTES = 256 << 10  # all-gather whose time determines the size of the large one; more than a burst holds
 LARGE_SECONDS = 0.04  # time of a large all-gather on a slow link
@@ -106,15 +106,15 @@ def _time_all_gather(axis: MeshAxis, world: MeshAxis, bytes_per_rank: int, devic
 def measure_device(
     dims: ParallelDims, device: torch.device, dtype: torch.dtype, *, tokens: int, hidden: int, lr: float, name: str
 ) -> Device:
-    """Return the device of a rank with the speed that the slowest rank reaches. All ranks call this.
+    """Measure the devices of all ranks, and return this rank's with the slowest rank's speed. All ranks call this.
 
     Args:
         dims: axes of the job.
         device: device of this rank.
-        dtype: dtype of the products, the run's compute dtype.
-        tokens: rows of the products, a micro-batch's tokens.
-        hidden: inner size of the products, which have four times as many columns, as in an MLP.
-        lr: learning rate, by which a lossless delta changes its weights.
+        dtype: dtype of the matrix products, the run's compute dtype.
+        tokens: rows of the matrix products, a micro-batch's tokens.
+        hidden: inner size of the matrix products, which have four times as many columns, as in an MLP.
+        lr: learning rate of the weight update whose lossless delta is encoded and decoded.
         name: name of the device.
     """
     flops = 2.0 * tokens * hidden * 4 * hidden

@@ -230,7 +230,7 @@ class Costs:
 
 
 class ClusterCosts(Costs):
-    """Cost model of a cluster whose file describes the device, and the links that are used.
+    """Cost model of a cluster whose file describes the device and all links that the layout uses.
 
     Tiles at the edge of a product's result cost as much as full ones, and so does an incomplete last wave of tiles. A
     CPU has no tiles.
@@ -238,7 +238,7 @@ class ClusterCosts(Costs):
     Args:
         layout: sizes and links of the parallel axes.
         efficiency: shares of the data sheet's figures that programs reach.
-        free: axes whose collectives take no time, to measure how much they cost.
+        free: axes whose collectives take no time here, so that a comparison shows their cost.
     """
 
     def __init__(self, layout: Layout, efficiency: Efficiency, *, free: tuple[str, ...] = ()) -> None:

@@ -204,7 +204,7 @@ class Estimator:
         default = default_weight_delta(config.precision.param_dtype)
         if not default.lossless:
             return default, None
-        # ---- the cluster, in which a device of unknown speed computes in no time
+        # ---- the cluster; compute on a device of unknown speed counts as 0 seconds
         device = self.cluster.device or Device("unknown", math.inf, gigabytes or math.inf, math.inf)
         cluster = dataclasses.replace(self.cluster, device=device, links=known_links(plan.layout))
         if cluster.links is None and math.isinf(device.gigabytes):

@@ -482,7 +482,7 @@ class StepSimulator:
         return sum(unit.frozen.unpacked for unit in self.units)
 
     def _unpack(self, unit: SimulatedUnit, following: SimulatedUnit | None) -> None:
-        """Account for `FrozenUnit.unpack`: unpack a unit's frozen weights while the following unit's are gathered."""
+        """Add the cost of `FrozenUnit.unpack`: a unit's weights are unpacked while the next unit's are gathered."""
         if not unit.frozen.unpacked:
             return
         if unit is not self._received:

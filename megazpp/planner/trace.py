@@ -117,8 +117,8 @@ class TraceInputs(NamedTuple):
         cp: number of context-parallel ranks.
         ep: number of expert-parallel ranks.
         sequence_parallel: True if the residual stream is split along the sequence over tp.
-        documents: how attention stays inside documents, which are assumed to be as long as a sample; None if attention
-            does not stay inside documents.
+        documents: method that keeps attention inside documents, which are assumed to be as long as a sample; None for
+            attention over whole samples.
         with_entropy: also compute the entropy of the predictions.
         prepare: function that changes the model before it runs, for example freezes parameters. Without trained
             parameters there is no backward.

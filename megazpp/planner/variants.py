@@ -194,7 +194,7 @@ class Choice(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """Tokens per second; 0 without an estimate or without times."""
+        """Estimated tokens per second; 0 if there is no estimate, or if it has no times."""
         return self.estimate.tokens_per_second if self.estimate else 0.0
 
     @property

@@ -202,7 +202,7 @@ def read_prompts(
 
 
 def prompt_ids(record: Record, tokenizer: Tokenizer, template: ChatTemplate) -> tuple[str | list[Message], list[int]]:
-    """Return the value of the column `prompt` and its tokens, which end where an answer begins."""
+    """Return the value of the column `prompt`, and its token ids up to the place where the answer begins."""
     _check_text_only(record)
     value = _value(record, "prompt")
     if isinstance(value, str):

@@ -1,6 +1,6 @@
-"""Setup of a post-training: flags from the checkpoint, defaults of the objective, and checks.
+"""Set up a post-training run: flags from the checkpoint, defaults of the objective, and checks.
 
---load PRETRAINED --save MINE    begins with the weights of any checkpoint
+--load PRETRAINED --save MINE    starts from the weights of any checkpoint
 --load MINE --save MINE          resumes the training bit for bit
 """
 

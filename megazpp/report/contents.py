@@ -141,14 +141,14 @@ def thin(values: np.ndarray, max_points: int) -> np.ndarray:
 
 
 def _curve(rows: Sequence[Row], key: str, at: np.ndarray, max_points: int, factor: float = 1.0) -> list[Segment]:
-    """Return the thinned segments of one curve.
+    """Downsample one curve of a run, and return its segments.
 
     Args:
         rows: rows of a .jsonl file.
         key: key of the values; rows without it are skipped.
         at: [4, rows] steps, tokens, seconds and bytes at each row.
         max_points: approximate number of points of all segments together.
-        factor: factor of the values.
+        factor: number by which the values are multiplied.
     """
     has = np.array([i for i, row in enumerate(rows) if number(row.get(key)) is not None], dtype=np.int64)
     segments: list[Segment] = []

@@ -136,7 +136,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
         cluster, lines = measure_cluster(config, cluster, dims, worker.device)
         console.log("\n".join(lines))
 
-    # ---- the checkpoint, the format of weights between nodes, and the plan
+    # ---- the checkpoint, the format in which weights cross nodes, and the plan of traffic and memory
     checkpoint, save = own_checkpoints(config.checkpoint, config.tracking, restarted=worker.restarts > 0), None
     files = open_axis(dims) if checkpoint.saves or checkpoint.load is not None else dims.world
     with user_errors():

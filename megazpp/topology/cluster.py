@@ -193,7 +193,7 @@ class Host(NamedTuple):
     """The memory of a node outside of its devices, for --optimizer-cpu-offload."""
 
     gigabytes: float  # available memory of a node, in 1e9 bytes
-    gigabytes_per_second: float  # rate of copies between it and one device, each way, if all devices copy at once
+    gigabytes_per_second: float  # bandwidth between host memory and one device, per direction, while all devices copy
     source: str = ""
 
 

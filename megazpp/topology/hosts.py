@@ -115,7 +115,7 @@ def describe_hosts(infos: Sequence[HostInfo]) -> str:
 
 
 def _node(info: HostInfo) -> Hashable:
-    """Return the key of a rank's node: booted kernel and network namespace."""
+    """Return the key of a rank's node: the boot ID of its kernel, and its network namespace."""
     return (info.boot_id or info.host, info.network_namespace)
 
 

@@ -1,4 +1,4 @@
-"""Build the sharded model of a run, and open the loaders of its batches."""
+"""Build the sharded model of a run, and open its data loaders."""
 
 from __future__ import annotations
 
