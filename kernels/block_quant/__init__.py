@@ -19,8 +19,6 @@ scale would be subnormal (all magnitudes below about 1e-36) is sent as zeros.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import itertools
 from collections.abc import Sequence
 from types import ModuleType
@@ -32,9 +30,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 import megazpp.kernels.block_quant.native as native
 import megazpp.kernels.block_quant.reference as reference
 from megazpp.kernels.block_quant.range_table import Feedback, RangeTable, range_table, rescale_
+from megazpp.kernels.triton_module import triton_module
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-TRITON: ModuleType | None = importlib.import_module("megazpp.kernels.block_quant.triton") if HAS_TRITON else None
+TRITON = triton_module(__name__)
 
 __all__ = ["Feedback", "backend", "pack", "range_table", "rescale_", "unpack", "unpack_onto", "unpack_sum"]
 

@@ -9,18 +9,15 @@ They sort identically and without atomic operations, so two runs have the same b
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from types import ModuleType
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 import megazpp.kernels.expert_rows.reference as reference
 from megazpp.kernels.expert_rows.formats import Sorted
+from megazpp.kernels.triton_module import is_in_gpu_memory, triton_module
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-TRITON: ModuleType | None = importlib.import_module("megazpp.kernels.expert_rows.triton") if HAS_TRITON else None
+TRITON = triton_module(__name__)
 
 __all__ = ["Sorted", "combine", "combine_backward", "sort_rows", "take"]
 
@@ -79,5 +76,4 @@ def combine_backward(
 
 def _implementation(tensor: Tensor) -> ModuleType:
     """Return the module that computes on the tensor's device; tensors without memory only need shapes."""
-    fused = tensor.is_cuda and TRITON is not None and not isinstance(tensor, FakeTensor) and tensor.numel() > 0
-    return TRITON if fused and TRITON is not None else reference
+    return TRITON if TRITON is not None and is_in_gpu_memory(tensor) else reference

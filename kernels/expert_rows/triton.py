@@ -59,15 +59,9 @@ def combine_backward(
     grad: Tensor, rows: Tensor, order: Tensor, inverse: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the rows and of the weight; see `expert_rows.combine_backward`."""
-    grad, width, of_rows, of_weight = (
-        grad.contiguous(),
-        rows.shape[-1],
-        torch.empty_like(rows),
-        torch.empty_like(weight),
-    )
-    _combine_backward_kernel[(len(rows),)](
-        *(grad, rows, order, weight, of_rows, of_weight, weight.shape[1]), **_columns(width)
-    )
+    of_rows, of_weight = torch.empty_like(rows), torch.empty_like(weight)
+    data = (grad.contiguous(), rows, order, weight, of_rows, of_weight)
+    _combine_backward_kernel[(len(rows),)](*data, weight.shape[1], **_columns(rows.shape[-1]))
     return of_rows, of_weight
 
 

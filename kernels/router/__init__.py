@@ -6,17 +6,14 @@ hundredth of a layer's time.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from types import ModuleType
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from megazpp.kernels.router.settings import Routed, RouterSettings
+from megazpp.kernels.triton_module import is_in_gpu_memory, triton_module
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-TRITON: ModuleType | None = importlib.import_module("megazpp.kernels.router.triton") if HAS_TRITON else None
+TRITON = triton_module(__name__)
 MOST_EXPERTS = 1024  # more do not fit in the registers of a program
 
 __all__ = ["MOST_EXPERTS", "TRITON", "Routed", "RouterSettings", "find_router"]
@@ -32,5 +29,4 @@ def find_router(x: Tensor, num_experts: int) -> ModuleType | None:
         route_backward(logits, routed, gradient of weight [N, K], gradient of loss [B], settings, dtype) -> [N, E]
             the gradient of the logits in `dtype`
     """
-    fused = x.is_cuda and not isinstance(x, FakeTensor) and x.numel() > 0 and num_experts <= MOST_EXPERTS
-    return TRITON if fused else None
+    return TRITON if is_in_gpu_memory(x) and num_experts <= MOST_EXPERTS else None

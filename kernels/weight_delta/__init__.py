@@ -16,8 +16,6 @@ Three implementations agree bit for bit: `native` (C, for CPU tensors), `triton`
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from types import ModuleType
 
 import torch
@@ -27,10 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 import megazpp.kernels.weight_delta.native as native
 import megazpp.kernels.weight_delta.reference as reference
 from megazpp.kernels.formats import align
+from megazpp.kernels.triton_module import triton_module
 from megazpp.kernels.weight_delta.reference import BLOCK, EXPONENTS
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-TRITON: ModuleType | None = importlib.import_module("megazpp.kernels.weight_delta.triton") if HAS_TRITON else None
+TRITON = triton_module(__name__)
 
 __all__ = ["decode", "encode", "message_bytes", "numbers"]
 
