@@ -108,7 +108,7 @@ class WholeOuter:
 
     @torch.no_grad()
     def merge(self, alpha: float, units: Sequence[WholeRows] | None = None) -> None:
-        """Merge R into the inner weights: inner = alpha inner + (1 - alpha) R; None: of all units."""
+        """Merge R into the inner weights of `units`, or of all if None: inner = alpha inner + (1 - alpha) R."""
         self.sharding.reshard()
         for unit in self.units if units is None else units:
             unit.merge(alpha)

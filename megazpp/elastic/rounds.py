@@ -8,10 +8,10 @@ applies the records of the journal, so it needs no other recovery.
 This is one file of more than 300 lines, because each decision depends on all parts of the state.
 
 Version v is the number of committed outer steps. Version v + 1 changes fragment v modulo P, where P is the number of
-fragments. A contribution is a group's outer gradient since version `base`, made
-of some steps of some cells. The samples of a run are a table: block b (H steps) times column c (G columns). A cell
-[b, c, first, stop] is a range of steps of one block in one column. It is free, leased to a group, part of a published
-contribution, or merged by a commit, and only records move it from one to another. So no step is merged twice.
+fragments. A contribution is a group's outer gradient since version `base`, made of some steps of some cells. The
+samples of a run are a table: block b (H / P steps) times column c (G columns). A cell [b, c, first, stop] is a range of
+steps of one block in one column. It is free, leased to a group, part of a published contribution, or merged by a
+commit, and only records move it from one to another. So no step is merged twice.
 
 A group is joining (it has no state of the current version yet), a member, or out. Out is final for an incarnation,
 which is one start of the group's job. A member is live while all of its ranks are connected.
@@ -32,9 +32,8 @@ BLIP_SECONDS = 0.5  # a connection that is lost for longer ends the membership o
 HEARTBEAT_SECONDS = 10.0  # so does a rank that is silent for longer
 HANGING_STEPS = 20  # so does a group that takes no step for as long as this many steps, and HEARTBEAT_SECONDS
 ASSEMBLY_SECONDS = 60.0  # wait for the ranks of a new group, and at the start of a run for the other groups
-KEPT_VERSIONS = (
-    8  # commits to each fragment whose messages all groups keep, so that a slow or a new group can apply them
-)
+# Commits to each fragment whose messages all groups keep, so that a slow or a new group can apply them
+KEPT_VERSIONS = 8
 WHOLE = 0.8  # share of an interval's steps from which a contribution counts for the quorum
 NO_COMMIT = "0" * 16  # id of version 0, the initial weights
 
@@ -102,7 +101,7 @@ class Rounds:
         records: records of the journal, from the start of the run.
         now: current time in seconds, of the clock that all events use.
     Attributes:
-        news: what has happened since the last `take_news`.
+        news: records, lines and rows since the last `take_news`.
         closed: the contributions that the next commit will have, and when they were chosen.
     """
 
@@ -206,7 +205,7 @@ class Rounds:
         }
 
     def take_news(self) -> News:
-        """Return what has happened since the last call."""
+        """Return the records, lines and rows since the last call."""
         taken, self.news = self.news, News([], [], [])
         return taken
 

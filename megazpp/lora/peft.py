@@ -181,7 +181,6 @@ def adapter_pieces(config: GPTConfig, branches: Sequence[Branch], *, scores: boo
 def _pieces_of_experts(branch: Branch, weights: Sequence[str]) -> dict[str, ForeignTensors]:
     """Return the tensors of PEFT for the adapters of one matrix of all experts, whose weights have these names."""
     modules = [f"{_PREFIX}{name.removesuffix('.weight')}" for name in weights]
-
     a, b = ([f"{module}.lora_{letter}.weight" for module in modules] for letter in "AB")
     return {f"{branch.name}.a": of_experts(a, transposed=True), f"{branch.name}.b": of_experts(b, transposed=False)}
 

@@ -10,7 +10,7 @@ the ring that would take the same time.
 All groups of an axis run at once, as in training. Ranks that share a network adapter therefore share it in the
 measurement too, and the measured bandwidth is one rank's part.
 
-The device's speed is that of the slowest rank, in products of the run's shape, in copies and, on a CPU, in lossless
+The device's speed is the slowest rank's, in matrix products of the run's shape, in copies and, on a CPU, in lossless
 deltas. All ranks run at once, so each has its share of the cores.
 """
 
@@ -37,7 +37,7 @@ PRODUCT_FLOPS = {"cpu": 5e8, "cuda": 2e12}  # fewest FLOPs per timing of matrix 
 LARGE_TOTAL_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # largest all-gather; 256 MiB: 5 ms at 50 GB/s
 TRIAL_TOTAL_BYTES = 256 << 10  # all-gather whose time determines the size of the large one; more than a burst holds
 LARGE_SECONDS = 0.04  # time of a large all-gather on a slow link
-DELTA_WEIGHTS = 1 << 20  # weights of a delta; 2 MB stay in the cache of a core, as those of a unit do
+DELTA_WEIGHTS = 1 << 20  # weights of a delta; its 2 MB stay in the cache of a core, like a unit's weights
 
 
 def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list[str]]:
@@ -125,7 +125,7 @@ def measure_device(
         deltas = _measure_deltas(dims.world, device, dtype, lr) if device.type == "cpu" and dtype.itemsize == 2 else {}
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)  # the peak of a run is that of its training
+        torch.cuda.reset_peak_memory_stats(device)  # a run reports the peak of its training
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // dims.layout.cluster.ranks_per_node
