@@ -1,4 +1,4 @@
-"""The flags of the planner."""
+"""Flags of the planner, which estimates a run: --plan and --plan-expert-load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PlanConfig(FeatureConfig):
     )
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a load of the busiest expert below the mean."""
+        """Raise ValueError if --plan-expert-load is below 1, which is the mean load of an expert."""
         if self.plan_expert_load is not None and not self.plan_expert_load >= 1.0:
             given = f"{spelling(self, 'plan_expert_load')} {self.plan_expert_load:g}"
-            raise ValueError(f"{given}: the busiest expert has at least the mean load, which is 1")
+            raise ValueError(f"{given}: the busiest expert has at least the mean load, so the value must be 1 or more")

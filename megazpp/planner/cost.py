@@ -1,16 +1,18 @@
-"""Cost model: seconds of operations (roofline and host) and of collectives (alpha-beta), and calibrations.
+"""Cost model of the planner: seconds of kernels and of collectives, and calibrations for devices.
 
-An operation takes the longer of its first two times in this table, and starts after its launch. The launches of a step
-follow one another and run ahead, so the device waits only if the host falls behind (Simulation.spend).
+A kernel is a matrix product or a pass over memory. It takes the longer of its times for FLOPs and for memory, and
+starts after the host has launched it. The host launches kernels one after another without waiting for them, so the
+device waits only if the host falls behind (`Simulation.spend`).
 
-    FLOPs       2 x 128 x 128 x k for each tile of a product's result / reachable FLOP/s; tiles of 128 x 128, rounded
-                up to whole waves of one tile per multiprocessor
+    FLOPs       2 x 128 x 128 x k for each tile of a matrix product's result / reachable FLOP/s; tiles of 128 x 128,
+                and their number rounded up to complete waves of one tile per multiprocessor
     memory      bytes read and written / reachable memory bandwidth
-    launch      HOST_MICROSECONDS for each product, each series of passes over memory, and each collective
+    launch      HOST_MICROSECONDS for each matrix product, each series of passes over memory, and each collective
 
-The cost of a collective has two parts: the latency of its messages, which follow one another, and the bytes that each
-rank sends, at the rate of the slowest link on the axis. Small messages therefore reach a low rate: a message of
-latency x rate bytes reaches half of it, 175 kB at 14 microseconds and 12.5 GB/s.
+The seconds of a collective have two terms (alpha-beta model). The first is the latency of its messages, which follow
+one another. The second is the time of the bytes that each rank sends, at the rate of the slowest link on the axis.
+Small messages therefore reach a low rate: a message of latency x rate bytes reaches half of the link's rate. With 14
+microseconds and 12.5 GB/s this message has 175 kB.
 
     algorithm   collective                    messages         bytes per rank
     ring        all-gather, reduce-scatter    n - 1            (n - 1) / n of the buffer
@@ -29,8 +31,8 @@ between nodes depend on whether ranks share fast adapters (see `shares_adapters`
     shared adapters    senders / bandwidth of the node + 1 / uplink, the rate from a rank to its node's adapters
     others             senders / (bandwidth of the node x share)
 
-A cluster file names a calibration (`device: {calibration: h100}`). A calibration says which shares of the data sheet's
-figures programs reach. tests/planner/test_published.py lists the published figures and the planner's predictions.
+A cluster file names a calibration (`device: {calibration: h100}`): the fractions of the data sheet's rates that
+programs reach. tests/planner/test_published.py lists published speeds of training runs and the planner's estimates.
 """
 
 from __future__ import annotations
@@ -41,29 +43,30 @@ from typing import NamedTuple
 from megazpp.topology.cluster import MEASURED, Cluster, Device, LinkKind
 from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, PCIE, Layout
 
-# Rows and columns of the tiles in which cuBLAS usually computes a product. Source: NVIDIA, Matrix Multiplication
-# Background User's Guide, "tile quantization".
+# Rows and columns of the tiles in which cuBLAS usually computes the result of a matrix product. Source: NVIDIA, Matrix
+# Multiplication Background User's Guide, "tile quantization".
 TILE = 128
 
-# Latency of a message from one rank to the next, in microseconds, if the cluster file gives none. Source: NCCL 2.18,
-# src/graph/tuning.cc, hwLat, protocol Simple; the keys mean NVLink, PCI and network.
+# Microseconds that a message takes from one rank to the next, by kind of link, for cluster files without latencies.
+# Source: NCCL 2.18, src/graph/tuning.cc, hwLat, protocol Simple. "domain" is NVLink there, and "node" is PCI.
 RING_MICROSECONDS = {"domain": 3.4, "node": 5.7, "network": 14.0}
 TREE_MICROSECONDS = {"domain": 4.0, "node": 6.0, "network": 14.0}
 CALL_MICROSECONDS = 8.4  # additional latency of every collective, in microseconds (NCCL's baseLat)
 
 
 class Efficiency(NamedTuple):
-    """Shares of the data sheet's figures that programs reach, between 0 and 1, and two figures of the device.
+    """Fractions of a device's data-sheet rates that programs reach, between 0 and 1, and two values of the device.
 
     Attributes:
-        matrix: share of the peak FLOP/s in a matrix product of full tiles.
-        memory: share of the memory bandwidth in a pass over memory.
-        domain: share of the bandwidth inside an NVLink domain, for long messages.
-        node: share of the bandwidth inside a node, for long messages.
-        network: share of the bandwidth between nodes, for long messages, if ranks do not share fast adapters.
-        multiprocessors: number of the device's multiprocessors. Infinite: neither waves of tiles nor NCCL's
-            multiprocessors are modeled.
-        uplink: rate in GB/s at which one rank brings bytes to network adapters that it shares with other ranks.
+        matrix: fraction of the peak FLOP/s that a matrix product of full tiles reaches.
+        memory: fraction of the memory bandwidth that a pass over memory reaches.
+        domain: fraction of the NVLink domain's bandwidth that collectives with long messages reach.
+        node: fraction of the bandwidth inside a node that collectives with long messages reach.
+        network: fraction of the bandwidth between nodes that collectives with long messages reach, if ranks do not
+            share fast network adapters.
+        multiprocessors: number of the device's multiprocessors. If it is infinite, the planner ignores incomplete waves
+            of tiles, and the multiprocessors that NCCL takes from compute.
+        uplink: GB/s at which one rank brings bytes to network adapters that it shares with other ranks.
     """
 
     matrix: float = 1.0
@@ -76,13 +79,13 @@ class Efficiency(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """Calibration of the cost model for a device.
+    """Calibration of the planner's cost model for a device.
 
     Attributes:
-        efficiency: shares of the data sheet's figures.
-        rests_on: origin of the shares, and the errors against published figures; printed by --plan.
-        tokens: fewest tokens per rank and micro-batch of the runs that were compared. With fewer tokens, operations
-            other than matrix products take a larger part of the time, and estimates are less reliable.
+        efficiency: fractions of the data sheet's rates that programs reach on the device.
+        rests_on: text that --plan prints: the origin of the fractions, and the errors of estimates for measured runs.
+        tokens: tokens per rank and micro-batch in the smallest run with which estimates were compared. With fewer
+            tokens, operations other than matrix products take more of the time, and estimates are less reliable.
     """
 
     efficiency: Efficiency
@@ -90,21 +93,23 @@ class Calibration(NamedTuple):
     tokens: float = math.inf
 
 
-# Share of the peak that products reach on V100: 83 of 125 TFLOP/s. Source: Markidis et al., NVIDIA Tensor Core
-# Programmability, Performance & Precision (arXiv 1803.04014). A100 and H100 of 700 W reach it as well.
+# Fraction of the peak that matrix products reach on V100: 83 of 125 TFLOP/s. Source: Markidis et al., NVIDIA Tensor
+# Core Programmability, Performance & Precision (arXiv 1803.04014). A100 and H100 of 700 W reach it as well.
 V100_MATRIX_SHARE = 0.664
-# Most multiprocessors that a collective of NCCL occupies (MAXCHANNELS). Collectives delay compute by this share.
+# Most multiprocessors that a collective of NCCL occupies (MAXCHANNELS). A collective delays the compute that overlaps
+# with it by NCCL_BLOCKS / multiprocessors of the collective's seconds.
 NCCL_BLOCKS = 32
-# Host time of a launch, with the Python code around it. Measured: 2.3, 2.9 and 4.1 ms of CPU time per layer and
-# micro-batch for gpt_1b3 with ZeRO-3, --zeropp, and --zeropp with 2 tensor-parallel ranks, in which the planner counts
-# 34, 43 and 53 launches. The host was an AMD EPYC of 2.4 GHz, with a substitute for the CUDA driver instead of a GPU.
+# Microseconds of the host per launch of a kernel or collective, with the Python code around it. Measured: 2.3, 2.9 and
+# 4.1 ms of CPU time per layer and micro-batch for gpt_1b3 with ZeRO-3, --zeropp, and --zeropp with 2 tensor-parallel
+# ranks, in which the planner counts 34, 43 and 53 launches. The host was an AMD EPYC of 2.4 GHz, with a substitute for
+# the CUDA driver instead of a GPU.
 HOST_MICROSECONDS = 70.0
-# Smallest bandwidth of one adapter of a fast network, in GB/s: 100 Gbit/s.
+# Smallest bandwidth, in GB/s, of a network adapter that the planner takes for a fast one: 100 Gbit/s.
 ADAPTER_GIGABYTES = 12.5
-# Rate from one rank to adapters that several ranks share, in GB/s. Fitted to two runs on V100, see DGX2_EFFICIENCY.
+# GB/s from one rank to network adapters that several ranks share. Fitted to two runs on V100, see DGX2_EFFICIENCY.
 UPLINK_GIGABYTES = 48.55
-# Shares that were assumed before any comparison: products reach V100's measured share, memory and links reach 0.8.
-# Numbers of multiprocessors are from NVIDIA's data sheets.
+# Fractions that were assumed before any comparison with runs: matrix products reach the fraction that was measured on
+# V100, memory and links reach 0.8. Numbers of multiprocessors are from NVIDIA's data sheets.
 ASSUMED_EFFICIENCY = Efficiency(
     matrix=V100_MATRIX_SHARE,
     memory=0.8,
@@ -115,10 +120,11 @@ ASSUMED_EFFICIENCY = Efficiency(
     uplink=UPLINK_GIGABYTES,
 )
 A100_EFFICIENCY = ASSUMED_EFFICIENCY._replace(multiprocessors=108)
-# Shares that are fitted to published figures; tests/planner/test_published.py lists them with the errors. The figures
-# are few, so a fitted share also absorbs effects that the model lacks, and a benchmark of that part alone would show
-# another value. V100's "memory" includes passes over memory that DeepSpeed makes and FSDP2 does not. The "matrix" of
-# H100 of 500 W includes its lower clock rate, and time that torch.compile would save.
+# Fractions fitted to published training speeds, which tests/planner/test_published.py lists with the remaining errors.
+# The speeds are few, so a fitted fraction also absorbs effects that the cost model lacks, and a benchmark of memory,
+# matrix products or links alone would show another value. V100's "memory" includes passes over memory that DeepSpeed
+# makes and FSDP2 does not. The "matrix" of H100 of 500 W includes its lower clock rate, and time that torch.compile
+# would save.
 DGX2_EFFICIENCY = ASSUMED_EFFICIENCY._replace(memory=0.131, multiprocessors=80)
 H100_500W_EFFICIENCY = ASSUMED_EFFICIENCY._replace(matrix=0.436)
 H800_EFFICIENCY = ASSUMED_EFFICIENCY._replace(matrix=0.221, network=0.178)  # network: of 8 x 400 Gbit/s per node
@@ -165,21 +171,26 @@ UNCHECKED = Calibration(ASSUMED_EFFICIENCY, "shares of the data sheet that agree
 
 
 def calibration_for(device: Device | None) -> Calibration:
-    """Return the calibration that the cluster file names, or the assumed one if it names none."""
+    """Return the calibration that the cluster file names for the device, or the assumed fractions if it names none.
+
+    Args:
+        device: device of the cluster file; None if the file does not describe the device.
+    """
     return UNCHECKED if device is None or device.calibration is None else CALIBRATIONS[device.calibration]
 
 
 class Operation(NamedTuple):
-    """One operation of a step: a batch of matrix products [m, k] x [k, n], a pass over memory, or a collective.
+    """Operation of a training step: a batch of matrix products [m, k] x [k, n], a pass over memory, or a collective.
 
     Attributes:
         kind: "matrix", "memory" or the name of a collective.
-        bytes: bytes that a product or a pass reads and writes, or that this rank sends in a collective.
-        m: rows of a product's result.
-        n: columns of a product's result.
-        k: size over which a product sums.
-        batch: number of products; for causal attention only the computed share counts.
-        axis: axis of a collective.
+        bytes: bytes that the matrix products or the pass read and write, or that this rank sends in the collective.
+        m: rows of each matrix product's result.
+        n: columns of each matrix product's result.
+        k: size of the dimension that the matrix products contract.
+        batch: number of matrix products. For causal attention this is a fraction, because scores above the diagonal
+            are not computed.
+        axis: axis of the mesh on which the collective runs.
     """
 
     kind: str
@@ -192,7 +203,7 @@ class Operation(NamedTuple):
 
 
 class Costs:
-    """Interface of the cost model. This base class makes everything take 0 seconds, to count bytes only.
+    """Interface of the planner's cost model. In this base class every operation takes 0 seconds, to count bytes only.
 
     Attributes:
         launch: seconds that the host needs to launch a kernel or a collective.
@@ -201,51 +212,57 @@ class Costs:
     launch = 0.0
 
     def beside(self, axis: str) -> float:
-        """Return the share of a collective's seconds by which it delays the compute that overlaps with it."""
+        """Return the seconds by which one second of a collective on `axis` delays the compute that overlaps with it."""
         return 0.0
 
     def operation(self, operation: Operation) -> float:
-        """Return the seconds of a matrix product or a pass over memory."""
+        """Return the seconds of an operation of kind "matrix" or "memory", without the host's launch."""
         return 0.0
 
     def memory(self, touched_bytes: int) -> float:
-        """Return the seconds of a pass that reads and writes `touched_bytes` in total."""
+        """Return the seconds of a pass over device memory that reads and writes `touched_bytes` in total."""
         return 0.0
 
     def encode(self, weight_bytes: int, message_bytes: int) -> float:
-        """Return the seconds to encode the lossless delta of 16-bit weights."""
-        return self.memory(4 * weight_bytes + message_bytes)  # old and new weights: a pass for sizes, one to write
+        """Return the seconds to encode the lossless delta of 16-bit weights.
+
+        Args:
+            weight_bytes: bytes of the weights.
+            message_bytes: bytes of the encoded delta.
+        """
+        # Two kernels read old and new weights: the first computes sizes, the second writes the message.
+        return self.memory(4 * weight_bytes + message_bytes)
 
     def decode(self, weight_bytes: int, message_bytes: int) -> float:
-        """Return the seconds to apply a lossless delta to 16-bit weights."""
+        """Return the seconds to apply a lossless delta of `message_bytes` to 16-bit weights of `weight_bytes`."""
         return self.memory(2 * weight_bytes + message_bytes)
 
     def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
-        """Return the seconds of a collective on `axis` in which each rank sends `sent_bytes`."""
+        """Return the seconds of the collective `collective` on `axis` in which each rank sends `sent_bytes`."""
         return 0.0
 
     def copy(self, num_bytes: int) -> float:
-        """Return the seconds of a copy between the device and host memory."""
+        """Return the seconds of a copy of `num_bytes` from the device to host memory or back."""
         return 0.0
 
 
 class ClusterCosts(Costs):
     """Cost model of a cluster whose file describes the device and all links that the layout uses.
 
-    Tiles at the edge of a product's result cost as much as full ones, and so does an incomplete last wave of tiles. A
-    CPU has no tiles.
+    On a GPU, a tile at the edge of a matrix product's result takes as long as a full tile, and an incomplete last wave
+    of tiles takes as long as a complete wave. A CPU has no tiles.
 
     Args:
         layout: sizes and links of the parallel axes.
-        efficiency: shares of the data sheet's figures that programs reach.
-        free: axes whose collectives take no time here, so that a comparison shows their cost.
+        efficiency: fractions of the data sheet's rates that programs reach.
+        free: axes whose collectives take 0 seconds, so that a second simulation shows how much time they cost.
     """
 
     def __init__(self, layout: Layout, efficiency: Efficiency, *, free: tuple[str, ...] = ()) -> None:
         device = layout.cluster.device
         assert device is not None, "times need a device"
         self._device = device
-        # a device of unknown speed is described as infinitely fast, and then no host times are known either
+        # `Estimator._choose` describes a device of unknown speed as infinitely fast. Launches then take no time either.
         self.launch = 1e-6 * HOST_MICROSECONDS if math.isfinite(device.teraflops) else 0.0
         self._multiprocessors = efficiency.multiprocessors
         self._flops_per_second = 1e12 * device.teraflops * efficiency.matrix
@@ -257,7 +274,7 @@ class ClusterCosts(Costs):
         self._axes = {axis: AxisCost(layout, axis, efficiency) for axis in names if axis not in free}
 
     def beside(self, axis: str) -> float:
-        if self._device.is_cpu:  # TCP inside a node takes the time of the cores on which the ranks compute
+        if self._device.is_cpu:  # a collective over TCP inside a node runs on the cores on which the ranks compute
             return 0.0 if axis in self._network else 1.0
         return NCCL_BLOCKS / self._multiprocessors
 
@@ -291,12 +308,12 @@ class ClusterCosts(Costs):
 
 
 class AxisCost:
-    """Cost model of the collectives on one axis.
+    """Cost model of the collectives on one axis of the mesh.
 
     Args:
         layout: sizes and links of the parallel axes.
         axis: name of the axis.
-        efficiency: shares of the data sheet's figures that programs reach.
+        efficiency: fractions of the links' data-sheet rates that collectives reach.
     """
 
     def __init__(self, layout: Layout, axis: str, efficiency: Efficiency) -> None:
@@ -319,7 +336,7 @@ class AxisCost:
 
         # ---- latency of a ring and of a tree
         def latency(kind: LinkKind, default: dict[str, float]) -> float:
-            """Return the seconds that a message takes over a link of this kind."""
+            """Return the seconds of a message over a link of this kind; `default` is for files without latencies."""
             microseconds = known[kind].microseconds
             return 1e-6 * (default[kind] if microseconds is None else microseconds)
 
@@ -331,7 +348,7 @@ class AxisCost:
         self._tree = (self._size / domains - 1) * inside + math.log2(domains) * across
 
     def seconds(self, collective: str, sent_bytes: int) -> float:
-        """Return the seconds of a collective in which each rank sends `sent_bytes`."""
+        """Return the seconds of the collective `collective` in which each rank sends `sent_bytes`; 0 for one rank."""
         if self._size == 1:
             return 0.0
         latency = min(2 * self._ring, 2 * self._tree) if collective == "all_reduce" else self._ring
@@ -339,10 +356,12 @@ class AxisCost:
 
 
 def shares_adapters(cluster: Cluster, gigabytes_per_second: float) -> bool:
-    """Return True if a node has adapters of at least 100 Gbit/s, but less than 100 Gbit/s per rank.
+    """Return True if the ranks of a node share fast network adapters.
+
+    This is so if the node has at least 100 Gbit/s of network bandwidth, but less than 100 Gbit/s per rank.
 
     Args:
-        cluster: number of ranks per node.
-        gigabytes_per_second: network bandwidth of a node.
+        cluster: cluster with the number of ranks per node.
+        gigabytes_per_second: network bandwidth of a node, in each direction.
     """
     return ADAPTER_GIGABYTES <= gigabytes_per_second < ADAPTER_GIGABYTES * cluster.ranks_per_node

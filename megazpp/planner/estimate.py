@@ -1,4 +1,4 @@
-"""Estimate of a run: bytes sent by kind of link, memory by kind, and time per step."""
+"""Estimate of a training run for --plan: bytes sent by kind of link, memory by kind, and seconds per step."""
 
 from __future__ import annotations
 
@@ -24,33 +24,36 @@ from megazpp.topology.layout import AXES, DOWNLOAD, EXPERT_AXES, HOST, NODE, PCI
 from megazpp.training.flops import model_flops_per_token
 from megazpp.zero.plan import WeightDelta, default_weight_delta
 
-EXPOSED = 0.05  # share of the training time that DiLoCo's synchronizations may take in `sufficient_gigabits`
-USABLE_MEMORY = 0.9  # assumed share of device memory for tensors; CUDA, NCCL and fragmentation take the rest
-BEFORE_AMPERE = ("P100", "V100", "T4", "RTX 20", "TITAN")  # first words of names of devices without flash attention
+# Fraction of the training time that `Estimate.sufficient_gigabits` lets DiLoCo's synchronizations take without overlap.
+EXPOSED = 0.05
+USABLE_MEMORY = 0.9  # assumed fraction of device memory for tensors; CUDA, NCCL and fragmentation take the rest
+BEFORE_AMPERE = ("P100", "V100", "T4", "RTX 20", "TITAN")  # beginnings of names of GPUs older than Ampere
 
 
 class Estimate(NamedTuple):
     """Estimated memory, communication and time of a run.
 
-    With local steps (DiLoCo), bytes and times per step include a share of a synchronization, which takes place once in
-    many steps.
+    With local steps (DiLoCo), replica groups synchronize once in H optimizer steps. Bytes and seconds per step then
+    include 1/H of the synchronization's bytes and seconds.
 
     Attributes:
         config: flags of the run.
         plan: layout, wire formats and batch sizes of the run.
         memory: bytes on rank 0 by kind at the memory peak.
-        wires: bytes that rank 0 sends per optimizer step, by kind of link.
-        exchanged: bytes of these that context parallelism sends.
+        wires: bytes that rank 0 sends per optimizer step, by kind of link ("tp", "local" or "cross").
+        exchanged: bytes that context parallelism sends on rank 0 per optimizer step; they are part of `wires`.
         node_cross_bytes: bytes that all ranks of a node send to other nodes per optimizer step.
         node_replica_group_bytes: bytes that a node sends to other replica groups in one synchronization of all
             fragments; 0 without local steps.
-        micro_batches: number of micro-batches per step.
-        seconds: seconds per step; None if the cluster file lacks the device or the links.
-        held_up: seconds by which a synchronization delays training; 0 without local steps.
-        busy: seconds per step by axis, and for the keys "compute" and "host"; {} without times.
-        muon: description of Muon's work and communication; "" for other optimizers.
-        host_bytes: bytes of rank 0's states in host memory; 0 without --optimizer-cpu-offload.
-        copied: bytes of copies to and from these states per optimizer step, by direction.
+        micro_batches: number of micro-batches per optimizer step.
+        seconds: seconds per optimizer step; None if the cluster file lacks the device or the links.
+        held_up: seconds by which one synchronization of the replica groups delays training; 0 without local steps.
+        busy: seconds per optimizer step that collectives take, by axis; for the key "compute" the seconds of kernels,
+            and for "host" the seconds of launches. {} without times.
+        muon: sentence about Muon's work and communication, for the report; "" for other optimizers.
+        host_bytes: bytes of rank 0's training states in host memory; 0 without --optimizer-cpu-offload.
+        copied: bytes that rank 0 copies per optimizer step between the device and its states in host memory, by
+            direction (UPLOAD or DOWNLOAD).
     """
 
     config: RunConfig
@@ -70,23 +73,23 @@ class Estimate(NamedTuple):
 
     @property
     def gigabytes(self) -> float:
-        """Memory of rank 0 at the peak, in GB."""
+        """Device memory of rank 0 at the memory peak, in GB."""
         return self.memory.total() / 1e9
 
     @property
     def host_gigabytes(self) -> float:
-        """States in the host memory of a node, in GB."""
+        """Training states that all ranks of a node keep in host memory, in GB; 0 without --optimizer-cpu-offload."""
         return self.plan.layout.cluster.ranks_per_node * self.host_bytes / 1e9
 
     @property
     def usable_gigabytes(self) -> float:
-        """Memory for tensors on a device, in GB; infinite if the cluster file does not describe the device."""
+        """Device memory that tensors can use, in GB; infinite if the cluster file does not describe the device."""
         device = self.plan.layout.cluster.device
         return math.inf if device is None else USABLE_MEMORY * device.gigabytes
 
     @property
     def fits(self) -> bool:
-        """True if the run fits into the device's usable memory, and its states in host memory into a node's."""
+        """True if the run fits into the usable device memory, and its states in host memory fit into a node's."""
         host = self.plan.layout.cluster.host
         return self.gigabytes <= self.usable_gigabytes and (host is None or self.host_gigabytes <= host.gigabytes)
 
@@ -97,18 +100,18 @@ class Estimate(NamedTuple):
 
     @property
     def days(self) -> float:
-        """Days that the whole run takes, without evaluations, checkpoints and restarts; 0 without times."""
+        """Days that all steps of the run take, without evaluations, checkpoints and restarts; 0 without times."""
         batches = self.plan.batches
         return (self.seconds or 0.0) * batches.total_samples / batches.global_batch_size / 86400
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second over all ranks; 0 without times."""
+        """Tokens per second that all ranks train together; 0 without times."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def teraflops(self) -> float:
-        """Model TFLOP/s per GPU, from one forward and one backward without recomputation (training/flops.py)."""
+        """Model TFLOP/s per GPU, which count one forward and one backward without recomputation; 0 without times."""
         model, layout = self.config.model, self.plan.layout
         padded = model.padded_vocab_size(self.config.tokenizer.vocab_size or 0, layout.tp)
         length = self.config.data.seq_length or 0
@@ -119,8 +122,8 @@ class Estimate(NamedTuple):
     def sufficient_gigabits(self) -> float:
         """Network bandwidth of a node, in Gbit/s each way, with which communication takes no longer than compute.
 
-        With local steps, a synchronization may take as long as the steps that overlap with it. Without overlap it may
-        take the share EXPOSED of the steps' time. The result is 0 without times.
+        With local steps (DiLoCo), the bytes of a synchronization may take as long as the steps that overlap with it.
+        Without overlap they may take the fraction EXPOSED of the time of all steps. The result is 0 without times.
         """
         compute, diloco = self.busy.get("compute", 0.0), self.plan.of(DilocoPlan)
         sent = self.node_cross_bytes
@@ -134,11 +137,12 @@ class Estimator:
     """Estimator of runs on one cluster.
 
     Args:
-        cluster: cluster, with the device and links of its file if there is one.
+        cluster: nodes and ranks, with the device and links of the cluster file if there is one.
         device_type: "cuda" or "cpu", which selects the checks of the flags.
-        expert_load: load of all experts of the simulated rank, relative to the mean over experts. Above 1, the
-            rank's experts are all as busy as the busiest one.
-        elastic: True if the replica groups of local steps are jobs, each of which computes the whole outer step.
+        expert_load: tokens of each expert of the simulated rank, relative to the mean over all experts. Above 1, all
+            experts of the rank are as busy as the busiest expert of the model.
+        elastic: True if the replica groups of local steps are separate jobs (elastic DiLoCo), each of which computes
+            the whole outer step.
     """
 
     def __init__(self, cluster: Cluster, *, device_type: str, expert_load: float = 1.0, elastic: bool = False) -> None:
@@ -148,7 +152,7 @@ class Estimator:
         self._estimates = dict[RunConfig, Estimate]()  # a report asks for some runs several times
 
     def estimate(self, config: RunConfig) -> Estimate:
-        """Estimate bytes, memory and time of a run.
+        """Estimate bytes, memory and time of a run. The result is kept for later calls with equal flags.
 
         Args:
             config: flags of the run. --zero-weight-delta auto is replaced by the choice of `choose_weight_delta`.
@@ -163,10 +167,10 @@ class Estimator:
         return self._estimates[config]
 
     def exposed(self, estimate: Estimate) -> dict[str, float]:
-        """Return for each axis the seconds per step that would be saved if its collectives took no time.
+        """Return the exposed communication: by axis, the seconds per step saved if its collectives took no time.
 
         Args:
-            estimate: an estimate of this estimator. Without times the result is {}.
+            estimate: an estimate that this estimator has returned. If it has no times, the result is {}.
         """
         saved = dict[str, float]()
         for axis in sorted(estimate.busy.keys() - {"compute", "host"}):
@@ -175,18 +179,19 @@ class Estimator:
         return saved
 
     def choose_weight_delta(self, config: RunConfig, *, gigabytes: float | None = None) -> WeightDelta | None:
-        """Choose lossless deltas or int8 blocks for --zero-weight-delta auto.
+        """Choose lossless deltas or int8 blocks as the format of weights between nodes, for --zero-weight-delta auto.
 
-        Lossless deltas are chosen if they fit into memory and the estimated step is not slower with them. Without
-        known link speeds, only memory decides. If the device is unknown, only communication is compared. A run without
-        a cluster file measures links and device first (run/trainer.py).
+        Lossless deltas are chosen if they fit into memory and the estimated step is not slower with them. If the speeds
+        of the links are unknown, only memory decides. If the device is unknown, the estimates compare only
+        communication. A run without a cluster file measures links and device first (run/trainer.py).
 
         Args:
             config: flags of the run.
             gigabytes: memory of a rank's device in 1e9 bytes, for a cluster file without a device; None if unknown.
 
         Returns:
-            the choice; None if there is nothing to choose, because flags set the format or no weights cross nodes.
+            the chosen format with its reason; None if there is nothing to choose, because flags set the format or no
+            weights cross nodes.
 
         Raises:
             ValueError: the flags conflict, or do not fit the cluster.
@@ -194,7 +199,11 @@ class Estimator:
         return self._choose(config, gigabytes)[0]
 
     def _choose(self, config: RunConfig, gigabytes: float | None = None) -> tuple[WeightDelta | None, Estimate | None]:
-        """Return the choice of `choose_weight_delta`, and this estimator's estimate with it if that was computed."""
+        """Return the choice of `choose_weight_delta`, and the estimate of the run with the chosen format.
+
+        The estimate is None if none was computed, or if it was computed for another cluster or another load of the
+        experts than this estimator's.
+        """
         # ---- cases without an estimate
         if not config.zero.chooses_weight_delta:
             return None, None
@@ -232,11 +241,12 @@ class Estimator:
         return choice, (lossless if choice.lossless else int8) if is_own else None
 
     def _estimate(self, config: RunConfig, plan: RunPlan) -> Estimate:
-        """Estimate a run with a plan in which the choice of --zero-weight-delta auto is already made."""
+        """Estimate a run from its flags and its plan, in which --zero-weight-delta auto is already decided."""
         simulator, step, meeting, every = self._simulate(config, plan)
         layout, timed = plan.layout, self._is_timed(plan.layout)
         busy = {key: step.busy.get(key, 0.0) + meeting.busy.get(key, 0.0) / every for key in step.busy | meeting.busy}
-        muon = _describe_muon(config, simulator, layout)  # first, because a full step of Muon raises the memory peak
+        # This comes before the memory peak is read, because it simulates a full step of Muon, which raises the peak.
+        muon = _describe_muon(config, simulator, layout)
         return Estimate(
             config=config,
             plan=plan,
@@ -257,15 +267,16 @@ class Estimator:
     def _simulate(
         self, config: RunConfig, plan: RunPlan, free: tuple[str, ...] = ()
     ) -> tuple[StepSimulator, SimulatedStep, SimulatedStep, int]:
-        """Simulate an optimizer step, and a synchronization of the replica groups.
+        """Simulate an optimizer step of a run, and a synchronization of DiLoCo's replica groups.
 
         Args:
             config: flags of the run.
-            plan: plan of the run.
+            plan: layout, wire formats and batch sizes of the run.
             free: axes whose collectives take no time.
 
         Returns:
-            the simulator, the step, the synchronization, and the number of steps between two synchronizations.
+            the simulator; the optimizer step; the synchronization, which is empty without DiLoCo; and the number of
+            steps per synchronization, 1 without DiLoCo.
         """
         costs, layout = None, plan.layout
         if self._is_timed(layout):
@@ -273,10 +284,15 @@ class Estimator:
             for kind, axis in _used_links(layout).items():
                 if kind not in known:
                     file = config.cluster.cluster_file
-                    raise ValueError(f"--cluster-file {file}: links.{kind} is missing, and axis {axis} uses it")
+                    raise ValueError(
+                        f"--cluster-file {file} lacks links.{kind}, which the axis {axis} uses: add the link's speed"
+                    )
             if config.zero.optimizer_cpu_offload and self.cluster.host is None:
                 file = config.cluster.cluster_file
-                raise ValueError(f"--cluster-file {file}: host is missing, and --optimizer-cpu-offload uses it")
+                raise ValueError(
+                    f"--cluster-file {file} lacks `host`, the bandwidth to host memory, which the times of "
+                    "--optimizer-cpu-offload need: add it"
+                )
             costs = ClusterCosts(layout, self.calibration.efficiency, free=free)
         simulator = build_step_simulator(
             config,
@@ -293,12 +309,15 @@ class Estimator:
         return simulator, step, simulator.synchronize(step.seconds), 1 if diloco is None else diloco.steps
 
     def _is_timed(self, layout: Layout) -> bool:
-        """Return True if the cluster file describes the device, and links if the layout uses any."""
+        """Return True if times can be estimated: the file describes the device, and links if the layout uses any."""
         return self.cluster.device is not None and (self.cluster.links is not None or not _used_links(layout))
 
 
 def _measured(cluster: Cluster) -> str:
-    """Return the measured figures on which a choice of --zero-weight-delta auto depends; "" without any."""
+    """Return the measured rates of a cluster that the choice of --zero-weight-delta auto uses, for its reason.
+
+    The text begins with "; measured: ". It is "" if nothing was measured.
+    """
     network, device, figures = (cluster.links or Links()).network, cluster.device, list[str]()
     if network is not None and network.is_measured:
         figures.append(f"{8 * network.gigabytes_per_second:.3g} Gbit/s between nodes")
@@ -309,13 +328,13 @@ def _measured(cluster: Cluster) -> str:
 
 
 def known_links(layout: Layout) -> Links | None:
-    """Return the links of a layout's cluster; None if the speed of a link that the layout uses is unknown."""
+    """Return the links of a layout's cluster; None if the layout uses a kind of link whose speed is unknown."""
     links = layout.cluster.links or Links()
     return links if _used_links(layout).keys() <= links.known.keys() else None
 
 
 def _used_links(layout: Layout) -> dict[LinkKind, str]:
-    """Return the kinds of links that the layout uses, and for each kind an axis that uses it."""
+    """Return the kinds of links that the layout uses, each with the name of an axis that uses it."""
     axes = (*AXES, NODE, *(EXPERT_AXES if layout.has_expert_axes else ()))
     return {kind: axis for axis in reversed(axes) for kind in layout.links(axis)}
 
@@ -338,9 +357,10 @@ def build_step_simulator(
         costs: cost model; None to count bytes without times.
         device_type: "cuda" or "cpu".
         rank: global rank to simulate.
-        on_cpu: simulate a CPU process, whatever device the cluster file describes. Lossless deltas then have
+        on_cpu: True to simulate a CPU process, whatever device the cluster file describes. Lossless deltas then have
             their largest size. Tests compare such a simulation with tensors on CPUs.
-        others: further fields of `TraceInputs`, and further arguments of `StepSimulator`.
+        **others: values that replace or complete the fields of `TraceInputs` and the arguments of `StepSimulator` that
+            this function derives from the flags.
     """
     assert config.data.seq_length is not None
     assert config.tokenizer.vocab_size is not None
@@ -361,7 +381,7 @@ def build_step_simulator(
 
 
 def _describe_muon(config: RunConfig, simulator: StepSimulator, layout: Layout) -> str:
-    """Return a line on Muon's work and communication; simulates a step of its orthogonalization for it."""
+    """Simulate Muon's orthogonalization, and return a sentence about its work and bytes; "" for other optimizers."""
     if simulator.muon is None:
         return ""
     text, interval = simulator.muon.describe(), config.optimizer.muon_full_interval
@@ -375,7 +395,14 @@ def _describe_muon(config: RunConfig, simulator: StepSimulator, layout: Layout) 
 
 
 def _documents(config: RunConfig, device: Device | None, device_type: str, *, on_cpu: bool) -> Documents | None:
-    """Return how the planned device keeps attention inside documents or a window; None if it does not have to."""
+    """Return how the planned device keeps attention inside documents or a window; None for plain causal attention.
+
+    Args:
+        config: flags of the run.
+        device: device of the cluster file; None if the file does not describe the device.
+        device_type: "cuda" or "cpu", used if `device` is None.
+        on_cpu: True for a CPU process, whatever device the cluster file describes.
+    """
     window, seq_length = config.model.window, config.data.seq_length or 0
     if not config.data.reset_attention_mask and (window is None or seq_length <= window):
         return None
@@ -392,10 +419,10 @@ def _documents(config: RunConfig, device: Device | None, device_type: str, *, on
 
 
 def _of_node(table: TrafficTable, layout: Layout) -> int:
-    """Return the bytes that all ranks of a node send to other nodes, from the traffic of rank 0.
+    """Return the bytes that all ranks of a node send to other nodes, estimated from the traffic table of rank 0.
 
-    On each axis rank 0 sends at least as many bytes as any other rank. The ranks of a node that send over the network
-    are those with a network link on that axis.
+    On each axis rank 0 sends at least as many bytes as any other rank. So its bytes are multiplied by the number of the
+    node's ranks that have a network link on the axis. Copies between device and host memory do not count.
     """
     senders = {
         axis: layout.links(axis).get("network", 0) / layout.cluster.num_nodes for wire, axis, _ in table if wire != PCIE

@@ -1,4 +1,4 @@
-"""Optional feature of pretraining: the flag --plan, and the estimate for --zero-weight-delta auto."""
+"""Optional feature of pretraining: the estimates of --plan, and the choice of --zero-weight-delta auto."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from megazpp.topology.cluster import Cluster
 if TYPE_CHECKING:
     from megazpp.zero.plan import WeightDelta
 
-# Tokens of a vocabulary whose size becomes known only when the tokenizer is opened. The wire formats differ by the same
-# factor for all weights, so this number hardly matters for the choice between them.
+# Vocabulary size, in tokens, that the choice of --zero-weight-delta auto assumes if the size becomes known only when
+# the tokenizer is opened. Lossless deltas and int8 blocks differ by the same factor for all weights, so the assumed
+# size hardly matters for the choice between them.
 ASSUMED_VOCABULARY = 50304
 
 
 class Planner(Feature):
-    """Feature that prints estimates instead of training."""
+    """Feature that prints estimates of memory, communication and time instead of training (--plan)."""
 
     config = PlanConfig
 
     def choose_weight_delta(
         self, config: RunConfig, cluster: Cluster, *, device_type: str, gigabytes: float | None
     ) -> WeightDelta | None:
-        """Choose by `Estimator.choose_weight_delta`, with an assumed vocabulary if no flag gives its size."""
+        """Return the choice of `Estimator.choose_weight_delta`, with ASSUMED_VOCABULARY if no flag gives the size."""
         from megazpp.planner.estimate import Estimator
         from megazpp.planner.variants import changed
 
@@ -35,7 +36,7 @@ class Planner(Feature):
         return Estimator(cluster, device_type=device_type).choose_weight_delta(config, gigabytes=gigabytes)
 
     def command(self, parsed: ParsedRun) -> int | None:
-        """Print the estimates and return 0 with --plan; return None, to train, without it."""
+        """Print the report of the estimates and return exit status 0 if --plan is set; otherwise return None."""
         flags = parsed.config.section(PlanConfig)
         if not flags.plan:
             return None
@@ -45,7 +46,10 @@ class Planner(Feature):
 
         cluster, load = planned_cluster(parsed.config), flags.plan_expert_load
         if load is not None and parsed.config.model.num_experts is None:
-            raise ValueError(f"{spelling(flags, 'plan_expert_load')} {load:g} needs --num-experts")
+            raise ValueError(
+                f"{spelling(flags, 'plan_expert_load')} {load:g} is about mixtures of experts, and this model has no "
+                "experts: add --num-experts, or leave the flag out"
+            )
         parts = report_parts(parsed.config, cluster, device_type=device_type(), expert_load=load)
         print(parsed.notes(), end="")
         print_report(parts)

@@ -28,13 +28,13 @@ from megazpp.run.checks import RunPlan, plan_run
 from megazpp.topology.cluster import Cluster, nested_sizes
 from megazpp.topology.layout import DOWNLOAD, UPLOAD, WIRE_NAMES, WIRES
 
-PAYS = 1.02  # speed ratio to the next scheme from which on the report says that ZeRO++ pays
-SHOWN = 10  # number of the search's candidates that the report lists
+PAYS = 1.02  # the report says that ZeRO++ pays if it is at least this many times as fast as the fastest other scheme
+SHOWN = 10  # number of the search's best candidates that the report lists
 COLUMNS = ("MB between nodes", "GB", "s per step", "tokens/s", "TFLOP/s per GPU", "MFU", "to ZeRO-3", "Gbit/s*")
 
 
 def print_report(parts: Iterator[str]) -> None:
-    """Print each part of `report_parts` as soon as it is known. The search takes minutes for large models."""
+    """Print each part of the report of --plan as soon as it is computed; the last, the search, can take minutes."""
     for index, part in enumerate(parts):
         print("\n" * (index > 0) + part, flush=True)
 
@@ -42,23 +42,24 @@ def print_report(parts: Iterator[str]) -> None:
 def report_parts(
     config: RunConfig, cluster: Cluster, *, device_type: str, expert_load: float | None = None
 ) -> Iterator[str]:
-    """Return the parts of the report about a run. Nothing is started or allocated.
+    """Return an iterator over the parts of the report of --plan, each a text of several lines.
 
-    The run is estimated at once, so errors of its flags are raised here. Each part is computed when it is taken.
+    No worker is started and no tensor is allocated. This function estimates the run itself at once, so it raises the
+    errors of the flags. The iterator computes each part when the caller takes the part.
 
     Args:
         config: flags of the run.
-        cluster: cluster, with the device and links of its file if there is one.
+        cluster: nodes and ranks, with the device and links of the cluster file if there is one.
         device_type: "cuda" or "cpu", which selects the checks of the flags.
         expert_load: load of the busiest expert, relative to the mean. The report adds the memory at this load, and the
-            search estimates ranks whose experts all have it. None: only an even load.
+            search estimates ranks whose experts all have this load. None: only an even load.
 
     Raises:
         ValueError: the flags conflict, do not fit the cluster, or lack --vocab-size.
     """
     config, elastic = for_planning(config, "--plan"), config.jobs > 1
     if elastic:
-        plan_run(config, cluster, device_type=device_type)  # raises the errors of flags that jobs do not support
+        plan_run(config, cluster, device_type=device_type)  # only for its errors about flags that one job does not take
         config, cluster = as_one_job(config, cluster)
     estimator = Estimator(cluster, device_type=device_type, elastic=elastic)
     own = estimator.estimate(config)
@@ -78,7 +79,12 @@ def report_parts(
 
 
 def describe_plan(plan: RunPlan, micro_batches: int) -> Iterator[str]:
-    """Yield lines about a run: parallel layout, wire formats, features, notes, and batch sizes."""
+    """Yield the report's lines about the plan of a run: layout, wire formats, features, notes and batch sizes.
+
+    Args:
+        plan: plan of the run.
+        micro_batches: number of micro-batches per optimizer step.
+    """
     yield f"{plan.layout.describe()}; {plan.wire.describe()}"
     for feature in plan.features:
         yield feature.describe()
@@ -90,11 +96,11 @@ def describe_plan(plan: RunPlan, micro_batches: int) -> Iterator[str]:
 
 
 def memory_rows(title: str, columns: Mapping[str, Counter[Memory]]) -> list[tuple[str, ...]]:
-    """Return the rows of a table of memory in GB: a row for each kind that occurs, and a row of totals.
+    """Return a table of memory in GB: a header row, a row for each kind of memory in use, and a row of totals.
 
     Args:
-        title: title of the first column.
-        columns: bytes by kind, for each column's title.
+        title: title of the first column, which has the names of the kinds.
+        columns: bytes by kind of memory for each further column, by the column's title.
     """
     found = list(columns.values())
     rows = [(title, *columns)]
@@ -103,7 +109,7 @@ def memory_rows(title: str, columns: Mapping[str, Counter[Memory]]) -> list[tupl
 
 
 def _memory(estimator: Estimator, own: Estimate) -> Iterator[str]:
-    """Yield the table of memory by kind, with a column for each granularity of recomputation."""
+    """Yield the lines of the report's table of memory by kind, with a column for each granularity of recomputation."""
     estimates = {f"recompute {r or 'none'}": estimator.estimate(with_recompute(own.config, r)) for r in RECOMPUTE}
     rows = memory_rows("GB on rank 0 at the memory peak", {name: e.memory for name, e in estimates.items()})
     if estimator.cluster.device is not None:
@@ -115,7 +121,13 @@ def _memory(estimator: Estimator, own: Estimate) -> Iterator[str]:
 
 
 def _memory_by_load(even: Estimator, loaded: Estimator, own: Estimate) -> Iterator[str]:
-    """Yield the memory at an even load and at the load of `loaded`, for each granularity of recomputation."""
+    """Yield the lines of the report's table of memory by the load of the busiest experts of a mixture of experts.
+
+    Args:
+        even: estimator that assumes equally many tokens for all experts.
+        loaded: estimator that assumes the load of --plan-expert-load; `even` without this flag.
+        own: estimate of the run.
+    """
     loads = (even, *([loaded] if loaded.expert_load > even.expert_load else []))
     rows = [("GB at a load of the busiest experts of", *(f"recompute {r or 'none'}" for r in RECOMPUTE))]
     for estimator in loads:
@@ -131,7 +143,7 @@ def _memory_by_load(even: Estimator, loaded: Estimator, own: Estimate) -> Iterat
 
 
 def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
-    """Yield lines about the run's communication, time per step, exposed communication and total time."""
+    """Yield the report's lines about the run's communication, time per step, exposed communication and total time."""
     # ---- communication
     sent = ", ".join(f"{WIRE_NAMES[wire]} {own.wires[wire] / MEGA:.3f} MB" for wire in WIRES)
     yield f"rank 0 sends per optimizer step: {sent}; a node sends {own.node_cross_bytes / MEGA:.3f} MB to other nodes"
@@ -208,7 +220,7 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
 
 
 def _contexts(estimator: Estimator, own: Estimate) -> Iterator[str]:
-    """Yield the table of context parallelism: the run with each context-parallel size that fits into a node."""
+    """Yield the lines of the report's table of context parallelism, with a row for each size that fits into a node."""
     titles = (
         "--context-parallel-size",
         "MB exchanged by a rank",
@@ -239,12 +251,15 @@ def _contexts(estimator: Estimator, own: Estimate) -> Iterator[str]:
 
 
 def _takes(diloco: DilocoPlan) -> str:
-    """Return the condition on a synchronization's bytes for which a bandwidth is sufficient, as a phrase."""
+    """Return the end of the report's sentence "a synchronization's bytes ..." about a sufficient network bandwidth."""
     return "overlap with the steps of its delay" if diloco.delay else f"take at most {100 * EXPOSED:g} % of the time"
 
 
 def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
-    """Yield the table of sharding schemes with the same batch, a row of local steps, and whether ZeRO++ pays."""
+    """Yield the lines of the report's table of sharding schemes, and a sentence that says whether ZeRO++ pays.
+
+    All schemes have the run's batch. On several nodes the table has a row for local steps (DiLoCo) as well.
+    """
     # ---- a row for each scheme
     rows: list[tuple[str, ...]] = [("scheme", *COLUMNS)]
     named, diloco = schemes(config), local_steps(config, estimator.cluster)
@@ -292,7 +307,11 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
 
 
 def _verdict(speeds: dict[str, float]) -> str:
-    """Return a sentence that says whether ZeRO++ pays, given the tokens per second of the schemes that fit."""
+    """Return a sentence that says whether ZeRO++ is worth using.
+
+    Args:
+        speeds: tokens per second of the schemes that fit into memory, by the scheme's name.
+    """
     if "--zeropp" not in speeds:
         others = f"{', '.join(speeds)} would fit" if speeds else "nor does any other scheme"
         return f"--zeropp does not fit into memory with these flags; {others}"
@@ -309,7 +328,7 @@ def _verdict(speeds: dict[str, float]) -> str:
 
 
 def _best(estimator: Estimator, config: RunConfig) -> Iterator[str]:
-    """Search the candidates around a run, and yield the best ones."""
+    """Search for faster flags, and yield the report's lines about the best candidates."""
     choices = search(estimator, config)
     best = choices[0]
     if not best.fits:

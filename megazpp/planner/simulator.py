@@ -1,14 +1,15 @@
-"""Simulation of one rank: clocks, communication queues, memory, and the axes, units and codecs that megazpp/zero uses.
+"""Simulated counterparts, for the planner, of the clocks, queues, memory, axes, units and codecs of one rank.
 
-The real communication code of megazpp/zero runs on these classes with meta tensors, which have shapes but no memory. It
-calls `CommQueue.submit`, `Work.wait` and collectives as in training. The classes report bytes and seconds to one
-`Simulation`, which is why they are all in one file.
+The communication code of megazpp/zero runs unchanged on these classes with meta tensors, which have shapes but no
+memory. It calls `CommQueue.submit`, `Work.wait` and collectives as in training. The classes report bytes and seconds to
+one `Simulation`, which is why they are all in one file.
 
-A clock holds the simulated time of something that works in order: the compute, a CUDA stream, or a queue. A queue runs
-tasks in the order of submission, so the simulation needs no list of events. A task starts when the queue is free, when
-the clock that submits it has reached that point, and when the works that it waits for are done. It ends after the
-seconds of its collectives and passes over memory. An axis counts bytes as a real axis does, and takes the seconds of
-its links. A codec takes the seconds of a pass over the memory that it reads and writes.
+A clock holds the simulated time of one worker that executes tasks in order: the compute stream, another CUDA stream, or
+a communication queue. A queue runs its tasks in the order of submission, so the simulation needs no list of events. A
+task starts as soon as three conditions hold: the queue is free, the submitting clock has reached the submission, and
+the works that the task waits for are done. The task ends after the seconds of its collectives and passes over memory.
+An axis counts bytes as a real axis does, and takes the seconds of its links. A codec takes the seconds of a pass over
+the memory that it reads and writes.
 """
 
 from __future__ import annotations
@@ -44,29 +45,33 @@ from megazpp.zero.wire import ROOM, Codec, LosslessCodec, Segment, own_rows, pla
 T = TypeVar("T")
 Parameters = Sequence[tuple[str, tuple[int, ...]]]  # names and shapes of parameters on one tensor-parallel rank
 META = torch.device("meta")
-_NOWHERE = nn.Module()
+_NOWHERE = nn.Module()  # stands for the modules of simulated parameters, which have none
 
 
 class Clock:
-    """Simulated time of a stream, queue or process that runs one task after the other; `now` is in seconds."""
+    """Simulated time of a CUDA stream, a queue or a process that runs one task after another.
+
+    Attributes:
+        now: simulated time, in seconds.
+    """
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
 
     def wait_until(self, moment: float) -> None:
-        """Advance to `moment`, if it is later than now."""
+        """Advance this clock to the time `moment`, in seconds, if that is later than the clock's time."""
         self.now = max(self.now, moment)
 
 
 class KernelSeries(NamedTuple):
-    """Durations of successive kernels and collectives on the compute stream, summed up so that none is simulated alone.
+    """Durations of successive kernels and collectives on the compute stream, summed so that they are simulated at once.
 
     Attributes:
-        seconds: duration of all kernels and collectives together.
-        launch_seconds: time that the host takes to launch all of them.
+        seconds: seconds of all kernels and collectives together.
+        launch_seconds: seconds that the host takes to launch all of them.
         after_launch: earliest end of the last kernel, in seconds after the start of the first launch. No kernel starts
-            before its launch has ended. So this is the largest sum, over all kernels, of the end of the kernel's
-            launch and the duration of that kernel and all later ones. It is minus infinity if launches take no time.
+            before its launch has ended. So this is the maximum over all kernels of the end of the kernel's launch plus
+            the seconds of that kernel and of all later ones. It is minus infinity if launches take no time.
         busy: seconds of collectives by axis, and for the key "compute" the seconds of the kernels.
     """
 
@@ -77,11 +82,11 @@ class KernelSeries(NamedTuple):
 
     @classmethod
     def of(cls, seconds: Sequence[tuple[str, float]], launch: float) -> KernelSeries:
-        """Return the series of kernels and collectives, which the host launches every `launch` seconds.
+        """Return the series of kernels and collectives that the host launches one after another.
 
         Args:
-            seconds: for each one "compute" or the axis of the collective, and the duration.
-            launch: seconds between two launches.
+            seconds: in launch order, ("compute", seconds) for a kernel and (axis, seconds) for a collective.
+            launch: seconds that the host needs for each launch.
         """
         left, after_launch, busy = 0.0, -math.inf, defaultdict[str, float](float)
         for number in range(len(seconds), 0, -1):
@@ -93,19 +98,19 @@ class KernelSeries(NamedTuple):
 
 
 class Simulation:
-    """All clocks of a rank. Costs are added to the clock that is currently running.
+    """All clocks of a simulated rank. Each kernel and collective advances the clock that is currently running.
 
     The host launches kernels and collectives one after another and does not wait for them. A kernel starts after its
     launch, so a device with little work per launch waits for the host.
 
     Args:
-        costs: cost model.
+        costs: cost model that gives the seconds of kernels and collectives.
 
     Attributes:
-        compute: clock of the model's kernels; on a CPU, of the process.
-        running: clock to which costs are added.
-        busy: seconds of collectives in this step by axis, for the key "compute" the seconds of the compute clock, and
-            for the key "host" the seconds of all launches.
+        compute: clock of the compute stream, which runs the model's kernels; on a CPU, clock of the process.
+        running: clock that the next kernel or collective advances, either `compute` or the clock of `on`.
+        busy: seconds of collectives in this step by axis, for the key "compute" the seconds of kernels, and for the
+            key "host" the seconds of all launches.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -116,14 +121,14 @@ class Simulation:
         self.busy: dict[str, float] = defaultdict(float)
 
     def new_clock(self) -> Clock:
-        """Return a new clock, which `begin_step` synchronizes with all others."""
+        """Return a new clock, which `begin_step` sets to the same time as all others."""
         self._clocks.append(Clock())
         return self._clocks[-1]
 
     def begin_step(self) -> float:
-        """Set all clocks to the latest of their times, reset `busy`, and return that time.
+        """Set all clocks to the latest of their times, reset `busy`, and return that time in seconds.
 
-        The time is not reset to 0, because tasks of the previous step may still be pending.
+        The clocks are not reset to 0, because tasks of the previous step may end later than now.
         """
         moment = max(clock.now for clock in self._clocks)
         for clock in self._clocks:
@@ -133,7 +138,7 @@ class Simulation:
 
     @contextmanager
     def on(self, clock: Clock) -> Iterator[None]:
-        """Let `spend`, `send` and other calls inside the context advance `clock`."""
+        """Let `spend`, `send` and `SimulatedWork.join` advance `clock` inside the context."""
         before, self.running = self.running, clock
         try:
             yield
@@ -141,12 +146,12 @@ class Simulation:
             self.running = before
 
     def spend(self, seconds: float, *, axis: str | None = None, taken: float = 0.0) -> None:
-        """Launch a collective or a kernel, and advance the running clock by its seconds.
+        """Simulate a kernel or a collective: launch it on the host's clock, and advance the running clock.
 
         Args:
-            seconds: duration.
+            seconds: duration of the kernel or collective.
             axis: axis of the collective; None for a kernel.
-            taken: seconds by which the compute clock is delayed meanwhile, if another clock is running.
+            taken: seconds by which the kernel or collective delays the compute clock, if another clock is running.
         """
         clock, launch = self.running, self._costs.launch
         if launch:
@@ -161,7 +166,7 @@ class Simulation:
             self.busy["compute"] += taken
 
     def compute_series(self, series: KernelSeries) -> None:
-        """Launch kernels and collectives of the model, and advance the compute clock as `spend` does for each.
+        """Simulate a series of the model's kernels and collectives, with the result of one call of `spend` for each.
 
         No other clock uses the axes of these collectives, so none of them waits for a link.
         """
@@ -173,7 +178,13 @@ class Simulation:
             self.busy[key] += seconds
 
     def send(self, axis: str, collective: str, sent_bytes: int) -> None:
-        """Advance the running clock by a collective, which starts when the previous one on its axis has ended."""
+        """Simulate a collective on the running clock. It starts when the previous collective on its axis has ended.
+
+        Args:
+            axis: name of the axis.
+            collective: name of the collective, such as "all_gather".
+            sent_bytes: bytes that this rank sends.
+        """
         link, seconds = self._links[axis], self._costs.collective(axis, collective, sent_bytes)
         self.running.wait_until(link.now)
         self.spend(seconds, axis=axis, taken=self._costs.beside(axis) * seconds)
@@ -181,12 +192,12 @@ class Simulation:
 
 
 class SimulatedQueue(CommQueue):
-    """Communication queue with a clock of simulated time.
+    """Communication queue whose tasks run at once and take simulated time on the queue's own clock.
 
     Args:
-        simulation: simulation of the rank.
+        simulation: clocks of the simulated rank.
         name: name of the queue.
-        blocks_host: True if waiting for a task blocks the host, as on a CPU, and not only a stream.
+        blocks_host: True if waiting for a task blocks the host, as on a CPU; False if it blocks only a CUDA stream.
     """
 
     def __init__(self, simulation: Simulation, name: str, *, blocks_host: bool = True) -> None:
@@ -194,11 +205,17 @@ class SimulatedQueue(CommQueue):
         self.blocks_host = blocks_host
 
     def record_event(self) -> Moment:
-        """Return the time of the running clock."""
+        """Return the simulated time of the running clock, in seconds."""
         return self._simulation.running.now
 
     def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:
-        """Run `task` at once, on this queue's clock, from the time at which a real queue would start it."""
+        """Run `task` at once, and simulate it from the time at which a real queue would start it.
+
+        Args:
+            task: function whose collectives and kernels advance this queue's clock.
+            after: works that must be done before the task starts.
+            since: event of `record_event` from which on the task may start; None for the time of the running clock.
+        """
         self._clock.wait_until(self.record_event() if since is None else since)
         with self._simulation.on(self._clock):
             for work in after:
@@ -207,7 +224,7 @@ class SimulatedQueue(CommQueue):
 
 
 class SimulatedWork(Work[T]):
-    """Task of a simulated queue, done at the time that the queue's clock had when it was created."""
+    """Task of a simulated queue, which has already run; its simulated end is the time of the queue's clock after it."""
 
     def __init__(self, result: T, clock: Clock, simulation: Simulation) -> None:
         super().__init__(result)
@@ -220,7 +237,7 @@ class SimulatedWork(Work[T]):
 
 
 class Memory(StrEnum):
-    """Kinds of memory by use. The values are the names in reports."""
+    """Kinds of device memory by use. The values are the names in the report of --plan."""
 
     PARAMETERS = "parameters"
     MOMENTS = "moments"
@@ -246,7 +263,7 @@ class Memory(StrEnum):
 
 
 class Ledger:
-    """Ledger of allocated bytes by kind.
+    """Account of the simulated rank's allocated device memory, in bytes by kind.
 
     Attributes:
         peak: bytes by kind at the moment of the largest total.
@@ -258,32 +275,32 @@ class Ledger:
         self._total = self._most = 0  # bytes of all kinds, now and at the peak
 
     def add(self, kind: Memory, size: int) -> None:
-        """Allocate `size` bytes, or free them if `size` is negative."""
+        """Count an allocation of `size` bytes of this kind; a negative `size` counts freed memory."""
         self._now[kind] += size
         self._total += size
         if self._total > self._most:
             self.peak, self._most = self._now.copy(), self._total
 
     def free(self, kind: Memory) -> None:
-        """Free all bytes of this kind."""
+        """Count all memory of this kind as freed."""
         self.add(kind, -self._now[kind])
 
     def pass_through(self, kind: Memory, size: int) -> None:
-        """Allocate `size` bytes and free them at once, for temporary buffers."""
+        """Count a temporary buffer of `size` bytes, which may raise the peak and is freed at once."""
         self.add(kind, size)
         self.add(kind, -size)
 
 
 class SimulatedAxis(MeshAxis):
-    """Mesh axis without a process group: collectives count bytes and return tensors of the right shape.
+    """Mesh axis without a process group: collectives count bytes and return meta tensors of the right shape.
 
     Args:
         layout: sizes and links of the parallel axes.
         name: name of the axis.
         rank: global rank that is simulated.
-        counter: counter of calls and bytes.
-        cost: function that is called with the name and the sent bytes of each collective.
-        queue: communication queue of the axis.
+        counter: counter of the collectives' calls and bytes, as in training.
+        cost: function that is called with the name and the sent bytes of each collective, and adds its seconds.
+        queue: communication queue of the axis; None for an axis of the model's forward and backward.
     """
 
     def __init__(
@@ -331,49 +348,51 @@ class SimulatedAxis(MeshAxis):
         return x
 
     def count(self, collective: str, sent_bytes: int, *, calls: int = 1) -> None:
-        """Count a collective's bytes, and report them to `cost`."""
+        """Count a collective's calls and sent bytes, and pass its name and bytes to the function `cost`."""
         super().count(collective, sent_bytes, calls=calls)
         self._cost(collective, sent_bytes)
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a meta tensor, without `new_empty` and `empty_like`, which run in Python for meta tensors."""
+    """Return a meta tensor. `new_empty` and `empty_like` are slower: torch runs them in Python for meta tensors."""
     return torch.empty(shape, dtype=dtype, device=META)
 
 
 class SimulatedUnit(Unit):
-    """Sharding unit (FSDP2's parameter group) without tensors: sizes, FSDP2's state, gather and reduction.
+    """Simulated sharding unit (FSDP2's parameter group), with sizes and flags of its state instead of tensors.
 
     Args:
         parameters: names and shapes of the trained parameters on one tensor-parallel rank.
-        axis: axis over which they are sharded; it has the rank whose shards are described.
+        axis: axis over which the parameters are sharded. Its rank is the simulated one.
         exact: names of parameters that are never quantized.
 
     Attributes:
-        size: number of elements of a rank's shard, with padding.
-        elements: number of elements of the parameters, without padding.
-        shapes: shapes of this rank's shards, without padding.
+        size: number of elements of the simulated rank's shard, with padding.
+        elements: number of elements of all parameters of the unit, without padding.
+        shapes: shapes of the simulated rank's shards, without padding.
         axis: axis over whose ranks the parameters are sharded.
-        version: number of optimizer steps so far, used to detect that the weights have changed.
+        version: number of optimizer steps so far, by which gathers detect that the weights have changed.
         reduced: True if the unit's reduced gradients are in memory.
-        gathered: True if the whole parameters are in memory.
-        shard: meta tensor like this rank's shard in the dtype of gathers.
-        whole: meta tensor like the gathered parameters.
-        gradients: meta tensor like the whole gradients, in the dtype of reductions.
-        sum: meta tensor like this rank's part of the reduced gradients.
-        ready: time at which a gather in flight ends; None without one.
-        gather_buffer: bytes of messages that a gather holds while it runs.
-        reduce_buffer: bytes of messages that the local hop of a reduction holds while it runs.
-        cross_buffer: bytes of messages that the cross hop of a reduction holds while it runs.
+        gathered: True if the unsharded parameters are in memory.
+        shard: meta tensor with the size of the rank's shard of the parameters, in the dtype of gathers.
+        whole: meta tensor with the size of the gathered parameters.
+        gradients: meta tensor with the size of the unsharded gradients, in the dtype of reductions.
+        sum: meta tensor with the size of the rank's shard of the reduced gradients.
+        ready: simulated time in seconds at which a gather in flight ends; None if no gather is in flight.
+        gather_buffer: bytes of messages in memory while a gather runs.
+        reduce_buffer: bytes of messages in memory while the local hop of a reduction runs.
+        cross_buffer: bytes of messages in memory while the cross hop of a reduction runs.
         frozen: bytes of the unit's frozen parameters.
-        secondary_bytes: bytes of hpZ's secondary partition.
-        partial_bytes: bytes of the partial sums that wait for qgZ's cross hop.
-        feedback_bytes: bytes of the error feedback.
-        read: function that is called before each read of the shard for the hop across nodes.
-        updated: time at which the last update of a shard in host memory ends.
+        secondary_bytes: bytes of hpZ's secondary partition; 0 without hpZ.
+        partial_bytes: bytes of the partial sums that wait for qgZ's cross hop; 0 without qgZ.
+        feedback_bytes: bytes of the error feedback; 0 without error feedback.
+        read: function that is called before each read of the shard for the hop across nodes. With states in host memory
+            it simulates the upload.
+        updated: simulated time in seconds at which the last update of a shard in host memory ends.
     """
 
-    __setattr__ = object.__setattr__  # without the check of a frozen dataclass
+    # `Unit` is a frozen dataclass; the simulation assigns attributes without its check.
+    __setattr__ = object.__setattr__
     is_sharded = True
     is_frozen = False
     gather: TwoHopGather | CountedGather | None = None
@@ -383,7 +402,8 @@ class SimulatedUnit(Unit):
 
     def __init__(self, parameters: Parameters, axis: MeshAxis, *, exact: Collection[str] = ()) -> None:
         num_ranks = axis.size
-        # Names by place, so that the messages of layers that are alike are planned once.
+        # The parameters are renamed by their index. So layers of equal shapes have equal arguments of `_segments`, and
+        # their messages are planned once.
         numbered = tuple((str(i), shape) for i, (_, shape) in enumerate(parameters))
         exact = frozenset(str(i) for i, (name, _) in enumerate(parameters) if name in exact)
         segments = _segments(numbered, num_ranks, exact)
@@ -392,7 +412,7 @@ class SimulatedUnit(Unit):
             for name, shape in parameters
         )
         super().__init__(modules=(), parameters=found, segments=segments, num_shards=num_ranks)
-        self.size = segments[-1].stop if segments else 0  # 0 if all parameters of the unit are frozen
+        self.size = segments[-1].stop if segments else 0  # no segments: all parameters of the unit are frozen
         self.elements = sum(math.prod(shape) for _, shape in parameters)
         self.axis, self.shapes = axis, tuple(own_shapes(parameters, num_ranks, axis.rank))
         self.version, self.gathered, self.reduced = 0, False, False
@@ -401,7 +421,7 @@ class SimulatedUnit(Unit):
         self.updated = 0.0
 
     def connect(self, context: CommContext) -> None:
-        """Create the unit's gather and reduction, and compute the bytes that they hold."""
+        """Create the unit's gather and reduction for the axes of `context`, and compute the bytes of their buffers."""
         if not self.size:
             return
         dtypes = context.precision.param_dtype, context.precision.reduce_dtype
@@ -415,14 +435,14 @@ class SimulatedUnit(Unit):
             self.gather_buffer = (peers * received if peers > 1 else 0) + (0 if wire.gather.keep else received)
         if isinstance(self.reduce, TwoHopReduce):
             inside, across = self.reduce.message_bytes
-            self.reduce_buffer = (2 if peers > 1 else 1) * peers * nodes * inside  # sent and received
+            self.reduce_buffer = (2 if peers > 1 else 1) * peers * nodes * inside  # sent and received messages
             self.cross_buffer = 2 * nodes * across
             self.partial_bytes = nodes * self.size * (2 if context.zero.zero_accumulate_in_bf16 else 4)
             errors = self.reduce.errors(META)
             self.feedback_bytes = 0 if errors is None else errors.messages.nbytes
 
     def fingerprint(self) -> Fingerprint:
-        """Return a value that changes when the weights change."""
+        """Return a value that changes whenever the optimizer changes the unit's weights."""
         return (self.version,)
 
     def shards(self) -> list[torch.Tensor]:
@@ -454,23 +474,30 @@ class SimulatedUnit(Unit):
 
 @functools.cache
 def _segments(parameters: Parameters, num_ranks: int, exact: frozenset[str]) -> tuple[Segment, ...]:
-    """Call `plan_segments`, whose result is cached."""
+    """Return the segments of a unit's messages from `plan_segments`, cached because many layers are alike."""
     return plan_segments(parameters, num_ranks, exact=exact)
 
 
 def own_shapes(parameters: Parameters, num_ranks: int, rank: int) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of a rank's shards of `parameters`, without padding."""
+    """Yield the shape of a rank's shard of each parameter, without padding. FSDP2 splits the first dimension."""
     for _, shape in parameters:
         yield own_rows(shape[0] if shape else 1, num_ranks, rank), *shape[1:]
 
 
 class SimulatedCodec(Codec):
-    """Codec of quantized messages that computes nothing; `touch` gets the bytes that each pass reads and writes."""
+    """Simulated codec of quantized messages, which computes nothing.
+
+    Args:
+        layout: positions of values and scales in a message.
+        dtype: dtype of the unquantized values.
+        touch: function that is called with the bytes that each pass over memory reads and writes.
+    """
 
     def __init__(self, layout: MessageLayout, dtype: torch.dtype, touch: Callable[[int], None]) -> None:
         super().__init__(layout, dtype)
         self._touch = touch
-        self._empty: dict[tuple[int, ...], torch.Tensor] = {}  # one tensor serves all messages, which have no content
+        # Meta tensors have no content, so one tensor for each number of messages is enough.
+        self._empty: dict[tuple[int, ...], torch.Tensor] = {}
 
     def empty(self, *peers: int, device: torch.device) -> torch.Tensor:
         if peers not in self._empty:
@@ -500,15 +527,17 @@ class SimulatedCodec(Codec):
         self._touch(messages.nbytes + (2 if accumulate else 1) * out.nbytes)
 
 
-# Size of lossless weight deltas as a share of whole bf16 weights, by the learning rate of AdamW. Measured with a
-# small model after 200 steps, see docs/concepts/lossless_deltas.md. Weights of larger models change less.
+# Bytes of lossless weight deltas as a fraction of the bytes of the bf16 weights, by the learning rate of AdamW.
+# Measured with a small model after 200 steps, see docs/concepts/lossless_deltas.md. Weights of larger models change
+# less.
 LOSSLESS_SHARES = {1e-6: 0.016, 1e-5: 0.060, 1e-4: 0.131, 3e-4: 0.184, 1e-3: 0.289, 3e-3: 0.413}
 
 
 def lossless_share(learning_rate: float | None) -> float:
-    """Return the expected size of lossless weight deltas, as a share of whole 16-bit weights.
+    """Return the expected size of lossless weight deltas, as a fraction of the 16-bit weights.
 
-    It is interpolated in the logarithm of the learning rate from `LOSSLESS_SHARES`, and 1 without a learning rate.
+    The fraction is interpolated from `LOSSLESS_SHARES`, in the logarithm of the learning rate. It is 1 if the learning
+    rate is None or 0.
     """
     if not learning_rate:
         return 1.0
@@ -517,13 +546,13 @@ def lossless_share(learning_rate: float | None) -> float:
 
 
 class SimulatedLosslessCodec(LosslessCodec):
-    """Codec of lossless weight deltas that computes nothing.
+    """Simulated codec of lossless weight deltas, which computes nothing.
 
     Args:
         size: number of elements of a shard.
-        share: expected size of a message, as a share of the whole 16-bit weights.
-        costs: cost model.
-        spend: function that is called with the seconds of each delta.
+        share: expected size of a delta, as a fraction of the 16-bit weights.
+        costs: cost model that gives the seconds to encode and decode a delta.
+        spend: function that is called with these seconds for each delta.
     """
 
     def __init__(self, size: int, *, share: float, costs: Costs, spend: Callable[[float], None]) -> None:
@@ -541,4 +570,4 @@ class SimulatedLosslessCodec(LosslessCodec):
         self._spend(self._costs.decode(base.nbytes, messages.nbytes))
 
     def learn(self, messages: torch.Tensor) -> None:
-        """Do nothing: simulated messages have no contents from which to learn the next size."""
+        """Do nothing. The real codec reads the size counters of received messages, and these have no content."""

@@ -1,13 +1,13 @@
-"""Simulation of one optimizer step of one rank: communication, memory and time.
+"""The planner's simulation of one optimizer step of one rank: communication, memory and time.
 
 The gathers and reductions of megazpp/zero, their schedules, and `OuterUnit` of diloco/outer.py run unchanged, on
 simulated axes and meta tensors. Only FSDP2's part is reimplemented here: when it gathers, prefetches, waits, reduces
-and frees (as in torch 2.13, _fsdp_param_group.py). FSDP2 itself cannot be simulated: on CUDA, streams define its order,
-and meta tensors have none. It would also be too slow: three layers take 2 s, and a plan simulates about a hundred
-steps.
+and frees (as in torch 2.13, _fsdp_param_group.py). FSDP2 itself cannot run in a simulation, because CUDA streams define
+its order, and meta tensors have no streams. FSDP2 would also be too slow: three layers take 2 s, and a plan simulates
+about a hundred steps.
 
-On CUDA the host runs ahead and streams keep the order. On a CPU the process itself executes everything outside queues.
-This is one file of more than 300 lines, to keep FSDP2's order of calls in one place.
+On CUDA, the simulated host runs ahead of the streams. On a CPU, the process itself executes everything that no
+communication queue executes. This is one file of more than 300 lines, to keep FSDP2's order of calls in one place.
 """
 
 from __future__ import annotations
@@ -53,20 +53,22 @@ from megazpp.zero.comms import CommContext
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
 
-MASTER_BYTES = 4  # bytes of an element of master weights, sharded gradients and moments, which are fp32
-SIMULATED_MICRO_BATCHES = 3  # the first, the last, and one for all micro-batches in between, which are alike
+MASTER_BYTES = 4  # bytes per element of master weights, sharded gradients and moments, which are fp32
+# Most micro-batches that are simulated: the first, the last, and one that represents all micro-batches in between.
+SIMULATED_MICRO_BATCHES = 3
 NOTHING = Traffic(0, 0)
-HOP_AXES = ("cross", "local", "shard")
-TrafficTable = dict[tuple[str, str, str], Traffic]  # calls and bytes by (kind of link, axis, collective)
+HOP_AXES = ("cross", "local", "shard")  # axes of gathers and reductions, in the order of `CommContext`
+TrafficTable = dict[tuple[str, str, str], Traffic]  # calls and sent bytes by (kind of link, axis, collective)
 
 
 class SimulatedStep(NamedTuple):
     """Result of simulating one optimizer step, or one synchronization of DiLoCo's replica groups.
 
     Attributes:
-        traffic: exact calls and bytes of this rank.
-        seconds: seconds of the step, or by which the synchronization delays training.
-        busy: seconds of collectives by axis, and for the keys "compute" and "host" the seconds of compute and launches.
+        traffic: exact calls and sent bytes of the simulated rank's collectives.
+        seconds: seconds that the step takes, or seconds by which the synchronization delays training.
+        busy: seconds of collectives by axis; for the key "compute" the seconds of kernels, and for "host" the seconds
+            of launches.
     """
 
     traffic: TrafficTable
@@ -75,31 +77,32 @@ class SimulatedStep(NamedTuple):
 
 
 class StepSimulator:
-    """Simulator of the optimizer steps of one rank.
+    """Simulator of the optimizer steps of one rank, for the estimates of --plan.
 
     Args:
-        trace: operations and memory of the model on this rank.
-        spec: precision, ZeRO flags and wire formats.
+        trace: operations and memory of the model's forward and backward on the simulated rank.
+        spec: precision, ZeRO flags and wire formats of the run.
         layout: sizes and links of the parallel axes.
-        costs: cost model; None to count bytes without times.
+        costs: cost model that gives the seconds of operations; None to count bytes without times.
         rank: global rank to simulate.
-        on_cpu: simulate a CPU process, which computes and copies on its own thread, instead of CUDA streams.
+        on_cpu: True to simulate a CPU process, which computes and copies on its own thread, instead of CUDA streams.
         moments: number of fp32 moments per parameter; matrices that Muon trains have one less.
         muon: flags of Muon; None for other optimizers.
-        frozen_bits: bits of the packed matrices of frozen parameters; None for the dtype in which the model computes.
-        diloco: plan of DiLoCo (local steps); None without it.
-        elastic: True if the replica groups are jobs, each of which computes the whole outer step.
-        lossless_share: size of lossless weight deltas as a share of the whole weights.
+        frozen_bits: bits per value of packed frozen matrices; None for the dtype in which the model computes.
+        diloco: plan of DiLoCo (local steps); None without DiLoCo.
+        elastic: True if the replica groups are separate jobs (elastic DiLoCo), each of which computes the whole outer
+            step.
+        lossless_share: size of lossless weight deltas as a fraction of the 16-bit weights.
 
     Attributes:
-        trace: operations and memory of the model.
-        counter: calls and bytes of this rank by (kind of link, axis, collective), as training counts them.
-        units: sharding units in the order of use.
-        fragments: outer weights of local steps, grouped by synchronization; [] without local steps, or if the groups
-            are jobs.
-        whole: outer weights of local steps if the groups are jobs; otherwise [].
-        ledger: memory since the beginning of the last step.
-        muon: orthogonalization of matrices; None without Muon.
+        trace: operations and memory of the model's forward and backward.
+        counter: calls and sent bytes of the simulated rank by (kind of link, axis, collective), as training counts
+            them.
+        units: simulated sharding units in the order of use.
+        fragments: outer weights of DiLoCo by fragment; [] without DiLoCo and for elastic DiLoCo.
+        whole: outer weights of elastic DiLoCo by sharding unit, with all rows on each rank; otherwise [].
+        ledger: device memory since the beginning of the last simulated step.
+        muon: Muon's orthogonalization on simulated axes; None for other optimizers.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class StepSimulator:
         # ---- axes
         self._moments, self._costs = moments, costs or Costs()
         self._simulation = Simulation(self._costs)
-        segments = {id(segment): segment for segment in self.trace.segments.values()}  # layers that are alike share one
+        segments = {id(segment): segment for segment in self.trace.segments.values()}  # equal layers share an object
         self._series = {key: self._series_of(segment) for key, segment in segments.items()}
         self.counter, self.ledger = TrafficCounter(), Ledger()
         self._axes = {
@@ -192,22 +195,22 @@ class StepSimulator:
             else:
                 self.fragments = diloco.in_fragments([OuterUnit(u, u.shapes, axis, **given) for u in self.units])
         # ---- state of FSDP2's streams and buffers
-        self._received: SimulatedUnit | None = None  # unit whose frozen weights were gathered ahead of their use
+        self._received: SimulatedUnit | None = None  # unit whose packed frozen weights were gathered ahead of their use
         self._gathers, self._reductions, self._copies = (self._simulation.new_clock() for _ in range(3))
-        self._copied_out = 0.0  # time at which the last gather's parameters had been copied out of its buffer
+        self._copied_out = 0.0  # time at which FSDP2 has copied the last gather's parameters out of the gather's buffer
         self._copied_from = self._sent_from = 0  # bytes of the buffers of the last gather and of the last reduction
-        self._partial_sums_wait = False
+        self._partial_sums_wait = False  # True if partial sums wait for the cross hop at the end of the step
 
     def run(self, micro_batches: int) -> SimulatedStep:
-        """Simulate an optimizer step of `micro_batches` micro-batches.
+        """Simulate an optimizer step of `micro_batches` micro-batches, and return its traffic and seconds.
 
-        The schedules learn the order in which units are used during the first step, so that its times are not typical.
+        The schedules of gathers learn the order of the units during the first step, so its seconds are not typical.
         """
         before, start = self.counter.table(), self._simulation.begin_step()
         self._copied_out, self._copied_from, self._sent_from = start, 0, 0
         self._partial_sums_wait = micro_batches > 1 and not self._zero.zero_cross_every_microbatch
         self._open_ledger()
-        self._sum_over_data()  # all-reduce of the number of tokens
+        self._sum_over_data()  # training all-reduces the number of tokens of the step
         for index in range(micro_batches):
             last = index == micro_batches - 1
             for unit in self.units:
@@ -215,13 +218,13 @@ class StepSimulator:
                     unit.reduce.begin_micro_batch(last=last)
             self._forward()
             self._backward(first=index == 0, last=last)
-        self._sum_over_data()  # all-reduce of the loss
+        self._sum_over_data()  # training all-reduces the loss
         self._optimizer()
         traffic = traffic_between(before, self.counter.table())
         return SimulatedStep(traffic, self._simulation.compute.now - start, self._simulation.busy)
 
     def learn_order(self) -> None:
-        """Let the schedules learn the order of the units, by a step with a forward but no backward."""
+        """Simulate a step with a forward but no backward, so that the schedules of gathers learn the units' order."""
         if any(isinstance(unit.gather, TwoHopGather) for unit in self.units):
             self.run_forward()
             for unit in self.units:
@@ -229,18 +232,19 @@ class StepSimulator:
             self._optimizer()
 
     def run_forward(self) -> None:
-        """Simulate a forward without backward; its memory is in `ledger` and its bytes in `counter`."""
+        """Simulate a forward without backward. Its memory is then in `ledger`, and its bytes are in `counter`."""
         self._simulation.begin_step()
         self._open_ledger()
         self._forward()
 
     def synchronize(self, step_seconds: float = 0.0) -> SimulatedStep:
-        """Simulate a synchronization of all fragments, one after another, after the last step.
+        """Simulate a synchronization of all of DiLoCo's fragments, one after another, after the last optimizer step.
 
-        The result is empty without local steps.
+        The result is an empty `SimulatedStep` without DiLoCo.
 
         Args:
-            step_seconds: seconds of an optimizer step, with which the messages of a delayed synchronization overlap.
+            step_seconds: seconds of an optimizer step. With a delay between sending and merging, the messages overlap
+                with `DilocoPlan.hiding_steps` such steps.
         """
         plan, compute, axis = self._diloco, self._simulation.compute, self._axes["replica_group"]
         if plan is None:
@@ -250,16 +254,16 @@ class StepSimulator:
             self.ledger.free(kind)
         for units in self.fragments:
             sizes = [unit.rows.nbytes for unit in units]
-            # passes over memory for the outer gradient: write zeros (1), copy the weights (2), subtract them from the
-            # common copy (3), scale (2)
+            # The outer gradient reads or writes memory 8 times: it writes zeros (1), copies the weights (2), subtracts
+            # them from the common copy (3) and scales the difference (2).
             self._touch(8 * sum(sizes))
             send_fragment(units, axis, plan, torch.empty((), dtype=torch.float64, device=META))
-            # messages of all fragments add up, because at the end of a run all are in flight at once
+            # The messages of all fragments add up, because at the end of a run all of them are in flight at once.
             for unit, size in zip(units, sizes, strict=True):
                 self.ledger.add(Memory.OUTER_MESSAGES, unit.sent_bytes)
                 received = unit.sent_bytes + axis.size * unit.common.crossing_bytes(keyframe=False)
-                crossing = received + 2 * unit.outer.nbytes  # the mean, and its product with the learning rate
-                # on a device the next unit's outer gradient is packed meanwhile
+                crossing = received + 2 * unit.outer.nbytes  # the mean, and the mean times the learning rate
+                # On a GPU the next unit's outer gradient is packed while this unit's messages are in flight.
                 self.ledger.pass_through(Memory.BUFFERS, max(size, crossing) if self._on_cpu else size + crossing)
             compute.wait_until(compute.now + hidden)
             for unit in units:
@@ -271,16 +275,16 @@ class StepSimulator:
         return SimulatedStep(traffic_between(before, self.counter.table()), seconds, self._simulation.busy)
 
     def _merge_messages(self, units: Sequence[WholeRows], hidden: float) -> None:
-        """Simulate a version of an elastic run: send this group's message to every other group, and apply all.
+        """Simulate a version of elastic DiLoCo: send this group's messages to all others, and apply all messages.
 
         Args:
-            units: the units of the version's fragment.
-            hidden: seconds of steps during which the messages are sent.
+            units: outer weights of the fragment that the version updates, by sharding unit.
+            hidden: seconds of optimizer steps with which the messages overlap.
         """
         axis, weight, messages = self._axes["replica_group"], torch.empty((), device=META), list[torch.Tensor]()
         groups = axis.size
         for unit in units:
-            self._touch(8 * unit.rows.nbytes)  # the outer gradient, as in `synchronize`
+            self._touch(8 * unit.rows.nbytes)  # the outer gradient, which `synchronize` explains
             messages.append(unit.pack(weight).view(1, -1).expand(groups, -1))
         sent_bytes = (groups - 1) * sum(unit.message_bytes for unit in units)
         work = axis.queue.submit(lambda: axis.count("send", sent_bytes, calls=groups - 1))
@@ -289,16 +293,17 @@ class StepSimulator:
         for unit, received in zip(units, messages, strict=True):
             size = unit.rows.nbytes
             unit.apply(received, [1.0] * groups, weight)
-            # passes over memory: zeros (1), scale (2), times the learning rate (2), subtract (3); with momentum: decay
-            # (2), add (3), scale (2), subtract (3); then the merge (2)
+            # The update reads or writes memory 10 times: it writes zeros (1), scales the mean (2), multiplies it by the
+            # learning rate (2), subtracts it (3) and merges (2). Momentum adds a decay (2), a sum (3), a scaling (2)
+            # and a subtraction (3).
             self._touch((10 if unit.momentum is None else 20) * size)
-            mean_and_product = 2 * size
+            mean_and_product = 2 * size  # the mean, and the mean times the learning rate
             self.ledger.pass_through(Memory.BUFFERS, (groups + 1) * unit.message_bytes + mean_and_product)
 
     # ---- forward, backward and optimizer --------------------------------------------------------------------------
 
     def _forward(self) -> None:
-        """Simulate the forward of a micro-batch: gather, compute and release each unit."""
+        """Simulate the forward of a micro-batch: gather each unit, compute with it, and with ZeRO stage 3 free it."""
         units, tied, following = self.units, self.trace.tied, iter([*self.units[1:], None])
         for index, group in enumerate(self._groups):
             for unit in group:
@@ -309,15 +314,20 @@ class StepSimulator:
             for unit in group if not (tied and index == 0) else ():
                 self._release(unit, when=self._stage_of(unit) == 3)
                 self._free_unpacked(unit)
-        if tied:  # the output layer uses the word embedding again, which is in the first unit
+        if tied:  # with tied embeddings, the output layer uses the word embedding of the first unit again
             self._work(FORWARD, len(self._groups))
             self._release(units[0], when=self._stage_of(units[0]) == 3)
             self._free_unpacked(units[0])
-        self.ledger.add(Memory.BUFFERS, -self._copied_from)  # buffer of the last gather
+        self.ledger.add(Memory.BUFFERS, -self._copied_from)  # FSDP2 frees the last gather's buffer after the forward
         self._copied_from = 0
 
     def _backward(self, *, first: bool, last: bool) -> None:
-        """Simulate the backward of the first, last or another micro-batch, with prefetched gathers and reductions."""
+        """Simulate the backward of a micro-batch, with prefetched gathers and with reductions.
+
+        Args:
+            first: True for the first micro-batch of the step.
+            last: True for the last micro-batch of the step.
+        """
         # ---- order of the units
         tied, groups, segment = self.trace.tied, self._groups, self.trace.num_segments - 1
         for unit in self.units:
@@ -354,7 +364,12 @@ class StepSimulator:
             unit.is_sharded = True
 
     def _work(self, phase: str, index: int) -> None:
-        """Simulate a segment of the model in forward or backward: its memory, and then its operations."""
+        """Simulate a segment of the model (embedding, layer or head): first its memory, then its operations.
+
+        Args:
+            phase: FORWARD or BACKWARD.
+            index: index of the segment, as in `Trace.segments`.
+        """
         segment = self.trace.segments[phase, index]
         self.ledger.pass_through(Memory.ACTIVATIONS, segment.peak)
         self.ledger.add(Memory.ACTIVATIONS, segment.kept - segment.gradients)
@@ -365,7 +380,7 @@ class StepSimulator:
             self.counter.add(self._axes[axis].wire, axis, collective, sent_bytes, calls=calls)
 
     def _series_of(self, segment: TraceSegment) -> tuple[KernelSeries, dict[tuple[str, str], Traffic]]:
-        """Return a segment's kernels and collectives, and the traffic of these by (axis, collective)."""
+        """Return the series of a segment's kernels and collectives, and the collectives' traffic by (axis, name)."""
         seconds, before = list[tuple[str, float]](), ""
         traffic: dict[tuple[str, str], Traffic] = {}
         for operation in segment.operations:
@@ -374,7 +389,7 @@ class StepSimulator:
                 seconds.append((axis, self._costs.collective(axis, kind, operation.bytes)))
                 calls, sent_bytes = traffic.get((axis, kind), NOTHING)
                 traffic[axis, kind] = Traffic(calls + 1, sent_bytes + operation.bytes)
-            elif kind == before == "memory":  # torch.compile fuses successive passes into one kernel
+            elif kind == before == "memory":  # torch.compile fuses successive passes over memory into one kernel
                 seconds[-1] = "compute", seconds[-1][1] + self._costs.operation(operation)
             else:
                 seconds.append(("compute", self._costs.operation(operation)))
@@ -382,17 +397,17 @@ class StepSimulator:
         return KernelSeries.of(seconds, self._costs.launch), traffic
 
     def _has_backward(self, segment: int) -> bool:
-        """Return True if backward reaches the segment; it ends at the first segment with trained parameters."""
+        """Return True if backward computes this segment. Backward ends at the first segment with trained parameters."""
         return segment >= 0 and bool(self.trace.segments[BACKWARD, segment].operations)
 
     def _sum_over_data(self) -> None:
-        """All-reduce one fp64 number over all data ranks."""
+        """Simulate the all-reduce of one fp64 number over all data ranks."""
         for axis in (self._shard, self._replicate):
             axis.all_reduce_(torch.empty((), dtype=torch.float64, device=META))
 
     def _optimizer(self) -> None:
-        """Simulate the end of a step: sums of gradients over tp, gradient norm, update, and the units' new weights."""
-        # ---- sum over tp of gradients that each tp rank computes in part
+        """Simulate the end of a step: sum gradients over tp, compute their norm, and update all weights."""
+        # ---- all-reduce over tp of the gradients to which each tp rank contributes a summand
         partial = sum(map(math.prod, own_shapes(self.trace.partial, self._shard.size, self._shard.rank)))
         if self._axes["tp"].size > 1 and partial:
             flat = self._axes["tp"].all_reduce_(torch.empty(partial, device=META))
@@ -403,7 +418,7 @@ class StepSimulator:
             self._axes[name].all_reduce_(torch.empty((), dtype=torch.float64, device=META))
         if self.muon is not None:
             self.orthogonalize(iteration=1)
-        # ---- update: 1 pass for the norm, 8 for AdamW, which reads and writes weight, gradient and both moments
+        # ---- update; the norm reads the gradient, and AdamW reads and writes weight, gradient and both moments
         passes = 1 + 8
         if not self._on_host:
             self._touch(passes * 4 * sum(unit.size for unit in self.units))
@@ -418,7 +433,11 @@ class StepSimulator:
                 gather.after_step(keyframe=False)
 
     def _update_on_host(self, unit: SimulatedUnit) -> None:
-        """Simulate `HostShard.update`: upload four states, update them, and download three, beside other units'."""
+        """Simulate `HostShard.update` of a unit with states in host memory (--optimizer-cpu-offload).
+
+        Weight, gradient and both moments are uploaded and updated on the device, and all but the gradient are
+        downloaded. The uploads and downloads of successive units overlap.
+        """
         state = MASTER_BYTES * unit.size
         self._uploads.wait_until(self._simulation.running.now)
         with self._simulation.on(self._uploads):
@@ -430,24 +449,34 @@ class StepSimulator:
         unit.updated = self._downloads.now
 
     def _read_from_host(self, unit: SimulatedUnit) -> None:
-        """Simulate `HostShard.read` on the running clock."""
+        """Simulate `HostShard.read`, which uploads a unit's weights from host memory, on the running clock."""
         self._simulation.running.wait_until(unit.updated)
         self._copy(UPLOAD, MASTER_BYTES * unit.size)
 
     def _copy(self, direction: str, num_bytes: int, *, calls: int = 1) -> None:
-        """Count `calls` copies between the device and host memory, and advance the running clock by its seconds."""
+        """Simulate copies between the device and host memory on the running clock.
+
+        Args:
+            direction: UPLOAD or DOWNLOAD.
+            num_bytes: bytes of all copies together.
+            calls: number of copies.
+        """
         self.counter.add(PCIE, HOST, direction, num_bytes, calls=calls)
         self._simulation.spend(self._costs.copy(num_bytes), axis=PCIE)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of this rank's states in host memory."""
+        """Bytes of the rank's weights, moments, gradients and partial sums that are in host memory."""
         size = sum(unit.size for unit in self.units) if self._on_host else 0
         sums = sum(unit.partial_bytes for unit in self.units) if self._sums_on_host else 0
         return 4 * MASTER_BYTES * size + sums
 
     def orthogonalize(self, *, iteration: int) -> SimulatedStep:
-        """Simulate Muon's orthogonalization in the step `iteration`: communication of rows and Newton-Schulz."""
+        """Simulate Muon's orthogonalization of all matrices, and return its traffic and seconds.
+
+        Args:
+            iteration: number of the optimizer step, because whole matrices are orthogonalized only in some steps.
+        """
         assert self.muon is not None
         before, start = self.counter.table(), self._simulation.running.now
         updates = [torch.empty(shape, device=META) for shape in self._matrix_shards]
@@ -458,7 +487,12 @@ class StepSimulator:
         return SimulatedStep(traffic_between(before, self.counter.table()), self._simulation.running.now - start, {})
 
     def _newton_schulz(self, x: torch.Tensor, steps: int) -> torch.Tensor:
-        """Simulate `newton_schulz` of optim/muon.py: its matrix products and its buffers."""
+        """Simulate the matrix products and the buffers of `newton_schulz` in optim/muon.py, and return `x`.
+
+        Args:
+            x: [matrices, rows, columns] meta tensor.
+            steps: number of Newton-Schulz iterations.
+        """
         for m, n, k in products(*x.shape[1:]) * steps:
             size = x.element_size() * len(x) * (m * k + k * n + 2 * m * n)
             self._simulation.spend(self._costs.operation(Operation("matrix", size, m, n, k, len(x))))
@@ -469,7 +503,7 @@ class StepSimulator:
 
     @property
     def _matrix_shards(self) -> list[tuple[int, ...]]:
-        """Shapes of this rank's shards of the matrices that Muon trains."""
+        """Shapes of the simulated rank's shards of the matrices that Muon trains; [] without Muon."""
         shapes: list[tuple[int, ...]] = []
         for matrix in self.muon.parameters if self.muon is not None else ():
             axis = self._axes[expert_axes(self._layout)[2]] if matrix.expert else self._shard
@@ -478,11 +512,16 @@ class StepSimulator:
 
     @property
     def unpacked_bytes(self) -> int:
-        """Bytes of all frozen weights after unpacking."""
+        """Bytes of all frozen weights of the model if all were unpacked at once."""
         return sum(unit.frozen.unpacked for unit in self.units)
 
     def _unpack(self, unit: SimulatedUnit, following: SimulatedUnit | None) -> None:
-        """Add the cost of `FrozenUnit.unpack`: a unit's weights are unpacked while the next unit's are gathered."""
+        """Account for the memory of `FrozenUnit.unpack`: a unit is unpacked while the next unit's weights are gathered.
+
+        Args:
+            unit: unit whose packed frozen weights are unpacked.
+            following: unit that is used next; None at the end.
+        """
         if not unit.frozen.unpacked:
             return
         if unit is not self._received:
@@ -492,17 +531,17 @@ class StepSimulator:
         self.ledger.add(Memory.UNPACKED, -unit.frozen.received)
 
     def _free_unpacked(self, unit: SimulatedUnit) -> None:
-        """Free a unit's unpacked frozen weights."""
+        """Count a unit's unpacked frozen weights as freed."""
         self.ledger.add(Memory.UNPACKED, -unit.frozen.unpacked)
 
     # ---- FSDP2 ----------------------------------------------------------------------------------------------------
 
     def _gather(self, unit: SimulatedUnit) -> None:
-        """Simulate FSDP2's `unshard`: start the gather of a unit, unless it is gathered or in flight."""
+        """Simulate FSDP2's `unshard`: start the gather of a unit, unless the unit is gathered or its gather runs."""
         if unit.gathered or unit.ready is not None or unit.gather is None:
             return
         clock = self._gathers
-        if self._on_cpu:  # without overlap the process waits for the gather; with overlap only the queues do
+        if self._on_cpu:  # the gather delays the process without --overlap-param-gather, otherwise only the queues
             compute = self._simulation.compute
             clock = Clock(compute.now) if self._context.overlap_gather else compute
         if unit.axis.size > 1:
@@ -515,9 +554,9 @@ class StepSimulator:
         unit.ready = clock.now
 
     def _wait_for_gather(self, unit: SimulatedUnit, *, forward: bool) -> None:
-        """Simulate FSDP2's `wait_for_unshard`: wait for a unit's gather and copy its parameters out of the buffer.
+        """Simulate FSDP2's `wait_for_unshard`: wait for a unit's gather, and copy its parameters out of the buffer.
 
-        In forward the gather after the next one may start after this copy. In backward the next one may.
+        In forward the gather after the next one waits for this copy. In backward the next gather waits for this copy.
         """
         if unit.gathered or unit.gather is None:
             return
@@ -526,7 +565,7 @@ class StepSimulator:
         compute.wait_until(unit.ready)
         if forward:
             self._gathers.wait_until(self._copied_out)
-        if unit.axis.size > 1 and forward:  # frees the previous gather's buffer; the next copy frees this one's
+        if unit.axis.size > 1 and forward:  # FSDP2 frees a gather's buffer only when the next unit has been copied out
             self.ledger.add(Memory.BUFFERS, -self._copied_from)
             self._copied_from = size
         self.ledger.add(Memory.GATHERED, size)
@@ -539,7 +578,7 @@ class StepSimulator:
         unit.gathered, unit.ready, unit.is_sharded = True, None, False
 
     def _release(self, unit: SimulatedUnit, *, when: bool) -> None:
-        """Simulate FSDP2's `reshard`: free a unit's gathered parameters, if `when` is True and they are in memory."""
+        """Simulate FSDP2's `reshard` if `when` is True: free the unit's gathered parameters, if they are in memory."""
         if when and unit.gathered:
             self.ledger.add(Memory.GATHERED, -unit.whole.nbytes)
             unit.gathered, unit.is_sharded = False, True
@@ -547,7 +586,12 @@ class StepSimulator:
     def _finish_unit(self, unit: SimulatedUnit, *, first: bool, last: bool) -> None:
         """Simulate FSDP2's `post_backward`: reshard a unit and reduce its gradients.
 
-        One reduction at a time is in flight: the next one waits for it.
+        Only one reduction is in flight at a time, because each waits for the previous one.
+
+        Args:
+            unit: unit whose backward has ended.
+            first: True for the first micro-batch of the step.
+            last: True for the last micro-batch of the step.
         """
         # ---- reshard
         if unit.reduce is None:
@@ -557,7 +601,7 @@ class StepSimulator:
         unit.is_sharded = False
         computed = unit.elements * self._precision.param_dtype.itemsize
         accumulated = unit.elements * self._precision.reduce_dtype.itemsize
-        # ---- stages 0 and 1 before the last micro-batch: accumulate whole gradients, in the dtype of the reduction
+        # ---- stages 0 and 1 before the last micro-batch: accumulate unsharded gradients in the dtype of the reduction
         if stage <= 1 and not last:
             self.ledger.add(Memory.WHOLE_GRADIENTS, (accumulated if first else 0) - computed)
             return
@@ -572,16 +616,18 @@ class StepSimulator:
         reductions.wait_until(compute.now)
         # ---- memory of the reduction
         partial = 0 if self._partial_sums_wait else unit.partial_bytes
-        first_sums = unit.partial_bytes if self._sums_on_host and first else partial  # later ones are in a slot
+        # With partial sums in host memory, only the first micro-batch allocates them; later ones use a staging slot.
+        first_sums = unit.partial_bytes if self._sums_on_host and first else partial
         two_hop = isinstance(unit.reduce, TwoHopReduce)
-        own_result = 0 if self._on_host and two_hop else result.nbytes  # with states on the host, the cross hop's
+        # With states in host memory, the cross hop accounts for the result below.
+        own_result = 0 if self._on_host and two_hop else result.nbytes
         self.ledger.pass_through(Memory.BUFFERS, unit.reduce_buffer + first_sums + own_result)
         if last or self._zero.zero_cross_every_microbatch or (self._on_host and not two_hop):
             on_device = result.nbytes
-            if self._on_host:  # the new sum, which on one rank is the gradients, and the uploaded sum so far
+            if self._on_host:  # the reduced gradients (one rank has them already), and the uploaded sum of earlier ones
                 on_device = MASTER_BYTES * unit.size * ((unit.axis.size > 1) + unit.reduced)
             self.ledger.pass_through(Memory.BUFFERS, unit.cross_buffer + partial + on_device)
-            if self._context.overlap_reduce:  # at worst the sums and late sums of all units wait for the cross hop
+            if self._context.overlap_reduce:  # in the worst case the sums of all units wait for the cross hop
                 late_sum = 0 if self._on_host or unit.reduce.fills(result) else result.nbytes
                 self.ledger.add(Memory.BUFFERS, partial + late_sum)
         if self._sums_on_host and self._partial_sums_wait and not first:
@@ -597,7 +643,7 @@ class StepSimulator:
             self._downloads.wait_until(reductions.now)
             with simulation.on(self._downloads):
                 if not waits and unit.reduced:
-                    self._copy(UPLOAD, MASTER_BYTES * unit.size)  # of the sum so far, to which the new one is added
+                    self._copy(UPLOAD, MASTER_BYTES * unit.size)  # the sum of earlier gradients, for the addition
                 if not waits or self._sums_on_host:
                     self._copy(DOWNLOAD, unit.partial_bytes if waits else MASTER_BYTES * unit.size)
         elif not waits and not unit.reduced:
@@ -609,7 +655,7 @@ class StepSimulator:
                 self._replicate.all_reduce_(result)
 
     def _open_ledger(self) -> None:
-        """Start a new ledger with the memory that persists between steps."""
+        """Start a new account of device memory, which begins with the memory that persists between steps."""
         self.ledger, units = Ledger(), self.units
         own = sum(math.prod(shape) for unit in units for shape in unit.shapes)
         less = 0 if self.muon is None else sum(map(math.prod, self._matrix_shards))
@@ -643,23 +689,24 @@ class StepSimulator:
         return self._zero.stage_over(unit.axis.size)
 
     def _touch(self, touched_bytes: int) -> None:
-        """Simulate a pass over memory on the running clock."""
+        """Simulate a kernel that reads and writes `touched_bytes` of device memory on the running clock."""
         self._spend(self._costs.memory(touched_bytes))
 
     def _spend(self, seconds: float) -> None:
-        """Simulate a kernel on the running clock. On a CPU it also delays the compute."""
+        """Simulate a kernel of `seconds` on the running clock. On a CPU the kernel also delays the compute clock."""
         self._simulation.spend(seconds, taken=seconds if self._on_cpu else 0.0)
 
 
 def expert_axes(layout: Layout) -> tuple[str, str, str]:
-    """Return the axes along which experts' parameters are sent, in the order of `HOP_AXES` (cross, local, shard)."""
+    """Return the axes over which experts' parameters are gathered and reduced, in the order cross, local, shard."""
     return ("cross", "expert local", "expert shard") if layout.has_expert_axes else HOP_AXES
 
 
 def measure(step: StepSimulator, micro_batches: int) -> SimulatedStep:
-    """Simulate a step of any number of micro-batches, by running three at most.
+    """Return the simulated step with `micro_batches` micro-batches, of which at most three are simulated.
 
-    The micro-batches between the first and the last are alike, so their costs are extrapolated.
+    The micro-batches between the first and the last are alike, so their bytes and seconds are extrapolated. Before the
+    step, the simulator learns the order of the units.
     """
     step.learn_order()
     if micro_batches <= SIMULATED_MICRO_BATCHES:
@@ -674,11 +721,14 @@ def measure(step: StepSimulator, micro_batches: int) -> SimulatedStep:
 
 
 def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: DilocoPlan) -> tuple[int, int]:
-    """Return the most bytes of outer gradients' messages in flight during a step, and the index of their last fragment.
+    """Return the largest size of DiLoCo's messages that are in flight during an optimizer step.
 
     Args:
-        fragments: outer weights, grouped by synchronization.
-        plan: plan of local steps, with the delay between sending and merging.
+        fragments: outer weights of DiLoCo, by fragment.
+        plan: plan of DiLoCo, with the delay between sending and merging.
+
+    Returns:
+        bytes of these messages, and the index of the fragment that was sent last at this moment.
     """
     sizes = [sum(unit.sent_bytes for unit in fragment) for fragment in fragments]
     count = math.ceil(plan.delay * plan.fragments / plan.steps)
@@ -686,7 +736,7 @@ def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: DilocoPlan) -
 
 
 def summed(*parts: tuple[int, TrafficTable]) -> TrafficTable:
-    """Return the sum of number x table over the given (number, table) pairs, without entries that are zero."""
+    """Return the linear combination of traffic tables, given as (factor, table) pairs, without entries of zero."""
     found: dict[tuple[str, str, str], Traffic] = {}
     for times, table in parts:
         for key, traffic in table.items():
@@ -695,10 +745,10 @@ def summed(*parts: tuple[int, TrafficTable]) -> TrafficTable:
 
 
 def traffic_between(before: TrafficTable, after: TrafficTable) -> TrafficTable:
-    """Return the calls and bytes that a counter has counted between its tables `before` and `after`."""
+    """Return the calls and sent bytes counted between two tables of a traffic counter: `after` minus `before`."""
     return summed((1, after), (-1, before))
 
 
 def sent_on(table: TrafficTable, wire: str) -> int:
-    """Return the bytes that this rank sends over links of the kind `wire`."""
+    """Return the bytes in a rank's traffic table that are sent over links of the kind `wire`, such as "cross"."""
     return sum(traffic.sent_bytes for key, traffic in table.items() if key[0] == wire)

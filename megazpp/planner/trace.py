@@ -1,8 +1,8 @@
-"""Trace of the model: operations, communication on tp and cp, and memory for backward, by segment of the model.
+"""Trace of the model for the planner: operations, communication on tp, cp and ep, and memory, by segment of the model.
 
 The model's own code runs once on the meta device, so the trace always agrees with the code. A segment is the embedding,
-a layer or the head (final norm and output layer), in forward or in backward. Layers are alike, so at most three are
-run.
+a layer or the head (final norm and output layer), in forward or in backward. Layers are alike, so at most three layers
+run, and the trace repeats their segments for all others.
 
 This is one file of more than 300 lines, because one recorder assigns operations, communication and memory to the same
 segments.
@@ -44,7 +44,7 @@ from megazpp.training.config import ModelSpec
 from megazpp.training.flops import keys_per_token
 
 FORWARD, BACKWARD = "forward", "backward"
-Documents = Literal["kernel", "mask", "CPU's mask"]  # how attention stays inside documents
+Documents = Literal["kernel", "mask", "CPU's mask"]  # method that keeps attention inside documents
 NO_RECOMPUTE: dict[str, Any] = {
     "recompute_activations": False,
     "recompute_granularity": None,
@@ -52,21 +52,23 @@ NO_RECOMPUTE: dict[str, Any] = {
     "recompute_method": None,
     "recompute_num_layers": None,
 }
-# Stands for float8 products: it keeps the same tensors for backward, at the same point between the collectives on tp.
+# Stands for float8 matrix products in a trace. It keeps the same tensors for backward, at the same point between the
+# collectives on tp.
 SIMULATED_FLOAT8: Product = F.linear
-MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")  # operations that are matrix products
+# Operations that launch no kernel
 FREE = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::_unsafe_view")
 
 
 @dataclass
 class TraceSegment:
-    """Operations and memory of one segment of the model, in forward or backward.
+    """Operations and memory of one segment of the model (embedding, layer or head), in forward or backward.
 
     Attributes:
         operations: matrix products, passes over memory and collectives, in order.
-        kept: bytes in use after the segment minus bytes in use before it; negative if it frees memory.
+        kept: bytes in use after the segment minus bytes in use before it; negative if the segment frees memory.
         peak: most bytes in use during the segment minus bytes in use before it.
-        gradients: bytes of `kept` that are whole gradients of parameters.
+        gradients: bytes of `kept` that are unsharded gradients of parameters.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -76,17 +78,17 @@ class TraceSegment:
 
 
 class Trace(NamedTuple):
-    """Trace of one micro-batch.
+    """Trace of one micro-batch on one tensor-parallel rank.
 
     Attributes:
         segments: segments by (FORWARD or BACKWARD, index); index 0 is the embedding, 1 to n the layers, n + 1 the head.
-        units: trained parameters of each sharding unit, in the order of use.
-        frozen: frozen parameters of each sharding unit.
-        partial: parameters whose gradient each tp rank computes only in part.
+        units: names and shapes of the trained parameters of each sharding unit, in the order of use.
+        frozen: names and shapes of the frozen parameters of each sharding unit.
+        partial: names and shapes of the parameters whose gradient is a sum over the tp ranks.
         matrices: matrices of the layers that Muon would train.
         tied: True if embeddings are tied. The first unit then holds the embedding and the final norm, and is in use
             from the first to the last segment.
-        experts: for each unit, whether it holds the experts of the layer whose unit it follows.
+        experts: for each unit, True if it holds the experts of the layer whose unit precedes it.
         exact: names of parameters that are never quantized between ranks.
     """
 
@@ -101,12 +103,12 @@ class Trace(NamedTuple):
 
     @property
     def num_segments(self) -> int:
-        """Number of segments in forward, and in backward."""
+        """Number of segments in forward, which equals the number of segments in backward."""
         return len(self.segments) // 2
 
 
 class TraceInputs(NamedTuple):
-    """Everything besides the model's config on which a trace depends.
+    """Inputs of a trace in addition to the model's config.
 
     Attributes:
         vocab_size: number of tokens in the vocabulary, without padding.
@@ -119,11 +121,11 @@ class TraceInputs(NamedTuple):
         sequence_parallel: True if the residual stream is split along the sequence over tp.
         documents: method that keeps attention inside documents, which are assumed to be as long as a sample; None for
             attention over whole samples.
-        with_entropy: also compute the entropy of the predictions.
-        prepare: function that changes the model before it runs, for example freezes parameters. Without trained
-            parameters there is no backward.
-        expert_load: tokens of each expert of this rank, relative to the mean over all experts. It matters only if `ep`
-            is above 1, because otherwise a rank has all experts.
+        with_entropy: True to compute the entropy of the predictions as well.
+        prepare: function that changes the model before it runs, for example freezes parameters. A model without trained
+            parameters has no backward.
+        expert_load: tokens of each expert of this rank, relative to the mean over all experts. The load matters only
+            if `ep` is above 1, because otherwise a rank has all experts.
     """
 
     vocab_size: int
@@ -146,7 +148,7 @@ def trace_on_rank(spec: ModelSpec, layout: Layout, **inputs: Any) -> Trace:
     Args:
         spec: model and precision of the run.
         layout: sizes of the parallel axes.
-        inputs: the fields of `TraceInputs` that `spec` and `layout` do not determine.
+        **inputs: fields of `TraceInputs` that `spec` and `layout` do not determine.
     """
     parallel: dict[str, Any] = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep}
     parallel |= {"sequence_parallel": spec.sequence_parallel and layout.tp > 1}
@@ -156,22 +158,30 @@ def trace_on_rank(spec: ModelSpec, layout: Layout, **inputs: Any) -> Trace:
 
 @functools.cache
 def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
-    """Trace one micro-batch of the model. The result is cached for calls with equal arguments.
+    """Trace one micro-batch of a model. The result is cached for calls with equal arguments.
 
-    Layers do not depend on the vocabulary, and the embedding and the head do not depend on the recomputation and the
-    expert parallelism of the layers. The head takes most of the time, because it walks over the vocabulary in small
-    blocks. So it is traced apart, once for all such variants of the layers.
+    Layers do not depend on the vocabulary. The embedding and the head do not depend on the recomputation and the expert
+    parallelism of the layers. Tracing the head takes most of the time, because the head loops over the vocabulary in
+    small blocks. So the head is traced separately, once for all variants of the layers.
+
+    Args:
+        config: config of the model.
+        inputs: sizes of batch and parallelism, and further inputs.
 
     Raises:
-        ValueError: only some layers have experts, and layers also differ in other ways.
+        ValueError: only some layers have experts, and layers differ in recomputation or in frozen parameters as well.
     """
     # ---- a model of at most three layers
-    again = 1 if config.recompute_method == "block" else None  # only the first of the layers is recomputed
-    alike: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None}  # these change only operations
+    again = 1 if config.recompute_method == "block" else None  # of the traced layers, only layer 0 is recomputed
+    # Layers with and without a window or rotary embeddings have the same parameters, and count as alike here.
+    alike: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None}
     mixed = 0 < len(config.expert_layers) < config.layers
     if mixed and (again is not None or inputs.prepare is not None):
         other = "--recompute-method block" if again is not None else "frozen parameters"
-        raise ValueError(f"the planner does not support --moe-layer-freq {config.moe_layer_freq} with {other}")
+        raise ValueError(
+            f"the planner does not support --moe-layer-freq {config.moe_layer_freq}, by which only some layers have "
+            f"experts, with {other}: leave one of them out"
+        )
     alike["moe_layer_freq"] = "[0,1]" if mixed else "1"  # layer 0 represents dense layers, layer 1 those with experts
     # With frozen parameters the first two layers differ from later ones: no gradient leaves the first layer, and its
     # input is freed in the second.
@@ -180,17 +190,20 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
     keys = sum(keys_per_token(inputs.seq_length, span) for span in config.attention_span) / config.layers
     # ---- forward and backward of a micro-batch
     share = keys / inputs.seq_length
-    few = min(config.layers, max(most, 2 if config.expert_layers else 1))  # the losses of two routers are added up
+    # With experts, the trace of the head has two layers, so that it includes the sum of two routers' losses.
+    few = min(config.layers, max(most, 2 if config.expert_layers else 1))
     without = dataclasses.replace(shape, num_layers=few, **NO_RECOMPUTE)
     ends, _ = record_segments(without, inputs._replace(ep=1, expert_load=1.0), share, with_head=True)
     layers, model = record_segments(shape, inputs, share, with_head=False)
     # ---- extend the trace from the layers that were run to all layers
-    kinds = [int(mixed and config.has_experts(index)) for index in range(config.layers)]  # the layer that represents it
+    # For each layer of the model, the traced layer that has the same parameters
+    kinds = [int(mixed and config.has_experts(index)) for index in range(config.layers)]
     (units, experts), (frozen, _) = (_units(model, kinds, trained=trained) for trained in (True, False))
-    first_layer = functools.partial(re.sub, r"^layers\.\d+\.", "layers.0.")  # name of the same parameter in layer 0
+    first_layer = functools.partial(re.sub, r"^layers\.\d+\.", "layers.0.")  # maps a name to the name in layer 0
     partial = {first_layer(name) for name in partial_parameters(model)}
     exact = {first_layer(name) for name, _, _, spec in owned_parameters(model) if spec.exact}
-    # With --recompute-method block, layer 0 was run with recomputation and layer 1 without it.
+    # With --recompute-method block, layer 0 was traced with recomputation and layer 1 without it. `like` has for each
+    # layer of the model the index of the traced segment that equals the layer's.
     twice = shape.layers > 1 and config.recompute_method == "block"
     like = [2 if twice and not config.recomputes_layer(index) else 1 for index in range(config.layers)]
     if inputs.prepare is not None and not twice:
@@ -222,13 +235,13 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
 def record_segments(
     shape: GPTConfig, inputs: TraceInputs, share: float, *, with_head: bool
 ) -> tuple[dict[tuple[str, int], TraceSegment], GPTModel]:
-    """Run a micro-batch of a model of few layers on the meta device, and return its segments and the model.
+    """Run a micro-batch of a model of few layers on the meta device, and return its recorded segments and the model.
 
     Args:
-        shape: config of this model.
-        inputs: the rest on which the trace depends.
-        share: share of the S x S scores of attention that is computed, see `FusedAttention`.
-        with_head: False replaces the output layer and the loss by a sum.
+        shape: config of the model of few layers.
+        inputs: sizes of batch and parallelism, and further inputs of the trace.
+        share: fraction of the S x S attention scores that is computed, see `FusedAttention`.
+        with_head: True to run the output layer and the loss; False to replace them by a sum of the hidden states.
     """
     # ---- model
     recorder, documents, size = TraceRecorder(), inputs.documents, inputs.micro_batch_size
@@ -259,7 +272,7 @@ def record_segments(
         mask = torch.empty(size, inputs.seq_length)
 
     def head(model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor | None) -> torch.Tensor:
-        """Return the sum of the losses."""
+        """Return the sum of the losses, or of the hidden states without the head, for the traced backward."""
         if with_head:
             losses, _ = model.token_losses(x, tokens, with_entropy=inputs.with_entropy)
             loss = (losses * mask).sum()
@@ -281,15 +294,18 @@ def record_segments(
 
 
 def _units(model: GPTModel, kinds: Sequence[int], *, trained: bool) -> tuple[tuple[Parameters, ...], tuple[bool, ...]]:
-    """Return the trained, or the frozen, parameters of each sharding unit, and whether they are experts'.
+    """Return the trained or the frozen parameters of the planned model by sharding unit.
 
-    The root's unit comes first. The unit of a layer's experts follows the unit of the layer. Inside a unit the
-    parameters have FSDP2's order, which equals the order of `named_parameters()`.
+    The unit of the root module comes first. The unit of a layer's experts follows the unit of the layer. Inside a unit
+    the parameters have FSDP2's order, which equals the order of `named_parameters()`.
 
     Args:
-        model: model of few layers.
+        model: traced model of few layers.
         kinds: for each layer of the planned model, the index of the layer of `model` that has the same parameters.
-        trained: whether to return the trained parameters.
+        trained: True to return the trained parameters, False to return the frozen ones.
+
+    Returns:
+        names and shapes of each unit's parameters; and for each unit, True if it holds the experts of a layer.
     """
     rest = dict(model.named_parameters())
     names = {parameter: name for name, parameter in rest.items()}
@@ -313,7 +329,7 @@ def _units(model: GPTModel, kinds: Sequence[int], *, trained: bool) -> tuple[tup
             units += found
             experts.append(False)
             continue
-        # ---- the layers of the model represent all layers
+        # ---- units of all layers of the planned model, from the units of the traced layers
         traced = first.split(".")[1]
         layers[traced] = found
         if len(layers) == len(model.layers):
@@ -328,17 +344,21 @@ def _units(model: GPTModel, kinds: Sequence[int], *, trained: bool) -> tuple[tup
 
 
 class TraceRecorder(TorchDispatchMode):
-    """Dispatch mode that records every operation and the memory of every storage, by segment of a model."""
+    """Dispatch mode that records a model's operations and the memory of its storages, by segment of the model.
+
+    Attributes:
+        segments: recorded segments by (FORWARD or BACKWARD, index), as in `Trace.segments`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.segments: dict[tuple[str, int], TraceSegment] = defaultdict(TraceSegment)
         self._now = self.segments[FORWARD, 0]
-        self._live = self._before = 0  # bytes of all known storages, now and at the beginning of the segment
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._live = self._before = 0  # bytes of all live storages, now and at the beginning of the segment
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # live storages that are counted
 
     def watch(self, model: GPTModel) -> None:
-        """Register the hooks on `model` that start a new segment."""
+        """Register hooks on `model` that start each segment's recording, and that count gradients."""
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             parameter.register_post_accumulate_grad_hook(self._accumulated)
         for index, module in enumerate([model.embedding, *model.layers]):
@@ -346,15 +366,25 @@ class TraceRecorder(TorchDispatchMode):
             module.register_forward_hook(self._leaving(index))
 
     def note(self, kind: str, size: int, *, axis: str = "tp") -> None:
-        """Record a collective of `size` sent bytes, or, for the kind "memory", a kernel that touches `size` bytes."""
+        """Record an operation of the current segment other than a matrix product.
+
+        Args:
+            kind: name of a collective, or "memory" for a kernel.
+            size: bytes that this rank sends, or that the kernel reads and writes.
+            axis: axis of the collective.
+        """
         self._now.operations.append(Operation(kind, size, axis=axis))
 
     def product(self, m: int, n: int, k: int, batch: float, touched: int) -> None:
-        """Record `batch` matrix products [m, k] x [k, n] that read and write `touched` bytes in total."""
+        """Record `batch` matrix products [m, k] x [k, n], which read and write `touched` bytes in total."""
         self._now.operations.append(Operation("matrix", touched, m, n, k, batch))
 
     def enter(self, key: tuple[str, int], *_: object) -> None:
-        """Start the segment `key`, or continue it."""
+        """Let the segment (FORWARD or BACKWARD, index) receive all operations and memory from now on.
+
+        Args:
+            key: key of the segment in `segments`. A segment that has been entered before is continued.
+        """
         self._now.kept += self._live - self._before
         self._now, self._before = self.segments[key], self._live
 
@@ -362,7 +392,10 @@ class TraceRecorder(TorchDispatchMode):
         self._now.gradients += parameter.nbytes
 
     def _leaving(self, index: int) -> Callable[..., None]:
-        """Return the forward hook that ends segment `index`, in forward now and in backward when its gradient comes."""
+        """Return a forward hook for the module of segment `index`, which enters the next forward segment.
+
+        When the gradient of the module's output arrives in backward, the hook enters the backward segment `index`.
+        """
 
         def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
             # A layer with experts returns (hidden states, losses of its router).
@@ -398,16 +431,21 @@ class TraceRecorder(TorchDispatchMode):
             operation = Operation("memory", _nbytes(inputs + fresh))
         if operation is not None:
             self._now.operations.append(operation)
-        # Torch computes the shapes of results in Python, in a millisecond for some operations. A new tensor like the
-        # earlier result takes microseconds.
-        reusable = isinstance(result, torch.Tensor) and result.is_meta  # other tensors have values
+        # On the meta device, torch computes the shapes of results in Python, which takes a millisecond for some
+        # operations. So a repeated operation returns a new tensor like its first result, which takes microseconds.
+        reusable = isinstance(result, torch.Tensor) and result.is_meta  # results on other devices have values
         if reusable and (result is args[0] or (fresh and not func._schema.is_mutable)):
             like = None if result is args[0] else (result.shape, result.stride(), result.dtype)
             _DONE[key] = _Done(operation, like)
         return result
 
     def _repeat(self, known: _Done, args: Any) -> torch.Tensor:
-        """Record an operation as at its first time, and return its first argument or a new tensor."""
+        """Record an operation that was recorded before, and return its result without running the operation.
+
+        Args:
+            known: record of the first occurrence.
+            args: arguments; an operation in place returns the first one.
+        """
         result = args[0]
         if known.like is not None:
             size, stride, dtype = known.like
@@ -419,7 +457,7 @@ class TraceRecorder(TorchDispatchMode):
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        """Count the bytes of a storage until it is freed. Storages keep their size on the meta device."""
+        """Count the bytes of a storage as live until the storage is freed. Meta storages have a size too."""
 
         def count(size: int) -> None:
             self._live += size
@@ -431,23 +469,28 @@ class TraceRecorder(TorchDispatchMode):
 
 
 class _Done(NamedTuple):
-    """Record of an operation: its cost, and the size, stride and dtype of its result (None: its first argument)."""
+    """Record of an operation, from which `TraceRecorder` answers equal operations.
+
+    Attributes:
+        operation: operation to add to the segment; None for an operation that takes no time.
+        like: size, stride and dtype of the result; None if the operation returns its first argument.
+    """
 
     operation: Operation | None
     like: tuple[torch.Size, tuple[int, ...], torch.dtype] | None
 
 
-_DONE: dict[Any, _Done] = {}  # operations of all traces, by function and arguments
+_DONE: dict[Any, _Done] = {}  # records of the operations of all traces, by function and described arguments
 
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    """Return whether an operation returns views of its arguments, which take no memory and no time."""
+    """Return True if an operation of torch returns views of its arguments, which take no memory and no time."""
     return bool(func.is_view)
 
 
 def _described(value: Any) -> Any:
-    """Return a hashable description of an operation's argument, in which tensors are sizes, strides and dtypes."""
+    """Return a hashable description of an operation's arguments, with (size, stride, dtype) in place of each tensor."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
@@ -456,14 +499,15 @@ def _described(value: Any) -> Any:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Function mode that records attention with the memory of fused kernels, which keep no S x S scores.
+    """Function mode that replaces attention in a trace by a fused kernel's operations and memory.
 
-    torch does not choose fused kernels for meta tensors. A mask is kept for backward, in the dtype of the queries.
+    Fused kernels keep no S x S scores, and torch does not choose them for meta tensors. They keep a mask for backward,
+    in the dtype of the queries.
 
     Args:
         recorder: recorder of operations and memory.
         repeats_groups: True if keys and values are repeated for each query head, as CUDA's kernels need with a mask.
-        share: share of the S x S scores that is computed without a mask, averaged over the layers.
+        share: fraction of the S x S scores that is computed without a mask, as the mean over the layers.
     """
 
     def __init__(self, recorder: TraceRecorder, *, repeats_groups: bool, share: float = 0.5) -> None:
@@ -488,16 +532,25 @@ class FusedAttention(TorchFunctionMode):
         window: int | None = None,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Stand for a `DocumentKernel` (model/attention_kernels.py), with documents of `longest` tokens each."""
+        """Record attention inside documents, in place of a `DocumentKernel` (model/attention_kernels.py).
+
+        Every document has `longest` tokens, so q, k and v [tokens, heads, D] are split into samples of that length.
+        """
         batch = q.shape[0] // longest
         k, v = (varlen_groups(x, q.shape[1]) for x in (k, v))
         q, k, v = (x.unflatten(0, (batch, longest)).transpose(1, 2) for x in (q, k, v))
         return self._attend(q, k, v, mask=None).transpose(1, 2).flatten(0, 1)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None) -> Any:
-        """Record attention: q [B, heads, S, D], k and v [B, groups, S, D] -> [B, heads, S, D].
+        """Record the products and memory of attention; return a meta tensor [B, heads, S, D] for its output.
 
-        For backward it keeps inputs, output and mask, and one fp32 number per query.
+        The simulated kernel keeps inputs, output, mask and one fp32 number per query for backward.
+
+        Args:
+            q: [B, heads, S, D] queries.
+            k: [B, groups, S, D] keys.
+            v: [B, groups, S, D] values.
+            mask: mask of the scores; None for causal attention.
         """
         batch, heads, seq, channels = q.shape
         kept = [q.new_empty(batch, heads, seq, dtype=torch.float32)]
@@ -506,7 +559,8 @@ class FusedAttention(TorchFunctionMode):
         count, touched = batch * heads * (self._share if mask is None else 1.0), _nbytes([q, k])
 
         def note(phase: str) -> None:
-            # 2 products in forward: scores, weighted sum; 5 in backward: scores again, gradients of scores, q, k and v
+            # Forward has 2 matrix products: the scores and the weighted sum of values. Backward has 5: the scores
+            # again, and the gradients of scores, q, k and v.
             for _ in range(2 if phase == FORWARD else 5):
                 self._recorder.product(seq, seq, channels, count, touched)
 
@@ -514,12 +568,13 @@ class FusedAttention(TorchFunctionMode):
 
 
 class FusedNorm(TorchFunctionMode):
-    """Function mode that gives RMSNorm the memory of CUDA's fused kernel, which keeps its input and one fp32 per row.
+    """Function mode that replaces RMSNorm in a trace by CUDA's fused kernel.
 
-    For meta and CPU tensors torch uses a composition of operations, which keeps four times as much.
+    The fused kernel keeps its input and one fp32 number per token for backward. For meta and CPU tensors torch composes
+    RMSNorm from several operations, which keep four times as much memory.
 
     Args:
-        recorder: recorder of operations; None to record none.
+        recorder: recorder of the norm's operations; None to record none.
     """
 
     def __init__(self, recorder: TraceRecorder | None = None) -> None:
@@ -538,7 +593,9 @@ class FusedNorm(TorchFunctionMode):
                     self._recorder.note("memory", touched[phase])
 
             return _Fused.apply(note, [scale], False, x, weight)
-        if func is torch.Tensor.backward:  # it would disable this mode, which recomputation in backward needs
+        # `Tensor.backward` disables function modes. Recomputation in backward needs this mode, so the engine is called
+        # directly.
+        if func is torch.Tensor.backward:
             loss = args[0]
             with self:
                 return Variable._execution_engine.run_backward(
@@ -548,9 +605,10 @@ class FusedNorm(TorchFunctionMode):
 
 
 class _Fused(torch.autograd.Function):
-    """Fused kernel without computation. Its output has the shape and the strides of its first input.
+    """Simulated fused kernel, which computes nothing. Its output has the shape and the strides of its first input.
 
-    For backward it keeps its inputs, the tensors `kept` and, if asked, its output.
+    For backward it keeps its inputs, the tensors `kept` and, if `keeps_output` is True, its output. It calls `note`
+    with FORWARD or BACKWARD to record its operations.
     """
 
     @staticmethod
@@ -570,10 +628,10 @@ class _Fused(torch.autograd.Function):
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    """Return all tensors in a nested structure."""
+    """Return all tensors in nested lists, tuples and dicts."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _nbytes(tensors: list[torch.Tensor]) -> int:
-    """Return the bytes of all tensors together."""
+    """Return the total bytes of all tensors."""
     return sum(tensor.nbytes for tensor in tensors)

@@ -1,5 +1,6 @@
-"""Variants of a run (scheme, tensor and expert parallelism, batch, recomputation), and the search for the fastest one.
+"""Variants of a run that --plan compares, and the search for the fastest flags.
 
+Variants differ in the sharding scheme, in tensor and expert parallelism, in the micro-batch size and in recomputation.
 Sharding schemes compute the same optimizer steps and differ in communication and memory. Local steps (DiLoCo) are
 another algorithm. The search therefore keeps the run's local steps, and never adds or removes them.
 """
@@ -16,7 +17,9 @@ from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.run.arguments import RunConfig
 from megazpp.topology.cluster import Cluster, nested_sizes
 
-INT8, LOSSLESS = "--zeropp, int8", "--zeropp, lossless"  # formats between which --zero-weight-delta auto chooses
+# Names of the schemes that compare the two formats between which --zero-weight-delta auto chooses
+INT8, LOSSLESS = "--zeropp, int8", "--zeropp, lossless"
+# Values of ZeRO-3 for the fields of `ZeroConfig` in which the schemes differ
 PLAIN = {
     "zero_stage": 3,
     "use_distributed_optimizer": False,
@@ -26,6 +29,7 @@ PLAIN = {
     "zero_quantized_gradients": None,
     "zero_weight_delta": "auto",
 }
+# Sharding schemes of the report, by name: the fields of `ZeroConfig` that differ from PLAIN
 SCHEMES: dict[str, dict[str, Any]] = {
     "ZeRO-3": {},
     "ZeRO-1": {"zero_stage": 1},
@@ -34,51 +38,52 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "hpZ": {"zero_hpz_partition_size": "auto"},
     "qgZ": {"zero_quantized_gradients": True},
     "--zeropp": {"zeropp": True},
-    # only for 16-bit weights:
+    # the two formats of weights, which `schemes` compares only for 16-bit weights
     INT8: {"zeropp": True, "zero_weight_bits": None, "zero_weight_delta": "none"},
     LOSSLESS: {"zeropp": True, "zero_weight_delta": "lossless"},
 }
-SEARCHED = ("ZeRO-3", "HSDP", "--zeropp")
-MICRO_BATCHES = (1, 2, 4, 8, 16)
-USUAL_STEPS = 30  # interval of synchronizations, in steps, of the row for local steps if the run has none
+SEARCHED = ("ZeRO-3", "HSDP", "--zeropp")  # schemes that the search tries in addition to the run's own
+MICRO_BATCHES = (1, 2, 4, 8, 16)  # micro-batch sizes that the search tries
+USUAL_STEPS = 30  # value of --diloco-steps that the report compares if the run has no local steps
 Recompute = Literal["selective", "full"] | None
-RECOMPUTE: tuple[Recompute, ...] = (None, "selective", "full")  # in the order of less memory and more computation
+# Values of --recompute-granularity, from the one with most memory and least computation to the opposite
+RECOMPUTE: tuple[Recompute, ...] = (None, "selective", "full")
 
 
 def changed(config: RunConfig, **parts: dict[str, Any]) -> RunConfig:
-    """Return the run with other values in some of its configs: `changed(config, zero={"zeropp": True})`.
+    """Return the flags of a run with other values, as in `changed(config, zero={"zeropp": True})`.
 
     Args:
         config: flags of the run.
-        parts: new values of fields, for each config to change.
+        **parts: new values by field name, for each field of `RunConfig` whose config changes.
     """
     values = {part: dataclasses.replace(getattr(config, part), **fields) for part, fields in parts.items()}
     return dataclasses.replace(config, **values)
 
 
 def for_planning(config: RunConfig, asked_by: str) -> RunConfig:
-    """Return the run, with mock data if it names no data, because a plan reads none.
+    """Return the flags of a run for an estimate: with --mock-data if they name no data, because an estimate reads none.
 
     Args:
         config: flags of the run.
-        asked_by: flag that asks for the plan, for the error.
+        asked_by: flag or program that asks for the estimate, for the error message.
 
     Raises:
         ValueError: --vocab-size is missing.
     """
     if config.tokenizer.vocab_size is None:
-        raise ValueError(f"{asked_by} needs --vocab-size, because it does not read the tokenizer")
+        raise ValueError(f"{asked_by} needs --vocab-size, because it does not read the tokenizer: add the flag")
     data = config.data
     named = data.mock_data or data.data_path or data.text_path or data.train_data_path
     return config if named else changed(config, data={"mock_data": True})
 
 
 def as_one_job(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, Cluster]:
-    """Return the run of several jobs as one job, and the cluster of all of them.
+    """Return the flags of an elastic DiLoCo run as one job, and the cluster of all of its jobs together.
 
     Args:
-        config: flags of the run.
-        cluster: cluster of one job.
+        config: flags of one job of the run.
+        cluster: nodes and ranks of one job.
     """
     jobs, size, order = config.jobs, cluster.world_size, cluster.order
     if order is not None:
@@ -89,7 +94,7 @@ def as_one_job(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, Cluster]
 
 
 def schemes(config: RunConfig) -> dict[str, RunConfig]:
-    """Return the run without local steps, once for each sharding scheme, by the scheme's name."""
+    """Return the flags of a run without local steps for each sharding scheme, by the scheme's name."""
     bits = 8 * config.precision.param_dtype.itemsize
     alone = config.with_section(DilocoConfig())
     return {
@@ -104,10 +109,11 @@ def schemes(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def local_steps(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
-    """Return the run with local steps, by their flags; {} on a single node, where they do not apply.
+    """Return the run with local steps (DiLoCo), for the report's table of schemes; {} on a single node.
 
-    The local steps are the run's own, or every USUAL_STEPS steps. Inside replica groups of several nodes the run uses
-    --zeropp if it is set, and otherwise ZeRO-3.
+    The only key is the text of the DiLoCo flags, such as "--diloco-steps 30", and the value has all flags. The DiLoCo
+    flags are the run's own; without them replica groups synchronize every USUAL_STEPS steps. Replica groups of several
+    nodes use --zeropp inside if it is set, and otherwise ZeRO-3.
     """
     if cluster.num_local_domains == 1:
         return {}
@@ -119,7 +125,7 @@ def local_steps(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
 
 
 def with_recompute(config: RunConfig, granularity: Recompute) -> RunConfig:
-    """Return the run with another --recompute-granularity, without flags that the granularity does not use."""
+    """Return the flags of a run with another --recompute-granularity, without recomputation flags that it excludes."""
     fields: dict[str, Any] = {"recompute_granularity": granularity, "recompute_activations": False}
     if granularity != "full":
         fields |= {"recompute_method": None, "recompute_num_layers": None}
@@ -129,9 +135,10 @@ def with_recompute(config: RunConfig, granularity: Recompute) -> RunConfig:
 
 
 def with_batch(config: RunConfig, cluster: Cluster, micro_batch_size: int) -> RunConfig:
-    """Return the run with another micro-batch size, and the nearest global batch size that it divides.
+    """Return the flags of a run with another micro-batch size, and the nearest global batch size that fits.
 
-    The micro-batch size is reduced if the global batch has fewer samples per data rank.
+    The global batch is a multiple of the micro-batch size times the data ranks. The micro-batch is made smaller if the
+    run's global batch has fewer samples per data rank.
     """
     batches, data = config.batches, cluster.world_size // _ranks_of_a_sample(config)
     total = batches.global_batch_size or micro_batch_size * data
@@ -142,7 +149,10 @@ def with_batch(config: RunConfig, cluster: Cluster, micro_batch_size: int) -> Ru
 
 
 def with_context(config: RunConfig, cluster: Cluster, cp: int, seq_length: int, micro_batch_size: int) -> RunConfig:
-    """Return the run with `cp` context-parallel ranks, samples of `seq_length` tokens and the nearest batch."""
+    """Return the flags of a run with `cp` context-parallel ranks, samples of `seq_length` tokens and a fitting batch.
+
+    The batch sizes result from `with_batch` for `micro_batch_size`.
+    """
     longest = config.model.max_position_embeddings
     sized = changed(
         config,
@@ -156,7 +166,8 @@ def with_context(config: RunConfig, cluster: Cluster, cp: int, seq_length: int, 
 def longest_context(estimator: Estimator, config: RunConfig, cp: int, micro_batch_size: int) -> int:
     """Return the longest sample, in tokens, that fits into memory with `cp` context-parallel ranks.
 
-    The lengths tried are the run's own length, its double, and so on. The result is 0 if its own length does not fit.
+    The tried lengths are the run's --seq-length, its double, and so on. The result is 0 if the run's length does not
+    fit.
     """
     found, length = 0, config.data.seq_length or 0
     while estimator.estimate(with_context(config, estimator.cluster, cp, length, micro_batch_size)).fits:
@@ -165,17 +176,17 @@ def longest_context(estimator: Estimator, config: RunConfig, cp: int, micro_batc
 
 
 def _ranks_of_a_sample(config: RunConfig) -> int:
-    """Return the number of ranks that work on the same sample."""
+    """Return the number of ranks that compute the same sample: tensor-parallel times context-parallel ranks."""
     return config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
 
 
 class Choice(NamedTuple):
-    """Candidate of the search.
+    """Candidate of the search for the fastest flags.
 
     Attributes:
-        flags: flags that turn the given run into the candidate, to append to the command line; "" for the given run.
-        estimate: estimate of the candidate; None if its flags are not possible.
-        problem: reason why they are not possible; "" otherwise.
+        flags: flags to append to the user's command line to get the candidate; "" if the candidate is the user's run.
+        estimate: estimate of the candidate; None if its flags conflict or do not fit the cluster.
+        problem: message about flags that conflict or do not fit the cluster; "" for a candidate with an estimate.
     """
 
     flags: str
@@ -184,12 +195,12 @@ class Choice(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """True if the candidate is possible and fits into memory."""
+        """True if the candidate's flags are valid and it fits into memory."""
         return self.estimate is not None and self.estimate.fits
 
     @property
     def on_host(self) -> bool:
-        """True if the candidate keeps states in host memory."""
+        """True if the candidate keeps training states in host memory (--optimizer-cpu-offload)."""
         return self.estimate is not None and self.estimate.host_bytes > 0
 
     @property
@@ -199,19 +210,18 @@ class Choice(NamedTuple):
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Sorting key: first the candidates that fit, by falling speed, then the others, by rising memory."""
+        """Sorting key: candidates that fit come first, the fastest at the front; others follow, the smallest first."""
         size = self.estimate.gigabytes if self.estimate else math.inf
         return not self.fits, -self.speed if self.fits else size
 
 
 def search(estimator: Estimator, config: RunConfig) -> list[Choice]:
-    """Estimate candidates with every scheme, tensor-parallel size and micro-batch size; the best comes first.
+    """Estimate the run with every scheme, tensor-parallel size and micro-batch size; return the candidates, best first.
 
-    The best candidate of each scheme and tensor-parallel size is also estimated with every other expert-parallel size,
-    if the model has experts.
-    Candidates with more recomputation are added only while the previous one does not fit. The local axis is not
-    searched: it always has all ranks in a node, or NVLink domain, that differ in their data. States in host memory are
-    tried only if no other candidate fits.
+    If the model has experts, the best candidate of each scheme and tensor-parallel size is also estimated with every
+    other expert-parallel size. More recomputation is tried only while the previous candidate does not fit. The local
+    axis is not searched: it always has all ranks in a node, or NVLink domain, that differ in their data. Training
+    states in host memory are tried only if no other candidate fits.
     """
     choices = _candidates(estimator, config, config)
     if not any(choice.fits for choice in choices) and estimator.cluster.host is not None:
@@ -223,7 +233,13 @@ def search(estimator: Estimator, config: RunConfig) -> list[Choice]:
 
 
 def _candidates(estimator: Estimator, given: RunConfig, config: RunConfig) -> list[Choice]:
-    """Return the candidates around `config`, by the flags that turn `given` into them."""
+    """Return the search's candidates for all schemes and parallel sizes.
+
+    Args:
+        estimator: estimator of the candidates.
+        given: flags of the user's run, relative to which `Choice.flags` is given.
+        config: flags that the candidates vary: those of `given`, or these with states in host memory.
+    """
     domain, choices = estimator.cluster.ranks_per_domain, list[Choice]()
     for tp in nested_sizes(domain, domain):
         sized = changed(config, parallel={"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1})
@@ -234,7 +250,7 @@ def _candidates(estimator: Estimator, given: RunConfig, config: RunConfig) -> li
 
 
 def flags_between(given: RunConfig, other: RunConfig) -> str:
-    """Return the flags that turn the run `given` into `other`, to append to its command line."""
+    """Return the flags to append to the command line of the run `given` so that it becomes the run `other`."""
     flags = []
     for part in ("zero", "parallel", "batches", "model"):
         before, after = getattr(given, part), getattr(other, part)
@@ -245,10 +261,11 @@ def flags_between(given: RunConfig, other: RunConfig) -> str:
 
 
 def _batch_sizes(estimator: Estimator, given: RunConfig, config: RunConfig) -> list[Choice]:
-    """Return candidates like `config` with every micro-batch size.
+    """Return the search's candidates that have the flags `config`, but each micro-batch size and some recomputations.
 
     A larger micro-batch needs more memory, so it is not tried with less recomputation than the previous size needed.
-    The exception is a single micro-batch per step, which needs no memory for sums over micro-batches.
+    The exception follows a size with at most two micro-batches per step: the next size may leave a single micro-batch,
+    which needs no memory for sums of gradients over micro-batches.
     """
     choices, granularities = list[Choice](), RECOMPUTE
     for size in MICRO_BATCHES:
@@ -265,9 +282,15 @@ def _batch_sizes(estimator: Estimator, given: RunConfig, config: RunConfig) -> l
 def _other_expert_sizes(
     estimator: Estimator, given: RunConfig, config: RunConfig, choices: list[Choice]
 ) -> list[Choice]:
-    """Return candidates like the best of `choices`, which are of `config`, with other expert-parallel sizes.
+    """Return candidates with other expert-parallel sizes than `config`, whose flags otherwise equal the best choice's.
 
-    Local steps support only size 1, so with them there are none.
+    The list is empty for a model without experts, and with local steps, which support only size 1.
+
+    Args:
+        estimator: estimator of the candidates.
+        given: flags of the user's run, relative to which `Choice.flags` is given.
+        config: flags from which `choices` were made.
+        choices: candidates with different micro-batch sizes and recomputation.
     """
     best, experts = min(choices, key=lambda choice: choice.order), config.model.num_experts
     if best.estimate is None or experts is None or config.section(DilocoConfig).asked:
@@ -282,10 +305,10 @@ def _other_expert_sizes(
 
 
 def _searched(config: RunConfig, cluster: Cluster) -> list[RunConfig]:
-    """Return the runs that the search varies: the run with other sharding schemes, and the run itself.
+    """Return the flags of the run with each scheme of the search, and at the end the unchanged flags.
 
-    With local steps each replica group has one copy of the model, so schemes differ only inside groups of several
-    nodes.
+    With local steps (DiLoCo) each replica group shards one copy of the model. The schemes then differ only if a group
+    has several nodes, and HSDP is left out.
     """
     names: tuple[str, ...] = SEARCHED
     diloco = config.section(DilocoConfig)
@@ -309,7 +332,15 @@ def _recomputations(
     size: int,
     granularities: tuple[Recompute, ...],
 ) -> list[Choice]:
-    """Return candidates with more and more recomputation, up to the first that fits or is not possible."""
+    """Return candidates with more and more recomputation, up to the first that fits or has invalid flags.
+
+    Args:
+        estimator: estimator of the candidates.
+        given: flags of the user's run, relative to which `Choice.flags` is given.
+        config: flags of the candidates except for micro-batch size and recomputation.
+        size: micro-batch size. If the run's global batch is too small for this size, the result is [].
+        granularities: values of --recompute-granularity to try, in this order.
+    """
     asked = config.batches.global_batch_size
     if size > 1 and asked is not None and size * estimator.cluster.world_size > asked * _ranks_of_a_sample(config):
         return []

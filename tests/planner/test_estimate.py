@@ -74,7 +74,7 @@ ranks_per_node: 2
 links: {network: {gigabytes_per_second: 1}}
 device: {name: a GPU, teraflops: 10, gigabytes: 1, gigabytes_per_second: 100}
 """)
-    with pytest.raises(ValueError, match=rf"--cluster-file {path}: links\.domain is missing, and axis \w+ uses it"):
+    with pytest.raises(ValueError, match=rf"--cluster-file {path} lacks links\.domain, which the axis \w+ uses"):
         estimate(config(f"--cluster-file {path}"), read_cluster(str(path)))
 
 

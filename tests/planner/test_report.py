@@ -38,7 +38,7 @@ def test_memory_at_the_load_of_the_busiest_expert_is_printed_and_searched():
 
 
 def test_load_below_the_mean_or_without_experts_is_refused():
-    with pytest.raises(ValueError, match="--plan-expert-load 2 needs --num-experts"):
+    with pytest.raises(ValueError, match="--plan-expert-load 2 is about mixtures of experts"):
         FEATURE.command(parse("@configs/gpt_tiny.args --plan --plan-expert-load 2"))
     with pytest.raises(ValueError, match=r"--plan-expert-load 0\.5: the busiest expert has at least the mean load"):
         PlanConfig(plan_expert_load=0.5)
