@@ -1,6 +1,7 @@
-"""FSDP2's interface for custom collectives, and implementations that send what FSDP2 sends and count the bytes.
+"""FSDP2's interface for custom collectives, and collectives in one hop that send what FSDP2's own would send.
 
-Only this file imports the interface, which is in a private module of torch 2.11 to 2.15.
+They count the bytes that they send. Only this file imports the interface, which is in a private module of torch 2.11
+to 2.15.
 """
 
 from __future__ import annotations
@@ -27,28 +28,29 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 except ImportError as error:  # pragma: no cover
     raise ImportError(
-        f"torch {torch.__version__} has moved FSDP2's comm interface; MegaZ++ supports torch 2.11 to 2.15"
+        f"torch {torch.__version__} has no FSDP2 interface for custom collectives where MegaZ++ expects it: use torch "
+        "2.11 to 2.15"
     ) from error
 
 
 class CommContext:
-    """The axes, communication queues, schedules and formats that the collectives of all units share.
+    """The axes, communication queues, schedules and formats that the collectives of all sharding units share.
 
-    `--plan` creates one on simulated axes, to compute the traffic without a cluster.
+    `--plan` creates a `CommContext` on simulated axes, to compute the traffic without a cluster.
 
     Args:
         cross: axis across nodes, for the slow hop.
         local: axis inside a node, for the fast hop.
         shard: axis of all data ranks, for collectives in one hop.
-        plan: which collectives are replaced, and their message formats.
-        zero: switches and intervals.
-        precision: compute and reduction dtypes, for the elements that are not quantized.
-        codec: makes the codec that packs and unpacks the messages of a unit.
-        lossless_codec: makes the codec for lossless deltas of a unit's weights.
+        plan: collectives that replace FSDP2's, with their message formats.
+        zero: flags of ZeRO and ZeRO++.
+        precision: compute and reduction dtypes, in which elements without quantization are sent.
+        codec: constructor of a unit's codec, from the layout of its messages and the dtype of unquantized elements.
+        lossless_codec: constructor of a unit's codec of lossless deltas, from the number of elements of its flat shard.
     Attributes:
-        overlap_gather, overlap_reduce: whether gathers and reductions overlap with the compute.
-        cross_queue, local_queue, shard_queue: communication queues of the axes.
-        gather_schedule, reduce_schedule: decide which hop runs when.
+        overlap_gather, overlap_reduce: True if gathers and reductions overlap with the compute.
+        cross_queue, local_queue, shard_queue: communication queues of the three axes.
+        gather_schedule, reduce_schedule: schedules that decide when each hop of a unit runs.
     """
 
     def __init__(
@@ -66,42 +68,51 @@ class CommContext:
         self.plan, self.zero, self.precision = plan, zero, precision
         self._codec, self.lossless_codec = codec, lossless_codec
         two_hops, blocks_host = bool(plan.gather or plan.reduce), shard.queue.blocks_host
-        overlaps = two_hops or blocks_host  # on CUDA FSDP2 already overlaps the collectives that are not replaced
+        overlaps = two_hops or blocks_host  # on CUDA, FSDP2 itself overlaps collectives in one hop
         self.overlap_gather, self.overlap_reduce = plan.overlap_gather and overlaps, plan.overlap_reduce and overlaps
         self._use_axes(cross, local, shard)
         self.gather_schedule = GatherSchedule(overlap=self.overlap_gather, queue=self.cross_queue)
         self.reduce_schedule = ReduceSchedule(overlap=self.overlap_reduce, blocks_host=blocks_host)
 
     def over(self, cross: MeshAxis, local: MeshAxis, shard: MeshAxis) -> Self:
-        """Return a copy for units that are sharded along other axes, such as experts.
+        """Return a copy of this context for units that are sharded along other axes, such as those of experts.
 
-        The copy shares the schedules, so that the hops of all units keep one order on every rank.
+        The copy shares the schedules of this context, so that the hops of all units keep one order on every rank.
+        The arguments are the axes of these units, as for the constructor.
         """
         other = copy.copy(self)
         other._use_axes(cross, local, shard)
         return other
 
     def _use_axes(self, *axes: MeshAxis) -> None:
-        """Set the axes `cross`, `local` and `shard`, and their communication queues."""
+        """Set the axes `cross`, `local` and `shard` of this context, and the communication queue of each axis.
+
+        Without any overlap, the queues run each collective at once.
+        """
         self.cross, self.local, self.shard = axes
-        beside = self.overlap_gather or self.overlap_reduce
-        self.cross_queue, self.local_queue, self.shard_queue = (axis.queue if beside else CommQueue() for axis in axes)
+        overlaps = self.overlap_gather or self.overlap_reduce
+        self.cross_queue, self.local_queue, self.shard_queue = (
+            axis.queue if overlaps else CommQueue() for axis in axes
+        )
 
     def codec(self, segments: Sequence[Segment], fmt: BlockFormat | None, dtype: torch.dtype) -> Codec:
-        """Make the codec for flat shards with these segments.
+        """Return a codec that packs flat shards with these segments into messages, and unpacks such messages.
 
         Args:
-            segments: the parameters in the flat shard.
-            fmt: quantization format; None quantizes nothing.
-            dtype: dtype in which elements that are not quantized are sent.
+            segments: segments of the flat shard, one per parameter.
+            fmt: block format of quantized segments; None quantizes no segment.
+            dtype: dtype in which elements without quantization are sent.
         """
         return self._codec(plan_message(segments, fmt, exact_itemsize=dtype.itemsize), dtype)
 
 
 class Pending(dist.Work):
-    """The handle that FSDP2 waits for before it uses gathered parameters.
+    """The handle of a running all-gather, for which FSDP2 waits before it uses the gathered parameters.
 
-    It derives from `dist.Work` because FSDP2 silently ignores handles of other classes.
+    The class derives from `dist.Work`, because FSDP2 silently ignores handles of other classes.
+
+    Args:
+        work: task of a communication queue that completes the all-gather.
     """
 
     def __init__(self, work: Work[Any]) -> None:
@@ -109,13 +120,16 @@ class Pending(dist.Work):
         self._work = work
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the task; `timeout` is ignored."""
+        """Wait until the gathered parameters are complete; return True, as FSDP2 expects. `timeout` is ignored."""
         self._work.wait()
         return True
 
 
 class CountedGather(DefaultAllocMixin, AllGather):
-    """An all-gather over the shard axis in one hop: [n] shard -> [W n] parameters, as FSDP2's own."""
+    """The all-gather of a unit's weights in one hop over the shard axis, like FSDP2's own; its bytes are counted.
+
+    It gathers this rank's flat shard [n] to the unit's parameters [W n]; W: ranks of the shard axis.
+    """
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
         self.axis, self._queue, self._of = context.shard, context.shard_queue, unit.name
@@ -124,67 +138,92 @@ class CountedGather(DefaultAllocMixin, AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Pending | None:
-        """Gather the parameters; FSDP2 calls this as its all-gather."""
+        """Gather `input_tensor` [n] of all ranks into `output_tensor` [W n]; FSDP2 calls this as its all-gather.
+
+        Returns a handle that FSDP2 waits for, or None if the parameters are complete, or if FSDP2's gather stream
+        waits for them.
+        """
         done = self._queue.submit(lambda: self.axis.all_gather(input_tensor, out=output_tensor, of=self._of))
         if self._overlap and self._queue.blocks_host:
             return Pending(done)
-        # On CUDA this makes FSDP2's gather stream wait. Returning a Work would make the compute stream wait instead.
+        # On CUDA, wait() makes FSDP2's gather stream wait. Returning a Work would make the compute stream wait instead.
         done.wait()
         return None
 
 
 class SummingReduce(DefaultAllocMixin, ReduceScatter):
-    """The base class of reduce-scatters: [W n] gradients of a unit -> this rank's [n] of their sum over ranks.
+    """The base class of the reduce-scatters that replace FSDP2's for one sharding unit.
 
-    FSDP2 passes only the gradients that a backward has computed, and does not say which parameters they belong to. So
-    `post_backward` replaces FSDP2's function of the same name and reads the unit's state before it.
+    A reduce-scatter sums the unit's gradients [W n] over the W data ranks, and gives this rank its shard [n] of the
+    sum. FSDP2 passes only the gradients that a backward has computed, and does not say to which parameters they belong.
+    So `post_backward` replaces FSDP2's function of the same name, and first records which parameters have gradients.
 
+    Args:
+        unit: the sharding unit.
+        context: axes, schedules and formats that all units share.
     Attributes:
-        reduced: indices of the parameters whose gradients FSDP2 passes.
-        total: sum of this rank's own gradients since `watch`, a scalar tensor; None if there were none.
+        reduced: indices in the unit of the parameters whose gradients FSDP2 passes.
+        total: sum of all elements of this rank's unreduced gradients since `watch`, a scalar tensor; None if there were
+            no gradients.
     """
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
         self.unit, self._schedule = unit, context.reduce_schedule
         self.reduced = tuple(range(len(unit.parameters)))
         self._fsdp2_post_backward: Callable[..., None] = lambda *_: None
-        self._filling: Work[Any] = Work(None)  # the work that fills `.grad` until the end of the backward
-        self._waits = False  # whether the gradients of the last call are part of a later call's result
+        self._filling: Work[Any] = Work(None)  # task that fills `.grad` until the end of the backward
+        self._waits = False  # True if the last call has only added to partial sums, which a later call reduces
         self._last_micro_batch = True
         self._watched = False
         self.total: torch.Tensor | None = None
 
     def attach(self) -> None:
-        """Replace FSDP2's `post_backward` for the unit by this object's method of that name."""
+        """Make FSDP2 call this object's `post_backward` for the unit instead of its own function of that name."""
         self._fsdp2_post_backward = self.unit.replace_post_backward(self.post_backward)
 
     def post_backward(self, *given: Any) -> None:
-        """Reduce the unit's gradients through FSDP2, which then calls this object; it replaces FSDP2's function."""
+        """Reduce the unit's gradients after its backward. FSDP2 calls this method instead of its own function.
+
+        The method calls FSDP2's own function, which calls this object as its reduce-scatter.
+
+        Args:
+            given: arguments of FSDP2's function.
+        """
         if self.unit.reduces_gradients:
-            self._filling.wait()  # if the backward reduces the unit twice, FSDP2 adds the second sum to the first one
+            self._filling.wait()  # if a backward reduces the unit twice, FSDP2 adds the second sum to the first sum
             self.begin()
         self._fsdp2_post_backward(*given)
-        if self._waits:  # FSDP2 has set zeros as `.grad`, which would be in the way of `fills`
-            self.unit.clear_gradients(self.reduced)
+        if self._waits:
+            self.unit.clear_gradients(self.reduced)  # FSDP2 has set them to zeros, with which `fills` would be False
 
     def begin_micro_batch(self, *, last: bool) -> None:
-        """Set whether the next micro-batch is the step's last one, after which its gradients are complete."""
+        """Tell the reduction whether the next micro-batch is the last one of its training step.
+
+        Args:
+            last: True if the step's gradients are complete after this micro-batch.
+        """
         self._last_micro_batch = last
 
     def begin(self) -> None:
-        """Record which parameters have gradients that FSDP2 is about to reduce."""
+        """Record in `reduced` the parameters that have gradients, which FSDP2 is about to pass to this reduction."""
         self.reduced = self.unit.with_gradient()
 
     def watch(self) -> None:
-        """Start to sum this rank's own gradients, before the sum over ranks spreads a NaN or Inf to all of them."""
+        """Start to add up in `total` all elements of this rank's gradients, before they are summed over ranks.
+
+        The sum over ranks spreads a NaN or Inf to all ranks. `total` shows on which rank a NaN or Inf arises.
+        """
         self._watched, self.total = True, None
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
-        """Start the reduction of `gradients` [W n].
+        """Start the reduce-scatter of the unit's gradients; subclasses implement this method.
 
+        Args:
+            gradients: [W n] gradients of this rank.
+            result: [n] tensor for this rank's shard of their sum over ranks.
         Returns:
-            A work that returns `result` when it is complete. None if this micro-batch produces no result: these
-            gradients are then part of a later call's result.
+            A task that returns `result` when the sum is complete. None if `gradients` are only added to partial sums,
+            which the call for a later micro-batch reduces.
         """
         raise NotImplementedError
 
@@ -196,22 +235,22 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce the gradients that FSDP2 passes; FSDP2 calls this as its reduce-scatter.
+        """Sum the gradients `input_tensor` over ranks into `output_tensor`; FSDP2 calls this as its reduce-scatter.
 
-        With overlap the sum is complete at the end of the backward. FSDP2 makes `.grad` a view of its output, so the
-        reduction fills the output meanwhile. If FSDP2 adds to an existing `.grad` instead, it gets zeros, and the sum
-        is added at the end.
+        With overlap, the sum is complete only at the end of the backward. If FSDP2 makes `.grad` a view of
+        `output_tensor`, the reduction fills that tensor until then. If FSDP2 would add the output to an existing
+        `.grad`, the output is zeros, and the sum is added to `.grad` at the end of the backward.
         """
-        assert op == dist.ReduceOp.SUM, f"communication only sums, FSDP2 asked for {op}"
-        # ---- sum this rank's own gradients
+        assert op == dist.ReduceOp.SUM, f"collectives of gradients support only SUM, but FSDP2 asked for {op}"
+        # ---- add up the elements of this rank's gradients, if `watch` was called
         if self._watched:
-            total = input_tensor.sum()  # in its own dtype, one pass; a maximum takes 16 times as long on the CPU
+            total = input_tensor.sum()  # one pass in the gradients' dtype; a maximum takes 16 times as long on the CPU
             self.total = total if self.total is None else self.total + total
         self.reduce(input_tensor, output_tensor)
 
     def reduce(self, gradients: torch.Tensor, output: torch.Tensor) -> None:
-        """Start the reduction of `gradients` [W n] to `output` [n]; see `__call__`."""
-        # ---- start it, into a separate buffer if FSDP2 gets zeros
+        """Reduce `gradients` [W n] into `output` [n], or start to do so if reductions overlap; see `__call__`."""
+        # ---- start the reduction; its result is a separate tensor if FSDP2 gets zeros as output
         overlap, result = self._schedule.overlap, output
         fills = overlap and self.fills(output)
         late = overlap and not fills
@@ -221,7 +260,7 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         self._waits = work is None
         if work is None or late:
             output.zero_()
-        # ---- wait for it now, or at the end of the backward
+        # ---- wait for the reduction now, or with overlap at the end of the backward
         if work is None:
             return
         if not overlap:
@@ -233,30 +272,33 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
             self._finish_later(work, result)
 
     def fills(self, output: torch.Tensor) -> bool:
-        """Return True if FSDP2 will use `output` itself as gradients, so that it may be filled until the backward ends.
+        """Return True if FSDP2 makes `.grad` a view of `output`, which may then be filled until the backward ends.
 
-        FSDP2 would copy another dtype than the parameters', and add to gradients that exist.
+        Otherwise FSDP2 reads `output` at once: it casts gradients that are not fp32, and adds to an existing `.grad`.
         """
         return output.dtype == torch.float32 and not self.unit.has_gradients(self.reduced)
 
     def _filled(self) -> None:
-        """Forget the work that has filled the gradients."""
+        """Drop the reference to the finished task that has filled the gradients."""
         self._filling = Work(None)
 
     def _finish_later(self, work: Work[torch.Tensor], result: torch.Tensor) -> None:
-        """Add `result` to the gradients at the end of the backward, when `work` is done."""
+        """Wait for `work` at the end of the backward, and add its `result` [n] to the unit's gradients."""
         self._schedule.finish_later(work, functools.partial(self.unit.add_to_gradients, result, self.reduced))
 
 
 class CountedReduce(SummingReduce):
-    """A reduce-scatter in one hop over the whole shard axis, as in FSDP2; its bytes are counted."""
+    """The reduce-scatter of a unit's gradients in one hop over the shard axis, like FSDP2's own.
+
+    The bytes that it sends are counted.
+    """
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
         super().__init__(unit, context)
         self.axis, self._queue = context.shard, context.shard_queue
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor]:
-        """Start the reduce-scatter in the shard axis's communication queue; see `SummingReduce.start`."""
+        """Start the reduce-scatter in the communication queue of the shard axis; see `SummingReduce.start`."""
         work = self._queue.submit(lambda: self.axis.reduce_scatter(gradients, out=result, of=self.unit.name))
         self._schedule.sent(work)
         return work

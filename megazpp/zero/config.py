@@ -1,4 +1,4 @@
-"""Flags of ZeRO, ZeRO++ and precision, and the form of the plan that plan.py makes from them and a layout."""
+"""The flags of ZeRO, ZeRO++ and precision, and `CommPlan`: the collectives that plan.py derives from these flags."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ T = TypeVar("T")
 class ZeroConfig:
     """ZeRO and ZeRO++.
 
-    The training state that is sharded over the data ranks, and the formats in which shards are communicated.
+    These flags choose which training states are sharded over the data ranks, and in which formats ranks communicate
+    weights and gradients.
     """
 
     zero_stage: Literal[0, 1, 2, 3] | None = flag(
@@ -37,7 +38,7 @@ class ZeroConfig:
     zero_hpz_partition_size: str | None = flag(
         None,
         "hpZ: number of data ranks in a node that share a secondary copy of the weights, from which every gather "
-        "reads until the weights change; auto: all of a node, 1: no copy (default: auto with --zeropp, 1 otherwise)",
+        "reads until the weights change; auto: all ranks of a node, 1: no copy (default: auto with --zeropp, else 1)",
     )
     zero_quantized_gradients: bool | None = flag(
         None, "qgZ: reduce gradients as 8-bit and 4-bit blocks (default: on with --zeropp)"
@@ -63,7 +64,7 @@ class ZeroConfig:
     zero_error_feedback: bool = flag(
         True,
         "add a moving average of the cross-node quantization errors to the next step's gradients (LoCo); takes 1 byte "
-        "per parameter and node",
+        "of device memory per parameter and node",
     )
     zero_error_feedback_beta: float = flag(
         0.8,
@@ -110,7 +111,7 @@ class ZeroConfig:
 
     @property
     def weight_bits(self) -> int:
-        """Bits per weight of a gather that sends whole weights: 8 or 16."""
+        """The bits per weight with which ranks gather whole weights (not deltas): 8, or 16 without quantization."""
         return self.zero_weight_bits or 8
 
     @property
@@ -132,15 +133,18 @@ class ZeroConfig:
 
     @property
     def chooses_weight_delta(self) -> bool:
-        """True if --zero-weight-delta auto has a format to choose: with --zeropp, unless a flag sets the format."""
+        """True if --zero-weight-delta is auto, --zeropp is set, and no flag fixes the format of weights.
+
+        Only then the run chooses between lossless deltas and int8 blocks for the weights that cross nodes.
+        """
         return self.zero_weight_delta == "auto" and self.zeropp and not self.weight_format_flags
 
     @property
     def weight_format_flags(self) -> tuple[str, ...]:
-        """Flags that set the format of weights, as on a command line; --zero-weight-delta auto contradicts them.
+        """The flags that the user has set and that fix the format of gathered weights, spelled as on a command line.
 
-        These are --zero-quantized-weights and --zero-weight-bits with any value, and --zero-hpz-partition-size 1, which
-        keeps no weights to which deltas could be added.
+        If any of them is set, --zero-weight-delta auto does not choose a format. They are --zero-quantized-weights and
+        --zero-weight-bits with any value, and --zero-hpz-partition-size 1, which keeps no weights for deltas to change.
         """
         names = [name for name in ("zero_quantized_weights", "zero_weight_bits") if getattr(self, name) is not None]
         names += ["zero_hpz_partition_size"] if self.zero_hpz_partition_size == "1" else []
@@ -153,14 +157,15 @@ class ZeroConfig:
 
     @property
     def distinguishes_nodes(self) -> bool:
-        """True if a flag treats ranks of the same node differently from ranks of other nodes."""
+        """True if a flag makes collectives inside nodes differ from those across nodes, so that nodes must be known."""
         return self.zeropp or self.quantizes_weights or self.hpz_partition_size != "1" or self.quantizes_gradients
 
     def stage_over(self, num_ranks: int) -> int:
-        """Return the stage that is used when parameters are sharded over `num_ranks` ranks.
+        """Return the ZeRO stage that is used for parameters that are sharded over `num_ranks` ranks.
 
         With one rank a gather is only a cast to the compute dtype. Stage 2 casts once per weight update, stage 3 would
-        cast at each use. So stage 3 becomes stage 2, except with --optimizer-cpu-offload, which saves memory.
+        cast at each use. So stage 3 becomes stage 2 with one rank. The exception is --optimizer-cpu-offload: under
+        stage 3 the gathered weights are freed after each use, which saves device memory.
         """
         return min(self.stage, 2) if num_ranks == 1 and not self.optimizer_cpu_offload else self.stage
 
@@ -183,7 +188,9 @@ class PrecisionConfig:
         if self.fp16 and self.bf16:
             raise ValueError("--fp16 and --bf16 are both set: choose one")
         if self.grad_reduce_in_bf16 and not self.bf16:
-            raise ValueError("--grad-reduce-in-bf16 needs --bf16")
+            raise ValueError(
+                "--grad-reduce-in-bf16 requires --bf16, which is off: add --bf16, or leave --grad-reduce-in-bf16 out"
+            )
         if self.grad_reduce_in_bf16 and self.accumulate_allreduce_grads_in_fp32:
             raise ValueError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 are both set: choose one")
 
@@ -207,25 +214,24 @@ class PrecisionConfig:
 
 
 class Dtypes(NamedTuple):
-    """The compute and reduction dtypes of a model that was not configured by flags, as in `megazpp.zeropp`."""
+    """The compute and reduction dtypes of a model of `megazpp.zeropp`, whose dtypes no flags set."""
 
-    param_dtype: torch.dtype
-    reduce_dtype: torch.dtype
+    param_dtype: torch.dtype  # dtype in which weights are gathered and layers compute
+    reduce_dtype: torch.dtype  # dtype in which gradients are reduced
 
 
 class GatherPlan(NamedTuple):
-    """The plan of the two-hop all-gather of weights."""
+    """The plan of the all-gather of weights in two hops, across nodes and inside a node."""
 
-    fmt: BlockFormat | None  # quantization of messages; None sends the compute dtype
-    keep: bool  # whether each rank keeps the secondary partition (hpZ): the messages that it received from other nodes
-    differences: bool = False  # whether lossless deltas from the kept weights cross nodes, not whole weights
+    fmt: BlockFormat | None  # block format of quantized weights; None sends weights in the compute dtype
+    keep: bool  # True if each rank keeps the secondary partition (hpZ): the messages that it received from other nodes
+    differences: bool = False  # True if lossless deltas from the kept weights cross nodes, instead of whole weights
 
 
 class ReducePlan(NamedTuple):
-    """The plan of the two-hop reduce-scatter of gradients: the block format of each hop.
+    """The plan of the reduce-scatter of gradients in two hops: the block format of the gradients in each hop.
 
-    None sends the reduction dtype, without quantization. `local` is the hop inside a node, `cross` the hop across
-    nodes.
+    `local` is the hop inside a node, `cross` the hop across nodes. None means that a hop does not quantize gradients.
     """
 
     local: BlockFormat | None
@@ -233,19 +239,20 @@ class ReducePlan(NamedTuple):
 
 
 class CommPlan(NamedTuple):
-    """The collectives that replace FSDP2's; None keeps FSDP2's own.
+    """The plan of the collectives that replace FSDP2's all-gather and reduce-scatter.
 
-    It is made once by `plan_comm`, logged, and passed to `shard_model`.
+    `plan_comm` makes the plan once per run from the flags. The run logs it and passes it to `shard_model`.
     """
 
-    gather: GatherPlan | None = None
-    reduce: ReducePlan | None = None
-    overlap_gather: bool = False  # on CUDA, FSDP2's own collectives always overlap, whatever is set here
+    gather: GatherPlan | None = None  # None: weights are gathered in one hop, as by FSDP2
+    reduce: ReducePlan | None = None  # None: gradients are reduced in one hop, as by FSDP2
+    # Whether gathers and reductions overlap with the compute. On CUDA, those in one hop always overlap.
+    overlap_gather: bool = False
     overlap_reduce: bool = False
     notices: tuple[str, ...] = ()  # lines for the log about flags that have no effect
 
     def describe(self) -> str:
-        """Return one line for the log that says how weights and gradients are communicated."""
+        """Return one sentence for the log that says how ranks gather weights and reduce gradients."""
         weights, gradients = "gathered by FSDP2's ring", "reduced by FSDP2's ring"
         if self.gather is not None:
             kept = "kept inside the node until they change" if self.gather.keep else "not kept"
@@ -262,12 +269,12 @@ class CommPlan(NamedTuple):
 
 
 def _spell(fmt: BlockFormat | None) -> str:
-    """Return a block format in words."""
+    """Return a block format in words for the log, such as "int8 in blocks of 256"; "not quantized" for None."""
     return "not quantized" if fmt is None else f"int{fmt.bits} in blocks of {fmt.block_size}"
 
 
 def _default(value: T | None, default: T) -> T:
-    """Return `value`, or `default` if it is None."""
+    """Return `value`, a flag's value, or `default` if `value` is None because the user has not set the flag."""
     return default if value is None else value
 
 
@@ -275,7 +282,7 @@ def _default(value: T | None, default: T) -> T:
 class VerifyConfig:
     """Silent data corruption.
 
-    The flags of the check.
+    The flag of the check that all ranks gather the same weights (verify.py).
     """
 
     zero_verify_interval: int | None = flag(

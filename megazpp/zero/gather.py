@@ -1,4 +1,4 @@
-"""qwZ and hpZ: the all-gather of weights in two hops, with a secondary partition that is kept for later uses.
+"""ZeRO++'s qwZ and hpZ: the all-gather of a unit's weights in two hops, with a secondary partition for later uses.
 
     shard [S] --pack--> cross all-gather --> secondary [N, M] --> local all-gather --> [L, N, M] --unpack--> [N, L, S]
 
@@ -9,13 +9,14 @@ The secondary partition (hpZ, secondary.py) consists of the messages that the cr
 weights change, each later use in forward or backward repeats only the intra-node hop and gathers the same bits.
 DeepSpeed instead quantizes again for the backward. Source: ZeRO++ (arXiv 2306.10209) sections 3.1 and 3.2.
 
-All ranks derive the next message between nodes from state that is equal on all of them:
+Each rank decides by itself what the unit's next use sends between nodes. The decision depends only on values that are
+equal on all ranks:
 
-    nothing       the shards are unchanged since they were sent
-    a difference  only an optimizer step has changed them, and nodes keep resident weights (secondary.py)
-    a keyframe    whole weights, at the first use and after every other possible write to the shards
+    nothing         the shards are unchanged since they were sent
+    a weight delta  only an optimizer step has changed the shards, and nodes keep resident weights (secondary.py)
+    a keyframe      whole weights, at the first use and after every other possible write to the shards
 
-With `megazpp.zeropp` this state may differ between ranks, so ranks vote on it first (drop_in/writes.py).
+In programs that use `megazpp.zeropp` ranks may decide differently, so they vote first (drop_in/writes.py).
 """
 
 from __future__ import annotations
@@ -35,25 +36,26 @@ from megazpp.zero.wire import Codec, LosslessCodec
 
 
 class InterNodeMessage(IntEnum):
-    """The kind of message between nodes at the next use of a unit. Checkpoints store these numbers."""
+    """The kind of message that the next use of a unit sends between nodes. Checkpoints store these numbers."""
 
     NOTHING = 0
-    DIFFERENCE = 1
+    DIFFERENCE = 1  # a weight delta
     KEYFRAME = 2
 
 
 class TwoHopGather(DefaultAllocMixin, AllGather):
-    """The all-gather of one unit in two hops, which replaces FSDP2's.
+    """The all-gather of one unit's weights in two hops, across nodes and inside the node, which replaces FSDP2's.
 
-    FSDP2's flat rank is cross rank x L + local rank. Each use compares the unit's fingerprint (`Unit.fingerprint`) with
-    the one at the last cross-node hop, to detect changed weights. Fingerprints change on all ranks alike.
+    With L ranks per node, FSDP2's rank in the data mesh is cross rank x L + local rank. To detect changed weights, each
+    use compares the unit's fingerprint (`Unit.fingerprint`) with its fingerprint at the last cross-node hop.
+    Fingerprints change on the same occasions on all ranks.
 
     Args:
         unit: the sharding unit.
         context: axes, schedules and formats that all units share.
     Attributes:
-        secondary: sends the cross-node hop and holds its result.
-        crossing_key: name of the unit's `InterNodeMessage` in checkpoints.
+        secondary: secondary partition of the unit, which runs the cross-node hop and holds its result.
+        crossing_key: key in checkpoints of the kind of message that the unit's next use sends between nodes.
     """
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
@@ -65,20 +67,20 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         self._cross_queue, self._local_queue = context.cross_queue, context.local_queue
         self._context, self._schedule = context, context.gather_schedule
         self._plan_messages()
-        # Fingerprint of the shards that `secondary` was made from; None if the next use must send whole weights. If
-        # `_has_stepped` is True, it is the fingerprint after an optimizer step that the next use sends as a difference.
+        # Fingerprint of the shards from which `secondary` was made; None if the next use must send whole weights. If
+        # `_has_stepped` is True, it is the fingerprint after an optimizer step, and the next use sends a weight delta.
         self._made_from: Fingerprint | None = None
         self._has_stepped = False
         self._after_step: Fingerprint | None = None  # fingerprint of the shards after the last step; None after `drop`
-        self._crossed = Work(None)  # the last cross-node hop; a finished work before the first one
-        self._received: Work[torch.Tensor] | None = None  # an intra-node hop that was started before its use
-        self._used = False  # whether the unit was used since its last cross-node hop started
-        self._compared = False  # whether `Unit.shard_reader` was checked against FSDP2's input
+        self._crossed = Work(None)  # task of the last cross-node hop; a finished task before the first hop
+        self._received: Work[torch.Tensor] | None = None  # task of an intra-node hop that was started before its use
+        self._used = False  # True if the unit was used since its last cross-node hop started
+        self._compared = False  # True if `Unit.shard_reader` was checked against FSDP2's input
         self._uncounted = 0  # bytes of a cross-node hop that ran while the traffic counter was paused
         self._schedule.add(self)
 
     def _plan_messages(self) -> None:
-        """Plan the unit's messages, and the secondary partition that holds them."""
+        """Create the codec of the unit's messages, and the secondary partition that will hold these messages."""
         context, self._codec = self._context, self._new_codec()
         self.secondary = Secondary(self._codec, self._cross, of=self.unit.name)
         if self._plan.differences:
@@ -86,27 +88,27 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
             self.secondary = Resident(self._codec, self._cross, of=self.unit.name, differences=differences)
 
     def _new_codec(self) -> Codec:
-        """Make the codec that packs the unit's flat shard."""
+        """Return a codec that packs the unit's flat shard into a message, in the plan's block format."""
         return self._context.codec(self.unit.segments, self._plan.fmt, self._context.precision.param_dtype)
 
     def drop(self) -> None:
-        """Make the next use send whole weights, because they have changed."""
+        """Record that the unit's weights have changed, so that the next use sends whole weights between nodes."""
         self._made_from = self._received = self._after_step = None
 
     def before_step(self) -> None:
-        """Prepare for an optimizer step.
+        """Prepare the unit's gather for an optimizer step; call this method before the step on all ranks.
 
-        If the weights were written to since they were sent, the next use sends whole weights instead of a difference.
+        If the weights were written to since they were sent, the next use sends whole weights instead of a weight delta.
         """
-        self._schedule.start_stale()  # send the last step's differences of units that were not used since
+        self._schedule.start_stale()  # send the last step's weight deltas of units that no forward has used since
         if not self.unit.is_sharded or self._made_from != self.unit.fingerprint():
             self.drop()
 
     def after_step(self, *, keyframe: bool) -> None:
-        """Record an optimizer step; call it on all ranks.
+        """Record that an optimizer step has changed the unit's weights; call this method after the step on all ranks.
 
         Args:
-            keyframe: whether the next use must send whole weights, not a difference.
+            keyframe: True if the next use must send whole weights instead of a weight delta.
         """
         if keyframe or not self.secondary.sends_differences or self._made_from is None:
             self.drop()
@@ -117,7 +119,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
             self._after_step = self.unit.fingerprint()
 
     def next_crossing(self) -> InterNodeMessage:
-        """Return the kind of message that the next use sends between nodes; call it while the unit is sharded."""
+        """Return the kind of message that the unit's next use sends between nodes; the unit must be sharded."""
         if self.secondary.messages is None or self._made_from is None or self._made_from != self.unit.fingerprint():
             return InterNodeMessage.KEYFRAME
         return InterNodeMessage.DIFFERENCE if self._has_stepped else InterNodeMessage.NOTHING
@@ -125,10 +127,21 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Pending | None:
-        """Gather the unit's parameters; FSDP2 calls this as its all-gather."""
+        """Gather the unit's parameters; FSDP2 calls this object as its all-gather.
+
+        Args:
+            output_tensor: [N L S] tensor for the gathered flat shards of all ranks.
+            input_tensor: [S] flat shard of this rank.
+            group: FSDP2's process group, which is not used.
+            async_op: ignored.
+        Returns:
+            A handle that FSDP2 waits for, or None if the parameters are complete, or if FSDP2's gather stream waits.
+        """
         # ---- the cross-node hop, if the weights have changed
         size = self._codec.layout.size
-        assert input_tensor.numel() == size, f"a shard of {input_tensor.numel()} elements, planned {size}"
+        assert input_tensor.numel() == size, (
+            f"FSDP2 gathers a flat shard of {input_tensor.numel()} elements, but the unit's parameters have {size}"
+        )
         crossed = False
         for crossing in self._crossings():
             messages = self.secondary.messages
@@ -143,17 +156,18 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         messages = self.secondary.messages
         assert messages is not None
         if self._uncounted and not self._cross.counter.is_paused:
-            # Evaluations pause the counter. The weights that they sent between nodes also serve this training step.
+            # Evaluations pause the traffic counter. Weights that an evaluation has sent between nodes also serve this
+            # training step, so their bytes count now.
             self._cross.count("all_gather", self._uncounted)
             self._uncounted = 0
         self._used = True
 
-        # ---- the intra-node hop, unless it was prefetched, and unpacking
+        # ---- the intra-node hop, unless it was prefetched, and the unpacking of its messages
         received, self._received = self._received, None
         receive: Callable[[], torch.Tensor] = functools.partial(self._hop_inside, messages)
         if received is not None:
             receive = received.join
-        unpack = functools.partial(self._unpack, receive, output_tensor)  # one task for both saves host time
+        unpack = functools.partial(self._unpack, receive, output_tensor)  # hop and unpacking in one task save host time
         done = self._local_queue.submit(unpack, after=(self._crossed,))
 
         # ---- start other units' hops, or free the messages
@@ -169,33 +183,36 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of one shard's message in the hop inside a node."""
+        """The bytes of one flat shard's message in the hop inside a node."""
         return self._codec.message_bytes
 
     def new_row(self, device: torch.device) -> torch.Tensor:
-        """Return zeros [S] in the compute dtype: the shape of this rank's own row of the resident weights."""
+        """Return zeros [S] in the compute dtype, into which this rank's row of the resident weights can be loaded."""
         return torch.zeros(self._codec.layout.size, dtype=self._codec.dtype, device=device)
 
     def warm_up(self, device: torch.device) -> None:
-        """Compile the kernels by packing and unpacking zeros; nothing is communicated and no state changes."""
+        """Compile the kernels of both hops for `device`, by packing and unpacking zeros in temporary tensors.
+
+        No rank communicates, and the secondary partition does not change.
+        """
         nodes, peers, codec = self._cross.size, self._local.size, self._codec
         output = torch.zeros(nodes * peers, codec.layout.size, dtype=codec.dtype, device=device)
         slot = output[self._cross.rank * peers + self._local.rank]  # FSDP2's input is this slot of its output
-        # `start_early` reads the shard into a separate tensor, whose alignment may need another kernel
+        # `start_early` copies the shard into a separate tensor, whose alignment may need another kernel than the slot
         for shard in (slot, torch.zeros_like(slot)):
             self.secondary.warm_up(shard)
         self._unpack(lambda: codec.empty(peers, nodes, device=device), output.view(-1))
 
     def start_early(self, since: Moment) -> bool:
-        """Start the cross-node hop, the all-gather between nodes, before the next use.
+        """Start the cross-node hop, the all-gather between nodes, before the unit's next use.
 
-        It starts only if the weights have changed and the unit is sharded. With weight deltas this happens for
-        every unit, used or not and with or without overlap. The resident weights, to which differences are added, then
-        depend only on the optimizer's steps, not on which units were used between them.
+        The hop starts only if the weights have changed and the unit is sharded. With weight deltas it starts for every
+        unit, used or not, with or without overlap. So the resident weights, to which weight deltas are added, depend
+        only on the optimizer's steps, not on which units a forward has used between two steps.
 
         Args:
-            since: a CUDA event after the last optimizer step. The hop waits for it, or for all work on the current
-                stream if the weights were written to after that step.
+            since: CUDA event after the last optimizer step, for which the hop waits. If the weights were written to
+                after that step, the hop waits for all work on the current stream instead.
         Returns:
             True if a cross-node hop was started.
         """
@@ -212,27 +229,27 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         return crossed
 
     def prefetch(self) -> None:
-        """Start the intra-node hop of the next use, the all-gather inside the node.
+        """Start the intra-node hop, the all-gather inside the node, before the unit's next use.
 
-        It starts only if the messages received from other nodes are up to date.
+        The hop starts only if the messages that this rank has received from other nodes are up to date.
         """
         if self._received is None and self.secondary.messages is not None and self._is_current:
             hop = functools.partial(self._hop_inside, self.secondary.messages)
             self._received = self._local_queue.submit(hop, after=(self._crossed,))
 
     def resident(self) -> Resident:
-        """Return the resident weights, to which differences from other nodes are added; wait for their last update.
+        """Wait for the last cross-node hop, and return the unit's resident weights.
 
-        The unit must send differences.
+        Weight deltas from other nodes are added to these weights. The unit must send weight deltas.
         """
         self._crossed.wait()
         assert isinstance(self.secondary, Resident)
         return self.secondary
 
     def lossless(self) -> LosslessCodec:
-        """Return the codec for lossless deltas.
+        """Wait for the last cross-node hop, and return the unit's codec of lossless deltas.
 
-        It waits for the last cross-node hop first, so that the codec's size counters are current.
+        The codec's size counters then include those of the last delta.
         """
         differences = self.resident().differences
         assert isinstance(differences, LosslessCodec)
@@ -240,13 +257,13 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         return differences
 
     def restore(self, row: torch.Tensor, crossing: InterNodeMessage) -> None:
-        """Restore the resident weights, to which differences are added, from a checkpoint.
+        """Restore the unit's resident weights, to which weight deltas are added, from a checkpoint.
 
-        Call it on all ranks while the unit is sharded.
+        Call this method on all ranks while the unit is sharded.
 
         Args:
-            row: [S] this rank's own row of the resident weights.
-            crossing: the kind of message that the next use had to send when the checkpoint was saved.
+            row: [S] this rank's row of the resident weights, as read from the checkpoint.
+            crossing: kind of message that the unit's next use had to send when the checkpoint was saved.
         """
         secondary = self.resident()
         messages = secondary.messages if secondary.messages is not None else secondary.allocate(row.device)
@@ -256,10 +273,10 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         self._has_stepped = crossing == InterNodeMessage.DIFFERENCE
 
     def _crossings(self, *, early: bool = False) -> Iterable[InterNodeMessage]:
-        """Return the kinds of messages to send between nodes now, the same on all ranks.
+        """Return the kinds of messages that this unit sends between nodes now, none or one, the same on all ranks.
 
         Args:
-            early: whether the messages are sent before the unit's next use.
+            early: True if the messages are sent before the unit's next use. Only `megazpp.zeropp` distinguishes this.
         """
         crossing = self.next_crossing()
         return () if crossing == InterNodeMessage.NOTHING else (crossing,)
@@ -276,24 +293,27 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         shard: Callable[[], torch.Tensor],
         since: Moment = None,
     ) -> None:
-        """Submit the cross-node hop and record the fingerprint of the shards that it sends.
+        """Submit the cross-node hop to its queue, and record the fingerprint of the shards that the hop sends.
 
         Args:
-            crossing: the kind of message.
-            messages: [N, M] uint8, the secondary partition to update.
-            shard: returns the flat shard; it is called in the cross queue.
-            since: a CUDA event that the hop waits for; None waits for all work on the current stream.
+            crossing: kind of message that the hop sends.
+            messages: [N, M] uint8 messages of the secondary partition, which the hop updates.
+            shard: function that returns this rank's flat shard [S]; the cross queue calls it.
+            since: CUDA event for which the hop waits; None waits for all work on the current stream.
         """
         self._received, self._used, self._has_stepped = None, False, False
         self._made_from = self.unit.fingerprint()
         self._uncounted = 0
         if self._cross.counter.is_paused:
-            self._crossed.wait()  # the length of the next message depends on the counters that it has received
+            self._crossed.wait()  # the bytes of the next message depend on size counters that this hop has received
             self._uncounted = (self._cross.size - 1) * self._crossing_bytes(crossing)
         self._crossed = self._cross_queue.submit(lambda: self._take_in(crossing, messages, shard), since=since)
 
     def _take_in(self, crossing: InterNodeMessage, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
-        """Run the cross-node hop, the all-gather between nodes; called in the cross axis's communication queue."""
+        """Run the cross-node hop, the all-gather between nodes, which updates the secondary partition.
+
+        The communication queue of the cross axis calls this method; the arguments are those of `_start_cross_hop`.
+        """
         self.secondary.take_in(messages, shard(), keyframe=crossing == InterNodeMessage.KEYFRAME)
 
     def _crossing_bytes(self, crossing: InterNodeMessage) -> int:
@@ -301,13 +321,17 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         return self.secondary.crossing_bytes(keyframe=crossing == InterNodeMessage.KEYFRAME)
 
     def _hop_inside(self, messages: torch.Tensor) -> torch.Tensor:
-        """Gather the messages inside the node: [N, M] -> [L, N, M]."""
+        """Gather the secondary partitions `messages` [N, M] of the node's L ranks, and return them as [L, N, M]."""
         return self._local.all_gather(messages, of=self.unit.name).view(self._local.size, *messages.shape)
 
     def _unpack(self, receive: Callable[[], torch.Tensor], output: torch.Tensor) -> None:
-        """Unpack the messages [L, N, M] that `receive` returns into `output` [N L, S], in FSDP2's rank order.
+        """Unpack all ranks' messages into FSDP2's output tensor, in FSDP2's rank order.
 
-        The order changes only through the strides of a view [L, N, S] of `output`.
+        A transposed view of `output` changes the order of ranks, without a copy.
+
+        Args:
+            receive: function that returns the messages [L, N, M] of all ranks.
+            output: [N L S] tensor for the unpacked flat shards.
         """
         shards = output.view(self._cross.size, self._local.size, -1).transpose(0, 1)
         self._codec.unpack(receive(), shards)

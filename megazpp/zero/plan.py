@@ -1,4 +1,4 @@
-"""The plan of the collectives that replace FSDP2's, made from the flags of ZeRO and ZeRO++ and a layout of ranks."""
+"""Make the plan of the collectives that replace FSDP2's, from the flags of ZeRO and ZeRO++ and the layout of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megazpp.zero.config import CommPlan, GatherPlan, ReducePlan, ZeroConfig
 if TYPE_CHECKING:
     import torch
 
-# Elements per quantization block. DIFFERENCE_BLOCK is for the quantized weight deltas of DiLoCo.
+# Number of elements per quantization block. DIFFERENCE_BLOCK is for the quantized weight deltas of DiLoCo.
 WEIGHT_BLOCK, DIFFERENCE_BLOCK, GRADIENT_BLOCK = 256, 128, 128
 
 
@@ -21,21 +21,23 @@ class WeightDelta(NamedTuple):
     """The format that --zero-weight-delta auto has chosen for the weights that cross nodes.
 
     Attributes:
-        lossless: True for lossless deltas, False for int8 blocks.
-        reason: reason for the choice, as a clause for the log.
+        lossless: True for lossless deltas, False for whole weights in int8 blocks.
+        reason: reason for the choice, a clause that the log puts after "because".
     """
 
     lossless: bool
     reason: str
 
     def describe(self) -> str:
-        """Return one line for the log with the choice and its reason."""
+        """Return one sentence for the log: which format --zero-weight-delta auto has chosen, and why."""
         chosen = "lossless deltas" if self.lossless else "int8 blocks"
         return f"--zero-weight-delta auto: weights cross nodes as {chosen}, because {self.reason}"
 
 
 def default_weight_delta(param_dtype: torch.dtype) -> WeightDelta:
-    """Return the choice of --zero-weight-delta auto if nothing is known about the links: lossless deltas if possible.
+    """Return the format that --zero-weight-delta auto chooses if the speed of the links between nodes is unknown.
+
+    Lossless deltas are chosen for 16-bit compute dtypes, int8 blocks for others.
 
     Args:
         param_dtype: dtype in which weights are gathered and layers compute.
@@ -47,36 +49,36 @@ def default_weight_delta(param_dtype: torch.dtype) -> WeightDelta:
 
 
 def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, lossless: bool = False) -> CommPlan:
-    """Plan which of FSDP2's collectives the flags replace on `layout`.
+    """Return the plan of the collectives that replace FSDP2's, as the flags ask for them on this layout of ranks.
 
     Args:
-        config: the flags of ZeRO and ZeRO++.
-        layout: the data ranks inside a node and across nodes.
+        config: flags of ZeRO and ZeRO++.
+        layout: numbers of data ranks inside a node, across nodes, and over replicas.
         param_dtype: dtype in which weights are gathered and layers compute.
-        lossless: choice of --zero-weight-delta auto: whether lossless deltas cross nodes, not int8 blocks. Other values
-            of this flag ignore it.
+        lossless: format that --zero-weight-delta auto has chosen for weights that cross nodes: True for lossless
+            deltas, False for int8 blocks. It is ignored if this flag is not auto.
     Raises:
         ValueError: the flags contradict each other or the layout; the message names the flags and their values.
     """
-    # ---- weights: whole or as deltas
+    # ---- do weights cross nodes whole or as lossless deltas?
     if config.optimizer_cpu_offload:
         _check_host_states(config, layout)
     keep = _keeps_secondary(config, layout)
     lossless = lossless if config.chooses_weight_delta else config.zero_weight_delta == "lossless"
     if lossless and not keep:
         raise ValueError(
-            "--zero-weight-delta lossless sends deltas from the weights that a node keeps: it needs "
-            f"--zero-hpz-partition-size auto, not {config.hpz_partition_size}"
+            "--zero-weight-delta lossless sends deltas from the weights that a node keeps, so it requires "
+            f"--zero-hpz-partition-size auto, not {config.hpz_partition_size}: set one of the two flags otherwise"
         )
     if lossless and param_dtype.itemsize != 2:
         raise ValueError(
-            f"--zero-weight-delta lossless needs --bf16 or --fp16: of weights in {param_dtype} nearly all change in "
-            "every step"
+            f"--zero-weight-delta lossless requires --bf16 or --fp16, not {param_dtype}: nearly all weights of this "
+            "dtype change in every step, so deltas would save nothing; add --bf16, or leave --zero-weight-delta out"
         )
     quantized_weights = config.quantizes_weights and config.weight_bits < 16 and not lossless
     quantized_gradients = config.quantizes_gradients
 
-    # ---- every one of these switches needs stage 3
+    # ---- each of these flags requires ZeRO stage 3
     wanted = {
         "--zeropp": config.zeropp,
         "--zero-weight-delta lossless": lossless,
@@ -89,18 +91,19 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
         given = f"--zero-stage {config.stage}"
         if config.zero_stage is None:
             given = f"--use-distributed-optimizer, which selects {given}"
-        raise ValueError(f"{asked[0]} needs --zero-stage 3, the default, not {given}; remove that flag")
+        raise ValueError(f"{asked[0]} requires --zero-stage 3, the default, not {given}: remove one of the two flags")
 
     # ---- overlap with the compute
     overlap_gather, overlap_reduce = (
         (config.zeropp if asked_for is None else asked_for) and config.stage == 3
         for asked_for in (config.overlap_param_gather, config.overlap_grad_reduce)
     )
-    # With HSDP, FSDP2 all-reduces over the replicas right after each reduction, so it must be complete by then.
+    # With HSDP, FSDP2 all-reduces gradients over the replicas right after each reduce-scatter. The reduce-scatter must
+    # be complete then, so it cannot overlap with the rest of the backward.
     overlap_reduce = overlap_reduce and layout.replicate == 1
     plan, notices = CommPlan(overlap_gather=overlap_gather, overlap_reduce=overlap_reduce), list[str]()
 
-    # ---- the two hops
+    # ---- the formats of the two-hop collectives; with one node, FSDP2's collectives in one hop are used
     if asked and layout.cross == 1:
         notices.append(f"{asked[0]} has no effect: no traffic crosses nodes, so ZeRO-3's collectives are used")
         quantized_weights = quantized_gradients = keep = False
@@ -122,10 +125,10 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
 
 
 def _check_host_states(config: ZeroConfig, layout: Layout) -> None:
-    """Raise a ValueError if --optimizer-cpu-offload does not support the stage or the layout."""
+    """Raise a ValueError if --optimizer-cpu-offload does not support the ZeRO stage or the layout of ranks."""
     offload = "--optimizer-cpu-offload"
     if config.stage != 3:
-        raise ValueError(f"{offload} needs --zero-stage 3, the default, not {config.stage}")
+        raise ValueError(f"{offload} requires --zero-stage 3, the default, not {config.stage}: remove one of the flags")
     if layout.replicate > 1:
         raise ValueError(
             f"{offload} with {layout.replicate} replicas of the model (--hsdp, --num-distributed-optimizer-instances) "
@@ -134,7 +137,7 @@ def _check_host_states(config: ZeroConfig, layout: Layout) -> None:
 
 
 def _keeps_secondary(config: ZeroConfig, layout: Layout) -> bool:
-    """Return True if the flags ask for the secondary partition (hpZ).
+    """Return True if the flags ask for ZeRO++'s secondary partition (hpZ), the weights that a node keeps.
 
     Raises:
         ValueError: --zero-hpz-partition-size is neither auto, 1 nor the number of data ranks of a node.
@@ -151,9 +154,9 @@ def _keeps_secondary(config: ZeroConfig, layout: Layout) -> bool:
 
 
 def _without_effect(config: ZeroConfig, plan: CommPlan) -> str | None:
-    """Return a line for the log that names the flags which are set but have no effect under `plan`.
+    """Return a line for the log that names flags without effect: the user has set them, but `plan` does not use them.
 
-    Returns None if every set flag has an effect.
+    Returns None if every flag that the user has set has an effect.
     """
     two_hops, crossing = plan.reduce is not None, plan.reduce is not None and plan.reduce.cross is not None
     used = {
@@ -176,11 +179,11 @@ def _without_effect(config: ZeroConfig, plan: CommPlan) -> str | None:
 
 
 def block_format(bits: int, block_size: int, *, clip: bool = False) -> BlockFormat | None:
-    """Return the block format for this many bits; None for 16 bits, which are not quantized.
+    """Return the block format for a flag's number of bits; None for 16 bits, which means no quantization.
 
     Args:
         bits: 4, 8 or 16 bits per element.
-        block_size: elements per block, with one scale each.
-        clip: whether 4-bit blocks clip their largest elements, see `BlockFormat`.
+        block_size: number of elements that share one scale.
+        clip: True if 4-bit blocks clip their largest elements, see `BlockFormat`.
     """
     return None if bits == 16 else BlockFormat(bits, block_size, clip)  # type: ignore[arg-type]

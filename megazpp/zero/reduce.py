@@ -1,13 +1,13 @@
-"""qgZ: gradients are reduced in two hops, with partial sums that are accumulated between them.
+"""ZeRO++'s qgZ: gradients are reduced in two hops, and micro-batches accumulate partial sums between the hops.
 
     gradients [N, L, S] --pack--> local all-to-all, sum over L --> partial sums [N, S], over all micro-batches of a step
     partial sums [N, S] --pack--> cross all-to-all, sum over N --> [S], once per optimizer step
 
-N: nodes (cross axis); L: ranks of a node (local axis); S: elements of a flat shard. Both hops only sum. A NaN or Inf
-arrives as NaN or Inf.
+N: nodes (cross axis); L: ranks of a node (local axis); S: elements of a flat shard. Both hops only sum, without
+division. A NaN or Inf in a gradient arrives as NaN or Inf in its sum.
 
-With error feedback the cross-node hop adds its last quantization errors to the next gradients. These errors are
-dropped or rescaled together with the gradients of their step.
+With error feedback, the cross-node hop adds the quantization errors of earlier steps to the gradients that it
+quantizes. If a step's gradients are clipped or discarded, its errors are scaled by the same factor.
 
 Source: ZeRO++ (arXiv 2306.10209) section 3.3, which runs the cross-node hop in every micro-batch. The moving average of
 errors is from LoCo (arXiv 2407.04480).
@@ -27,17 +27,18 @@ from megazpp.zero.wire import Codec
 
 
 class TwoHopReduce(SummingReduce):
-    """The reduce-scatter of one unit in two hops, inside the node and across nodes, which replaces FSDP2's.
+    """The reduce-scatter of one unit's gradients in two hops, inside the node and across nodes, instead of FSDP2's.
 
-    FSDP2's flat rank is cross rank x L + local rank. The layout of a message depends on the parameters whose gradients
-    FSDP2 passes, and must be equal on all ranks. So a trained parameter without a gradient contributes zeros.
+    With L ranks per node, FSDP2's rank in the data mesh is cross rank x L + local rank. The layout of a message depends
+    on the parameters whose gradients FSDP2 passes, and must be equal on all ranks. So a trained parameter without a
+    gradient contributes zeros.
 
     Args:
         unit: the sharding unit.
         context: axes, schedules and formats that all units share.
     Attributes:
-        kept_errors: the error feedback of the hop across nodes; None before the first quantization and if it is off.
-            Only tasks of the cross queue access it during a backward.
+        kept_errors: error feedback of the cross-node hop; None before its first use, and if error feedback is off.
+            During a backward, only tasks of the cross queue access it.
     """
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
@@ -51,23 +52,26 @@ class TwoHopReduce(SummingReduce):
         self._every_micro_batch = zero.zero_cross_every_microbatch
         self._partial_dtype = torch.bfloat16 if zero.zero_accumulate_in_bf16 else torch.float32
         self._codecs: dict[tuple[tuple[int, ...], torch.dtype], tuple[Codec, Codec]] = {}
-        # [N, S] sums of the micro-batches so far; tasks of the local queue alone access them
+        # [N, S] sums over the node's ranks and the step's micro-batches so far. Only tasks of the local queue use them.
         self._partial_sums: torch.Tensor | None = None
         self.kept_errors: Feedback | None = None
 
     @property
     def crosses(self) -> bool:
-        """True if the gradients of the running backward cross nodes."""
+        """True if the cross-node hop runs in this micro-batch, False if its gradients wait as partial sums."""
         return self._every_micro_batch or self._last_micro_batch
 
     def begin(self) -> None:
-        """Give trained parameters without a gradient zeros, and record the parameters of this reduction."""
+        """Record the parameters of this reduction, after trained parameters without a gradient have got zeros."""
         self.unit.list_once()
         self.unit.fill_gradients(self.unit.trained)
         super().begin()
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
-        """Start the intra-node hop, and after the last micro-batch the cross-node hop; see `SummingReduce.start`."""
+        """Start the intra-node hop, and in the step's last micro-batch also the cross-node hop.
+
+        See `SummingReduce.start` for arguments and result.
+        """
         keep, (inside, across) = not self.crosses, self._codecs_of(self.reduced)
         sums = self._local_queue.submit(functools.partial(self._hop_inside, gradients, inside, keep=keep))
         self._schedule.sent(sums)
@@ -76,7 +80,13 @@ class TwoHopReduce(SummingReduce):
         return self._cross_queue.submit(functools.partial(self._hop_across, sums, across, result), after=(sums,))
 
     def _hop_inside(self, gradients: torch.Tensor, codec: Codec, *, keep: bool) -> torch.Tensor:
-        """Run the intra-node hop: [N L S] in FSDP2's rank order -> partial sums [N, S] of all micro-batches so far."""
+        """Run the intra-node hop, and return the partial sums [N, S] over the node's ranks.
+
+        Args:
+            gradients: [N L S] unreduced gradients of one micro-batch, in FSDP2's rank order.
+            codec: codec of the messages inside the node.
+            keep: True if later micro-batches of the step add to the returned sums, False if the cross-node hop follows.
+        """
         num_nodes, num_local, device = self._cross.size, self._local.size, gradients.device
         sent = codec.empty(num_local, num_nodes, device=device)
         codec.pack(gradients.view(num_nodes, num_local, -1).transpose(0, 1), sent)
@@ -89,7 +99,13 @@ class TwoHopReduce(SummingReduce):
         return sums
 
     def _hop_across(self, inside: Work[torch.Tensor], codec: Codec, result: torch.Tensor) -> torch.Tensor:
-        """Run the cross-node hop: partial sums [N, S] -> `result`, this rank's [S] summed over the nodes."""
+        """Run the cross-node hop: sum the partial sums of all nodes into `result`, and return it.
+
+        Args:
+            inside: task of the intra-node hop, which returns the partial sums [N, S].
+            codec: codec of the messages between nodes.
+            result: [S] tensor for this rank's shard of the gradients, summed over all ranks.
+        """
         partial_sums = inside.join()
         sent = codec.empty(self._cross.size, device=result.device)
         codec.pack(partial_sums, sent, errors=self.errors(result.device), beta=self._beta)
@@ -98,7 +114,11 @@ class TwoHopReduce(SummingReduce):
         return result
 
     def errors(self, device: torch.device) -> Feedback | None:
-        """Return the error feedback, or None if it is off. Call it while no backward is running."""
+        """Return the error feedback of the cross-node hop, allocated at the first call; None if it is off.
+
+        The error feedback keeps the hop's quantization errors on `device`. Outside the cross queue, call this method
+        only while no backward is running.
+        """
         if self._feedback and self.kept_errors is None:
             _, across = self._codecs_of(self.unit.trained)
             self.kept_errors = across.new_errors(self._cross.size, device=device)
@@ -106,15 +126,21 @@ class TwoHopReduce(SummingReduce):
 
     @property
     def message_bytes(self) -> tuple[int, int]:
-        """Bytes of one shard's message inside a node and across nodes, if all trained parameters have gradients."""
+        """The bytes of one flat shard's message inside a node and across nodes.
+
+        Both numbers hold for a backward in which all trained parameters get gradients.
+        """
         inside, across = self._codecs_of(self.unit.trained)
         return inside.layout.message_bytes, across.layout.message_bytes
 
     def warm_up(self, device: torch.device) -> None:
-        """Compile the kernels by reducing zeros; nothing is communicated and no state changes."""
+        """Compile the kernels of both hops for `device`, by packing and summing zeros in temporary tensors.
+
+        No rank communicates, and neither partial sums nor error feedback change.
+        """
         if not self.unit.trained:
             return
-        # ---- the intra-node hop
+        # ---- the kernels of the intra-node hop
         nodes, peers = self._cross.size, self._local.size
         inside, across = self._codecs_of(self.unit.trained)
         size = inside.layout.size
@@ -124,14 +150,18 @@ class TwoHopReduce(SummingReduce):
         sums = torch.zeros(nodes, size, dtype=self._partial_dtype, device=device)
         for accumulate in (False,) if self._every_micro_batch else (False, True):
             inside.unpack_sum(messages, sums, accumulate=accumulate)
-        # ---- the cross-node hop
+        # ---- the kernels of the cross-node hop
         sent = across.empty(nodes, device=device)
         errors = across.new_errors(nodes, device=device) if self._feedback else None
         across.pack(sums, sent, errors=errors, beta=self._beta)
         across.unpack_sum(sent.unsqueeze(1), gradients[0, :1], accumulate=False)
 
     def _codecs_of(self, indices: tuple[int, ...]) -> tuple[Codec, Codec]:
-        """Return the codecs of the intra-node and the cross-node hop for gradients of the parameters `indices`."""
+        """Return two codecs, of the intra-node and of the cross-node hop, for gradients of the unit's parameters.
+
+        Args:
+            indices: indices in the unit of the parameters that have gradients.
+        """
         key = indices, self._dtype
         if key not in self._codecs:
             segments = self.unit.segments_of(indices)

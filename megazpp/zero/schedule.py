@@ -1,9 +1,9 @@
-"""The schedules that decide when each hop runs: slow hops once per optimizer step, fast hops once per use.
+"""The schedules of ZeRO++'s hops: slow hops run once per optimizer step, fast hops once per use of a unit.
 
     weights    first use after a change:   the unit's own hops, then other units' cross-node hops in the order of use,
                                            during the forward (for weight deltas also without overlap, and for
                                            units that are not used)
-               every use:                  the unit's intra-node hop, followed by a prefetch of the next unit's
+               every use:                  the unit's intra-node hop, then a prefetch of the next unit's intra-node hop
     gradients  every micro-batch:          the unit's intra-node hop
                last micro-batch:           the unit's cross-node hop after its intra-node hop, during the rest of the
                                            backward
@@ -12,27 +12,28 @@
 Hops run in communication queues (parallel/comm_queue.py), one per axis: cross-node hops on the axis `cross`, intra-node
 hops on `local`. So the collectives of each process group have the same order on every rank.
 
-At most the following is in flight: the gradients of `UNITS_IN_FLIGHT` units before their intra-node hop, the partial
-sums [N, S] of every unit before its cross-node hop, and the received weights of one unit. Results do not depend on
-overlap, bit for bit.
+At most the following tensors are in flight: the gradients of `UNITS_IN_FLIGHT` units before their intra-node hop, the
+partial sums [N, S] of every unit before its cross-node hop, and the received weights of one unit. Results are
+bit-identical with and without overlap.
 
-On CUDA, memory that one stream allocates and another one uses must not be reused too early:
+On CUDA, memory that one stream allocates and another stream uses must not be reused too early. The table names the
+streams and gives the reason why each buffer is safe:
 
 | buffer                     | allocated on | also used on   | safe because                                            |
 |----------------------------|--------------|----------------|---------------------------------------------------------|
-| shard, gathered parameters | FSDP2's      | cross, local   | the gather stream waits for both hops, FSDP2 for it     |
-| secondary partition        | gather       | cross, local   | the unit's gather keeps it; if not kept, as above       |
-| resident weights           | gather       | cross, local   | the unit's gather keeps them; a cross hop waits for its |
+| shard, gathered parameters | FSDP2's      | cross, local   | FSDP2's gather stream waits for both hops               |
+| secondary partition        | gather       | cross, local   | `TwoHopGather` keeps it; if not, the row above applies  |
+| resident weights           | gather       | cross, local   | `TwoHopGather` keeps them; a cross hop waits for its    |
 |                            |              |                | caller, which has waited for the last local hop         |
-| their copy for a checkpoint| compute      |                | made after the cross hop was waited for                 |
-| their row from a checkpoint| compute      | cross          | waited for before it is freed                           |
+| ... copied for a checkpoint| compute      |                | copied after waiting for the cross hop                  |
+| ... read from a checkpoint | compute      | cross          | the host waits for the cross hop before freeing the row |
 | checksum of a sent shard   | cross        |                | used on one stream only                                 |
 | shard that is read early   | cross        |                | one stream, which waits for the writes to the weights   |
 | sent and received messages | the queue    |                | the queue that receives them also unpacks them          |
 | gradients of a unit        | compute      | local          | the reduce stream waits for that hop, FSDP2 waits for it|
-| partial sums               | local        | cross, reduce  | recorded on the streams that join their works           |
-| a unit's late sum          | reduce       | cross, compute | recorded on the streams that join its work              |
-| `.grad`                    | reduce       | cross, compute | recorded on the streams that join the work that fills it|
+| partial sums               | local        | cross, reduce  | recorded on the streams that join their tasks           |
+| sum added to `.grad` late  | reduce       | cross, compute | recorded on the streams that join its task              |
+| `.grad`                    | reduce       | cross, compute | recorded on the streams that join the task that fills it|
 | error feedback             | any          | cross          | never freed                                             |
 """
 
@@ -47,12 +48,12 @@ from torch.autograd import Variable
 
 from megazpp.parallel.comm_queue import CommQueue, Moment, Work
 
-UNITS_IN_FLIGHT = 2  # units whose gradients may wait for their intra-node hop at the same time
-CROSS_HOPS_PER_USE = 2  # other units' cross-node hops that one use starts on CUDA
+UNITS_IN_FLIGHT = 2  # number of units whose gradients may wait for their intra-node hop at the same time
+CROSS_HOPS_PER_USE = 2  # number of other units' cross-node hops that one use of a unit starts on CUDA
 
 
 class Startable(Protocol):
-    """The methods of a unit's gather that `GatherSchedule` calls; see `TwoHopGather`."""
+    """The methods of a unit's all-gather with which `GatherSchedule` starts hops early; see `TwoHopGather`."""
 
     def start_early(self, since: Moment) -> bool: ...
 
@@ -60,41 +61,40 @@ class Startable(Protocol):
 
 
 class GatherSchedule:
-    """Starts gathers before they are needed, in the order in which the units were used before.
+    """The schedule that starts all-gathers of weights early, in the order in which the units were used before.
 
     Only units that keep a secondary partition take part.
 
-    On CUDA the host launches the hops itself, so each use starts at most `CROSS_HOPS_PER_USE` other units' cross-node
-    hops after its own. The GPU then need not wait at the start of a step until the host has launched all of them. A
-    cross-node hop waits only for the compute that was launched before the first use after the weights changed, not for
-    later compute. On the CPU all cross-node hops start at once. The schedule does not depend on timing, so it is the
-    same on every rank.
+    On CUDA the host launches each hop, and the compute must not wait until all units' hops are launched. So a use of a
+    unit starts at most `CROSS_HOPS_PER_USE` other units' cross-node hops after its own. Such a hop waits only for the
+    compute that was launched before the first use after the weights changed, not for later compute. On the CPU all
+    cross-node hops start at once. The schedule does not depend on timing, so it is the same on every rank.
 
     Args:
-        overlap: whether cross-node hops start before they are needed.
+        overlap: True if cross-node hops start before FSDP2 asks for the weights.
         queue: communication queue of the cross-node hops.
     """
 
     def __init__(self, *, overlap: bool, queue: CommQueue) -> None:
         self.overlap, self._queue = overlap, queue
-        # Intra-node hops are prefetched on the CPU only: on CUDA the host runs ahead, which has the same effect.
+        # Intra-node hops are prefetched only on the CPU. On CUDA the host runs ahead of the GPU, with the same effect.
         self._prefetch = overlap and queue.blocks_host
-        self._order: list[Startable] = []  # in the order of first use
-        self._all: list[Startable] = []
-        self._stale: deque[Startable] = deque()  # units whose weights may have changed since their last cross-node hop
+        self._order: list[Startable] = []  # gathers of the units used so far, in the order of their first use
+        self._all: list[Startable] = []  # gathers of all units
+        self._stale: deque[Startable] = deque()  # gathers whose weights may have changed since they last crossed nodes
         self._since: Moment = None  # CUDA event of the first use after the weights changed, see `CommQueue.submit`
 
     def add(self, gather: Startable) -> None:
-        """Register a unit's gather before its first use."""
+        """Register the all-gather of a unit before its first use, so that the schedule can start its hops."""
         self._all.append(gather)
 
     def used(self, gather: Startable, *, crossed: bool) -> None:
-        """Start the hops of other units that follow a use of `gather`.
+        """Start hops of other units early, after a unit was used.
 
         Args:
-            gather: the gather of the used unit, whose own hops are already submitted.
-            crossed: whether these included its cross-node hop, so that the weights of the other units may have changed
-                too.
+            gather: all-gather of the used unit, whose own hops are already submitted.
+            crossed: True if the used unit's weights had to cross nodes. Then the weights of all other units may have
+                changed too, and their cross-node hops start.
         """
         if crossed:
             self._stale = deque(other for other in dict.fromkeys([*self._order, *self._all]) if other is not gather)
@@ -108,23 +108,30 @@ class GatherSchedule:
                 following[0].prefetch()
 
     def forget_stale(self) -> None:
-        """Clear the list of stale units; call it after an optimizer step."""
+        """Cancel the early cross-node hops that were not started; call this method after an optimizer step.
+
+        The next use of a unit sends that unit's new weights and schedules these hops again.
+        """
         self._stale.clear()
 
     def start_stale(self, limit: int | None = None) -> None:
-        """Start the cross-node hops of units that are still stale, at most `limit` of them."""
+        """Start cross-node hops of units whose weights may have changed since their last cross-node hop.
+
+        Args:
+            limit: largest number of hops to start; None starts all.
+        """
         started = 0
         while self._stale and (limit is None or started < limit):
             started += self._stale.popleft().start_early(self._since)
 
 
 class ReduceSchedule:
-    """Limits the reductions in flight during a backward, and finishes them at its end.
+    """The schedule that limits the reductions of gradients in flight, and completes them at the end of a backward.
 
     Args:
-        overlap: whether reductions stay in flight until the end of the backward.
-        blocks_host: whether waiting for a work blocks the host, as on the CPU. On CUDA only the current stream waits,
-            so the schedule waits for each work at once. FSDP2 then keeps a unit's gradients until they have been sent.
+        overlap: True if reductions stay in flight until the end of the backward.
+        blocks_host: True if waiting for a task blocks the host, as on the CPU. On CUDA only the current stream waits,
+            so the schedule waits for each task at once. FSDP2 then keeps a unit's gradients until they have been sent.
     """
 
     def __init__(self, *, overlap: bool, blocks_host: bool) -> None:
@@ -134,13 +141,16 @@ class ReduceSchedule:
         self._backward = -1
 
     def sent(self, work: Work[Any]) -> None:
-        """Register `work`, which sends a unit's gradients, and wait until few enough units have unsent gradients."""
+        """Register `work`, the task that sends a unit's gradients, and wait for earlier tasks of this kind.
+
+        With overlap on the CPU, the latest `UNITS_IN_FLIGHT` tasks may stay unfinished. Otherwise wait for all of them.
+        """
         self._sending.append(work)
         while len(self._sending) > (UNITS_IN_FLIGHT if self.overlap and self._blocks_host else 0):
             self._sending.popleft().wait()
 
     def finish_later(self, work: Work[Any], finish: Callable[[], None]) -> None:
-        """Call `finish` at the end of the backward, after waiting for `work`."""
+        """Let the end of the running backward wait for `work`, the task of a reduction, and then call `finish`."""
         self._finishing.append((work, finish))
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
@@ -148,13 +158,16 @@ class ReduceSchedule:
             Variable._execution_engine.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
-        """Finish the reductions in flight. Autograd calls this at the end of a backward; `--plan` calls it directly."""
+        """Wait for the reductions in flight, and complete the gradients of their units.
+
+        Autograd calls this method at the end of a backward. `--plan`, which runs no backward, calls it directly.
+        """
         self._backward = -1
         finishing, self._finishing = self._finishing, []
         for work, finish in finishing:
             work.wait()
             finish()
-        self._sending.clear()  # all are done; a work would keep its result in memory, the partial sums of a unit
+        self._sending.clear()  # the finished tasks would keep their results in memory, the partial sums of units
 
 
 def in_backward() -> bool:

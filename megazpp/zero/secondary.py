@@ -1,22 +1,24 @@
-"""The secondary partition (hpZ): the weights of other nodes that a rank keeps until they change. It has two forms.
+"""ZeRO++'s secondary partition (hpZ): the weights of all nodes that a rank keeps until they change.
+
+Two classes store it in different ways:
 
     Secondary    messages [N, M] uint8, as received in the cross-node hop
-    Resident     weights R [N, S] in the compute dtype, with the same bits on every node
+    Resident     resident weights R [N, S] in the compute dtype, with the same bits on every node
 
 N: nodes (cross axis); L: ranks of a node (local axis); S: elements of a flat shard; M: bytes of its message.
 
-With resident weights a change is sent between nodes as a difference d from R. Let w be the owner's flat shard [S] and
-`me` its node. Each rank applies the difference of every node n, including its own:
+With resident weights, nodes send changes as weight deltas d from R. Let w be a rank's flat shard [S] and `me` its node.
+Each rank applies the weight delta of every node n, including its own:
 
     lossless     d encodes how R[me] becomes w, bit for bit (kernels/weight_delta); R[n] becomes w of node n
     4 bits       d = w - R[me], quantized; R[n] becomes round(R[n] + d[n])
 
-So a change that was left out or rounded off is part of the next difference. 4-bit differences are for the outer
-weights of local steps (diloco/outer.py). A keyframe replaces all of R by w. It is sent at first, and after changes
-that are not an optimizer step.
+So a change that was left out or rounded off is part of the next weight delta. 4-bit deltas are for the outer weights of
+DiLoCo (diloco/outer.py). A keyframe replaces R[n] by w of node n. Keyframes are sent at the first use, and after
+changes that are not an optimizer step.
 
 R is a view of the elements in a keyframe's messages, which the intra-node hop sends. It takes 2 P / L bytes for P
-parameters of 16 bits. Source of 4-bit differences: SDP4Bit (arXiv 2410.15526), which keeps all weights on each rank.
+parameters of 16 bits. Source of 4-bit deltas: SDP4Bit (arXiv 2410.15526), which keeps all weights on each rank.
 """
 
 from __future__ import annotations
@@ -30,16 +32,17 @@ from megazpp.zero.wire import Codec, LosslessCodec
 
 
 class Secondary:
-    """The secondary partition of a unit as the received messages.
+    """The secondary partition (hpZ) of a sharding unit, stored as the messages of all nodes.
 
-    `take_in` and `restore` run in the cross queue.
+    `take_in` runs in the communication queue of the cross axis.
 
     Args:
-        codec: packs a flat shard into the message that both hops send.
+        codec: codec that packs a flat shard into the message that both hops send.
         cross: axis across nodes.
-        of: name of the unit, for the timeline.
+        of: name of the unit, for the timeline of collectives.
     Attributes:
-        messages: [N, M] uint8, sent by the intra-node hop; None while nothing is kept.
+        messages: [N, M] uint8 messages of the N nodes, which the intra-node hop sends; None before `allocate` and after
+            `free`.
     """
 
     sends_differences = False
@@ -49,52 +52,59 @@ class Secondary:
         self.messages: torch.Tensor | None = None
 
     def allocate(self, device: torch.device) -> torch.Tensor:
-        """Allocate the buffers and return the messages."""
-        with torch.inference_mode(False):  # training also uses them if an evaluation allocates them first
+        """Allocate `messages` [N, M] with zeros on `device`, and return it."""
+        with torch.inference_mode(False):  # an evaluation may allocate messages that training writes to later
             self.messages = self.codec.empty(self.cross.size, device=device)
         return self.messages
 
     def free(self) -> None:
-        """Free the buffers; the next use allocates them again."""
+        """Free the messages of the secondary partition; the unit's next use allocates them again."""
         self.messages = None
 
     def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
-        """Run the cross-node hop: update `messages` to the current weights of all nodes.
+        """Run the cross-node hop: send this rank's weights, and update `messages` to the weights of all nodes.
 
         Args:
-            messages: [N, M] uint8.
-            shard: [S] this rank's current flat shard.
-            keyframe: whether whole weights are sent, the same on all ranks.
+            messages: [N, M] uint8 messages of the secondary partition.
+            shard: [S] flat shard with this rank's current weights.
+            keyframe: True to send whole weights, False to send a weight delta; the same on all ranks. This class always
+                sends whole weights.
         """
         self.codec.pack(shard, messages[self.cross.rank])
         self._exchange(messages)
 
     def crossing_bytes(self, *, keyframe: bool) -> int:
-        """Return the bytes that a rank sends to each other node in the cross-node hop."""
+        """Return the bytes that this rank sends to each other node in one cross-node hop.
+
+        Args:
+            keyframe: True for a hop that sends whole weights, False for a weight delta; only `Resident` differs.
+        """
         return self.codec.message_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """The size of the buffers in bytes."""
+        """The bytes of the secondary partition's messages, allocated or not."""
         return self.cross.size * self.codec.message_bytes
 
     def warm_up(self, shard: torch.Tensor) -> None:
-        """Compile the kernels of `take_in` for a shard [S] of zeros; nothing is communicated."""
+        """Compile the kernels that the cross-node hop of `shard` [S] needs; no rank communicates."""
         self.codec.pack(shard, self.codec.empty(self.cross.size, device=shard.device)[self.cross.rank])
 
     def _exchange(self, messages: torch.Tensor) -> None:
-        """Gather the rows of messages [N, M] in place: each node sends its own row to all nodes."""
+        """All-gather `messages` [N, M] between nodes in place: this rank sends one row and receives all other rows."""
         self.cross.all_gather(messages[self.cross.rank].unsqueeze(0), out=messages, of=self._of)
 
 
 class Resident(Secondary):
-    """The secondary partition of a unit as resident weights R, which are updated by differences.
+    """The secondary partition (hpZ) of a sharding unit, stored as resident weights R, which weight deltas update.
+
+    `take_in` and `restore` run in the communication queue of the cross axis.
 
     Args:
-        codec: packs whole weights without quantization; R is a view of its messages.
+        codec: codec that packs whole weights without quantization; R is a view of its messages.
         cross: axis across nodes.
-        of: name of the unit, for the timeline.
-        differences: packs differences into the messages that cross nodes.
+        of: name of the unit, for the timeline of collectives.
+        differences: codec that packs weight deltas into the messages that cross nodes.
     """
 
     sends_differences = True
@@ -105,12 +115,16 @@ class Resident(Secondary):
 
     @property
     def weights(self) -> torch.Tensor:
-        """R [N, S], a view of the messages, which must be allocated."""
-        assert self.messages is not None, "the resident weights are not allocated"
+        """The resident weights R [N, S] of all N nodes, a view of `messages`, which must be allocated."""
+        assert self.messages is not None, "the resident weights are not allocated: call allocate() first"
         return self.codec.elements(self.messages)
 
     def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
-        """Run the cross-node hop, with whole weights if `keyframe` and otherwise with a difference."""
+        """Run the cross-node hop, which updates the resident weights R.
+
+        The arguments are those of `Secondary.take_in`. The hop sends whole weights if `keyframe`, otherwise weight
+        deltas.
+        """
         if keyframe:
             self.weights[self.cross.rank].copy_(shard)
             self._exchange(messages)
@@ -120,28 +134,42 @@ class Resident(Secondary):
             self.differences.learn(sent)
 
     def restore(self, messages: torch.Tensor, row: torch.Tensor) -> None:
-        """Rebuild R from every rank's own row [S], as a checkpoint has stored it."""
+        """Rebuild the resident weights R [N, S] of all nodes from a checkpoint.
+
+        Args:
+            messages: [N, M] uint8 messages of the secondary partition, of which R is a view.
+            row: [S] this rank's row of R, as read from the checkpoint. The rows of other nodes are gathered.
+        """
         self.weights[self.cross.rank].copy_(row)
         self._exchange(messages)
 
     def warm_up(self, shard: torch.Tensor) -> None:
-        """Compile the kernels that pack and apply a difference, with temporary buffers; nothing is communicated."""
+        """Compile the kernels that pack and apply weight deltas of `shard` [S], with temporary tensors.
+
+        No rank communicates.
+        """
         weights = self.codec.elements(self.codec.empty(self.cross.size, device=shard.device))
         self._add(shard, weights, lambda sent: None)
 
     def crossing_bytes(self, *, keyframe: bool) -> int:
-        """Return the bytes that a rank sends to each other node, for a keyframe or for a difference."""
+        """Return the bytes that this rank sends to each other node in a cross-node hop.
+
+        Args:
+            keyframe: True for a hop that sends whole weights, False for a hop that sends a weight delta.
+        """
         return (self.codec if keyframe else self.differences).message_bytes
 
     def _add(
         self, shard: torch.Tensor, weights: torch.Tensor, exchange: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
-        """Send this rank's difference, apply the differences of all nodes to `weights`, and return the messages.
+        """Send this rank's weight delta, and apply the weight deltas of all nodes to `weights`.
 
         Args:
-            shard: [S] this rank's current flat shard.
+            shard: [S] flat shard with this rank's current weights.
             weights: [N, S] resident weights, updated in place.
-            exchange: gathers the rows of the messages in place.
+            exchange: function that all-gathers messages [N, M] between nodes in place.
+        Returns:
+            The messages [N, M] with the weight deltas of all nodes.
         """
         sent = self.differences.empty(self.cross.size, device=shard.device)
         self.differences.pack(shard, sent[self.cross.rank], base=weights[self.cross.rank])

@@ -1,15 +1,16 @@
 """Shard a model's parameters, gradients and optimizer state over the data ranks with FSDP2.
 
-| stage | parameters                        | gradients                             | moments |
-|-------|-----------------------------------|---------------------------------------|---------|
-| 0     | whole on every rank               | all-reduced once per optimizer step   | whole   |
-| 1     | gathered once per optimizer step  | whole, reduced once per optimizer step| sharded |
-| 2     | gathered once per optimizer step  | sharded, reduced every micro-batch    | sharded |
-| 3     | gathered for each use             | sharded, reduced every micro-batch    | sharded |
+| stage | parameters                        | gradients                                  | moments   |
+|-------|-----------------------------------|--------------------------------------------|-----------|
+| 0     | unsharded on every rank           | all-reduced once per optimizer step        | unsharded |
+| 1     | gathered once per optimizer step  | unsharded, reduced once per optimizer step | sharded   |
+| 2     | gathered once per optimizer step  | sharded, reduced every micro-batch         | sharded   |
+| 3     | gathered for each use             | sharded, reduced every micro-batch         | sharded   |
 
-All four stages are `fully_shard` with different settings; stage 0 uses a mesh of replicas with one rank per shard. So
-mixed precision, parameter types and checkpoints are the same in all of them. If a shard has only one rank, stage 3
-becomes stage 2 (`ZeroConfig.stage_over`). ZeRO++ is stage 3 with other collectives (gather.py, reduce.py).
+All four stages call `fully_shard`, with different settings. In stage 0 each rank is a replica that holds all shards. So
+mixed precision, parameter types and checkpoints are the same in all stages. If parameters are sharded over only one
+rank, stage 3 becomes stage 2 (`ZeroConfig.stage_over`). ZeRO++ is stage 3 with other collectives (gather.py,
+reduce.py).
 
 Collectives only sum gradients: the caller divides the loss by the global number of tokens.
 """
@@ -37,9 +38,12 @@ from megazpp.zero.wire import LosslessCodec
 
 
 class WeightHandle(Protocol):
-    """The interface of a handle to a model that only runs forwards: `Sharding`, or a handle to frozen weights."""
+    """The methods that an evaluation needs to gather and free a model's weights: `Sharding` has them.
 
-    keeps_gathered: bool  # True if forwards inside `keep_unsharded` need no communication after the first one
+    A handle to a frozen model, such as a reference model, has them too.
+    """
+
+    keeps_gathered: bool  # True if only the first forward inside `keep_unsharded` needs communication
 
     def keep_unsharded(self) -> Any: ...
 
@@ -47,19 +51,21 @@ class WeightHandle(Protocol):
 
 
 class DeviceStates:
-    """The place of fp32 weights, moments and gradients: the device, where FSDP2 keeps them.
+    """The memory that holds fp32 weights, moments and gradients: here the device, as FSDP2 does by default.
 
-    A feature may keep them elsewhere by a subclass, which `Feature.states` returns (run/feature.py).
+    An optional feature may choose other memory with a subclass, which `Feature.states` returns (run/feature.py).
+    --optimizer-cpu-offload chooses host memory.
 
     Attributes:
         unit: class of the sharding units.
-        offload: policy that FSDP2 is given.
+        offload: offload policy that is passed to `fully_shard`.
         reduce: class of the reduce-scatter in one hop.
         two_hop_reduce: class of the reduce-scatter in two hops.
-        lone_reduce: class that handles the gradients of a unit on one rank; None for FSDP2's own handling.
+        lone_reduce: class that handles the gradients of a unit that is not sharded, because its mesh has one rank; None
+            leaves them to FSDP2.
         adamw: constructor of AdamW from parameter groups and settings; None for `ShardedAdamW`.
         device: device that computes; None for the device of the parameters.
-        partial: names of the parameters of which each tensor-parallel rank has only a part of the gradient.
+        partial: names of the parameters whose gradient is partial on each tensor-parallel rank, to be summed over them.
     """
 
     unit: type[Unit] = Unit
@@ -72,19 +78,35 @@ class DeviceStates:
     partial: Collection[str] = frozenset()
 
     def connect(self, units: Sequence[Any], context: CommContext, dims: ParallelDims) -> None:
-        """Receive the sharded model's units, what their collectives share, and the mesh axes; nothing is allocated."""
+        """Pass the sharded model to this object; `shard_model` calls this method once, and nothing is allocated.
+
+        Args:
+            units: sharding units of the model.
+            context: axes, schedules and formats that the collectives of all units share.
+            dims: mesh axes of the run.
+        """
 
     def allocate(self, model: nn.Module, device: torch.device, world: MeshAxis) -> None:
-        """Allocate the model's tensors on all ranks of `world`, without values."""
+        """Allocate the model's tensors without initial values; call this method on all ranks.
+
+        Args:
+            model: sharded model whose tensors are on the meta device.
+            device: device on which the tensors are allocated.
+            world: axis of all ranks of the run, over which a subclass checks for errors.
+        """
         model.to_empty(device=device)
 
     def begin_step(self) -> None:
         """Begin a training step; see `Sharding.begin_step`."""
 
     def norms(self, tp: MeshAxis) -> dict[str, torch.Tensor] | None:
-        """Complete the step's gradients, and return the L2 norm of this rank's shard of each, fp32 scalars by name.
+        """Complete the step's gradients, and return the L2 norm of this rank's shard of each gradient.
 
-        Returns None if the gradients are in `.grad`; those in `partial` are then not summed over `tp` yet.
+        Args:
+            tp: tensor-parallel axis, over which the gradients of the parameters in `partial` are summed.
+        Returns:
+            fp32 scalars by parameter name. None if the gradients are in `.grad`; the caller then sums those of the
+            parameters in `partial`, and computes the norms itself.
         """
         return None
 
@@ -92,21 +114,21 @@ class DeviceStates:
         """Wait until weights and optimizer states are complete; see `Sharding.settle`."""
 
     def refresh(self) -> None:
-        """Update copies of the weights after a write to the weights."""
+        """Update this object's copies of the weights after a program has written to the model's parameters."""
 
 
 class Sharding:
     """The handle to a sharded model, with methods to call around micro-batches, evaluations and writes to weights.
 
     Args:
-        model: the model that FSDP2 has wrapped.
-        units: the model's sharding units, which are FSDP2's parameter groups.
-        zero: the configuration; the intervals of keyframes and of error feedback resets are read from it.
-        comms: the all-gather and the reduce-scatter of each unit; empty if FSDP2's own are used.
-        counter: counts the bytes that this rank sends.
-        states: the place of weights, moments and gradients; None for the device.
+        model: model that FSDP2 has wrapped.
+        units: sharding units of the model, which are FSDP2's parameter groups.
+        zero: flags of ZeRO; this class reads the intervals of keyframes and of error feedback resets.
+        comms: all-gather and reduce-scatter of each unit; empty if FSDP2's own collectives are used.
+        counter: counter of the bytes that this rank sends.
+        states: memory of fp32 weights, moments and gradients; None for the device.
     Attributes:
-        residents: the gathers of the units whose weights cross nodes as differences.
+        residents: all-gathers of the units whose weights cross nodes as weight deltas.
     """
 
     keeps_gathered = True
@@ -130,26 +152,26 @@ class Sharding:
         self.residents = [gather for gather in self._gathers if gather.secondary.sends_differences]
 
     def begin_step(self, iteration: int) -> None:
-        """Begin a training step; call it before the first micro-batch.
+        """Begin a training step; call this method before the step's first micro-batch.
 
-        Only --zero-weight-keyframe-interval and --optimizer-cpu-offload need it.
+        Only --zero-weight-keyframe-interval and --optimizer-cpu-offload need this call.
 
         Args:
-            iteration: number of the step, from 1.
+            iteration: number of the training step, from 1.
         """
         self._iteration = iteration
         self.states.begin_step()
 
     def begin_micro_batch(self, *, last: bool) -> None:
-        """Prepare FSDP2 for one micro-batch; call it before each forward of a training step.
+        """Prepare FSDP2 for one micro-batch; call this method before each forward of a training step.
 
         Args:
-            last: whether this is the last micro-batch of its step, after which gradients are complete.
+            last: True for the last micro-batch of a training step, after which the gradients are complete.
         """
         for module, stage in self._modules:
             if stage <= 1:
                 module.set_requires_gradient_sync(last, recurse=False)
-            else:  # HSDP: replicas are all-reduced in the last micro-batch, and FSDP2 accumulates shards until then
+            else:  # HSDP: FSDP2 accumulates gradient shards, and all-reduces them over replicas in the last micro-batch
                 module.set_requires_all_reduce(last, recurse=False)
             if stage <= 2:
                 module.set_reshard_after_backward(last, recurse=False)
@@ -157,15 +179,17 @@ class Sharding:
             reduce.begin_micro_batch(last=last)
 
     def end_step(self, factor: torch.Tensor | float, *, iteration: int) -> None:
-        """Scale the error feedback like the gradients of this step; call it after the optimizer's step or its skipping.
+        """Scale the error feedback of qgZ like the gradients of this training step.
 
-        Error feedback keeps the quantization errors of gradients and adds them to the next step's gradients. So both
-        must have the same scale. The host does not wait for the device.
+        Error feedback keeps the quantization errors of gradients, and adds them to the next step's gradients. So both
+        must have the same scale. Call this method after the optimizer's step, or after the optimizer has skipped the
+        step. The host does not wait for the device.
 
         Args:
-            factor: clip factor times the ratio of the next step's loss scale to this step's; 0 if the step was skipped.
-                A scalar tensor on the model's device, or a number.
-            iteration: number of the step, from 1. Error feedback is reset at multiples of its reset interval.
+            factor: clip factor of this step, times the ratio of the next step's loss scale to this step's; 0 if the
+                optimizer has skipped the step. A scalar tensor on the model's device, or a number.
+            iteration: number of the training step, from 1. At multiples of --zero-error-feedback-reset, the error
+                feedback is set to zero instead.
         """
         reset = self._zero.zero_error_feedback_reset
         if reset is not None and iteration % reset == 0:
@@ -175,12 +199,16 @@ class Sharding:
     def rescale_feedback(self, factor: torch.Tensor | float) -> None:
         """Multiply the error feedback of all units, the stored quantization errors of gradients, by `factor`.
 
-        `end_step` calls it for a training step.
+        `end_step` calls this method in each training step. The caller of this method passes a factor if the loss scale
+        changes outside a step, as when a checkpoint is loaded.
         """
         rescale_([errors for reduce in self._reduces if (errors := reduce.kept_errors) is not None], factor)
 
     def compile_kernels(self, device: torch.device) -> None:
-        """Compile the quantization kernels for `device` now instead of in the first step; nothing is communicated."""
+        """Compile the quantization kernels of all units for `device` now instead of in the first training step.
+
+        No rank communicates.
+        """
         with torch.no_grad():
             for gather in self._gathers:
                 gather.warm_up(device)
@@ -188,15 +216,18 @@ class Sharding:
                 reduce.warm_up(device)
 
     def reshard(self) -> None:
-        """Free the gathered parameters, so that the next forward gathers them again; call it after an evaluation."""
+        """Free the gathered parameters of all units, so that the next forward gathers them again.
+
+        Call this method after an evaluation: FSDP2 frees gathered parameters only after a backward in stages 0 to 2.
+        """
         for module, _ in self._modules:
             module.reshard()
 
     @contextmanager
     def keep_unsharded(self) -> Iterator[None]:
-        """Keep each parameter gathered after its first use, and free all of them at the end.
+        """Keep each parameter gathered from its first use to the end of this context, which frees all of them.
 
-        Inside, the forwards use the memory of the whole model.
+        It serves evaluations of several forwards. Inside the context, a rank needs memory for all gathered parameters.
         """
         for module, _ in self._modules:
             module.set_reshard_after_forward(False, recurse=False)
@@ -208,27 +239,29 @@ class Sharding:
             self.reshard()
 
     def invalidate_weights(self) -> None:
-        """Make the next use of each unit gather whole weights again.
+        """Make the next use of each unit gather whole weights again, because the program has written to the parameters.
 
-        Call it on all ranks after a write that moves no version counter, such as one through `parameter.data` or
-        `torch._foreach_*`.
+        Call this method on all ranks after a write that moves no version counter, for example a write through
+        `parameter.data` or `torch._foreach_*`. ZeRO++ detects other writes itself.
         """
         for gather in self._gathers:
             gather.drop()
         self.states.refresh()
 
     def settle(self) -> None:
-        """Wait until weights and optimizer states are complete; call it before anything but the model reads them.
+        """Wait until weights and optimizer states are complete.
 
-        Only with --optimizer-cpu-offload, where updates run beside the next forward, there is something to wait for.
+        Call this method before code outside the model reads them, such as the code that saves a checkpoint. It waits
+        only with --optimizer-cpu-offload, where the optimizer's update overlaps with the next forward.
         """
         self.states.settle()
 
     @contextmanager
     def weight_update(self) -> Iterator[None]:
-        """Return a context for an optimizer step, which makes the gathered weights outdated; use it on all ranks.
+        """Return a context in which the optimizer changes the weights; use it on all ranks.
 
-        Fused and foreach optimizer steps on DTensors move no version counter, so nothing else shows the change.
+        At its end, ZeRO++ marks the weights that nodes have exchanged as outdated. Fused and foreach optimizer steps on
+        DTensors move no version counter, so ZeRO++ cannot detect the change by itself.
 
         Raises:
             RuntimeError: --zero-weight-keyframe-interval is set, but `begin_step` was never called.
@@ -241,20 +274,23 @@ class Sharding:
             gather.after_step(keyframe=keyframe)
 
     def _sends_keyframe(self) -> bool:
-        """Return True if whole weights are sent after this step, as --zero-weight-keyframe-interval says."""
+        """Return True if nodes exchange whole weights after this step, because of --zero-weight-keyframe-interval."""
         interval = self._zero.zero_weight_keyframe_interval
         if interval is None:
             return False
         if self._iteration is None:
-            raise RuntimeError(f"--zero-weight-keyframe-interval {interval} needs Sharding.begin_step(iteration)")
+            raise RuntimeError(
+                f"--zero-weight-keyframe-interval {interval} depends on the number of the training step, which is "
+                "unknown: call Sharding.begin_step(iteration) at the start of each step"
+            )
         return self._iteration % interval == 0
 
     def metrics(self) -> dict[str, float]:
-        """Return counters of the steps since the last call; empty unless weights cross nodes as lossless deltas.
+        """Return counters of the training steps since the last call, for the metrics of the run.
 
-        weights_left_out: changed weights for which messages had no room, summed over the ranks of this rank's cross
-        axis (one per node). The last step's are included in the next call, because their number has not reached the
-        host yet.
+        The dict is empty unless weights cross nodes as lossless deltas. Then it has the entry `weights_left_out`: the
+        number of changed weights for which messages had no room, summed over the ranks of this rank's cross axis (one
+        rank per node). The next call includes the last step's number, which has not reached the host yet.
         """
         if not self.residents:
             return {}
@@ -263,16 +299,17 @@ class Sharding:
         return {"weights_left_out": float(found)}
 
     def rank_state(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that belong to this rank alone, by name.
+        """Return ZeRO++'s tensors that differ on each rank, by name, for the checkpoint code to save and load.
 
-        These are its error feedback, and the sizes of its last lossless deltas. A checkpoint is loaded into these
-        tensors in place. With another layout they start from zeros.
+        They are the error feedback of this rank's gradients, and the sizes of its last lossless deltas. Loading a
+        checkpoint overwrites these tensors in place. If the run's layout of ranks has changed since, they start from
+        zeros.
         """
         sizes = {f"{gather.unit.key}.recent": gather.lossless().recent for gather in self.residents}
         return sizes | self.feedback_state()
 
     def feedback_state(self) -> dict[str, torch.Tensor]:
-        """Return this rank's own tensors of error feedback by name, not copies of them."""
+        """Return the tensors of this rank's error feedback by name: quantized errors and their scales, not copied."""
         buffers: dict[str, torch.Tensor] = {}
         for reduce in self._reduces:
             errors = reduce.errors(self.device)
@@ -282,18 +319,19 @@ class Sharding:
         return buffers
 
     def watch_gradients(self) -> None:
-        """Start to sum this rank's gradients before they are reduced; call it once per step.
+        """Start to add up all elements of this rank's gradients before they are reduced; call this once per step.
 
-        The sum shows which rank a NaN or Inf comes from. It costs one pass over the gradients.
+        `own_gradients` returns the sums. They show on which rank a NaN or Inf arises, and cost one pass over the
+        gradients.
         """
         for reduce in self._watchable:
             reduce.watch()
 
     def own_gradients(self) -> dict[str, torch.Tensor] | None:
-        """Return the sum of this rank's gradients since `watch_gradients`, a scalar tensor by parameter name.
+        """Return sums over the elements of this rank's unreduced gradients since `watch_gradients`.
 
-        All parameters of a unit share the sum of their unit. Returns None for stage 0, where FSDP2 all-reduces the
-        gradients itself.
+        The result maps a parameter's name to a scalar tensor, which is the sum over all gradients of the parameter's
+        sharding unit. Returns None for stage 0, where FSDP2 all-reduces the gradients itself.
         """
         if not self._watchable:
             return None
@@ -301,12 +339,16 @@ class Sharding:
 
     @property
     def shard_elements(self) -> int:
-        """The number of elements of all parameters on one data rank, with FSDP2's padding."""
+        """The number of elements of the flat shards of all units on one data rank, with FSDP2's padding."""
         return sum(unit.segments[-1].stop for unit in self.units)
 
     @property
     def device(self) -> torch.device:
-        """The device that computes. The shards are there too, or in host memory with --optimizer-cpu-offload."""
+        """The device on which the model computes.
+
+        The shards of parameters are on this device too, except with --optimizer-cpu-offload: then they are in host
+        memory.
+        """
         return self.states.device or next(self.model.parameters()).device
 
 
@@ -321,23 +363,23 @@ def shard_model(
     experts: Sequence[nn.Module] = (),
     states: DeviceStates | None = None,
 ) -> Sharding:
-    """Shard `model` in place with FSDP2, and install ZeRO++'s collectives where `zero` asks for them.
+    """Shard `model` in place with FSDP2, and replace FSDP2's collectives where the plan `wire` asks for it.
 
     Args:
-        model: the model. Its parameters may be on the meta device. With tensor parallelism they are DTensors on the tp
-            mesh.
+        model: model to shard. Its parameters may be on the meta device. With tensor parallelism they are DTensors on
+            the tp mesh.
         units: groups of modules in the order of use; the parameters of a group are gathered and reduced together. The
             model's remaining parameters form one more unit.
-        dims: the mesh axes to shard and replicate over. With stage 0, every data rank is a replica.
-        zero: stage and message formats; the default is ZeRO-3.
+        dims: mesh axes to shard and replicate over. With stage 0, every data rank is a replica.
+        zero: flags of ZeRO and ZeRO++; the default is ZeRO-3.
         precision: compute and reduction dtypes; the default computes in fp32. Shards are always fp32.
-        wire: the plan that `plan_comm` makes from `zero` and the layout of `dims`.
+        wire: plan of collectives that `plan_comm` makes from `zero` and the layout of `dims`.
         experts: modules inside `units` that are separate sharding units, sharded along `dims.experts`.
-        states: the place of weights, moments and gradients; None for the device.
+        states: memory of fp32 weights, moments and gradients; None for the device.
     Returns:
         The handle to the sharded model.
     """
-    # ---- FSDP2
+    # ---- wrap the modules with FSDP2
     zero, precision, states = zero or ZeroConfig(), precision or PrecisionConfig(), states or DeviceStates()
     assert zero.stage > 0 or dims.shard.size == 1, "stage 0 replicates: dims must have shards of one rank"
     policy = MixedPrecisionPolicy(
@@ -352,11 +394,11 @@ def shard_model(
         target = group[0] if len(group) == 1 else list(group)
         fully_shard(target, mesh=dims.data_mesh, reshard_after_forward=stage == 3, **policies)
 
-    # ---- the collectives of each unit
+    # ---- install the collectives of each unit
     replicate = dims.replicate
 
     def count_all_reduce(reduced: torch.Tensor) -> None:
-        """Count the bytes of FSDP2's own all-reduce over replicas."""
+        """Count the bytes that FSDP2's all-reduce of `reduced` over replicas sends, in HSDP and in stage 0."""
         replicate.count("all_reduce", 2 * replicate.ring_bytes(reduced))
 
     sharded = find_units(model, unit_class=states.unit, data_dims=dims.data_mesh.ndim)
@@ -364,7 +406,7 @@ def shard_model(
     of_experts = context.over(*_axes_of_hops(dims.experts, wire)) if experts else context
     comms: list[tuple[TwoHopGather | CountedGather | None, SummingReduce]] = []
     for unit in sharded:
-        for module in unit.modules:  # gradients are sums
+        for module in unit.modules:  # make FSDP2 sum gradients over ranks, without dividing by the number of ranks
             if unit.num_shards * replicate.size > 1:  # with one rank FSDP2 does not divide
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -386,7 +428,11 @@ def shard_model(
 
 
 def _axes_of_hops(dims: ParallelDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
-    """Return the axes cross, local and shard; without hops only shard, because the others would create groups."""
+    """Return the axes cross, local and shard that the collectives of the plan `wire` use.
+
+    If no collective runs in two hops, the axis `shard` stands for all three. Access to the other two axes would create
+    process groups that nothing uses.
+    """
     two_hops = wire.gather or wire.reduce
     return (dims.cross, dims.local, dims.shard) if two_hops else (dims.shard, dims.shard, dims.shard)
 
@@ -394,7 +440,13 @@ def _axes_of_hops(dims: ParallelDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxi
 def make_comms(
     unit: Unit, context: CommContext, states: DeviceStates | None = None
 ) -> tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]:
-    """Make the all-gather and the reduce-scatter of one unit as the plan in `context` says."""
+    """Return the all-gather and the reduce-scatter of one sharding unit, in one hop or two as `context.plan` says.
+
+    Args:
+        unit: the sharding unit.
+        context: plan, axes, schedules and formats that all units share.
+        states: memory of fp32 weights, moments and gradients, which sets the classes of the reduce-scatter.
+    """
     plan, states = context.plan, states or DeviceStates()
     return (
         CountedGather(unit, context) if plan.gather is None else TwoHopGather(unit, context),

@@ -1,7 +1,7 @@
-"""The sharding units of an FSDP2 model and their parameters in FSDP2's flat order.
+"""The sharding units of an FSDP2 model, and each unit's parameters in FSDP2's flat order.
 
-A unit is what FSDP2 calls a parameter group. This file reads FSDP2's private objects; for models of `megazpp.zeropp`
-drop_in/units.py reads more of them.
+A sharding unit is FSDP2's parameter group: the parameters that are gathered and reduced together. This file reads
+FSDP2's private objects. For models of `megazpp.zeropp`, drop_in/units.py reads further private objects.
 """
 
 from __future__ import annotations
@@ -26,65 +26,68 @@ U = TypeVar("U", bound="Unit")
 
 @dataclass(frozen=True, kw_only=True)
 class UnitParameter:
-    """One parameter of a sharding unit."""
+    """A parameter of a sharding unit: where the model registers the parameter, and how ranks shard and send it."""
 
-    name: str
-    module: nn.Module  # module that registers the parameter; while gathered, FSDP2 registers another object there
-    attribute: str  # attribute name in that module
-    shape: tuple[int, ...]  # full over the data ranks, local to this tensor-parallel rank
+    name: str  # name of the parameter in the model
+    module: nn.Module  # module that registers the parameter; while gathered, FSDP2 registers another tensor there
+    attribute: str  # name of the parameter in `module`
+    shape: tuple[int, ...]  # shape unsharded over the data ranks, but local to this tensor-parallel rank
     mesh_dims: int  # dims of the sharded DTensor's mesh; a gathered parameter is a plain tensor or on the tp mesh alone
-    exact: bool = False  # never quantized between ranks, as its `ParameterSpec` says
+    exact: bool = False  # True if ranks always send the parameter unquantized, as its `ParameterSpec` says
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
     """A sharding unit, FSDP2's parameter group: the parameters that are gathered and reduced together.
 
-    The collectives use these members besides the fields, which a unit without tensors replaces (planner/simulator.py):
+    ZeRO++'s collectives use the following members besides the fields. planner/simulator.py replaces these members in a
+    unit without tensors:
 
         gather.py    is_sharded, is_frozen, fingerprint, shard_reader, input_reader, check_shard_reader
         reduce.py    trained, segments_of, has_gradients, add_to_gradients; through FSDP2 also clear_gradients,
                      list_once, fill_gradients, with_gradient
     """
 
-    name: str = ""  # names of its modules in the model, for messages to the user
+    name: str = ""  # names in the model of the unit's modules, for messages to the user
     modules: tuple[FSDPModule, ...]  # the modules of one `fully_shard` call, usually one
-    parameters: tuple[UnitParameter, ...]  # in FSDP2's flat order
+    parameters: tuple[UnitParameter, ...]  # the unit's parameters in FSDP2's flat order
     num_shards: int = 1  # number of ranks over which dim 0 of each parameter is sharded
-    segments: tuple[Segment, ...]  # the place of each parameter in this rank's flat shard
+    segments: tuple[Segment, ...]  # the range of each parameter's elements in this rank's flat shard
 
     @property
     def key(self) -> str:
-        """The name of the unit's first parameter, which identifies the unit."""
+        """The name of the unit's first parameter, which identifies the unit in checkpoints and messages."""
         return self.parameters[0].name
 
     @property
     def is_sharded(self) -> bool:
-        """True if the modules hold the sharded parameters now, False if they hold the gathered ones."""
-        # With tensor parallelism gathered parameters are DTensors too, but on a mesh with fewer dims.
+        """True if the unit's modules hold the sharded parameters now, False if they hold the gathered parameters."""
+        # With tensor parallelism, gathered parameters are DTensors too, but on a mesh with fewer dims.
         tensors = zip(self._tensors(), self.parameters, strict=True)
         return all(isinstance(t, DTensor) and t.device_mesh.ndim == p.mesh_dims for t, p in tensors)
 
     def fingerprint(self) -> Fingerprint:
-        """Return a value per parameter that changes if its shard is replaced, or if a write moves its version counter.
+        """Return a tuple with which a caller detects that a parameter's shard was replaced or written to.
 
-        Fused and foreach optimizer steps on DTensors move no version counter.
+        It has one entry per parameter: the identity and the version counters of the shard. Fused and foreach optimizer
+        steps on DTensors move no version counter, so the fingerprint does not show them.
         """
         shards = [p.sharded_param for p in self._group.fsdp_params]
         return tuple([(id(tensor), tensor._version, tensor._local_tensor._version) for tensor in shards])
 
     @property
     def is_frozen(self) -> bool:
-        """True if no optimizer step can change the unit: no parameter requires a gradient or has one."""
+        """True if no optimizer step can change the unit: none of its parameters requires or has a gradient."""
         return not any(tensor.requires_grad or tensor.grad is not None for tensor in self._tensors())
 
     def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
-        """Return a function that builds this rank's flat shard [S], equal to FSDP2's input of the unit's all-gather.
+        """Return a function that copies this rank's shards of the unit's parameters into a new flat shard [S].
 
-        Returns None while the parameters are gathered.
+        The flat shard equals the input that FSDP2 passes to the unit's all-gather, so a gather can start before FSDP2
+        asks for it. Returns None instead of a function while the parameters are gathered.
 
         Args:
-            dtype: dtype of the flat shard.
+            dtype: dtype of the flat shard, in which the weights are gathered.
         """
         if not self.is_sharded:
             return None
@@ -99,32 +102,38 @@ class Unit:
         return read
 
     def input_reader(self, given: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function that returns this rank's flat shard [S], as FSDP2 has passed it to the all-gather."""
+        """Return a function that returns `given`, this rank's flat shard [S] as FSDP2 has passed it to the all-gather.
+
+        The planner's units without tensors replace this method.
+        """
         return lambda: given
 
     def check_shard_reader(self, expected: torch.Tensor) -> None:
         """Raise RuntimeError if `shard_reader` does not reproduce the flat shard that this version of FSDP2 gathers.
 
-        Call it once before relying on `shard_reader`.
+        Call this method once before relying on `shard_reader`, which reads private objects of FSDP2.
 
         Args:
-            expected: [S] the input that FSDP2 passed to the all-gather.
+            expected: [S] flat shard that FSDP2 has passed to the unit's all-gather.
         """
         read = self.shard_reader(expected.dtype)
         with torch.no_grad():
             if read is not None and not torch.equal(read().view(torch.uint8), expected.view(torch.uint8)):
                 raise RuntimeError(
-                    f"torch {torch.__version__} lays out the shard of {self.key} in an unknown way: use torch 2.11 to "
-                    "2.15"
+                    f"torch {torch.__version__} lays out the flat shard of the FSDP2 unit with {self.key} in an "
+                    "unknown way, so weights cannot be read before FSDP2 gathers them: use torch 2.11 to 2.15"
                 )
 
     def shards(self) -> list[torch.Tensor]:
-        """Return this rank's shard of each parameter, for reading or in-place writing. The unit must be sharded."""
+        """Return this rank's local shard of each of the unit's parameters, to read it or to write to it in place.
+
+        Call this method while the unit is sharded.
+        """
         return [tensor._local_tensor.detach() for tensor in self._tensors()]
 
     @contextmanager
     def unsharded(self) -> Iterator[list[torch.Tensor]]:
-        """Gather the unit in this context, which yields each parameter as the modules then hold it."""
+        """Gather the unit, yield its gathered parameters as a list, and reshard the unit at the end of the context."""
         for module in self.modules:
             module.unshard()
         yield [getattr(p.module, p.attribute) for p in self.parameters]
@@ -132,29 +141,32 @@ class Unit:
             module.reshard()
 
     def as_dtensors(self, shards: Sequence[torch.Tensor]) -> dict[str, DTensor]:
-        """Return tensors shaped like `shards` as DTensors by parameter name.
+        """Wrap one local tensor per parameter as DTensors that are sharded like the unit's parameters.
 
-        They have the meshes and placements of the unit's parameters.
+        Args:
+            shards: local tensors with the shapes of this rank's shards of the parameters.
+        Returns:
+            The DTensors by parameter name. They share the memory of `shards`.
         """
         found = {}
         for shard, like, p in zip(shards, self._tensors(), self.parameters, strict=True):
-            whole = {"shape": like.shape, "stride": like.stride()}
-            found[p.name] = DTensor.from_local(shard, like.device_mesh, like.placements, run_check=False, **whole)
+            unsharded = {"shape": like.shape, "stride": like.stride()}
+            found[p.name] = DTensor.from_local(shard, like.device_mesh, like.placements, run_check=False, **unsharded)
         return found
 
     def as_parameters(self, flat: torch.Tensor) -> dict[str, DTensor]:
-        """Return views of a flat shard [S] as DTensors by parameter name, sharded like the parameters.
+        """Return views of a flat shard [S] as DTensors by parameter name, sharded like the unit's parameters.
 
-        The unit must be sharded.
+        Call this method while the unit is sharded.
         """
         shards = self.shards()
         parts = _parts_of(flat, self.segments, [shard.view(-1) for shard in shards])
         return self.as_dtensors([part.view(shard.shape) for part, shard in zip(parts, shards, strict=True)])
 
     def segments_of(self, indices: Sequence[int]) -> tuple[Segment, ...]:
-        """Return the segments of a flat shard that holds only the parameters `indices`.
+        """Return the segments of a flat shard that holds only the unit's parameters with these indices.
 
-        FSDP2 lays out the gradients of a backward in this way.
+        FSDP2 makes such a flat shard of gradients if a backward computes them for only some parameters of the unit.
         """
         if (key := tuple(indices)) not in self._known_segments:
             found: list[Segment] = []
@@ -166,25 +178,32 @@ class Unit:
 
     @functools.cached_property
     def _known_segments(self) -> dict[tuple[int, ...], tuple[Segment, ...]]:
-        """The cache of `segments_of`: each backward asks for the same few index tuples."""
+        """The cache of `segments_of` by tuple of parameter indices: each backward asks for the same few tuples."""
         return {}
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """Indices of the parameters that require a gradient now; FSDP2 also reads this at each use."""
+        """The indices of the unit's parameters that require a gradient now.
+
+        The property is not cached: a program may freeze parameters during a run, and FSDP2 reads `requires_grad` at
+        each use too.
+        """
         return tuple(i for i, p in enumerate(self._group.fsdp_params) if p.sharded_param.requires_grad)
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
     def replace_post_backward(self, reduce: Callable[..., None]) -> Callable[..., None]:
-        """Replace the function with which FSDP2 reduces the unit's gradients, and return FSDP2's function."""
+        """Make FSDP2 call `reduce` instead of its own function that reduces the unit's gradients after a backward.
+
+        Returns FSDP2's own function, which `reduce` may call.
+        """
         original, self._group.post_backward = self._group.post_backward, reduce
         return original
 
     def list_once(self) -> None:
-        """Remove repetitions of this unit from FSDP2's list of the units that it visits at the end of a backward.
+        """Make FSDP2 visit this unit once at the end of a backward, not once per module of the unit.
 
-        torch 2.11 lists a unit once per module, and would reduce a unit of several modules again, as zeros.
+        torch 2.11 lists a unit of several modules several times. It would reduce such a unit again, with zeros.
         """
         if len(self.modules) > 1:
             states: list[Any] = self.modules[0]._get_fsdp_state()._state_ctx.all_states
@@ -196,19 +215,21 @@ class Unit:
         return bool(self._group.reduce_grads)
 
     def with_gradient(self) -> tuple[int, ...]:
-        """Return the indices of the parameters that have a gradient on this rank which FSDP2 has not reduced yet."""
+        """Return the indices of the unit's parameters whose gradient on this rank FSDP2 has not reduced yet."""
         found = enumerate(self._group.fsdp_params)
         return tuple([index for index, parameter in found if _has_gradient(parameter)])
 
     def fill_gradients(self, indices: Collection[int]) -> None:
-        """Set zero gradients where the parameters `indices` have none, so that FSDP2 reduces them with the others.
+        """Give zero gradients to those parameters with these indices that have no gradient to reduce.
 
-        Parameters that were never gathered or have no elements are left alone. torch 2.13 has an option for this
-        (`set_reduce_scatter_unused_params`), torch 2.11 does not.
+        FSDP2 then passes the same parameters to the reduce-scatter on all ranks. Parameters that were never gathered
+        or have no elements keep no gradient. torch 2.13 has an option for this (`set_reduce_scatter_unused_params`),
+        torch 2.11 does not.
         """
         parameters = self._group.fsdp_params
         missing = [parameters[index] for index in indices if not _has_gradient(parameters[index])]
-        # torch 2.15 accumulates in `.grad` of the gathered parameter; there the attribute is a property
+        # torch 2.15 accumulates gradients in `.grad` of the gathered parameter, and `unsharded_accumulated_grad` is a
+        # property there. Earlier versions have an attribute of this name, which is a separate tensor.
         in_grad = isinstance(getattr(type(parameters[0]), "unsharded_accumulated_grad", None), property)
         accumulated = [p.unsharded_accumulated_grad for p in parameters] if missing and not in_grad else []
         dtype = next((gradient.dtype for gradient in accumulated if gradient is not None), None)
@@ -219,27 +240,28 @@ class Unit:
             zeros = torch.zeros_like(gathered, dtype=gathered.grad_dtype if in_grad else dtype, requires_grad=False)
             if dtype is None:
                 gathered.grad = zeros
-            else:  # FSDP2 reduces one dtype per unit, and has accumulated earlier backwards in this dtype
+            else:  # FSDP2 reduces a unit in one dtype, and has accumulated gradients of earlier backwards in `dtype`
                 parameter.unsharded_accumulated_grad = zeros
 
     def has_gradients(self, indices: Sequence[int]) -> bool:
-        """Return True if any of the parameters `indices` has a reduced gradient, to which FSDP2 would add."""
+        """Return True if a parameter with one of these indices has a reduced gradient, to which FSDP2 would add."""
         return any(self._group.fsdp_params[index].sharded_param.grad is not None for index in indices)
 
     def clear_gradients(self, indices: Sequence[int]) -> None:
-        """Set the reduced gradients of the parameters `indices` to None."""
+        """Set the reduced gradients (`.grad`) of the unit's parameters with these indices to None."""
         for index in indices:
             self._group.fsdp_params[index].sharded_param.grad = None
 
     def add_to_gradients(
         self, reduced: torch.Tensor, indices: Sequence[int], gradients: Sequence[Any] | None = None
     ) -> None:
-        """Add a reduced flat shard to the unit's gradients in place.
+        """Add a flat shard of reduced gradients to the gradients of the unit's parameters, in place.
 
         Args:
-            reduced: [S] flat shard of the gradients of the parameters `indices`.
-            indices: indices of the parameters.
-            gradients: gradients to add to, None for a parameter that is skipped; by default the `.grad` of each.
+            reduced: [S] flat shard with the reduced gradients of the parameters with these indices.
+            indices: indices in the unit of these parameters.
+            gradients: DTensors to add to, one per index; None in the sequence skips its parameter. By default they are
+                the parameters' `.grad`.
         """
         if gradients is None:
             gradients = [self._group.fsdp_params[index].sharded_param.grad for index in indices]
@@ -250,26 +272,30 @@ class Unit:
         if reduced.is_cuda:  # FSDP2 makes the compute stream wait for its reduce stream only after the whole backward
             torch.cuda.current_stream().wait_stream(self._group.comm_ctx.reduce_scatter_stream)
         with torch.no_grad():
-            flat = [own for _, own in wanted]
-            torch._foreach_add_(flat, [reduced[s.start : s.start + len(own)] for s, own in wanted])
+            flat = [local for _, local in wanted]
+            torch._foreach_add_(flat, [reduced[s.start : s.start + len(local)] for s, local in wanted])
 
     @functools.cached_property
     def _group(self) -> Any:
-        """FSDP2's private object for the unit; it stays the same for the lifetime of the unit's modules."""
+        """FSDP2's private object (`FSDPParamGroup`) for the unit, the same for the lifetime of the unit's modules."""
         return self.modules[0]._get_fsdp_state()._fsdp_param_group
 
     def _tensors(self) -> list[Any]:
-        """Return the tensors that the modules hold now, sharded or gathered."""
+        """Return the tensors that the unit's modules hold as parameters now, which are sharded or gathered."""
         return [p.module._parameters[p.attribute] for p in self.parameters]  # twice as fast as `getattr`
 
 
 def find_units(model: nn.Module, *, unit_class: type[U], data_dims: int = 1) -> list[U]:
-    """Return the sharding units of a wrapped model, the outermost last. The parameters must be sharded.
+    """Return the sharding units of a model that FSDP2 has wrapped, the outermost unit first.
+
+    Call this function while the parameters are sharded. A wrapped module whose parameters all belong to nested units
+    makes no unit.
 
     Args:
-        model: a model that `fully_shard` has wrapped.
-        unit_class: class of the units.
-        data_dims: number of leading mesh dims that belong to FSDP2; the remaining ones are tensor-parallel.
+        model: model that `fully_shard` has wrapped.
+        unit_class: class of the returned units.
+        data_dims: number of leading dims of the parameters' mesh that belong to FSDP2. The remaining mesh dims are
+            tensor-parallel.
     Raises:
         TypeError: `fully_shard` has not wrapped `model`.
     """
@@ -300,18 +326,18 @@ def find_units(model: nn.Module, *, unit_class: type[U], data_dims: int = 1) -> 
 
 
 def _has_gradient(fsdp_parameter: Any) -> bool:
-    """Return True if FSDP2's private object of a parameter has a gradient that was not reduced yet."""
+    """Return True if a parameter, given as FSDP2's private `FSDPParam`, has a gradient that was not reduced yet."""
     gathered = getattr(fsdp_parameter, "_unsharded_param", None)  # None before the first use
     return fsdp_parameter.unsharded_accumulated_grad is not None or getattr(gathered, "grad", None) is not None
 
 
 def _parts_of(flat: torch.Tensor, segments: Sequence[Segment], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return views of a flat shard [S], one per segment, without FSDP2's padding.
+    """Return views of a flat shard, one per parameter, without FSDP2's padding.
 
     Args:
-        flat: [S] the flat shard.
-        segments: the segments of the flat shard.
-        like: 1-D tensors whose lengths are the unpadded sizes.
+        flat: [S] flat shard of a sharding unit.
+        segments: segments of the flat shard, one per parameter.
+        like: 1-D tensors whose lengths are the numbers of elements without padding, one per parameter.
     """
     padded = flat.split([segment.size for segment in segments])
     return [part if part.shape == other.shape else part[: len(other)] for part, other in zip(padded, like, strict=True)]
@@ -320,10 +346,16 @@ def _parts_of(flat: torch.Tensor, segments: Sequence[Segment], like: Sequence[to
 def _parameters(
     root: nn.Module, names: dict[nn.Module, str], seen: set[object], data_dims: int
 ) -> Iterator[UnitParameter]:
-    """Yield a unit's parameters in FSDP2's order: depth first, children before their parent.
+    """Yield the parameters below a module in the order of FSDP2's flat shard: depth first, children before parents.
 
-    Nested units are skipped, and a shared parameter appears once, at its first place. Parameters in `ignored_params`
-    are not DTensors and are skipped too.
+    Nested FSDP2 modules are skipped, because they are units of their own. A shared parameter appears only at its first
+    position. Parameters in FSDP2's `ignored_params` are not DTensors and are skipped.
+
+    Args:
+        root: module that `fully_shard` has wrapped, or one of its descendants in the recursion.
+        names: name in the model of each module.
+        seen: modules and parameters of the unit that were visited before; this function adds to the set.
+        data_dims: number of leading dims of the parameters' mesh that belong to FSDP2.
     """
     for child in root.children():
         if not isinstance(child, FSDPModule) and child not in seen:
@@ -336,7 +368,7 @@ def _parameters(
         seen.add(tensor)
         shape = list(tensor.shape)
         for mesh_dim, placement in enumerate(tensor.placements[data_dims:], data_dims):
-            if isinstance(placement, Shard):  # over tensor-parallel ranks
+            if isinstance(placement, Shard):  # the dim is split over tensor-parallel ranks
                 shape[placement.dim] //= tensor.device_mesh.size(mesh_dim)
         yield UnitParameter(
             name=f"{names[root]}.{attribute}".lstrip("."),

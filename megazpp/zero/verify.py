@@ -1,9 +1,10 @@
-"""A check for silent data corruption: it compares the gathered weights of all ranks.
+"""The check for silent data corruption of --zero-verify-interval: it compares the gathered weights of all ranks.
 
 All ranks with the same tensor-parallel index gather the same weights, bit for bit. Quantization does not change that,
-because all of them unpack the same messages. So between a backward and its update, each rank gathers the weights of
-that backward once more and sums the bits of every shard of every unit. With hpZ they come from the secondary partition.
-Different sums show the unit, the shard and the ranks. Any single wrong word is detected; several could cancel.
+because all of them unpack the same messages. So between a backward and the optimizer's update, each rank gathers the
+weights of that backward once more. With hpZ they come from the secondary partition. Each rank reads the bits of every
+shard of every unit as integers and adds them up. Unequal sums show the unit, the shard and the ranks. Any single wrong
+integer is detected; several errors could cancel each other.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.sharding import Sharding
 from megazpp.zero.units import Unit
 
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by bytes per element
-SHOWN = 8  # number of differences that the error message lists
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by bytes per weight
+SHOWN = 8  # largest number of corrupt shards that the error message lists
 
 
 class CorruptWeightsError(JobError):
-    """Raised if ranks have gathered different weights."""
+    """The error that ends a job because ranks have gathered different weights."""
 
 
 def verify_weights(sharding: Sharding, dims: ParallelDims) -> None:
-    """Compare the gathered weights of all units across ranks.
+    """Gather the weights of all units, and raise an error on all ranks if any rank has other weights than the others.
 
-    Call it on all ranks, while no forward or backward is running.
+    Call this function on all ranks, while no forward or backward is running.
 
     Args:
-        sharding: handle to the model.
-        dims: mesh axes of the model.
+        sharding: handle to the sharded model.
+        dims: mesh axes over which the model is sharded and replicated.
     Raises:
-        CorruptWeightsError: gathered weights differ; raised on all ranks.
+        CorruptWeightsError: gathered weights differ between ranks.
     """
     units = sharding.units
     with torch.no_grad(), dims.counter.paused():
@@ -53,13 +54,13 @@ def verify_weights(sharding: Sharding, dims: ParallelDims) -> None:
 
 
 def describe(found: Sequence[tuple[int, int, Mapping[tuple[str, int], int]]]) -> str:
-    """Return the error message, which names the ranks whose weights differ from most ranks'.
+    """Return the message of a `CorruptWeightsError`, which names the ranks with other weights than most ranks.
 
-    In a tie the weights of the shard's owner count as right.
+    In a tie the weights of the shard's owner count as correct.
 
     Args:
-        found: per rank its tensor-parallel rank, its shard rank, and the sums that differ between ranks. The sums are
-            keyed by unit and the owner's shard rank.
+        found: for each rank, its tensor-parallel rank, its rank on the shard axis, and the checksums that differ
+            between ranks. The keys of the checksums are the unit's name and the shard rank of the shard's owner.
     """
     lines = []
     for tp_rank, key in dict.fromkeys((tp_rank, key) for tp_rank, _, sums in found for key in sums):
@@ -76,15 +77,16 @@ def describe(found: Sequence[tuple[int, int, Mapping[tuple[str, int], int]]]) ->
 
 
 def _sums_of_shards(unit: Unit, num_shards: int) -> torch.Tensor:
-    """Gather a unit and return the sums of its bits per owner's shard, [num_shards] int64.
+    """Gather a sharding unit, and return the checksum of each rank's shard of its weights, [num_shards] int64.
 
-    FSDP2 gives each rank ceil(rows / num_shards) rows of a parameter, and the last ranks fewer or none.
+    A checksum is the sum of the shard's bits, read as integers. FSDP2 gives each rank ceil(rows / num_shards) rows of a
+    parameter, and the last ranks fewer rows or none.
     """
     sums = []
     with unit.unsharded() as parameters:
         for parameter in parameters:
             local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().contiguous()
-            words = local.view(local.shape[0], -1).view(WORDS[local.element_size()])  # bits read as integers
+            words = local.view(local.shape[0], -1).view(WORDS[local.element_size()])  # the weights' bits as integers
             rows = words.sum(-1, dtype=torch.int64)
             per_shard = -(-len(rows) // num_shards)
             sums.append(F.pad(rows, (0, num_shards * per_shard - len(rows))).view(num_shards, per_shard).sum(1))

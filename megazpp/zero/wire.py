@@ -1,22 +1,22 @@
-"""The layout of a flat shard's message, and the codecs that pack and unpack messages.
+"""The byte layout of ZeRO++'s messages, and the codecs that pack flat shards into messages and unpack them.
 
-FSDP2 concatenates the shards of a unit's parameters in one flat shard. Each parameter's rows on this rank are padded
-with zeros to the same count on every rank. The part of one parameter is a segment. A flat shard is sent as one message
-of bytes, whose layout is planned once per unit:
+FSDP2 concatenates this rank's shards of a unit's parameters in one flat shard. Each parameter's rows on this rank are
+padded with zeros to the same count on every rank. A segment is the elements of one parameter in the flat shard. A
+flat shard is sent as one message of bytes, whose layout is planned once per unit:
 
     | payloads of the quantized segments | their scales | segments that are sent exactly | padding to 16 bytes |
 
 No quantization block spans two parameters: a block of half norm gains and half weights would lose 25 dB of the weights.
-1-D parameters are sent exactly, and so are parameters for which a block would be no shorter. Padding makes every shape
-and number of ranks valid, so later code has no special cases.
+1-D parameters are sent exactly, and so are parameters whose quantized blocks would take no fewer bytes. Because of the
+padding, every parameter shape and number of ranks is valid, and later code has no special cases.
 
-    Example: W = 4 ranks, norm [6], weight [6, 100], 8 bits, blocks of 128, exact part bf16
-        segments    norm: 2 elements (6 rows -> 8, 2 each), weight: 200 elements (2 rows of 100)
-        message     payload 2 blocks = 256 B | 2 scales = 4 B, to 272 | norm exact 4 B | to 288 B
+    Example: W = 4 ranks, norm [6], weight [6, 100], 8 bits, blocks of 128, exact segments in bf16
+        segments    norm: 2 elements (6 rows padded to 8, 2 per rank), weight: 200 elements (2 rows of 100)
+        message     payload 2 blocks = 256 B | 2 scales = 4 B, padded to 272 | norm 4 B, padded to 288 B
 
-The codecs are the only callers of the quantization kernels. Shapes: A, B: leading dims (peers), with any strides; S:
-elements of a shard; M: bytes of a message. Each method except `elements` calls one kernel, for any number of parameters
-and peers.
+The codecs are the only callers of the quantization kernels. Shapes: A, B: leading dims that count peers, with any
+strides; S: elements of a flat shard; M: bytes of a message. Each method that packs or unpacks calls one kernel, for any
+number of parameters and peers.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from megazpp.parallel.comm_queue import HostCopy
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The part of one parameter in a flat shard."""
+    """The elements of one parameter in a flat shard, this rank's concatenated shards of a unit's parameters."""
 
-    name: str
-    start: int  # index of its first element in the flat shard
-    size: int  # number of elements including padding, the same on every rank
-    exact: bool  # True if it is never quantized
+    name: str  # name of the parameter in the model
+    start: int  # index of the segment's first element in the flat shard
+    size: int  # number of elements including FSDP2's padding, the same on every rank
+    exact: bool  # True if the parameter is never quantized
 
     @property
     def stop(self) -> int:
-        """Index, in the flat shard, of the element after the segment."""
+        """The index in the flat shard of the first element after this segment."""
         return self.start + self.size
 
 
 def plan_segments(
     parameters: Sequence[tuple[str, tuple[int, ...]]], num_ranks: int, *, exact: Collection[str] = ()
 ) -> tuple[Segment, ...]:
-    """Plan the segments of a flat shard.
+    """Return the segment of each parameter in the flat shard that FSDP2 makes of a sharding unit.
 
     Args:
-        parameters: name and shape of each parameter in FSDP2's flat order. Shapes are full over the data ranks and
-            local to this tensor-parallel rank.
-        num_ranks: data ranks over which dim 0 of each parameter is sharded.
-        exact: names of parameters that are never quantized, in addition to those with one dimension.
+        parameters: name and shape of each of the unit's parameters, in FSDP2's flat order. Shapes are unsharded over
+            the data ranks, but local to this tensor-parallel rank.
+        num_ranks: number of data ranks over which dim 0 of each parameter is sharded.
+        exact: names of parameters that are never quantized. Parameters with at most one dim are never quantized either.
     """
     segments, start = [], 0
     for name, shape in parameters:
@@ -71,9 +71,10 @@ def plan_segments(
 
 
 def own_rows(rows: int, num_ranks: int, rank: int) -> int:
-    """Return how many rows of a parameter a rank has, without padding.
+    """Return the number of a parameter's rows (dim 0) in the shard that FSDP2 gives to `rank`, without padding.
 
-    A rank holds up to c = ceil(rows / num_ranks) rows from row rank x c on, so the last ranks may hold fewer or none.
+    Let c = ceil(rows / num_ranks). The shard begins at row rank x c and has at most c rows, so the last ranks may have
+    fewer rows or none.
     """
     most = -(-rows // num_ranks)
     return max(min(most, rows - rank * most), 0)
@@ -81,18 +82,18 @@ def own_rows(rows: int, num_ranks: int, rank: int) -> int:
 
 @functools.cache
 def plan_message(segments: tuple[Segment, ...], fmt: BlockFormat | None, *, exact_itemsize: int) -> MessageLayout:
-    """Lay out the segments of a flat shard in a message.
+    """Return the byte layout of the message that carries a flat shard.
 
     Args:
-        segments: segments of the flat shard.
-        fmt: quantization format; None sends all segments exactly.
-        exact_itemsize: bytes per element of the segments that are sent exactly.
+        segments: segments of the flat shard, one per parameter.
+        fmt: block format of the quantized segments; None sends all segments without quantization.
+        exact_itemsize: bytes per element of the segments that are sent without quantization.
     """
     quantized: list[Segment] = []
     exact: list[Segment] = []
     for segment in segments:
         size = segment.size
-        # Quantize only where that makes the message shorter.
+        # A segment is quantized only if its payload and scales take fewer bytes than its unquantized elements.
         pays = fmt is not None and fmt.payload_bytes(size) + fmt.scale_bytes(size) < size * exact_itemsize
         (quantized if pays and not segment.exact else exact).append(segment)
 
@@ -107,7 +108,10 @@ def plan_message(segments: tuple[Segment, ...], fmt: BlockFormat | None, *, exac
 
 
 def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Return (start, stop) of runs of adjacent segments, without empty ones."""
+    """Merge adjacent segments of a flat shard, and return (start, stop) element indices of each run.
+
+    Empty segments are left out.
+    """
     runs: list[tuple[int, int]] = []
     for segment in segments:
         if segment.size == 0:
@@ -120,11 +124,11 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
 
 
 class Codec:
-    """The codec that packs the flat shards of one unit into messages and unpacks them.
+    """The codec that packs the flat shards of one sharding unit into messages, and unpacks received messages.
 
     Args:
-        layout: layout of the messages.
-        dtype: dtype in which elements that are not quantized are sent.
+        layout: byte layout of each message, with the block format of its quantized segments.
+        dtype: dtype in which the elements of the other segments are sent.
     """
 
     def __init__(self, layout: MessageLayout, dtype: torch.dtype) -> None:
@@ -133,13 +137,13 @@ class Codec:
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of one message (M)."""
+        """The bytes of the message of one flat shard (M)."""
         return self.layout.message_bytes
 
     def empty(self, *peers: int, device: torch.device) -> torch.Tensor:
-        """Allocate messages [*peers, M] uint8 to pack into.
+        """Allocate messages [*peers, M] uint8 for `pack` to write into.
 
-        They are zeroed, so that the padding between parts is equal on all ranks.
+        They are filled with zeros, so that the padding bytes of a message are equal on all ranks.
         """
         return torch.zeros(*peers, self.message_bytes, dtype=torch.uint8, device=device)
 
@@ -152,78 +156,81 @@ class Codec:
         beta: float = 0.0,
         base: torch.Tensor | None = None,
     ) -> None:
-        """Pack flat shards into messages.
+        """Quantize flat shards, and pack each of them into its message.
 
         Args:
             shards: [A, B, S] flat shards, with any strides.
-            messages: [A, B, M] uint8, written.
+            messages: [A, B, M] uint8 messages, which are overwritten.
             errors: quantization errors of earlier calls, from `new_errors`. They are added to the shards before
                 quantization and then replaced by the new errors.
             beta: weight of the earlier errors in the errors that replace them (LoCo's moving average).
-            base: [A, B, S] weights that the receivers hold. Quantized segments then hold the difference from it; the
-                others hold the shards themselves.
+            base: [A, B, S] weights that the receivers already hold. If given, quantized segments of the messages carry
+                `shards` - `base`, and unquantized segments carry `shards`.
         """
         pack(shards, self._table, messages=messages, errors=errors, beta=beta, base=base)
 
     def new_errors(self, *peers: int, device: torch.device) -> Feedback | None:
-        """Allocate zero quantization errors for messages [*peers, M], as int8 blocks of one byte per quantized element.
+        """Allocate the error feedback of messages [*peers, M], with all quantization errors zero.
 
-        Returns None if the layout quantizes nothing.
+        The errors are stored as int8 blocks, one byte per quantized element. Returns None if the messages' layout
+        quantizes no segment.
         """
         is_exact = all(part.scales is None for part in self.layout.ranges)
         return None if is_exact else Feedback.zeros(peers, self._table, device)
 
     def unpack(self, messages: torch.Tensor, shards: torch.Tensor) -> None:
-        """Unpack messages [A, B, M] into flat shards [A, B, S] with any strides."""
+        """Dequantize messages [A, B, M] into `shards` [A, B, S], which may have any strides."""
         unpack(messages, self._table, out=shards)
 
     def unpack_onto(self, messages: torch.Tensor, base: torch.Tensor) -> None:
-        """Unpack messages [B, M] that `pack` made with a `base`, onto that base [B, S].
+        """Apply messages [B, M] that `pack` has made with a `base` to this rank's copy of the base [B, S], in place.
 
-        Quantized differences are added, and each sum is rounded once. Elements that were sent exactly are replaced.
+        Quantized elements are differences: each is added to its element of the base, and the sum is rounded once.
+        Unquantized elements replace their elements of the base.
         """
         unpack_onto(messages, self._table, out=base)
 
     def elements(self, messages: torch.Tensor) -> torch.Tensor:
-        """Return a view of the elements [B, S] of messages [B, M]; only for a layout that quantizes nothing."""
-        (whole,) = self.layout.ranges
-        start, num_bytes = whole.payload
+        """Return a view of messages [B, M] as their elements [B, S]; only for a layout that quantizes no segment."""
+        (all_elements,) = self.layout.ranges
+        start, num_bytes = all_elements.payload
         return messages[..., start : start + num_bytes].view(self.dtype)
 
     def unpack_sum(self, messages: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
-        """Unpack messages [K, B, M] and sum them over the K peers in fp32, into out [B, S].
+        """Dequantize messages of K peers, and sum the K flat shards in fp32.
 
         Args:
-            messages: [K, B, M] uint8.
-            out: [B, S], written.
-            accumulate: whether the sum is added to the values in `out`.
+            messages: [K, B, M] uint8 messages, B from each peer.
+            out: [B, S] tensor for the B sums.
+            accumulate: True adds the sums to the values in `out`; False overwrites them.
         """
         unpack_sum(messages, self._table, out=out, accumulate=accumulate)
 
 
-# Capacity of a lossless message beyond its predicted size: a fraction, and bytes, because small units vary more.
+# A lossless message has room for the predicted bytes, this fraction more (ROOM), and this many bytes more (SPARE). The
+# fixed number of bytes serves small units, whose sizes vary by a larger fraction.
 ROOM, SPARE = 0.125, 512
 
 
 class LosslessCodec:
-    """The codec that sends the changes of a unit's 16-bit weights bit for bit, in messages of a predicted size.
+    """The codec of lossless deltas: it sends the changes of a unit's 16-bit weights bit for bit.
 
-    Only the device knows how many bytes a difference takes, but the host must give the size of a collective. So the
-    host predicts it: the bytes that the last difference needed, plus its growth over the one before, plus an eighth.
-    The first two messages have room for any difference, because the first step of a learning rate warm-up changes
-    almost nothing.
+    Only the device knows how many bytes a delta takes, but the host must give the message size of the collective. So
+    the host predicts the size: the bytes that the last delta needed, plus their growth since the delta before, plus an
+    eighth. The first two messages have room for any delta: the first step of a learning rate warm-up changes almost no
+    weights, so its delta predicts nothing.
 
-    Each message contains the number of bytes that it needed, so all ranks of an axis make the same prediction. The host
-    reads this number one step later, without waiting for the device.
+    Each message contains the number of bytes that its delta needed, so all ranks of the cross axis make the same
+    prediction. The host reads this number one step later, without waiting for the device.
 
-    Blocks that do not fit are left out. Their weights stay unchanged on every rank, including the owner's copy, so the
-    next difference contains them.
+    Blocks of changes that do not fit into a message are left out. Their weights stay unchanged in the resident weights
+    of every rank, including the sender's, so the next delta contains these changes.
 
     Args:
-        size: elements of a flat shard.
+        size: number of elements of the unit's flat shard.
     Attributes:
-        recent: [2] int64 on the host: bytes that the last difference and the one before it needed, as the maximum over
-            ranks; 0 if there was none. It is part of a checkpoint.
+        recent: [2] int64 on the host: bytes that the last delta and the delta before needed, each as the maximum over
+            ranks; 0 if there was no such delta. Checkpoints store this tensor.
     """
 
     def __init__(self, size: int) -> None:
@@ -233,31 +240,38 @@ class LosslessCodec:
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of the next message. Reading it may wait for the device."""
+        """The predicted bytes of the next lossless delta's message. Reading this property may wait for the device."""
         self.read_counters()
         last, before = self.recent.tolist()
         needed = int((last + max(last - before, 0)) * (1 + ROOM)) + SPARE
         return message_bytes(self.size, min(needed, 2 * self.size) if before else None)
 
     def empty(self, *peers: int, device: torch.device) -> torch.Tensor:
-        """Allocate messages [*peers, M] uint8 to pack into."""
+        """Allocate messages [*peers, M] uint8 for lossless deltas, without initial values."""
         return torch.empty(*peers, self.message_bytes, dtype=torch.uint8, device=device)
 
     def pack(self, shard: torch.Tensor, message: torch.Tensor, *, base: torch.Tensor) -> None:
-        """Encode the difference of `shard` [S] from `base` [S], which every rank holds, into `message` [M]."""
+        """Encode the changes from `base` [S], weights that every rank holds, to `shard` [S] into `message` [M]."""
         encode(shard, base, message)
 
     def unpack_onto(self, messages: torch.Tensor, base: torch.Tensor) -> None:
-        """Decode messages [N, M] onto base [N, S]: each row becomes the weights of its sender."""
+        """Apply lossless deltas [N, M] of N nodes to `base` [N, S] in place: row n becomes node n's new weights."""
         decode(messages, base)
 
     def learn(self, messages: torch.Tensor) -> None:
-        """Start to copy the size counters of received messages [N, M] to the host; `read_counters` reads them."""
+        """Start a copy of the size counters of received messages [N, M] to the host.
+
+        A size counter says how many bytes a lossless delta needed, or how many changes were left out of its message.
+        `read_counters` waits for the copy.
+        """
         if not isinstance(messages, FakeTensor):
-            self._arriving = HostCopy(numbers(messages).clone())  # a view would keep the messages in memory
+            self._arriving = HostCopy(numbers(messages).clone())  # a view would keep all of `messages` in memory
 
     def read_counters(self) -> None:
-        """Read the size counters of the last message; waits until they have reached the host."""
+        """Add the size counters of the last lossless deltas to `recent`; wait until they have reached the host.
+
+        The next message's size is predicted from `recent`. Without new counters this method does nothing.
+        """
         if self._arriving is None:
             return
         arriving, self._arriving = self._arriving, None
@@ -266,9 +280,9 @@ class LosslessCodec:
         self._left_out += sum(left_out)
 
     def take_left_out(self) -> int:
-        """Return and reset the number of changed weights for which messages had no room, over all ranks of the axis.
+        """Return the number of changed weights that did not fit into messages since the last call.
 
-        The counters of the last message are included once `read_counters` has read them.
+        The number covers all ranks of this rank's cross axis. The last message counts only after `read_counters`.
         """
         found, self._left_out = self._left_out, 0
         return found

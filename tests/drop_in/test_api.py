@@ -473,7 +473,7 @@ def refuse_arguments() -> None:
         ("config is a dict", {"config": {"zeropp": True}}),
         ("ZeroConfig(zero_stage=1)", {"config": megazpp.ZeroConfig(zero_stage=1)}),
         ("use_distributed_optimizer=True", {"config": megazpp.ZeroConfig(use_distributed_optimizer=True)}),
-        ("needs --bf16 or --fp16", {"ranks_per_node": 1, "config": config(zero_weight_delta="lossless")}),
+        ("requires --bf16 or --fp16", {"ranks_per_node": 1, "config": config(zero_weight_delta="lossless")}),
         ("has 2 dims", {"ranks_per_node": 1, "mesh": two_dims}),
         ("mesh is a str", {"ranks_per_node": 1, "mesh": "cpu"}),
     ]

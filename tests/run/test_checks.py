@@ -63,7 +63,7 @@ REFUSED = """
 1 | --dataloader-type cyclic | --dataloader-type cyclic is not supported
 1 | --fp16 --bf16 | --fp16 and --bf16 are both set: choose one
 1 | --lr-warmup-iters 2 --lr-warmup-fraction 0.1 | --lr-warmup-fraction 0.1 and --lr-warmup-iters 2 exclude each
-1 | --grad-reduce-in-bf16 | --grad-reduce-in-bf16 needs --bf16
+1 | --grad-reduce-in-bf16 | --grad-reduce-in-bf16 requires --bf16
 1 | --seed 4294967296 | --seed 4294967296 is not a number from 0 to 4294967295
 1 | --distributed-timeout-minutes 1e12 | --distributed-timeout-minutes 1000000000000.0 is more than a year
 1 | --distributed-timeout-seconds-after-init 1e12 | 1000000000000.0 is more than a year

@@ -74,20 +74,20 @@ def test_weight_delta_auto_takes_the_choice_unless_a_flag_sets_the_format():
 def test_impossible_zero_flags_are_rejected_by_name():
     lossless: dict[str, Any] = {"zeropp": True, "zero_weight_delta": "lossless"}
     wrong: list[Any] = [
-        ({"zeropp": True, "zero_stage": 2}, "--zeropp needs --zero-stage 3, the default, not --zero-stage 2; remove"),
+        ({"zeropp": True, "zero_stage": 2}, "--zeropp requires --zero-stage 3, the default, not --zero-stage 2"),
         (
             {"zeropp": True, "use_distributed_optimizer": True},
-            "--zeropp needs --zero-stage 3, the default, not --use-distributed-optimizer, which selects --zero-stage 1",
+            "requires --zero-stage 3, the default, not --use-distributed-optimizer, which selects --zero-stage 1",
         ),
-        ({"zero_quantized_weights": True, "use_distributed_optimizer": True}, "--zero-quantized-weights needs"),
+        ({"zero_quantized_weights": True, "use_distributed_optimizer": True}, "--zero-quantized-weights requires"),
         ({"zero_hpz_partition_size": "3"}, "--zero-hpz-partition-size 3 is not valid; expected auto, 1"),
         ({"zero_hpz_partition_size": "all"}, "--zero-hpz-partition-size all"),
         ({"zeropp": True, "zero_gradient_bits": (8, 5)}, "--zero-gradient-bits 8 5"),
         ({"zero_gradient_bits": (3, 4)}, "--zero-gradient-bits 3 4 is not valid; expected two of 4, 8 and 16"),
         ({"zero_weight_bits": 4}, "--zero-weight-bits 4 is not one of 8, 16"),
-        ({**lossless, "zero_hpz_partition_size": "1"}, "needs --zero-hpz-partition-size auto, not 1"),
+        ({**lossless, "zero_hpz_partition_size": "1"}, "requires --zero-hpz-partition-size auto, not 1"),
         ({"zero_quantized_weights": True, "zero_weight_delta": "lossless"}, "auto, not 1"),
-        ({**lossless, "dtype": torch.float32}, "--zero-weight-delta lossless needs --bf16 or --fp16"),
+        ({**lossless, "dtype": torch.float32}, "--zero-weight-delta lossless requires --bf16 or --fp16"),
         ({"zero_weight_keyframe_interval": 0}, "--zero-weight-keyframe-interval 0 is not positive"),
     ]
     assert not_refused(wrong, lambda flags: plan(**flags)) == []
@@ -186,7 +186,7 @@ def test_precision_flags_choose_compute_and_reduction_dtypes():
 def test_contradictory_precision_flags_are_rejected_by_name():
     wrong: list[Any] = [
         (["fp16", "bf16"], "--fp16 and --bf16"),
-        (["grad_reduce_in_bf16"], "--grad-reduce-in-bf16 needs --bf16"),
+        (["grad_reduce_in_bf16"], "--grad-reduce-in-bf16 requires --bf16"),
         (["bf16", "grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"], "--accumulate-allreduce-grads-in-fp32"),
     ]
     assert not_refused(wrong, lambda names: PrecisionConfig(**dict.fromkeys(names, True))) == []
