@@ -1,16 +1,17 @@
-"""`MeshAxis`: one process group as an axis of the device mesh.
+"""`MeshAxis`: one process group as an axis of the device mesh, with its collectives.
 
-This is the one file that calls torch.distributed's collectives; it has more than 300 lines to keep all of them here.
+Only this file calls torch.distributed's collectives, except for the barrier in worker.py. This rule is the reason why
+the file has more than 300 lines.
 
 Code that communicates receives a `MeshAxis` as an argument. On an axis of one rank every collective is the identity and
-needs no process group, so layers run (and are tested) in a single process.
+needs no process group. Parallel layers therefore run, and are tested, in a single process as well.
 
 Each collective counts the bytes that this rank sends. The count assumes a bandwidth-optimal ring over n ranks: a gather
 or a scatter sends (n-1)/n of the full buffer, an all-reduce sends twice as much.
 
-In a graph of torch.compile a collective becomes a custom operator (`megazpp::...`). The operator looks up the axis by
-its `key` and calls the same method when the graph runs, so bytes and timeline spans are recorded there as well. Eager
-code calls the methods directly.
+In a graph of torch.compile a collective becomes a custom operator (`megazpp::...`). When the graph runs, the operator
+looks up the axis by `MeshAxis.key` and calls the same method as eager code. Compiled code therefore counts bytes and
+records timeline spans too.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ class TrafficCounter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context that excludes traffic from the count, for evaluations and link measurements for instance.
+        """Return a context in which this counter ignores all traffic, for evaluations and link measurements.
 
-        Tasks submitted to a communication queue inside the context are not counted either, even if they run later.
+        Collectives that are submitted to a communication queue inside the context stay uncounted, even if they run
+        after its end.
         """
         before = _paused.set((*_paused.get(), self))
         try:
@@ -64,7 +66,7 @@ class TrafficCounter:
         return self in _paused.get()
 
     def add(self, wire: str, axis: str, collective: str, sent_bytes: int, *, calls: int = 1) -> None:
-        """Count calls of `collective` in which this rank sent `sent_bytes` bytes in all, unless counting is paused."""
+        """Add `calls` calls of `collective`, in which this rank sent `sent_bytes` bytes in total, unless paused."""
         if self.is_paused:
             return
         before, total = self._traffic[wire, axis, collective]
@@ -83,8 +85,8 @@ class TrafficCounter:
         return dict(self._traffic)
 
 
-# The counters that are paused. A context variable, because a queue's task runs in the context of its submission: a task
-# submitted while a counter is paused stays uncounted, even if it runs after the pause.
+# The traffic counters that are paused. This is a context variable because a communication queue runs each task in a
+# copy of the submitter's context. A task that was submitted during a pause therefore stays uncounted after it, too.
 _paused: ContextVar[tuple[TrafficCounter, ...]] = ContextVar("paused", default=())
 
 
@@ -126,10 +128,14 @@ class MeshAxis:
 
     @property
     def queue(self) -> CommQueue:
-        """The axis's communication queue. While tasks are pending, no other code may use the axis's process group."""
+        """The axis's communication queue, created on first use.
+
+        While the queue has pending tasks, no other code may call collectives on the axis's process group.
+        """
         if self._queue is None:
             if self.timeline.device_type == "cuda":
-                # Intra-node collectives get the high priority: inter-node hops have a whole optimizer step to finish.
+                # -1 is CUDA's high stream priority. Intra-node collectives get it, because the next layer waits for
+                # them. Inter-node hops may take until the end of the optimizer step.
                 self._queue = StreamQueue(priority=0 if self.wire == "cross" else -1)
             else:
                 self._queue = ThreadQueue(self.name, self.timeline)
@@ -147,12 +153,12 @@ class MeshAxis:
         return self._all_reduce_(x, dist.ReduceOp.MAX)
 
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
-        """Concatenate the tensors `x`, [n, ...] on each rank, to [size * n, ...] in axis order.
+        """Gather the tensor `x`, [n, ...], of every rank of the axis, and return [size * n, ...] in axis order.
 
         Args:
-            x: this rank's part; all ranks have the same shape.
-            out: optional [size * n, ...] buffer for the result. `x` may be this rank's slice of it.
-            of: label in the timeline that says which tensor is gathered, for instance the name of a layer.
+            x: this rank's tensor; it has the same shape on all ranks.
+            out: optional [size * n, ...] buffer for the result. `x` may be this rank's slice of `out`.
+            of: name of the gathered tensor in the timeline, for instance the name of a layer.
         """
         if self.size == 1:
             return x if out is None else out.copy_(x)
@@ -167,12 +173,12 @@ class MeshAxis:
         return out
 
     def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
-        """Sum `x`, [size * n, ...] on each rank, over the axis and return this rank's slice of the sum, [n, ...].
+        """Sum `x`, [size * n, ...] on each rank, over the axis, and return this rank's slice of the sum, [n, ...].
 
         Args:
-            x: this rank's contribution to every slice.
+            x: this rank's summand for the slices of all ranks, in axis order.
             out: optional [n, ...] buffer for the result.
-            of: label in the timeline that says which tensor is reduced.
+            of: name of the reduced tensor in the timeline.
         """
         if self.size == 1:
             return x if out is None else out.copy_(x)
@@ -190,9 +196,9 @@ class MeshAxis:
         return out
 
     def all_to_all(self, x: torch.Tensor, *, of: str = "") -> torch.Tensor:
-        """Send slice i of `x`, [size, ...], to rank i, and return [size, ...] whose slice i was sent by rank i.
+        """Send slice i of `x`, [size, ...], to rank i of the axis. Return [size, ...] with rank i's slice at index i.
 
-        `of` labels the tensor in the timeline.
+        `of` is the name of the tensor in the timeline.
         """
         if self.size == 1:
             return x
@@ -206,15 +212,15 @@ class MeshAxis:
         return out
 
     def exchange(self, x: torch.Tensor, send: list[int], receive: list[int], *, of: str = "") -> torch.Tensor:
-        """Exchange parts of unequal lengths between all ranks (an all-to-all).
+        """Exchange segments of unequal lengths between all ranks of the axis (an all-to-all).
 
         Args:
-            x: [sum(send)] elements: the part for rank 0, then the part for rank 1, and so on.
-            send: number of elements that go to each rank.
-            receive: number of elements that each rank sends to this one.
-            of: label of the tensor in the timeline.
+            x: [sum(send)], the segment for rank 0, followed by the segment for rank 1, and so on.
+            send: number of elements that this rank sends to each rank.
+            receive: number of elements that each rank sends to this rank.
+            of: name of the tensor in the timeline.
         Returns:
-            The received parts, [sum(receive)], in rank order.
+            The received segments, [sum(receive)], in rank order.
         """
         if self.size == 1:
             return x
@@ -225,7 +231,7 @@ class MeshAxis:
         return out
 
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
-        """Overwrite `x` on every rank with the first rank's `x`, and return it."""
+        """Overwrite `x` on every rank of the axis with the `x` of the axis's first rank, and return `x`."""
         if self.size > 1:
             with self.timeline.span(self.name, "broadcast"):
                 dist.broadcast(x, src=self.ranks[0], group=self.group)
@@ -246,7 +252,10 @@ class MeshAxis:
         return values
 
     def share_object(self, value: object) -> Any:
-        """Return the first rank's picklable `value` on every rank. The other ranks' `value` is ignored."""
+        """Broadcast the picklable `value` of the axis's first rank, and return it on every rank.
+
+        The `value` of the other ranks is ignored.
+        """
         values = [value]
         if self.size > 1:
             with self.timeline.span(self.name, "share_object"):
@@ -257,12 +266,14 @@ class MeshAxis:
         """Sum `x` over the axis by a ring of sends and receives, and write this rank's slice of the sum to `out`.
 
         gloo implements a reduce-scatter as an all-reduce, which sends twice as many bytes. Measured with 4 ranks and
-        4 MB to 16 MB on a CPU, the ring takes 0.5 to 0.65 of its CPU time.
+        4 MB to 16 MB on a CPU, this ring takes 0.5 to 0.65 of the CPU time of gloo's reduce-scatter.
         """
         slices = x.view(self.size, *out.shape)
         successor, predecessor = self.ranks[(self.rank + 1) % self.size], self.ranks[self.rank - 1]
         partial = slices[self.rank - 1]
-        for hop in range(2, self.size + 1):  # each partial sum passes around the ring and ends at its owner
+        # The partial sum of each slice goes around the ring, and every rank adds its summand. The partial sum ends at
+        # the rank that owns the slice.
+        for hop in range(2, self.size + 1):
             incoming = torch.empty_like(partial)
             received = dist.irecv(incoming, predecessor, group=self.group)
             for request in (received, dist.isend(partial, successor, group=self.group)):
@@ -272,7 +283,7 @@ class MeshAxis:
         out.copy_(partial)
 
     def _all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """All-reduce `x` in place with the operation `op` and return it."""
+        """All-reduce `x` in place over the axis with the operation `op` (SUM or MAX), and return `x`."""
         if self.size > 1:
             with self.timeline.span(self.name, "all_reduce"):
                 dist.all_reduce(x, op=op, group=self.group)
@@ -280,7 +291,7 @@ class MeshAxis:
         return x
 
     def _span(self, collective: str, of: str) -> AbstractContextManager[object]:
-        """Return the context of a timeline span for a collective on the tensor labeled `of`."""
+        """Return a context that records a timeline span of a collective on the tensor named `of` ("" if unnamed)."""
         return self.timeline.span(self.name, f"{collective} {of}" if of else collective)
 
     def ring_bytes(self, full: torch.Tensor) -> int:
@@ -288,18 +299,18 @@ class MeshAxis:
         return full.numel() * full.element_size() * (self.size - 1) // self.size
 
     def count(self, collective: str, sent_bytes: int, *, calls: int = 1) -> None:
-        """Count calls of `collective` on this axis, in which this rank sent `sent_bytes` bytes in all."""
+        """Add `calls` calls of `collective` along this axis to the traffic counter, with the bytes sent in total."""
         self.counter.add(self.wire, self.name, collective, sent_bytes, calls=calls)
 
 
 _numbers = itertools.count()
-# Axes by key. An operator can only take tensors and plain values, so compiled code passes its axis as a string, as
-# torch does with process groups. Only the operators below read this dict. Its references are weak.
+# All live axes by `MeshAxis.key`. An operator of torch takes only tensors and plain values, so compiled code passes the
+# axis as a string, as torch does with process groups. The weak references do not keep an axis alive.
 _axes: weakref.WeakValueDictionary[str, MeshAxis] = weakref.WeakValueDictionary()
 
 
 def axis_of_key(key: str) -> MeshAxis:
-    """Return the live axis whose `key` was compiled into a graph.
+    """Return the mesh axis with the given `MeshAxis.key`, for a custom operator in a graph of torch.compile.
 
     Raises:
         KeyError: the axis has been garbage-collected.
@@ -310,15 +321,16 @@ def axis_of_key(key: str) -> MeshAxis:
 def define_operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Register `function` as a torch operator in the namespace `megazpp`, and return the operator.
 
-    This replaces `torch.library.custom_op`, which adds seven Python frames and alias checks to each call. They take
-    more host time than launching a collective. The operator has no autograd formula, because it appears only in
-    compiled graphs whose backward has already been traced.
+    This replaces `torch.library.custom_op`, whose seven Python frames and alias checks per call take more host time
+    than the launch of a collective. The operator has no autograd formula, because it appears only in compiled graphs
+    whose backward has already been traced.
 
     Args:
-        schema: operator name, arguments and results in torch's schema syntax. Arguments that are written to need the
-            mutation mark, as in `Tensor(a!)`.
-        function: implementation, called for tensors of any device.
-        fake: implementation for tracing. It returns tensors of the right shape and dtype for inputs without data.
+        schema: operator name, arguments and results in torch's schema syntax. An argument that `function` changes in
+            place is written `Tensor(a!)`.
+        function: implementation for tensors on any device.
+        fake: implementation for tracing by torch.compile. It takes tensors without data, and returns tensors of the
+            same shapes and dtypes as `function`.
     """
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
@@ -328,7 +340,7 @@ def define_operator(schema: str, function: Callable[..., Any], fake: Callable[..
 
 
 def _all_reduce_in_graph(x: torch.Tensor, axis: str) -> None:
-    """All-reduce `x` in place: the implementation of the operator megazpp::all_reduce_, which returns nothing."""
+    """All-reduce `x` in place over the axis with the key `axis`: the operator megazpp::all_reduce_ of compiled code."""
     axis_of_key(axis).all_reduce_(x)
 
 
@@ -353,6 +365,6 @@ _all_to_all_operator = define_operator(
 )
 
 
-# torch 2.13 renamed these two functions. torch 2.11 and 2.12 have only the old names.
+# torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor. torch 2.11 and 2.12 have only these old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,16 +1,16 @@
 """Communication queues, in which the collectives of a mesh axis run in order and overlap with compute.
 
-At the end of the file are two other means by which host and device work side by side: copies of a few numbers to the
-host, and threads.
+The file ends with two other tools for overlap of host and device: `HostCopy`, which copies a few numbers to the host
+without blocking, and `threads_on`.
 
-A queue runs its tasks one after the other. `submit` returns a `Work`, the handle by which a caller waits. A task may
-depend on works of other queues.
+A queue runs its tasks one after the other. `submit` returns a `Work`, a handle with which the caller waits for the
+task. A task may depend on the works of tasks in other queues.
 
     CommQueue     runs each task immediately in the caller, without overlap
     ThreadQueue   CPU: runs tasks in a thread. gloo and torch's kernels release the interpreter lock
     StreamQueue   CUDA: launches tasks on a stream. The host never blocks
 
-Queues cannot deadlock. Every rank runs the same program, so it submits the same tasks in the same order. Each queue
+Queues cannot deadlock. All ranks run the same program, so they submit the same tasks in the same order. Each queue
 keeps that order, and a task depends only on tasks that were submitted earlier. Consider the earliest task that is
 unfinished on some rank: all its dependencies are finished on all ranks, so it can run. This argument needs two rules:
 a process group has at most one queue, and no other code calls collectives on the group while tasks are pending.
@@ -30,7 +30,7 @@ import torch
 from megazpp.parallel.timeline import Timeline
 
 T = TypeVar("T")
-Moment = Any  # a CUDA event as returned by `CommQueue.record_event`, or None
+Moment = Any  # the result of `CommQueue.record_event`: a CUDA event, or None on the CPU
 
 
 class Work(Generic[T]):
@@ -45,7 +45,7 @@ class Work(Generic[T]):
     def wait(self) -> T:
         """Wait until the task is done and return its result.
 
-        With a `StreamQueue` only the caller's current stream waits, not the host.
+        For a task of a `StreamQueue` only the caller's current CUDA stream waits, not the host.
 
         Raises:
             Exception: the exception that the task raised, if any.
@@ -53,12 +53,17 @@ class Work(Generic[T]):
         return self.join()
 
     def join(self) -> T:
-        """Wait like `wait`, but without recording a "wait" span. For tasks that wait for tasks of another queue."""
+        """Wait for the task like `wait`, but do not record a "wait" span in the timeline.
+
+        Queue tasks that depend on tasks of another queue use it, because only blocked compute counts as waiting.
+        """
         return self._result
 
 
 class CommQueue:
-    """A queue that runs each task immediately in the caller: the base class, and the queue without overlap.
+    """A communication queue without overlap: `submit` runs each task at once in the calling thread.
+
+    This is also the base class of the queues that overlap tasks with compute.
 
     Attributes:
         blocks_host: True if `Work.wait` blocks the host, False if it blocks only the current CUDA stream.
@@ -67,23 +72,23 @@ class CommQueue:
     blocks_host = True
 
     def record_event(self) -> Moment:
-        """Record an event after the work now queued on the caller's current CUDA stream; None on the CPU.
+        """Record a CUDA event behind the work now queued on the caller's current stream, and return it.
 
-        Pass the event to `submit` as `since`.
+        The event can be passed to `submit` as `since`. On the CPU the result is None.
         """
         return None
 
     def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:
-        """Queue `task`, which runs after this queue's earlier tasks, and return the handle to it.
+        """Queue `task` behind this queue's earlier tasks, and return a handle with which to wait for it.
 
         The task runs without autograd. It runs in inference mode if the caller does, because only then can it write
         to inference tensors of the caller.
 
         Args:
-            task: function to run. Its return value becomes the result of the `Work`.
-            after: works that must be done before the task starts, usually tasks of other queues.
-            since: on CUDA, an event from `record_event`. The task starts after this event instead of after everything
-                that the caller's current stream now holds. Ignored on the CPU.
+            task: function to run. `Work.wait` returns its result.
+            after: works that must be done before the task starts, usually of other queues' tasks.
+            since: on CUDA, an event from `record_event`. The task then starts as soon as the event is reached. None
+                makes the task wait for all work that the caller's current stream now holds. Ignored on the CPU.
         """
         for work in after:
             work.join()
@@ -95,8 +100,8 @@ class ThreadQueue(CommQueue):
     """A queue that runs its tasks in a separate thread, for CPU tensors.
 
     Args:
-        name: name of the axis; it becomes part of the thread's name, and the label of "wait" spans in the timeline.
-        timeline: recorder of the time for which callers of `Work.wait` are blocked.
+        name: name of the queue's mesh axis, for the name of the thread and of "wait" spans in the timeline.
+        timeline: timeline that gets a "wait" span whenever a caller of `Work.wait` is blocked.
     """
 
     def __init__(self, name: str, timeline: Timeline) -> None:
@@ -104,7 +109,10 @@ class ThreadQueue(CommQueue):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"megazpp-{name}")
 
     def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:
-        """Queue `task` for the thread, in a copy of the caller's context variables; see `CommQueue.submit`."""
+        """Queue `task` for the queue's thread, which runs it in a copy of the caller's context variables.
+
+        `CommQueue.submit` describes the arguments and the result.
+        """
         inference = torch.is_inference_mode_enabled()
 
         def run() -> T:
@@ -124,7 +132,7 @@ class StreamQueue(CommQueue):
 
     Memory rules: The caching allocator assigns memory that a task allocates to the queue's stream. A tensor returned
     by `Work.wait` is safe to use and to free, because `wait` records it on the waiting stream. All other tensors that a
-    task uses, the caller's included, must stay alive until someone has waited for the task's work.
+    task uses, the caller's included, must stay alive until some stream has waited for the task by `Work.wait`.
 
     Only one thread at a time may submit tasks. A task must not submit to its own queue.
 
@@ -136,8 +144,8 @@ class StreamQueue(CommQueue):
 
     def __init__(self, *, priority: int = 0) -> None:
         self._stream = torch.cuda.Stream(priority=priority)
-        # Reused for every submission: a stream that waits for an event waits for its latest recording at that moment,
-        # so recording it again does not affect earlier waits.
+        # One event serves all submissions. A stream that waits for an event waits for the recording that is the latest
+        # when the wait is queued, so a new recording does not affect earlier waits.
         self._submitted = torch.cuda.Event()
 
     def record_event(self) -> Moment:
@@ -145,7 +153,10 @@ class StreamQueue(CommQueue):
         return current_stream().record_event()
 
     def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:
-        """Launch `task` on the queue's stream, without blocking the host; see `CommQueue.submit`."""
+        """Launch `task` on the queue's CUDA stream without blocking the host.
+
+        `CommQueue.submit` describes the arguments and the result.
+        """
         if since is None:
             self._submitted.record(current_stream())
             since = self._submitted
@@ -161,7 +172,7 @@ class StreamQueue(CommQueue):
 
 
 class _ThreadWork(Work[T]):
-    """The handle to a task in a thread. Waiting blocks the calling thread."""
+    """The handle to a task of a `ThreadQueue`. Waiting blocks the calling thread."""
 
     def __init__(self, future: Future[T], queue: str, timeline: Timeline) -> None:
         self._future, self._queue, self._timeline = future, queue, timeline
@@ -177,7 +188,7 @@ class _ThreadWork(Work[T]):
 
 
 class _StreamWork(Work[T]):
-    """The handle to a task on a stream. Waiting blocks only the caller's current stream."""
+    """The handle to a task of a `StreamQueue`. Waiting blocks only the caller's current CUDA stream, not the host."""
 
     def __init__(self, result: T, event: torch.cuda.Event) -> None:
         super().__init__(result)
@@ -187,7 +198,8 @@ class _StreamWork(Work[T]):
         waiting = current_stream()
         self._event.wait(waiting)
         if isinstance(self._result, torch.Tensor):
-            # Without this, a freed result's memory could be reused on the queue's stream while this stream reads it.
+            # Without `record_stream`, the allocator could give a freed result's memory to a new task on the queue's
+            # stream while the waiting stream still reads the result.
             self._result.record_stream(waiting)
         return self._result
 
@@ -199,7 +211,7 @@ def current_stream() -> torch.cuda.Stream:
 
 @functools.cache
 def _current_stream(identity: tuple[int, int, int]) -> torch.cuda.Stream:
-    """Return the current stream, cached by its identity."""
+    """Return `torch.cuda.current_stream()`; the cache has one entry per (stream ID, device index, device type)."""
     return torch.cuda.current_stream()
 
 
@@ -207,17 +219,17 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def _without_gradients() -> AbstractContextManager[object]:
-    """Return a context in which autograd records nothing; a no-op context if it is already off."""
+    """Return a context in which autograd records nothing; a context without effect if autograd is already off."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
-# ---- other work on the host beside the device ------------------------------------------------------------------------
+# ---- other tools for overlap of host and device ----------------------------------------------------------------------
 
 
 class HostCopy:
-    """Copies a few numbers from the device to the host without waiting for the device.
+    """An asynchronous copy of a few numbers from the GPU to the host, which does not wait for the GPU.
 
-    On the CPU it keeps `values` itself, which must not be changed afterwards.
+    For a CPU tensor no copy is made. The caller must not change `values` before `wait`.
     """
 
     def __init__(self, values: torch.Tensor) -> None:

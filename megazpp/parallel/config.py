@@ -8,8 +8,8 @@ from typing import Literal
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 
 LARGEST_SEED = 2**32 - 1  # largest seed that numpy accepts
-YEAR_SECONDS = 366 * 24 * 3600.0  # longest timeout: adding it to the current time cannot overflow a clock
-MOST_CTAS = 64  # NCCL's upper limit since version 2.25 (32 before)
+YEAR_SECONDS = 366 * 24 * 3600.0  # longest timeout, short enough that the current time plus it overflows no clock
+MOST_CTAS = 64  # NCCL's upper limit for CTAs (channels) per collective, since version 2.25 (32 before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,31 +96,42 @@ class LaunchConfig:
         check_not_negative(self, "max_restarts", "node_rank")
         for name in ("node_rank", "master_addr"):
             if self.nnodes is None and (value := getattr(self, name)) is not None:
-                raise ValueError(f"{spelling(self, name)} {value} needs --nnodes, the number of hosts")
+                raise ValueError(
+                    f"{spelling(self, name)} {value} needs --nnodes, the number of hosts: add --nnodes, or leave the "
+                    "flag out for a job on one host"
+                )
         if self.node_rank is not None and self.node_rank >= self.num_nodes:
-            raise ValueError(f"--node-rank {self.node_rank} is not a number from 0 to {self.num_nodes - 1} (--nnodes)")
+            raise ValueError(
+                f"--node-rank {self.node_rank} is not a number from 0 to {self.num_nodes - 1}: with --nnodes "
+                f"{self.num_nodes}, hosts are numbered from 0"
+            )
         if not 0 < self.master_port < 2**16:
-            raise ValueError(f"--master-port {self.master_port} is not a TCP port (1 to 65535)")
+            raise ValueError(f"--master-port {self.master_port} is not a TCP port: give a number from 1 to 65535")
         if self.num_nodes > 1 and self.max_restarts:
             raise ValueError(
-                f"--max-restarts {self.max_restarts} cannot be combined with --nnodes {self.nnodes}: after a failure, "
-                "start the command again on each host, with --load"
+                f"--max-restarts {self.max_restarts} is not supported with --nnodes {self.nnodes}: leave it out, and "
+                "after a failure start the command again on each host, with --load"
             )
         if not 0 <= self.seed <= LARGEST_SEED:
-            raise ValueError(f"--seed {self.seed} is not a number from 0 to {LARGEST_SEED}")
+            raise ValueError(f"--seed {self.seed} is not a number from 0 to {LARGEST_SEED}, as numpy requires")
         names = ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
         for name, seconds in zip(names, self.hang_seconds, strict=True):
             if seconds > YEAR_SECONDS:
-                raise ValueError(f"{spelling(self, name)} {getattr(self, name)} is more than a year")
+                raise ValueError(
+                    f"{spelling(self, name)} {getattr(self, name)} is more than a year, the longest supported time"
+                )
 
     @property
     def num_nodes(self) -> int:
-        """The number of hosts on which our own launcher starts workers."""
+        """The number of hosts on which MegaZ++'s own launcher starts workers: --nnodes, or 1."""
         return self.nnodes or 1
 
     @property
     def hang_seconds(self) -> tuple[float, float]:
-        """The seconds without progress after which the job counts as hung: during the first step, and after it."""
+        """Two limits of the watchdog: the seconds without progress after which a job counts as hung.
+
+        The first limit holds up to the end of the first step, the second limit for all later steps.
+        """
         first, later = 60 * self.distributed_timeout_minutes, self.distributed_timeout_seconds_after_init
         return first, first / 2 if later is None else later
 
@@ -147,4 +158,6 @@ class NcclConfig:
 
     def __post_init__(self) -> None:
         if self.nccl_cross_max_ctas is not None and not 1 <= self.nccl_cross_max_ctas <= MOST_CTAS:
-            raise ValueError(f"--nccl-cross-max-ctas {self.nccl_cross_max_ctas} is not a number from 1 to {MOST_CTAS}")
+            raise ValueError(
+                f"--nccl-cross-max-ctas {self.nccl_cross_max_ctas} is not a number from 1 to {MOST_CTAS}, NCCL's limits"
+            )

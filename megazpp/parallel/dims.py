@@ -1,22 +1,22 @@
 """The device mesh of a layout, and this rank's mesh axes.
 
-Only this file decides which process groups exist, and drop_in/dims.py for models of other programs.
+Only this file decides which process groups exist. For models of other programs, drop_in/dims.py decides it.
 
-| axis          | ranks along it                                | data communicated                         |
+| axis          | the ranks along the axis                      | data communicated                         |
 |---------------|-----------------------------------------------|-------------------------------------------|
 | tp            | split one layer's matrices                    | activations, several times per layer      |
 | cp            | split one sample's tokens: a part of shard    | queries, keys, values, outputs, per layer |
 | shard         | split one model copy's parameters and moments | weights and gradients, once per use       |
-| local         | the intra-node part of shard                  | ZeRO++: the intra-node hop, once per use  |
-| cross         | the inter-node part of shard                  | ZeRO++: the inter-node hop, once per step |
+| local         | are the intra-node part of shard              | ZeRO++: the intra-node hop, once per use  |
+| cross         | are the inter-node part of shard              | ZeRO++: the inter-node hop, once per step |
 | replicate     | hold equal copies (HSDP, ZeRO-0)              | reduced gradients, once per step          |
 | replica_group | hold equal shards in other replica groups     | outer gradients, once per synchronization |
-| node          | tp x local, created only for Muon             | rows of matrices, once per step           |
+| node          | are tp x local; created only for Muon         | rows of matrices, once per step           |
 | ep            | hold different experts: a part of tp x local  | tokens, to their experts and back         |
 
-Parameters of experts are sharded over the same ranks as all other parameters, along other axes
-(`ParallelDims.experts`): ep replaces tp, `expert shard` and `expert local` replace shard and local. An axis with the
-same ranks in both is one object.
+Parameters of experts are sharded over the same ranks as all other parameters, but along other axes
+(`ParallelDims.experts`): ep replaces tp, `expert shard` and `expert local` replace shard and local. If an axis of
+experts has the same ranks as the dense axis of its name, both are the same `MeshAxis`.
 
 A step is an optimizer step. A rank's index along shard is (cross index) x (local size) + (local index).
 
@@ -58,18 +58,17 @@ class ParallelDims:
         nccl: options of the NCCL process groups; None uses the defaults.
         threads: True runs the hops of CPU tensors in threads, where they overlap with compute. False runs each hop in
             the thread that submits it.
-        mesh: existing mesh [shard] or [shard, tp], under any dimension names; None creates a mesh.
-        dense: axes of the other parameters if these are the axes of experts (`experts`). Their counter and timeline are
-            used, and each of their axes that has the same ranks.
+        mesh: existing mesh [shard] or [shard, tp] of the caller, under any dimension names; None creates a mesh.
+        dense: None for the axes of a whole model. For the axes of experts' parameters (`experts`), the axes of all
+            other parameters: both use one counter and one timeline, and share each axis that has the same ranks.
     Attributes:
-        layout: the given layout.
+        layout: sizes of the axes and placement of the ranks.
         mesh: DeviceMesh [replica_group, replicate, shard, tp] without the dimensions of size 1, except shard.
-        tp, cp, shard, replicate, replica_group: this rank's axes. They share `counter` with the axes `local` and
-            `cross`.
-        counter: counter of the bytes that this rank sends.
-        timeline: recorder of the collectives of all axes.
-        world: axis of all ranks, for logging and barriers. Its bytes count under the wire "world".
-        data_size: number of shares into which each batch's samples are split, over all replica groups.
+        tp, cp, shard, replicate, replica_group: this rank's axes.
+        counter: counter of the bytes that this rank sends along all axes except `world`.
+        timeline: timeline with the spans of the collectives of all axes.
+        world: axis of all ranks, for logging and barriers, with a counter that the log does not show.
+        data_size: number of equal parts into which the samples of each global batch are split, over all replica groups.
     """
 
     _axis_class = MeshAxis
@@ -91,14 +90,14 @@ class ParallelDims:
             self.counter, self.timeline = TrafficCounter(), Timeline(device_type)
         else:
             self.counter, self.timeline = dense.counter, dense.timeline
-        # FSDP2 needs a shard dimension even of size 1. It reads its shard index from the process group, so each group
-        # numbers its ranks in axis order.
+        # FSDP2 needs a shard dimension, even if its size is 1. FSDP2 reads a rank's shard index from the process group,
+        # so each group has its ranks in axis order.
         self._mesh_axes = names = tuple(axis for axis in MESH_AXES if axis == "shard" or layout.axis_size(axis) > 1)
         if mesh is None:
             sizes = [layout.axis_size(axis) for axis in names]
             ranks = torch.tensor(layout.mesh_ranks(), device="cpu").view(sizes)
-            # Messages between replica groups stay pending for many steps, so they must not use the default group, on
-            # which other collectives run meanwhile.
+            # Messages between DiLoCo's replica groups stay pending for many steps. Other collectives run on the default
+            # process group meanwhile, so the axis `replica_group` needs process groups that only it uses.
             groups = [self._make_group(axis, axis, own=axis == "replica_group") for axis in names]
             mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(map(self._name, names)))
         self.mesh = mesh
@@ -114,17 +113,22 @@ class ParallelDims:
 
     @functools.cached_property
     def experts(self) -> ParallelDims:
-        """The axes of experts' parameters on the same ranks; made on first use, on all ranks."""
+        """The mesh and the axes of experts' parameters, on the same ranks; `self` if their axes are the dense axes.
+
+        Process groups are created on first use, so all ranks must make the first use together.
+        """
         if not self.layout.has_expert_axes:
             return self
         settings: dict[str, Any] = {"nccl": self._nccl, "threads": self._threads, "dense": self}
         return ParallelDims(self.layout.for_experts(), device_type=self.timeline.device_type, **settings)
 
     def twin(self, axis: str, name: str) -> MeshAxis:
-        """Return another axis over the ranks of `axis`, with a separate process group and queue. All ranks call this.
+        """Return another `MeshAxis` over the ranks of `axis`, with a separate process group and queue.
+
+        Collectives of the new axis may run while collectives of `axis` are pending. All ranks must call this.
 
         Args:
-            axis: name of an axis of the layout.
+            axis: name of an existing axis, for instance "shard".
             name: name of the new axis in the timeline and the byte counts.
         """
         group = self._make_group(axis, name, own=True) if self.layout.axis_size(axis) > 1 else None
@@ -132,32 +136,42 @@ class ParallelDims:
 
     @functools.cached_property
     def local(self) -> MeshAxis:
-        """The intra-node part of the shard axis. Its group is created on first use, which all ranks must make."""
+        """The intra-node part of the shard axis.
+
+        Its process group is created on first use, so all ranks must make the first use together.
+        """
         return self._axis("local", self._name("local"), self._group("local"))
 
     @functools.cached_property
     def cross(self) -> MeshAxis:
-        """The inter-node part of the shard axis. Its group is created on first use, which all ranks must make."""
+        """The inter-node part of the shard axis.
+
+        Its process group is created on first use, so all ranks must make the first use together.
+        """
         return self._axis("cross", "cross", self._group("cross"))
 
     @functools.cached_property
     def node(self) -> MeshAxis:
-        """The ranks of this node that share a model copy, tensor-parallel index innermost.
+        """The axis tp x local, for Muon: the ranks of this node that share a model copy, by local and then tp index.
 
-        The group is created on first use, which all ranks must make.
+        Its process group is created on first use, so all ranks must make the first use together.
         """
         return self.twin(NODE, NODE)
 
     def _name(self, axis: str) -> str:
-        """Return the name of an axis; an experts' axis has a separate name if its ranks differ from the dense axis."""
+        """Return the name of the `MeshAxis` for the layout's axis `axis`.
+
+        The names are equal, except in the experts' mesh: "ep", "expert local" and "expert shard" are its tp, local and
+        shard.
+        """
         return axis if self._dense is None else EXPERT_NAMES.get(axis, axis)
 
     def _is_shared(self, axis: str) -> bool:
-        """Return True if the experts' mesh uses the dense mesh's axis of this name."""
+        """Return True if this is the experts' mesh, and it uses the dense mesh's axis of the name `axis`."""
         return self._dense is not None and axis not in EXPERT_NAMES
 
     def _axis(self, axis: str, name: str, group: dist.ProcessGroup | None) -> MeshAxis:
-        """Return this rank's axis `axis` of the layout under the name `name`, over the given process group."""
+        """Return the `MeshAxis` with this rank along the layout's axis `axis`, named `name`, over the process group."""
         if self._is_shared(axis):
             return getattr(self._dense, axis)
         rank = dist.get_rank()
@@ -174,10 +188,10 @@ class ParallelDims:
         )
 
     def _group(self, axis: str) -> dist.ProcessGroup | None:
-        """Return this rank's group along `axis`, None for an axis of one rank.
+        """Return this rank's process group along `axis`, None for an axis of one rank.
 
-        Axes of the mesh use the mesh's groups. local uses shard's group if all shards are in one node. For cp, for
-        cross, and otherwise for local, a new group is created.
+        Axes of the device mesh use the mesh's groups. The axis local uses shard's group if all shards are in one node.
+        For cp, for cross, and for local over several nodes, a new group is created.
         """
         if self.layout.axis_size(axis) == 1:
             return None
@@ -187,66 +201,75 @@ class ParallelDims:
         return self.mesh.get_group(self._mesh_axes.index(of_mesh))
 
     def _make_group(self, axis: str, name: str, *, own: bool = False) -> dist.ProcessGroup:
-        """Create the groups of `axis` and return this rank's group.
+        """Create the process groups of `axis` on all ranks, and return the group that contains this rank.
 
         Args:
-            axis: axis of the layout.
-            name: description of the groups.
-            own: True never returns the default process group, even if the group has the same ranks.
+            axis: name of an axis of the layout.
+            name: description of the groups, `group_desc` in torch.
+            own: True always creates a new group. False may return the default process group if it has the same ranks.
         """
         if self._is_shared(axis):
             return getattr(self._dense, axis).group
         options = axis_options(axis, self.layout, self._nccl)
         if axis == "shard" and not own and self.layout.shard == self.layout.cluster.world_size:
-            # Without options make_group returns the default group, which saves a communicator. A high priority would
-            # only affect the group's own stream, which no training step uses.
+            # Without options `make_group` returns the default process group, which saves an NCCL communicator. The
+            # option would give a high priority to the group's internal stream, which no training step uses.
             options = None
-        # An explicit back end prevents reuse of the default group.
+        # With an explicit back end, `make_group` creates a new group even if the default group has the same ranks.
         backend = dist.get_backend() if own and options is None else None
         return make_group(list(self.layout.axis_groups(axis)), name, options, backend=backend)
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """The mesh for `fully_shard` in a replica group: [shard], or [replicate, shard] with several copies."""
+        """The mesh for `fully_shard`, within a replica group: [shard], or [replicate, shard] with several copies."""
         shard = self._name("shard")
         return self.mesh["replicate", shard] if self.layout.replicate > 1 else self.mesh[shard]
 
     @property
     def tp_mesh(self) -> DeviceMesh | None:
-        """The mesh of tensor parallelism, or of expert parallelism in `experts`; None over one rank."""
+        """The mesh [tp], or [ep] in the experts' mesh, for DTensors of split parameters; None if it has one rank."""
         return self.mesh[self._name("tp")] if self.layout.tp > 1 else None
 
     @property
     def data_rank(self) -> int:
-        """The index of this rank's share of each batch's samples, 0 to data_size - 1. Ranks of a cp group share it."""
+        """The index, 0 to data_size - 1, of the part of each global batch's samples that this rank computes.
+
+        All ranks of a context-parallel group have the same index, because they split the tokens of the same samples.
+        """
         return self.dropout_rank // self.cp.size
 
     @property
     def dropout_rank(self) -> int:
-        """The index of this rank among all ranks that compute different activations, for seeding dropout.
+        """The index of this rank along replica_group x replicate x shard, from which the seed of dropout follows.
 
-        Two ranks differ in it if they have different samples, or different tokens of the same samples (cp).
+        Two ranks have different indices if they compute different samples, or different tokens of a sample (cp).
+        Tensor-parallel ranks have equal indices.
         """
         return (self.replica_group.rank * self.replicate.size + self.replicate.rank) * self.shard.size + self.shard.rank
 
     def sum_over_data_(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum `x` in place over the data ranks of this rank's replica group, which take optimizer steps together.
+        """Sum `x` in place over the data-parallel ranks of this rank's DiLoCo replica group, and return `x`.
 
-        All ranks of a context-parallel group hold the same `x`, which is added once.
+        Without DiLoCo these are all data-parallel ranks. All ranks of a context-parallel group must hold the same `x`,
+        which is added once.
         """
         if self.cp.rank > 0:
             x.zero_()
         return self.replicate.all_reduce_(self.shard.all_reduce_(x))
 
     def sum_over_replica_groups_(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum `x` in place over the data ranks of all replica groups; the equal `x` of a cp group is added once."""
+        """Sum `x` in place over the data-parallel ranks of all DiLoCo replica groups, and return `x`.
+
+        All ranks of a context-parallel group must hold the same `x`, which is added once.
+        """
         return self.replica_group.all_reduce_(self.sum_over_data_(x))
 
 
 def open_axis(dims: ParallelDims) -> MeshAxis:
-    """Return an axis over all ranks with a separate gloo group, for checkpoint files.
+    """Return an axis over all ranks with a separate gloo process group, for reading and writing checkpoints.
 
-    Files are read and written on the CPU. A separate group lets a save run in the background during training.
+    Checkpoints are read and written on the CPU, so the group is a gloo group. A separate group lets a save
+    communicate in the background while training uses the other groups.
     """
     world = dims.world
     group = make_group([world.ranks], "checkpoint", backend="gloo") if world.size > 1 else None
@@ -256,13 +279,13 @@ def open_axis(dims: ParallelDims) -> MeshAxis:
 
 
 def raise_on_all_ranks(axis: MeshAxis, work: Callable[[], T]) -> T:
-    """Run `work` on every rank of `axis` and return its result. If it fails on one rank, raise on all.
+    """Run `work` on every rank of `axis` and return its result. If `work` fails on one rank, raise on all ranks.
 
-    This keeps the other ranks from waiting in a collective for a rank that has failed.
+    Otherwise the other ranks would wait for ever, in their next collective, for the rank that has failed.
 
     Raises:
-        ValueError: on all ranks, if `work` raised a ValueError or an OSError on any rank. The message joins the
-            different messages. It is a DamagedError if all failures were.
+        ValueError: on all ranks, if `work` raised a ValueError or an OSError on any rank. Its text has each different
+            message once. If `work` raised a DamagedError on each rank where it failed, the error is a DamagedError.
     """
     result: T | None = None
     failure: tuple[type[ValueError], str] | None = None

@@ -1,13 +1,13 @@
 """Environment variables for CUDA, PyTorch, Triton and NCCL.
 
-CUDA, PyTorch's allocator, Triton and NCCL read these variables once, so they are set before the first use:
+CUDA, PyTorch's allocator, Triton and NCCL read these variables once, so the program sets them before their first use:
 
 | variable                      | setting                    | reason                                              |
 |-------------------------------|----------------------------|-----------------------------------------------------|
 | CUDA_DEVICE_MAX_CONNECTIONS=1 | unset                      | with a single hardware queue, a collective that     |
 |                               |                            | waits for the network delays every later kernel.    |
-|                               |                            | Megatron-LM's scripts set it to fix an order of     |
-|                               |                            | kernels, on which this code does not depend         |
+|                               |                            | Megatron-LM's scripts set it to fix the order of    |
+|                               |                            | kernels; this code does not need that order         |
 | PYTORCH_ALLOC_CONF            | expandable_segments:True   | each stream has its own memory pool, and the pools  |
 |                               |                            | fragment                                            |
 | TRITON_CACHE_DIR              | per user, on the node      | home directories are often on a network file system |
@@ -16,7 +16,7 @@ CUDA, PyTorch's allocator, Triton and NCCL read these variables once, so they ar
 |                               |                            | can deadlock; with this, NCCL 2.26 and newer start  |
 |                               |                            | them in the host's order                            |
 
-Values that the user has set are kept, except the first.
+Values that the user has set are kept, except CUDA_DEVICE_MAX_CONNECTIONS=1.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ import torch
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # current name, older names
-TRITON = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_CACHE_MANAGER")  # each selects where compiled kernels are cached
+TRITON = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_CACHE_MANAGER")  # each one selects where Triton caches kernels
 
 
 def prepare_environment(env: MutableMapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Set the variables for CUDA, PyTorch's allocator and Triton, if torch is built with CUDA.
+    """Set the environment variables of CUDA, PyTorch's allocator and Triton; without a CUDA build of torch, do nothing.
 
     Call this before the first use of CUDA. NCCL's variable depends on the layout; `order_launches` (groups.py) sets it.
 
     Args:
-        env: environment to change.
+        env: environment variables, changed in place.
     Returns:
-        A notice for each value of the user that was overridden.
+        A notice for the log for each value of the user that was overridden.
     Raises:
         ValueError: CUDA is already initialized with CUDA_DEVICE_MAX_CONNECTIONS=1, or Triton's cache folder belongs to
             another user.
@@ -69,12 +69,12 @@ def check_connections(env: Mapping[str, str] = os.environ) -> None:
 
 
 def node_folder(name: str) -> Path | None:
-    """Return a private folder for this user in the node's temporary directory, and create it if needed.
+    """Return a private folder for compiled kernels, /tmp/megazpp-UID/NAME on this node, and create it if needed.
 
     Returns:
-        The folder, or None if the file system forbids executing files. Compiled kernels could not be loaded from it.
+        The folder, or None if its file system is mounted `noexec`, because compiled kernels could not be loaded.
     Raises:
-        ValueError: the folder belongs to another user, or others have access to it.
+        ValueError: the folder belongs to another user, or other users have access to it.
     """
     base = Path(tempfile.gettempdir())
     if os.statvfs(base).f_flag & os.ST_NOEXEC:

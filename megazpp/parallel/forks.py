@@ -1,7 +1,7 @@
-"""Processes that are forks of this one, which has already imported everything that they need.
+"""CPU workers as forks of the launching process, which has already imported torch and all other modules.
 
-Importing takes 3.4 CPU-seconds of each process that is started anew. A fork runs a function from its beginning, in the
-same state as a new process: its own session, default signal handlers, and no thread besides the first.
+Imports take 3.4 CPU-seconds in each new Python process, and none in a fork. A fork calls the program's main function in
+the same state as a new process: in a separate session, with default signal handlers, and with a single thread.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from megazpp.base.program import EXIT_ERROR, leave
 
 
 class Fork:
-    """Forked process that runs a program, with the part of `subprocess.Popen` that launchers use.
+    """A forked worker process, with those methods of `subprocess.Popen` that the launcher uses.
 
-    SIGINT is blocked in the new process, as in other workers.
+    SIGINT stays blocked in the fork until `worker_process` unblocks it, as in workers that are started anew.
 
     Args:
         main: main function of the program, which returns its exit status.
-        env: variables that are added to the environment.
-        handled: signals for which this process may have handlers; they get their default ones.
+        env: variables that are added to the fork's environment.
+        handled: signals for which the launching process may have handlers. The fork gets the default handlers.
     """
 
     def __init__(self, main: Callable[[], int], env: Mapping[str, str], *, handled: Collection[int]) -> None:
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # or the fork would print the same text again
+            stream.flush()  # a fork inherits unwritten output, and would print it a second time
         self._code: int | None = None
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)  # until the fork has its own handlers
+        # Signals stay blocked until the fork has replaced the launcher's handlers, which must not run in the fork.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
         try:
             self.pid = os.fork()
             if self.pid == 0:
@@ -42,15 +43,15 @@ class Fork:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the process runs."""
+        """Return the exit code of the forked process, -n if signal n has killed it; None while the process runs."""
         return self._code if self._code is not None else self._reap(os.WNOHANG)
 
     def wait(self) -> int | None:
-        """Wait for the end of the process, and return its exit code."""
+        """Wait until the forked process ends, and return its exit code, -n if signal n has killed it."""
         return self._code if self._code is not None else self._reap(0)
 
     def send_signal(self, signum: int) -> None:
-        """Send a signal, unless the process has ended."""
+        """Send the signal `signum` to the forked process, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, signum)
 
@@ -63,7 +64,10 @@ class Fork:
 def _be_new(
     main: Callable[[], int], env: Mapping[str, str], handled: Collection[int], *, blocked: Collection[int]
 ) -> NoReturn:
-    """Make this forked process like a new one, run the program, and exit."""
+    """Give this fork the state of a new process, call `main`, and exit with its exit status.
+
+    The state is a separate session, default signal handlers, the signal mask `blocked`, and `env` in the environment.
+    """
     code = EXIT_ERROR
     try:
         os.setsid()
@@ -80,18 +84,18 @@ def _be_new(
 
 
 def can_fork() -> bool:
-    """Return True if forks of this process can be workers.
+    """Return True if this launching process can fork its workers instead of starting new Python processes.
 
-    CUDA cannot be used after a fork. Neither can the threads of OpenMP or of a tokenizer, so no thread may have started
-    since the imports; numpy's own threads survive a fork.
+    CUDA cannot be used after a fork, and neither can the threads of OpenMP or of a tokenizer. The machine must
+    therefore have no GPU, and no thread may have started since the imports. numpy's threads survive a fork.
     """
     return not torch.cuda.is_available() and 0 < _num_threads() == IDLE_THREADS
 
 
 def _num_threads() -> int:
-    """Return the number of this process's threads, 0 if the system does not tell."""
+    """Return the number of threads of this process, or 0 if the system has no /proc."""
     tasks = Path("/proc/self/task")
     return len(os.listdir(tasks)) if tasks.is_dir() else 0
 
 
-IDLE_THREADS = _num_threads()  # after the import of torch, which imports numpy
+IDLE_THREADS = _num_threads()  # number of threads after the imports of torch and numpy, before any work

@@ -1,7 +1,7 @@
-"""Discovery of the cluster by its ranks: each rank describes its host, and rank 0 combines the answers.
+"""Discovery of the cluster by its ranks: each rank describes its host, and rank 0 combines the descriptions.
 
-The launcher's environment is enough to reject wrong flags before workers start. Only the ranks themselves can find out
-which host they are on and how their GPUs are connected.
+The variables that a launcher sets are enough to reject wrong flags before workers start. Only the ranks themselves can
+find out which host they are on and how their GPUs are connected.
 
 Ranks exchange their descriptions through the rendezvous store, which works even if they disagree about devices or back
 ends. The format is JSON, because other processes may be able to write to that store (launch.py).
@@ -37,14 +37,15 @@ UNKNOWN_LINKS = "the NVLink connections are unknown, so each node counts as one 
 def resolve_cluster(
     worker: Worker, config: ClusterConfig, announced: Cluster, *, on_one_machine: Callable[[], Cluster]
 ) -> Cluster:
-    """Return the cluster to plan for: the one that flags describe, otherwise the one that the ranks discover.
+    """Return the cluster for the layout of the ranks: the cluster that flags describe, or else the discovered cluster.
 
     All ranks call this and return equal clusters.
 
     Args:
         worker: this rank.
-        config: flags that may describe the cluster.
-        announced: the cluster that `detect_cluster` derived from flags and the launcher's environment.
+        config: flags that may describe the cluster (--cluster-file, --emulate-nodes).
+        announced: the cluster that `detect_cluster` derived from flags and the launcher's environment. It is the result
+            if flags describe the cluster.
         on_one_machine: function that returns the cluster for --emulate-nodes auto if all ranks are on one machine.
     Raises:
         ValueError: the hosts do not form a usable cluster. All ranks raise it with the same message.
@@ -87,17 +88,17 @@ def share_survey(store: dist.Store, rank: int, world_size: int, info: HostInfo) 
 
 
 def _read(text: bytes, name: str, make: Callable[[Any], T]) -> T:
-    """Parse the JSON that another rank wrote to the store, and convert it with `make`.
+    """Parse the JSON text that another rank wrote to the rendezvous store, and return `make` of the parsed JSON.
 
     The store may hold data from an attacker. `make` therefore constructs only plain records whose field types have
     been checked.
 
     Args:
-        text: JSON text.
+        text: JSON text from the store.
         name: name of the expected record, for the error message.
-        make: function that converts the parsed JSON.
+        make: function that converts the parsed JSON to a record, and raises an error if it cannot.
     Raises:
-        ValueError: the text is not JSON or not such a record.
+        ValueError: `text` is not JSON, or `make` cannot convert it.
     """
     try:
         return make(json.loads(text))
@@ -106,17 +107,25 @@ def _read(text: bytes, name: str, make: Callable[[Any], T]) -> T:
 
 
 def _cluster(answer: Any) -> Cluster | str:
-    """Convert rank 0's answer: return the cluster, or the message that says why the hosts form none."""
+    """Convert the JSON that rank 0 wrote about the discovery of the cluster.
+
+    Returns:
+        The discovered cluster, or the message that says why the hosts form no usable cluster.
+    """
     return str(answer["problem"]) if "problem" in answer else _make(Cluster, answer)
 
 
 def _host_info(answer: Any) -> HostInfo:
-    """Convert the JSON of a rank's host description."""
+    """Convert the JSON object of a rank's host description to a `HostInfo`."""
     return _make(HostInfo, answer | {"gpu": answer["gpu"] and _make(Gpu, answer["gpu"])})
 
 
 def _make(kind: type[T], fields: dict[str, Any]) -> T:
-    """Construct a record after checking the types of its fields; lists become tuples."""
+    """Construct the dataclass `kind` from fields that JSON gave, after a check of their types. Lists become tuples.
+
+    Raises:
+        ValueError: a field has a wrong type.
+    """
     for problem in wrong_types(kind, fields):
         raise ValueError(problem)
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
@@ -128,14 +137,14 @@ def describe_host(
     """Describe the machine of this process, and its GPU if collectives run on it.
 
     Args:
-        local_rank: the launcher's index of this rank on its node.
+        local_rank: index of this rank on its node, from the launcher.
         device: device on which this rank computes.
-        uses_gpu: True if collectives run on the GPU. With gloo they do not, so NVLink does not matter. None asks the
+        uses_gpu: True if collectives run on the GPU, so that NVLink matters. False for gloo. None asks the default
             process group.
-        root: folder that contains `proc`; tests use another one.
+        root: parent folder of `proc`; tests pass a substitute.
     """
     if uses_gpu is None:
-        # `init_process_group` without a back end, or with "cpu:gloo,cuda:nccl", uses one for each type of device
+        # The default group may have a back end for each type of device: "cpu:gloo,cuda:nccl" is torch's own default.
         uses_gpu = device.type == "cuda" and "cuda:nccl" in dist.get_backend_config()
     gpu, notice = describe_gpu(device) if uses_gpu else (None, "")
     boot_id, namespace = root / "proc/sys/kernel/random/boot_id", root / "proc/self/ns/net"
@@ -150,7 +159,11 @@ def describe_host(
 
 
 def describe_gpu(device: torch.device) -> tuple[Gpu, str]:
-    """Return the GPU behind a CUDA device, and a notice for the user if its connections are unknown ("" otherwise)."""
+    """Describe the GPU of a CUDA device with its NVLink connections.
+
+    Returns:
+        The description, and a notice for the user if the connections are unknown, otherwise "".
+    """
     properties = torch.cuda.get_device_properties(device)
     uuid, name = str(properties.uuid), properties.name
     try:
@@ -165,7 +178,7 @@ def describe_gpu(device: torch.device) -> tuple[Gpu, str]:
 
 
 def query_gpu(nvml: Any, uuid: str, name: str) -> Gpu:
-    """Query NVML for the PCI address, the NVLink peers and the NVLink fabric of a GPU. Unknown fields stay empty.
+    """Query NVML for the PCI address, the NVLink peers and the NVLink fabric of a GPU. Fields stay empty if unknown.
 
     Args:
         nvml: the module pynvml; tests pass a substitute.
@@ -175,13 +188,13 @@ def query_gpu(nvml: Any, uuid: str, name: str) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
     def ask(function: str, *args: Any) -> Any:
-        """Return the answer to an NVML query about this GPU, None if the query is not supported."""
+        """Return the result of the NVML function with this name for this GPU; None if the query is not supported."""
         try:
             return getattr(nvml, function)(handle, *args)
         except (nvml.NVMLError, AttributeError):  # this GPU, driver or package version does not support the query
             return None
 
-    # Direct NVLinks. They also report peers that are not visible to this process.
+    # The GPUs and switches at the other ends of this GPU's NVLinks, including GPUs that this process cannot see.
     peers: set[str] = set()
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         kind = ask("nvmlDeviceGetNvLinkRemoteDeviceType", link) if ask("nvmlDeviceGetNvLinkState", link) == 1 else None
@@ -191,14 +204,14 @@ def query_gpu(nvml: Any, uuid: str, name: str) -> Gpu:
             remote = ask("nvmlDeviceGetNvLinkRemotePciInfo", link)
             peers |= {_address(remote)} if remote is not None else set()
 
-    # NVLink paths as the driver reports them, because a virtual machine may hide the ends of its links.
+    # A virtual machine may hide the other ends of NVLinks. The driver still reports to which GPUs an NVLink path leads.
     for index in range(nvml.nvmlDeviceGetCount()):
         with contextlib.suppress(nvml.NVMLError):  # this process may not be allowed to use that GPU
             other = nvml.nvmlDeviceGetHandleByIndex(index)
             if ask("nvmlDeviceGetP2PStatus", other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK:
                 peers.add(_address(nvml.nvmlDeviceGetPciInfo(other)))
 
-    # The multi-node NVLink fabric. The NVSwitches of a single node report a cluster UUID of zeros.
+    # The multi-node NVLink fabric (an NVLink rack). In a single node with NVSwitches the cluster UUID is zero.
     fabric = ""
     if hasattr(nvml, "c_nvmlGpuFabricInfoV_t"):
         info = nvml.c_nvmlGpuFabricInfoV_t()

@@ -2,13 +2,14 @@
 
     pretrain_gpt.py --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 ...         the same command on each host
 
-The launcher of node 0 holds the job's store, which listens only at --master-addr. Each launcher connects to it,
-compares its number of ranks with node 0's, and starts its workers when all launchers have joined. The first launcher
-whose host fails writes the reason to the store. The others print the reason within seconds, and end their workers.
+The launcher of node 0 holds the job's store, a TCPStore that listens only at --master-addr. Each launcher connects to
+the store, compares its number of ranks with node 0's, and starts its workers when all launchers have joined. The first
+launcher whose host fails writes the reason to the store. The others print the reason within seconds, and end their
+workers.
 
 A call on the store blocks for as long as the link is down. One thread of each launcher therefore makes all of these
-calls, and the main thread waits for it with deadlines. A link that is lost during the run ends each host through the
-watchdogs of its ranks.
+calls, and the main thread waits for this thread with deadlines. If a link is lost during the run, the watchdogs of the
+ranks end each host.
 """
 
 from __future__ import annotations
@@ -32,31 +33,32 @@ from megazpp.base.launcher import LOOPBACK
 from megazpp.base.program import JobError, say, say_at_terminal
 
 POLL_SECONDS = 0.1
-CONNECT_SECONDS = 2.0  # limit of one attempt to connect
-WAIT_SECONDS = 15.0  # time for the other hosts to start, before a launcher says what may be wrong
-TELL_SECONDS = 20.0  # time in which a launcher that fails before the start tries to tell the others
-END_SECONDS = 10.0  # time in which the launcher that holds the store stays for the others at the end
-LOST_SECONDS = 3.0  # time for one message at the end, after which the link counts as lost
+CONNECT_SECONDS = 2.0  # limit of one attempt to connect to the store of node 0
+WAIT_SECONDS = 15.0  # time for the other hosts to start, before a launcher prints what may be wrong
+TELL_SECONDS = 20.0  # longest time for which a launcher that fails before the start tries to tell the other hosts
+END_SECONDS = 10.0  # longest time for which node 0's launcher keeps the store open at the end, until all have left
+LOST_SECONDS = 3.0  # longest time for a launcher's last message to the store; then it leaves without an answer
 SIOCGIFADDR = 0x8915  # request of <linux/sockios.h> for the address of an interface
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # variables with the interface of collectives
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # environment variables that select the network interface
 LOOPBACK_NAMES = (LOOPBACK, "localhost")
 JOINED, LEFT, REASON, FAILED, NOTE = "joined", "left", "reason", "failed", "note"  # keys in the store
 
 
 @dataclass(kw_only=True)
 class Hosts:
-    """The hosts of a job, and the connection of one host's launcher to the others.
+    """The hosts of a job with --nnodes, and the connection of this host's launcher to the other launchers.
 
     Attributes:
         num_nodes: number of hosts (--nnodes).
-        node_rank: number of this host; host 0 holds the store.
-        address: address of host 0, by name or number.
-        port: TCP port of the store.
+        node_rank: index of this host (--node-rank); host 0 holds the store.
+        address: name or IP address of host 0 (--master-addr).
+        port: TCP port of the store (--master-port).
         ranks_per_node: number of ranks on each host.
-        patience_seconds: longest time to wait for the other hosts.
+        patience_seconds: longest time to wait until all hosts have joined.
         name: name of this host.
-        over: reason for which another host has ended the job; None while it runs.
-        over_at: time at which this host's ranks have to have ended, as `time.monotonic()` gives it.
+        over: reason for which another host has ended the job; None while the job runs.
+        over_at: time, on the clock of `time.monotonic()`, at which this host must end its ranks because another host
+            has ended the job; infinite while the job runs.
     """
 
     num_nodes: int
@@ -70,14 +72,14 @@ class Hosts:
     over_at: float = math.inf
 
     def __post_init__(self) -> None:
-        self._obstacle = ""  # why this host is not connected to the store yet
-        self._interface: str | None = None  # network interface towards the store
+        self._obstacle = ""  # reason why the last attempt to connect to the store failed
+        self._interface: str | None = None  # network interface with which this host reaches the store
         self._first = ""  # name of host 0
-        self._sent: dict[str, str] = {}  # messages to write to the store, by key
-        self._connected, self._complete = threading.Event(), threading.Event()
-        self._until = math.inf  # time at which to stop connecting
-        self._leaving, self._done = threading.Event(), threading.Event()
-        self._mistake: ValueError | None = None  # mistake of this host
+        self._sent: dict[str, str] = {}  # messages that the thread still has to write to the store, by key
+        self._connected, self._complete = threading.Event(), threading.Event()  # to the store; all hosts have joined
+        self._until = math.inf  # time, on the monotonic clock, at which to give up connecting
+        self._leaving, self._done = threading.Event(), threading.Event()  # this host shall leave; the thread has ended
+        self._mistake: ValueError | None = None  # error because of this host's flags or address
 
     @property
     def where(self) -> str:
@@ -89,9 +91,12 @@ class Hosts:
     def gather(self) -> dict[str, str]:
         """Wait until all hosts have joined the job, and return the environment variables for this host's workers.
 
+        The variables are the address of the store and, unless the user has set them, the network interfaces of gloo
+        and NCCL.
+
         Raises:
-            ValueError: the flags of two hosts do not fit together, the store cannot be opened or reached, or hosts
-                have not come in time.
+            ValueError: the flags of two hosts differ, the store cannot be opened or reached, or not all hosts have
+                joined within `patience_seconds`.
             JobError: another host has failed.
         """
         first, total = self.node_rank * self.ranks_per_node, self.num_nodes * self.ranks_per_node
@@ -120,16 +125,16 @@ class Hosts:
         return variables
 
     def note(self, signal_name: str) -> None:
-        """Make the other hosts print that this one has received a signal. Returns at once."""
+        """Make the other hosts print that this host has received the signal `signal_name`. This does not block."""
         self._sent[NOTE] = f"{self.name} has received {signal_name}: all hosts finish the step, save and end"
 
     def end(self, reason: str, *, grace_seconds: float = 0.0, seconds: float = LOST_SECONDS) -> None:
-        """Leave the job, and on the host with the store wait until the others have left.
+        """Leave the job. Host 0, which holds the store, first waits until the other hosts have left.
 
         Args:
-            reason: why this host has failed, which the others print; "" if it has not.
-            grace_seconds: time in which the ranks of the other hosts may print more before they are ended.
-            seconds: time in which to connect to the store and to write the reason.
+            reason: reason for which this host has failed, printed by the other hosts; "" if it has not failed.
+            grace_seconds: time for which the ranks of the other hosts may print details before they are ended.
+            seconds: longest time to connect to the store and to write `reason`.
         """
         if reason:
             self._sent[REASON] = json.dumps([f"{self.name}: {reason}", grace_seconds])
@@ -138,7 +143,10 @@ class Hosts:
         self._done.wait(max(seconds, END_SECONDS) if self.node_rank == 0 else seconds)
 
     def tell(self, reason: str) -> None:
-        """Tell the other hosts that this one has failed before the start."""
+        """Tell the launchers of the other hosts that this host has failed before its workers were started.
+
+        `reason` is the text that they print. This tries for at most TELL_SECONDS to reach the store.
+        """
         say_at_terminal(f"{self.name}: telling the other hosts, for at most {TELL_SECONDS:g} s; Ctrl-C ends this")
         self._start(join=False)
         with contextlib.suppress(KeyboardInterrupt):
@@ -146,17 +154,17 @@ class Hosts:
 
     @property
     def is_time_to_end(self) -> bool:
-        """True if another host has ended the job, and this host's ranks have had time to print more about it."""
+        """True if another host has ended the job, and the time for this host's ranks to print details is over."""
         return time.monotonic() > self.over_at
 
     def wait_for_reason(self, seconds: float) -> None:
-        """Wait until another host has ended the job, at most `seconds`."""
+        """Wait until another host has ended the job, so that `over` is its reason, but at most `seconds`."""
         deadline = time.monotonic() + seconds
         while self.over is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
     def _waiting(self) -> str:
-        """Return a description of the obstacle, with the remedies that the user can try."""
+        """Return a text for the user: which hosts this host waits for or cannot reach, and what may be wrong."""
         if self._connected.is_set() or self.node_rank == 0:
             firewall = f"; a firewall here may drop port {self.port}" if self.node_rank == 0 else ""
             return (
@@ -171,11 +179,14 @@ class Hosts:
     # ---- the thread that uses the store ---------------------------------------------------------------------------
 
     def _start(self, *, join: bool) -> None:
-        """Start the thread; `join` is False for a host that only tells why it has failed."""
+        """Start the thread that uses the store. `join` is False on a host that only tells the others of its failure."""
         threading.Thread(target=self._exchange, args=(join,), name="megazpp-hosts", daemon=True).start()
 
     def _exchange(self, join: bool) -> None:
-        """Open the store, join the job, pass messages on, and leave."""
+        """Run this launcher's thread: open the store, join the job, exchange messages until the job ends, and leave.
+
+        `join` is False on a host that only tells the others of its failure.
+        """
         try:
             root = self._listen() if self.node_rank == 0 else self._connect()
             store = dist.PrefixStore("megazpp/hosts", root)
@@ -212,7 +223,11 @@ class Hosts:
         self._done.set()
 
     def _listen(self) -> dist.TCPStore:
-        """Create the store of the job on this host, the first one; raise a ValueError if that is impossible."""
+        """Create the store of the job on this host, which is host 0.
+
+        Raises:
+            ValueError: this host does not have the address, or the port is in use.
+        """
         family, address = self._resolve()
         try:
             listener = socket.create_server((address, self.port), family=family)
@@ -237,7 +252,11 @@ class Hosts:
         )
 
     def _connect(self) -> dist.TCPStore:
-        """Connect to the store once it exists; raise a ValueError if the time to leave comes first."""
+        """Connect to the store of host 0, and retry until host 0 has created it.
+
+        Raises:
+            ValueError: the store has not been reached before the time `_until`.
+        """
         _, address = self._resolve()
         while time.monotonic() < self._until:
             try:
@@ -251,7 +270,11 @@ class Hosts:
         raise ValueError(self._waiting())
 
     def _resolve(self) -> tuple[socket.AddressFamily, str]:
-        """Return the family and the number of the address; raise a ValueError if others cannot use it."""
+        """Resolve --master-addr, and return its address family and its IP address.
+
+        Raises:
+            ValueError: the name is unknown, or its IP address is a loopback address, which other hosts cannot reach.
+        """
         flag = f"--master-addr {self.address}"
         try:
             family, *_, number = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0]
@@ -259,16 +282,17 @@ class Hosts:
             raise ValueError(f"{flag}: {error.strerror}") from None
         if str(number[0]).startswith("127.") and self.address not in LOOPBACK_NAMES:
             raise ValueError(
-                f"{flag} is {number[0]} on {self.name}, which other hosts cannot reach: give the number that "
-                "`ip -brief address` shows"
+                f"{flag} is the loopback address {number[0]} on {self.name}, which other hosts cannot reach: give node "
+                "0's IP address, which `ip -brief address` shows there"
             )
         return family, str(number[0])
 
     def _join(self, store: dist.Store) -> None:
-        """Claim this host's number, and compare the flags with host 0's.
+        """Claim this host's --node-rank in the store, and compare --nnodes and --nproc with host 0's.
 
         Raises:
-            ValueError: another host has the number. The job does not end, so that this host can be started again.
+            ValueError: another host already has this --node-rank. The other hosts keep waiting, so that this host can
+                be started again with another number.
         """
         mine = [self.name, self.num_nodes, self.ranks_per_node]
         if store.add(f"claims/{self.node_rank}", 1) > 1:
@@ -289,10 +313,13 @@ class Hosts:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface with this IPv4 address, for example "eth1"; None for loopback or if none has it."""
+    """Return the network interface of this machine with the given IPv4 address, for example "eth1".
+
+    Returns None for a loopback address, and if no interface has the address.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in [] if address.startswith("127.") else socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
+            with contextlib.suppress(OSError):  # the request fails for an interface without an IPv4 address
                 found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name

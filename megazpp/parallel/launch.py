@@ -15,10 +15,10 @@ Security: torch's store has no authentication. Any process that can connect to i
 network it needs a firewall (SECURITY.md).
 
 This program has its own launcher instead of torch's elastic agent (torchrun) for two reasons. The elastic agent ends
-workers with SIGTERM, on which our workers finish their step and save, and it may take 30 seconds. And our launcher's
-store outlives every worker, so the remaining ranks can still record in it which rank failed first.
+workers with SIGTERM, on which our workers finish their step and save, and it may take 30 seconds. And the store of our
+launcher outlives every worker, so the remaining ranks can still record in the store which rank failed first.
 
-worker.py holds the part of the start that runs in each worker.
+Each worker continues its start in worker.py.
 """
 
 from __future__ import annotations
@@ -62,26 +62,28 @@ POLL_SECONDS = 0.05
 # A rank whose collective breaks reports a secondary failure. The launcher then waits this long for the rank that failed
 # first to exit, before it ends the job.
 GRACE_SECONDS = 3.0
-MOST_CPU_WORKERS = 4  # default limit; the default is at least 2, so that collectives are exercised
-# Signals on which workers finish the step, save and exit with 0. Batch systems send the last three as a warning: Slurm
-# what --signal names, LSF and Grid Engine SIGUSR2, or SIGXCPU at a limit of CPU time.
+MOST_CPU_WORKERS = 4  # limit of the default number of CPU workers, which is at least 2, so that collectives run
+# Signals on which workers finish the step, save and exit with 0. Batch systems send the last three before they end a
+# job: Slurm the signal of its option --signal, LSF and Grid Engine SIGUSR2, or SIGXCPU at a limit of CPU time.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # torchrun and our launcher both set this variable
-PORTS_PER_STEP = 7919  # distance between the ports of two steps of a Slurm job; jobs with near numbers do not collide
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the store is in the launching process, not in rank 0
+# Environment variable with the number of restarts so far; torchrun and MegaZ++'s launcher both set it.
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+# Distance between the ports of two steps of a Slurm job, large enough that jobs with near numbers do not collide.
+PORTS_PER_STEP = 7919
+# Environment variable with the value "True" if the store is in the launching process, not in rank 0.
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """The place of a process in the job.
+    """The rank of a process in the job, or the number of workers that the process has to launch.
 
     Attributes:
         started: True if this process is a worker itself, False if it has to launch the workers.
         world_size: number of ranks in the job.
         rank: this process's rank, 0 if it is not a worker.
         local_rank: this process's index among the ranks of its node.
-        launched_size: number of workers that this process has to launch, if other hosts launch the rest; otherwise
-            None.
+        launched_size: with --nnodes, the number of workers that this process has to launch on its host; otherwise None.
     """
 
     started: bool
@@ -92,17 +94,17 @@ class RankInfo:
 
 
 def detect_rank_info(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> RankInfo:
-    """Find out from the launcher's environment which rank this process is, or how many workers it has to launch.
+    """Find out from environment variables which rank this process is, or how many workers it has to launch.
 
     Args:
-        config: number of workers, restarts and back end.
-        env: environment of this process.
+        config: flags with the number of workers, restarts and hosts, and the back end.
+        env: environment of this process, in which a launcher such as torchrun or srun has set its variables.
     Raises:
-        ValueError: --nproc, --nnodes or --max-restarts is given although a launcher started the workers; the launcher
-            left out an address; or --distributed-backend nccl is given without a GPU.
+        ValueError: --nproc, --nnodes or --max-restarts is given although a launcher such as torchrun started the
+            workers; the launcher has not set the store's address; or --distributed-backend nccl is given without a GPU.
     """
     if config.distributed_backend == "nccl" and not torch.cuda.is_available():
-        raise ValueError("--distributed-backend nccl needs a GPU, but torch finds none on this machine")
+        raise ValueError("--distributed-backend nccl needs a GPU, but torch finds none on this machine; use gloo")
     launched = find_launcher(env)
     if launched is None:
         cores = len(os.sched_getaffinity(0))
@@ -115,8 +117,8 @@ def detect_rank_info(config: LaunchConfig, env: Mapping[str, str] = os.environ) 
         for name, value in own.items():
             if value is not None:
                 raise ValueError(
-                    f"{name} {value} conflicts with {launched.launcher}, which starts and restarts the workers; remove "
-                    "the flag"
+                    f"{name} {value} conflicts with {launched.launcher}, which starts and restarts the workers of this "
+                    "job: remove the flag"
                 )
         find_address(launched, env)
     return RankInfo(started=True, world_size=launched.world_size, rank=launched.rank, local_rank=launched.local_rank)
@@ -128,9 +130,9 @@ def device_type() -> str:
 
 
 def loopback_store(listener: socket.socket, *, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
-    """Create a TCPStore server in this process, which listens at the socket of `listen_on_loopback`.
+    """Return a new TCPStore whose server runs in this process and listens at `listener`, see `listen_on_loopback`.
 
-    torch's own constructor would listen on all interfaces.
+    Without a given socket, torch's TCPStore would listen on all network interfaces.
     """
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -139,17 +141,17 @@ def loopback_store(listener: socket.socket, *, timeout: timedelta = timedelta(mi
 
 
 def listen_on_loopback(port: int = 0) -> socket.socket:
-    """Return a socket that listens only on the loopback interface; port 0 chooses a free one."""
+    """Return a TCP socket that listens only on the loopback interface; for port 0 the system chooses a free port."""
     return socket.create_server((LOOPBACK, port))
 
 
 def open_store(place: RankInfo, timeout: timedelta, env: MutableMapping[str, str] = os.environ) -> dist.Store:
-    """Open and return the store for the rendezvous.
+    """Create or connect to the store through which the ranks of the job find each other, and return the store.
 
     Args:
-        place: this process's place in the job.
+        place: this process's rank and the number of ranks. A single rank gets a store in its own memory.
         timeout: timeout of the rendezvous and of the store's operations.
-        env: environment; MASTER_ADDR and MASTER_PORT are added if the launcher has left them out.
+        env: environment variables. If the launcher has not set MASTER_ADDR and MASTER_PORT, they are added to `env`.
     """
     if place.world_size == 1:
         return dist.HashStore()
@@ -161,14 +163,14 @@ def open_store(place: RankInfo, timeout: timedelta, env: MutableMapping[str, str
 
 
 def store_address(env: Mapping[str, str] = os.environ) -> str:
-    """Return the address of the store for messages, "host:port", with "?" for a part that is not set."""
+    """Return the address of the job's store for messages: "HOST:PORT", with "?" for an unset variable."""
     return ":".join(env.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
 def is_on_one_machine(place: RankInfo, env: Mapping[str, str] = os.environ) -> bool:
-    """Return True if the environment shows that all ranks are on this machine.
+    """Return True if environment variables show that all ranks of the job are on this machine.
 
-    Call this after `open_store`, which completes MASTER_ADDR.
+    Call this after `open_store`, which sets MASTER_ADDR if the launcher has not set it.
     """
     local = env.get("LOCAL_WORLD_SIZE") == str(place.world_size)
     return place.world_size == 1 or local or env.get("MASTER_ADDR") in LOOPBACK_NAMES
@@ -177,8 +179,8 @@ def is_on_one_machine(place: RankInfo, env: Mapping[str, str] = os.environ) -> b
 def _set_missing_address(env: MutableMapping[str, str]) -> None:
     """Set MASTER_ADDR and MASTER_PORT for torch's `env://` rendezvous if the launcher has not set them.
 
-    With Slurm the address is the first host of the job step, on which its rank 0 runs, and the port follows from the
-    numbers of the job and the step. So several steps can run in one job at the same time.
+    With Slurm, MASTER_ADDR is the first host of the job step, on which rank 0 runs. MASTER_PORT follows from the
+    numbers of the job and the step, so several steps of a job can run at the same time.
     """
     launched = find_launcher(env)
     if launched is not None and launched.launcher not in ("torchrun", "srun"):
@@ -193,17 +195,18 @@ def _set_missing_address(env: MutableMapping[str, str]) -> None:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a list such as "rack[1-2]n[01-16,20],login", or the loopback address of a single host.
+    """Return the first host of Slurm's host list `nodes`, for instance "rack1n01" for "rack[1-2]n[01-16,20],login".
 
-    Slurm writes such lists. `scontrol show hostnames` would expand them, but a container may lack that program.
+    If the list has a single host, the result is the loopback address. `scontrol show hostnames` would expand such a
+    list, but a container may lack that program.
 
     Raises:
-        ValueError: this is not such a list.
+        ValueError: `nodes` is not a host list of Slurm.
     """
     if not re.fullmatch(r"([\w.-]+|\[[\d,-]+\])+(,([\w.-]+|\[[\d,-]+\])+)*", nodes):
         raise ValueError(
-            f"the environment has SLURM_JOB_NODELIST={nodes}, which is not a list of hosts; export the host of rank 0 "
-            "as MASTER_ADDR on all ranks"
+            f"the environment has SLURM_JOB_NODELIST={nodes}, which is not a list of hosts, so the host of rank 0 is "
+            "unknown: export its name as MASTER_ADDR on all ranks"
         )
     several = "," in nodes or re.search(r"\[\d+-", nodes)
     first = re.match(r"[^\[,]*(\[[^\]]*\][^\[,]*)*", nodes)
@@ -212,10 +215,10 @@ def first_host(nodes: str) -> str:
 
 
 def hosts_of(config: LaunchConfig, nproc: int = 1) -> Hosts | None:
-    """Return the hosts of a job that --nnodes spreads over several of them, with `nproc` ranks each; otherwise None.
+    """Return the `Hosts` of a job with --nnodes 2 or more and `nproc` ranks on each host; None for a single host.
 
     Raises:
-        ValueError: --node-rank or --master-addr is missing.
+        ValueError: --nnodes is given, but --node-rank or --master-addr is missing.
     """
     if config.num_nodes == 1:
         return None
@@ -238,8 +241,8 @@ def hosts_of(config: LaunchConfig, nproc: int = 1) -> Hosts | None:
 def launch_workers(main: Callable[[], int], nproc: int, *, max_restarts: int = 0) -> int:
     """Run a program in `nproc` local worker processes. When one fails, end the others and restart all of them.
 
-    A user error is final and causes no restart. `STOP_SIGNALS`, of Ctrl-C only the first, are forwarded to the workers,
-    which finish their step and save. After a forwarded signal nothing is restarted. A second Ctrl-C kills all workers.
+    A user error is final and causes no restart. `STOP_SIGNALS` are forwarded to the workers, which finish their step
+    and save. After a forwarded signal no worker is restarted. A second Ctrl-C is not forwarded but kills all workers.
 
     Args:
         main: main function of this process's program, which returns its exit status.
@@ -260,7 +263,7 @@ def launch_workers(main: Callable[[], int], nproc: int, *, max_restarts: int = 0
                     return 0
                 if passed:
                     return _ended_by(passed[0])
-                # A restart would not help in these cases, and the worker has already printed its message.
+                # A restart does not help after a user error or a closed output pipe. The worker has printed the error.
                 for final in (EXIT_USER_ERROR, EXIT_READER_GONE):
                     if final in failures.values():
                         return final
@@ -272,11 +275,18 @@ def launch_workers(main: Callable[[], int], nproc: int, *, max_restarts: int = 0
 
 
 def _run_once(workers: Workers, variables: Mapping[str, str]) -> dict[int, int]:
-    """Run all workers to their end with a new store, and return the nonzero exit codes by rank."""
+    """Start all workers with a new store, wait until the job is over, and end workers that still run.
+
+    Args:
+        workers: the local workers of the job.
+        variables: environment variables for the workers; MASTER_PORT is added.
+    Returns:
+        The nonzero exit codes by rank, {} if all workers succeeded.
+    """
     with listen_on_loopback() as listener:
         try:
             workers.start({**variables, "MASTER_PORT": str(listener.getsockname()[1])})
-            _store = loopback_store(listener)  # it has a thread, so it starts after the fork and ends with this call
+            _store = loopback_store(listener)  # the store starts a thread, and workers must be forked before that
             while (failures := workers.failures()) is None:
                 time.sleep(POLL_SECONDS)
         finally:
@@ -285,15 +295,15 @@ def _run_once(workers: Workers, variables: Mapping[str, str]) -> dict[int, int]:
 
 
 def launch_workers_of_host(command: Sequence[str], hosts: Hosts) -> int:
-    """Run this host's workers of a job on several hosts; the hosts end together, and each prints the reason.
+    """Run this host's workers of a job with --nnodes. When one host fails, all hosts end, and each prints the reason.
 
     Signals are forwarded as in `launch_workers`. The workers of all hosts then finish their step and save.
 
     Args:
         command: program and arguments of each worker.
-        hosts: the hosts of the job.
+        hosts: the hosts of the job, and the connection to their launchers.
     Returns:
-        The exit code, as of `launch_workers`; 1 if another host has ended the job.
+        An exit code as in `launch_workers`; 1 if another host has ended the job.
     """
     _divide_cores(hosts.ranks_per_node)
     workers = Workers(command, hosts.ranks_per_node, nodes=hosts.num_nodes, node=hosts.node_rank)
@@ -313,7 +323,7 @@ def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals
     Args:
         workers: the workers of this host.
         hosts: the hosts of the job.
-        passed: list to which the forwarded signals are appended.
+        passed: signals that the launcher has forwarded to the workers; the caller's signal handler appends to the list.
     Returns:
         The exit code; the reason for which this host has failed, or ""; and True if a rank of this host has notified
         the ranks of other hosts, which then print details of the failure.
@@ -329,41 +339,45 @@ def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals
     except ValueError as error:
         UserError(str(error)).show()
         return EXIT_USER_ERROR, str(error), False
-    except (JobError, KeyboardInterrupt):  # another host has ended the job before it began, or this one does
+    except (JobError, KeyboardInterrupt):  # another host has failed before the start, or the user has pressed Ctrl-C
         workers.stop()
     if passed:
         return _ended_by(passed[0]), "" if failures == {} else f"ended by {passed[0].name}", False
     reason = describe_failure(failures) if failures else ""
-    told = failures is not None and all(code > 0 for code in failures.values())  # not if a signal has killed it
+    told = failures is not None and all(code > 0 for code in failures.values())  # a killed rank notifies nobody
     if failures and EXIT_USER_ERROR in failures.values():  # the worker has already printed its message
         return EXIT_USER_ERROR, reason, told
     if reason or hosts.over:
         print(f"{f'{hosts.name}: {reason}' if reason else hosts.over}; the job is over", file=sys.stderr, flush=True)
         return EXIT_ERROR, reason, told
-    if hosts.node_rank != 0:  # host 0 has printed the log
+    if hosts.node_rank != 0:  # host 0 prints the log, so its user knows that the job has ended
         say(f"{hosts.name}: the job has ended without errors")
     return 0, "", False
 
 
 def _divide_cores(nproc: int) -> None:
-    """Let each of `nproc` workers on this machine use an equal part of its cores, unless OMP_NUM_THREADS is set."""
+    """Set the number of OpenMP and torch threads per worker to this machine's cores / `nproc`.
+
+    If the user has set OMP_NUM_THREADS, nothing is changed.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, len(os.sched_getaffinity(0)) // nproc)
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)  # forks keep it
+        torch.set_num_threads(threads)  # workers that are forks of this process inherit torch's setting
 
 
 class Workers:
-    """The worker processes of a job on this machine, one per rank. Several nodes can be emulated.
+    """The worker processes that this launcher starts on its machine, one per rank.
 
     Args:
         command: program and arguments of each worker.
         ranks_per_node: number of workers per node.
         nodes: number of nodes of the job.
-        node: index of the node whose workers are started; None starts those of all nodes, which are then emulated.
+        node: index of the node whose workers are started. None starts the workers of all nodes on this machine, which
+            then emulates the nodes.
     Attributes:
-        processes: the started processes, by rank from the first rank that is started.
-        command: the given command.
+        processes: the started processes in the order of their ranks.
+        command: program and arguments of each worker.
     """
 
     def __init__(self, command: Sequence[str], ranks_per_node: int, *, nodes: int = 1, node: int | None = None) -> None:
@@ -374,7 +388,7 @@ class Workers:
         self._deadline: float | None = None
 
     def start(self, env: Mapping[str, str]) -> Self:
-        """Start all ranks and return self.
+        """Start one process per rank, and return self. If a start fails, kill the processes that have started.
 
         Args:
             env: variables that are added to each rank's environment; they include MASTER_ADDR and MASTER_PORT.
@@ -387,7 +401,7 @@ class Workers:
                 node, local_rank = divmod(rank, self._ranks_per_node)
                 place = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node, "WORLD_SIZE": world_size}
                 place["LOCAL_WORLD_SIZE"] = self._ranks_per_node
-                place[LAUNCHER_PID] = os.getpid()  # a worker ends when its launcher is gone
+                place[LAUNCHER_PID] = os.getpid()  # a worker ends when the launcher with this process ID ends
                 own = {name: str(value) for name, value in place.items()}
                 self.processes.append(self.start_rank(rank, node, {**os.environ, **env, **own}))
         except BaseException:
@@ -396,14 +410,15 @@ class Workers:
         return self
 
     def start_rank(self, rank: int, node: int, env: Mapping[str, str]) -> Process:
-        """Start one rank in a separate session, so that Ctrl-C in the terminal reaches only the launcher.
+        """Start the worker process of one rank in a separate session, and return the process.
 
-        SIGINT is blocked in the new process until `worker_process` unblocks it. Otherwise a SIGINT during the start of
-        the interpreter would print a traceback.
+        Because of the separate session, Ctrl-C in the terminal reaches only the launcher. SIGINT stays blocked in the
+        new process until `worker_process` unblocks it. Otherwise a SIGINT during the start of the interpreter would
+        print a traceback.
 
         Args:
-            rank: rank of the process. Subclasses may use it.
-            node: index of the rank's node. Subclasses may use it.
+            rank: rank of the process, for subclasses.
+            node: index of the rank's node, for subclasses.
             env: complete environment of the process.
         """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -413,10 +428,13 @@ class Workers:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def failures(self) -> dict[int, int] | None:
-        """Check the processes once, without blocking.
+        """Check without blocking which worker processes have ended.
+
+        The job is over if all workers have ended, if one has failed, or GRACE_SECONDS after the first secondary failure
+        (EXIT_SECONDARY: a collective broke because another rank has ended).
 
         Returns:
-            None while the job runs. Once it is over, the nonzero exit codes by rank, {} if all ranks succeeded.
+            None while the job runs. Once the job is over, the nonzero exit codes by rank, {} if all ranks succeeded.
         """
         started = zip(self._ranks, self.processes, strict=True)
         codes = {rank: code for rank, process in started if (code := process.poll()) is not None}
@@ -428,20 +446,20 @@ class Workers:
         return failures if over else None
 
     def stop(self) -> None:
-        """Kill every rank and its child processes, and wait until the ranks have ended."""
+        """Kill every worker process with its child processes, and wait until the workers have ended."""
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):  # each rank leads a process group that holds its children
+            with contextlib.suppress(ProcessLookupError):  # each worker leads a process group, with its children
                 os.killpg(process.pid, signal.SIGKILL)
-            process.send_signal(signal.SIGKILL)  # a fork that does not lead its group yet
+            process.send_signal(signal.SIGKILL)  # a new fork may not lead a process group yet
         for process in self.processes:
             process.wait()
 
 
 class ForkedWorkers(Workers):
-    """Workers that are forks of this process, see `Fork`.
+    """The worker processes of one node as forks of the launching process, which saves the imports; see `Fork`.
 
     Args:
-        main: main function of the program, which returns its exit status.
+        main: main function of the program, which each worker calls. It returns the worker's exit status.
         ranks_per_node: number of workers.
     """
 
@@ -460,18 +478,20 @@ Process = Fork | subprocess.Popen[bytes]
 def _passing_signals_to(
     workers: Sequence[Process], then: Callable[[str], None] = lambda name: None
 ) -> Iterator[list[signal.Signals]]:
-    """Forward the signals that stop a run in an orderly way to `workers`, and yield the list of forwarded signals.
+    """Forward `STOP_SIGNALS`, on which workers finish their step and save, to `workers` inside the context.
 
-    A second SIGINT, and a signal before there are workers, raise KeyboardInterrupt instead.
+    A second SIGINT, and any of the signals before workers have been started, raise KeyboardInterrupt instead.
 
     Args:
-        workers: the processes, which may be started in the context.
-        then: function that is called with the name of a signal after it has been forwarded.
+        workers: the worker processes; the list may be filled inside the context.
+        then: function that is called with the name of each signal after it has been forwarded.
+    Yields:
+        The list of received signals, which grows inside the context.
     """
     passed: list[signal.Signals] = []
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
-        """Forward the signal to all workers."""
+        """Handle a stop signal of the launcher: forward it to all workers, or raise KeyboardInterrupt."""
         if signum == signal.SIGINT and signal.SIGINT in passed:
             raise KeyboardInterrupt
         passed.append(signal.Signals(signum))
@@ -486,16 +506,16 @@ def _passing_signals_to(
 
 
 def _ended_by(signum: signal.Signals) -> int:
-    """Print that the signal ended the job, and return the exit code for it."""
+    """Print that the signal ended the job, and return the launcher's exit code, 128 + the signal's number."""
     print(f"\nended by {signum.name}", file=sys.stderr)  # starts a new line after a progress bar or the terminal's ^C
     return 128 + signum
 
 
 def describe_failure(failures: Mapping[int, int]) -> str:
-    """Return a sentence that names the rank which failed first and how it ended.
+    """Return a text that names the worker which most likely failed first, and says how that worker ended.
 
     Args:
-        failures: nonzero exit codes by rank, negative for a signal as in `subprocess`.
+        failures: nonzero exit codes by rank, -n if signal n has killed the rank's process.
     """
     rank = first_failure(failures)
     code = failures[rank]
@@ -506,9 +526,12 @@ def describe_failure(failures: Mapping[int, int]) -> str:
 
 
 def first_failure(failures: Mapping[int, int]) -> int:
-    """Return the rank that most likely failed first, from nonzero exit codes by rank.
+    """Return the rank that most likely failed first.
 
-    Ranks that were killed by a signal take precedence, then ranks with an error of any other kind. Ranks whose
-    collective broke because another rank had failed come last.
+    Ranks that a signal has killed take precedence, then ranks with any other error. Ranks whose collective broke
+    because another rank had ended come last.
+
+    Args:
+        failures: nonzero exit codes by rank, -n if signal n has killed the rank's process.
     """
     return min(failures, key=lambda rank: (failures[rank] == EXIT_SECONDARY, failures[rank] >= 0))

@@ -1,17 +1,18 @@
-"""Measure at start-up the links of each axis, from all-gathers of two sizes, and the ranks' device.
+"""Measure at start-up the bandwidth and latency of each mesh axis, and the speed of the ranks' devices.
 
-`--measure-links` asks for it, and so does `--zero-weight-delta auto` if nothing is known about the links. It takes less
-than a second: the sizes depend on the speed that a first all-gather reaches.
+`--measure-links` requests the measurement, and so does `--zero-weight-delta auto` if nothing is known about the links.
+Each axis is measured by all-gathers of two sizes. The speed of a first all-gather determines the large size, so that
+the measurement takes less than a second.
 
 The model is a ring: an all-gather over n ranks with b bytes each takes (n-1) (latency + b / bandwidth). Measurements
 with two values of b determine latency and bandwidth. gloo or NCCL may use another algorithm. The result then describes
 the ring that would take the same time.
 
-All groups of an axis run at once, as in training. Ranks that share a network adapter therefore share it in the
-measurement too, and the measured bandwidth is one rank's part.
+All process groups of an axis are measured at the same time, as they run in training. If several ranks share a network
+adapter, the measured bandwidth is therefore the fraction that one rank gets.
 
-The device's speed is the slowest rank's, in matrix products of the run's shape, in copies and, on a CPU, in lossless
-deltas. All ranks run at once, so each has its share of the cores.
+The device's speed is measured by matrix products of the run's shape, by copies and, on a CPU, by lossless deltas. It is
+the speed of the slowest rank. All ranks run at the same time, so CPU ranks share the cores as in training.
 """
 
 from __future__ import annotations
@@ -31,26 +32,28 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.topology.cluster import LINK_KINDS, MEASURED, Device, Link, LinkKind, Links
 
 REPEATS = 5  # timed all-gathers per size
-SMALL_BYTES = 256  # bytes per rank of the small all-gather, few enough that its time is only latency
+SMALL_BYTES = 256  # bytes per rank of the small all-gather, few enough that latency alone determines its time
 COPIED_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # more than the caches of a CPU core or of a GPU hold
 PRODUCT_FLOPS = {"cpu": 5e8, "cuda": 2e12}  # fewest FLOPs per timing of matrix products, about 0.03 s or less
-LARGE_TOTAL_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # largest all-gather; 256 MiB: 5 ms at 50 GB/s
-TRIAL_TOTAL_BYTES = 256 << 10  # all-gather whose time determines the size of the large one; more than a burst holds
-LARGE_SECONDS = 0.04  # time of a large all-gather on a slow link
-DELTA_WEIGHTS = 1 << 20  # weights of a delta; its 2 MB stay in the cache of a core, like a unit's weights
+LARGE_TOTAL_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # limit of an all-gather's size; 256 MiB: 5 ms at 50 GB/s
+# Size of a first all-gather, whose time determines the size of the large all-gather. A rate-limited link sends a short
+# burst at full speed; this all-gather is longer than such a burst.
+TRIAL_TOTAL_BYTES = 256 << 10
+LARGE_SECONDS = 0.04  # intended time of the large all-gather, unless LARGE_TOTAL_BYTES limits its size
+DELTA_WEIGHTS = 1 << 20  # number of weights in a measured lossless delta; their 2 MB fit the cache of a CPU core
 
 
 def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list[str]]:
-    """Measure the links of the axes tp, cp, local, cross and replica_group. Traffic is not counted.
+    """Measure bandwidth and latency of the links along tp, cp, local, cross and replica_group. All ranks call this.
 
-    All ranks call this.
+    The traffic counter ignores the messages of the measurement.
 
     Args:
-        dims: axes of the job.
-        device: device of the messages.
+        dims: mesh axes of the job.
+        device: device on which the messages are allocated.
     Returns:
-        The cluster's links updated with the measured ones, and a log line for each axis. If two axes use the same kind
-        of link, the slower measurement is kept.
+        The cluster's known links, of which measured links replace those of the same kind, and a log line for each
+        measured axis. If two axes use the same kind of link, the slower of the two measurements counts.
     """
     layout, found, lines = dims.layout, dict[LinkKind, Link](), []
     with dims.counter.paused():
@@ -64,8 +67,8 @@ def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list
             kind = max((layout.link(axis.name, rank) for rank in axis.ranks), key=LINK_KINDS.index)
             link, senders = fit_link(axis.size, small, large), 1
             if kind == "network":
-                # A network link describes a whole node: multiply one rank's bandwidth by the number of this node's
-                # ranks that send to another node.
+                # The bandwidth of a network link is the bandwidth of a whole node. It is one rank's bandwidth times
+                # the number of ranks of this node that send to another node along the axis.
                 cluster, node = layout.cluster, layout.cluster.node_of(axis.ranks[axis.rank])
                 beside = range(node * cluster.ranks_per_node, (node + 1) * cluster.ranks_per_node)
                 senders = sum(layout.link(axis.name, cluster.rank_at(p)) == "network" for p in beside) or 1
@@ -80,15 +83,17 @@ def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list
 
 
 def fit_link(num_ranks: int, small: tuple[int, float], large: tuple[int, float]) -> Link:
-    """Return the bandwidth of one rank and the latency of one message.
+    """Return the bandwidth and latency of the ring that two measured all-gathers describe.
 
-    At least half of the large all-gather's time counts as bandwidth, because other load on the machine may delay the
-    small one.
+    At least half of the large all-gather's time counts as time for its bytes. Otherwise other load on the machine that
+    delays the small all-gather would make the bandwidth appear too large.
 
     Args:
-        num_ranks: number of ranks of the all-gather.
+        num_ranks: number of ranks of the all-gathers.
         small: bytes per rank of the small all-gather, and its seconds on the slowest rank.
-        large: the same for the large all-gather.
+        large: bytes per rank of the large all-gather, and its seconds on the slowest rank.
+    Returns:
+        The bandwidth of one rank in GB/s (1e9 bytes), and the latency of one message in microseconds.
     """
     seconds = max(large[1] - small[1], large[1] / 2)
     slope = seconds / (large[0] - small[0])  # (n-1) / bandwidth, in seconds per byte
@@ -97,7 +102,7 @@ def fit_link(num_ranks: int, small: tuple[int, float], large: tuple[int, float])
 
 
 def _time_all_gather(axis: MeshAxis, world: MeshAxis, bytes_per_rank: int, device: torch.device) -> float:
-    """Return the median seconds of an all-gather on the slowest rank."""
+    """Return the seconds of an all-gather along `axis`: each rank's median, and of these the slowest rank's."""
     mine = torch.zeros(bytes_per_rank, dtype=torch.uint8, device=device)
     out = torch.empty(bytes_per_rank * axis.size, dtype=torch.uint8, device=device)
     return _time(lambda: axis.all_gather(mine, out=out), world, device, average=statistics.median)
@@ -106,16 +111,18 @@ def _time_all_gather(axis: MeshAxis, world: MeshAxis, bytes_per_rank: int, devic
 def measure_device(
     dims: ParallelDims, device: torch.device, dtype: torch.dtype, *, tokens: int, hidden: int, lr: float, name: str
 ) -> Device:
-    """Measure the devices of all ranks, and return this rank's with the slowest rank's speed. All ranks call this.
+    """Measure the devices of all ranks, and return this rank's device with the slowest rank's speed.
+
+    All ranks call this. The traffic counter ignores the messages of the measurement.
 
     Args:
-        dims: axes of the job.
+        dims: mesh axes of the job.
         device: device of this rank.
         dtype: dtype of the matrix products, the run's compute dtype.
         tokens: rows of the matrix products, a micro-batch's tokens.
         hidden: inner size of the matrix products, which have four times as many columns, as in an MLP.
         lr: learning rate of the weight update whose lossless delta is encoded and decoded.
-        name: name of the device.
+        name: name of the device, for the log and the run folder's cluster.yaml.
     """
     flops = 2.0 * tokens * hidden * 4 * hidden
     repeats = max(1, round(PRODUCT_FLOPS[device.type] / flops))
@@ -125,7 +132,7 @@ def measure_device(
         deltas = _measure_deltas(dims.world, device, dtype, lr) if device.type == "cpu" and dtype.itemsize == 2 else {}
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)  # a run reports the peak of its training
+        torch.cuda.reset_peak_memory_stats(device)  # the run's log reports the peak memory of training alone
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // dims.layout.cluster.ranks_per_node
@@ -143,7 +150,7 @@ def measure_device(
 def _time_products(
     world: MeshAxis, device: torch.device, dtype: torch.dtype, tokens: int, hidden: int, repeats: int
 ) -> float:
-    """Return the seconds of `repeats` products, each of [tokens, hidden] and [hidden, 4 hidden]."""
+    """Return the slowest rank's seconds for `repeats` matrix products [tokens, hidden] x [hidden, 4 hidden]."""
     sizes = (tokens, hidden), (4 * hidden, hidden)
     x, weight = (torch.linspace(-1, 1, m * n, device=device).to(dtype).view(m, n) for m, n in sizes)
 
@@ -155,20 +162,26 @@ def _time_products(
 
 
 def _time_copy(world: MeshAxis, device: torch.device) -> float:
-    """Return the seconds of a copy of COPIED_BYTES."""
+    """Return the slowest rank's seconds for a copy of COPIED_BYTES within the memory of its device."""
     source = torch.zeros(COPIED_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
     return _time(lambda: target.copy_(source), world, device)
 
 
 def _measure_deltas(world: MeshAxis, device: torch.device, dtype: torch.dtype, lr: float) -> dict[str, float]:
-    """Return the two figures of `Device` about lossless deltas, for weights that a step of AdamW has changed."""
+    """Measure how fast the slowest CPU rank encodes and decodes lossless deltas of 16-bit weights.
+
+    The weights change as by a step of AdamW with the learning rate `lr`.
+
+    Returns:
+        The fields `encode_gigabytes_per_second` and `decode_gigabytes_per_second` of `Device`, by name.
+    """
     generator = torch.Generator().manual_seed(0)
     weights, change = (torch.randn(DELTA_WEIGHTS, generator=generator) for _ in range(2))
     old, new = (0.02 * weights).to(dtype), (0.02 * weights + lr * change.clamp_(-1, 1)).to(dtype)
     message = torch.zeros(1, message_bytes(DELTA_WEIGHTS), dtype=torch.uint8)
     encoding = _time(lambda: encode(new, old, message[0]), world, device)
-    copies = old.repeat(2 + REPEATS, 1).unsqueeze(1)  # each is decoded once
+    copies = old.repeat(2 + REPEATS, 1).unsqueeze(1)  # decoding changes the old weights, so each call gets a copy
     left = iter(copies)
     decoding = _time(lambda: decode(message, next(left)), world, device)
     figures = {"encode_gigabytes_per_second": encoding, "decode_gigabytes_per_second": decoding}
@@ -182,10 +195,17 @@ def _time(
     *,
     average: Callable[[Sequence[float]], float] = statistics.fmean,
 ) -> float:
-    """Return the seconds of `work` on the slowest rank, as each rank's average without the first call, which warms up.
+    """Measure `work` on all ranks at the same time, and return the seconds that it takes on the slowest rank.
 
-    The average is the mean for work that each rank does alone: ranks that share a core run in turns, so most calls
-    either have the whole core or wait. Collectives keep the ranks together, so their median leaves out disturbances.
+    Each rank calls `work` REPEATS times after one call for warm-up, and averages the seconds.
+
+    Args:
+        work: function to measure.
+        world: axis of all ranks.
+        device: device on which `work` computes; a GPU is synchronized after each call.
+        average: function that averages a rank's seconds. The mean fits work that each rank does alone: ranks that share
+            a CPU core run in turns, so a call either has the whole core or waits. The median fits collectives, in which
+            ranks wait for each other, because it ignores single disturbed calls.
     """
     moments = [time.perf_counter()]
     for _ in range(1 + REPEATS):

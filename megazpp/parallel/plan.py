@@ -1,4 +1,4 @@
-"""The layout of ranks that the flags of parallelism request on a cluster."""
+"""`plan_dims`: check the flags of parallelism against a cluster, and return the layout of ranks that they request."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from megazpp.topology.plan import plan_layout
 
 
 def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, num_replica_groups: int = 1) -> Layout:
-    """Return the layout of ranks that the flags request on `cluster`.
+    """Return the layout of ranks that the flags of parallelism request on `cluster`.
 
     Args:
-        config: parallel degrees.
+        config: flags with the parallel degrees and the number of model copies.
         cluster: nodes and ranks of the job.
         zero_stage: ZeRO stage, 0 to 3. Stage 0 shards nothing, so every data rank is a replica.
         num_replica_groups: number of DiLoCo's replica groups, which each train a copy of the model.
     Raises:
-        ValueError: flags do not fit the cluster or each other, or torch is too old for the order of the ranks.
+        ValueError: flags do not fit the cluster or each other, or this torch cannot create process groups for the order
+            of the ranks.
     """
-    # A replica group of DiLoCo has one sharded copy, so flags that ask for several copies conflict with it.
+    # Each replica group of DiLoCo has one sharded copy of the model, so flags for several copies conflict with DiLoCo.
     instances, tp = config.num_distributed_optimizer_instances, config.tensor_model_parallel_size
     copies = "--hsdp" if config.hsdp else f"--num-distributed-optimizer-instances {instances}"
     if num_replica_groups > 1 and (config.hsdp or instances > 1 or zero_stage == 0):
         asked = copies if config.hsdp or instances > 1 else "--zero-stage 0"
         raise ValueError(
             f"{asked} cannot be combined with --diloco-steps: a replica group has one copy of the model, sharded "
-            "over its ranks"
+            "over its ranks; remove one of the flags"
         )
 
-    # --hsdp fixes the number of copies.
+    # --hsdp means one model copy per node (per local domain), which must agree with the other flags.
     if config.hsdp and instances not in (1, cluster.num_local_domains):
         raise ValueError(
             f"--hsdp makes one copy per node ({cluster.num_local_domains} copies), but "
@@ -41,17 +42,19 @@ def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, num_
     if config.hsdp and tp > cluster.local_domain_size:
         raise ValueError(
             f"--hsdp makes one copy per node of {cluster.local_domain_size} ranks, but --tensor-model-parallel-size "
-            f"{tp} spreads a copy over several nodes"
+            f"{tp} spreads a copy over several nodes; lower it, or remove --hsdp"
         )
 
-    # Stage 0 replicates the model on every data rank.
+    # ZeRO stage 0 has a copy of the model on every data-parallel rank.
     replicas = cluster.num_local_domains if config.hsdp else instances
     if zero_stage == 0:
         if replicas != 1:
-            raise ValueError(f"{copies} needs --zero-stage 1 or more: stage 0 shards nothing")
+            raise ValueError(
+                f"{copies} needs --zero-stage 1 or higher: stage 0 shards nothing, so each data rank has a copy anyway"
+            )
         replicas = cluster.world_size // max(tp, 1)
 
-    # Fit the degrees onto the cluster, and check that torch can create the groups.
+    # Place the parallel degrees on the cluster, and check that this torch can create the layout's process groups.
     layout = plan_layout(
         cluster,
         tp=tp,

@@ -1,11 +1,12 @@
-"""The roll call: before ranks make process groups, they compare through the store what has to be equal on all of them.
+"""The roll call: before ranks create process groups, they compare flags, data and versions through the store.
 
-Ranks that were started with different flags, data or versions would train wrong numbers, or wait for each other for
-ever. A rank whose checks have failed answers too, so the other hosts learn of it within seconds.
+Ranks with different flags, data or versions would compute wrong results, or wait for each other for ever. A rank whose
+own checks have failed takes part as well, so the other hosts learn of the failure within seconds. The compared values
+are called facts.
 
     1. Each rank writes its host and a digest of its facts. The first rank with a digest also writes the facts.
-    2. Rank 0 waits for all ranks, or for the first failure, and writes the verdict.
-    3. Each rank reads the verdict. If it names a problem, one rank of each host prints it, and all ranks end.
+    2. Rank 0 waits for all ranks, or for the first failure. It writes the verdict: the problem, or that there is none.
+    3. Each rank reads the verdict. If there is a problem, one rank of each host prints it, and all ranks end.
 """
 
 from __future__ import annotations
@@ -33,24 +34,27 @@ from megazpp.parallel.hosts import Hosts
 from megazpp.parallel.launch import RESTART_COUNT, RankInfo, hosts_of, open_store
 
 POLL_SECONDS = 0.05
-ANSWER_SECONDS = 10.0  # time in which a rank that has failed waits for the verdict, and rank 0 for readers of it
-OPEN_SECONDS = 60.0  # time in which a rank that has failed waits for the store
-CLAIM_SECONDS = 1.0  # time for the first rank of a host to print an error, before its other ranks may
-MOST_LINES = 10  # largest number of different facts that a message lists
+# Longest time for which a rank that has failed waits for the verdict, and rank 0 for the other ranks to read a problem
+ANSWER_SECONDS = 10.0
+OPEN_SECONDS = 60.0  # longest time for which a rank that has failed waits until the job's store exists
+CLAIM_SECONDS = 1.0  # time for a host's rank with local rank 0 to print an error, before another of its ranks prints it
+MOST_LINES = 10  # largest number of facts that an error message about differences lists
 ARRIVED, FAILED, FAILURE, VERDICT, HEARD = "arrived", "failed", "failure", "verdict", "heard"  # keys in the store
 
 
 def call_roll(
     store: dist.Store, place: RankInfo, facts: Mapping[str, str], *, name: str, host: str | None = None
 ) -> str | None:
-    """Compare the facts of all ranks, which all call this; return the problem, or None if there is none.
+    """Check that all ranks have equal facts, or that no rank has failed. All ranks call this, or `tell`.
 
     Args:
-        store: store of the job.
-        place: this process's place in the job.
+        store: rendezvous store of the job.
+        place: this process's rank and the number of ranks.
         facts: values that must be equal on all ranks, as text by name.
-        name: name of the roll call; each has its own.
-        host: name of this host; None asks the system.
+        name: name of this roll call, different from the names of the job's other roll calls.
+        host: name of this host; None uses the system's host name.
+    Returns:
+        A description of the differences or of the first rank's failure; None if all is well.
     """
     if place.world_size == 1:
         return None
@@ -70,15 +74,18 @@ def call_roll(
 
 
 def roll_call_at_start() -> str:
-    """Return the name of the roll call before the process group exists, in this attempt of the job."""
+    """Return the name of the roll call at the start of the workers, different after each restart of the job."""
     return f"start/{os.environ.get(RESTART_COUNT, '0')}"
 
 
 def launched_place() -> RankInfo | None:
-    """Return the place of this process in a job of several ranks; None if it is alone or the launcher is unknown."""
+    """Return this process's rank in a job of several ranks, from the variables that its launcher has set.
+
+    Returns None if no known launcher has started this process, or if the job has a single rank.
+    """
     try:
         launched = find_launcher()
-    except ValueError:  # a launcher's variables are incomplete; the start of this rank reports which
+    except ValueError:  # a launcher's variables are incomplete; `detect_rank_info` reports the missing one
         return None
     if launched is None or launched.world_size == 1:
         return None
@@ -86,15 +93,16 @@ def launched_place() -> RankInfo | None:
 
 
 def report_tracebacks() -> None:
-    """Tell the ranks of other hosts from now on about an exception that ends this process before the group exists.
+    """Install an exception hook: if an exception ends this process during its start, tell the ranks of other hosts.
 
-    Programs call it before most of their imports, because one host may lack a package.
+    Programs call this before most of their imports, because the packages of one host may be incomplete.
     """
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print the traceback of an uncaught exception as Python does, and tell the ranks of other hosts."""
         sys.__excepthook__(kind, error, trace)
         if LAUNCHER_PID in os.environ or not issubclass(kind, Exception):
-            return  # our own launcher sees this process end
+            return  # MegaZ++'s launcher notices the end of this process itself; an interrupt by the user is no failure
         place, hosts, text = launched_place(), hosts_in(sys.argv[1:]), f"{kind.__name__}: {error}"
         if place is not None:
             report_failure(place, JobError(text), name=roll_call_at_start())
@@ -105,25 +113,29 @@ def report_tracebacks() -> None:
 
 
 def hosts_in(argv: Sequence[str]) -> Hosts | None:
-    """Return the hosts of --nnodes on a command line whose other flags may be wrong; None without several hosts."""
+    """Read --nnodes and its related flags from a command line whose other flags may be wrong, and return the `Hosts`.
+
+    Returns None if these flags describe a single host, or are wrong themselves.
+    """
     parser = FlagParser([LaunchConfig], program="")
     names = {"--nnodes", "--node-rank", "--master-addr", "--master-port"}
     try:
         flags = [each for each in split_into_flags(expand_flag_files(argv, HOME)) if each.name in names]
         (config,) = parser.read([word for each in flags for word in (each.name, *each.values)], HOME, {}).configs
         return hosts_of(config)
-    except ValueError:  # these flags are wrong themselves
+    except ValueError:
         return None
 
 
 def report_failure(place: RankInfo, error: JobError, *, name: str) -> None:
-    """Print the error of this rank, unless another rank of this host does, and tell it to the ranks of other hosts.
+    """Print the error that ends this rank during its start, and tell it to the ranks of other hosts.
 
-    Call it where a check fails before `worker_process`. It returns when the other ranks know, or do not ask in time.
+    Call this if a check fails before `worker_process`. Only one rank of each host prints the error. The function
+    returns when the other ranks have been told, or after a time limit.
 
     Args:
-        place: this process's place in the job.
-        error: the error.
+        place: this process's rank and the number of ranks.
+        error: error that ends this rank.
         name: name of the roll call in which the other ranks take part.
     """
     if place.local_rank == 0:
@@ -131,12 +143,16 @@ def report_failure(place: RankInfo, error: JobError, *, name: str) -> None:
     try:
         store = open_store(place, timedelta(seconds=OPEN_SECONDS))
         tell(store, place, error, name=name)
-    except (dist.DistError, OSError, RuntimeError, ValueError):  # nobody else is there, or can be reached
-        time.sleep(CLAIM_SECONDS)  # a launcher kills the first rank, which prints, as soon as another rank exits
+    except (dist.DistError, OSError, RuntimeError, ValueError):  # the store of the job cannot be opened or used
+        # A launcher kills all ranks of this host as soon as one of them exits. Local rank 0 may still be printing.
+        time.sleep(CLAIM_SECONDS)
 
 
 def tell(store: dist.Store, place: RankInfo, error: JobError, *, name: str, host: str | None = None) -> None:
-    """Take part in a roll call with an error instead of facts; see `report_failure`."""
+    """Take part in a roll call for a rank that has failed: write its error instead of facts, and wait for the verdict.
+
+    `report_failure` describes the arguments. If no other rank of this host has printed the error, print it.
+    """
     root, host = dist.PrefixStore(f"megazpp/roll_call/{name}", store), host or socket.gethostname()
     if place.local_rank != 0:
         time.sleep(CLAIM_SECONDS)
@@ -150,23 +166,28 @@ def tell(store: dist.Store, place: RankInfo, error: JobError, *, name: str, host
 
 
 def show_once(store: dist.Store, error: JobError, *, name: str, host: str | None = None) -> None:
-    """Print the problem of a roll call, unless another rank of this host has printed it."""
+    """Print `error`, the problem that a roll call has found, unless another rank of this host has printed it."""
     root, host = dist.PrefixStore(f"megazpp/roll_call/{name}", store), host or socket.gethostname()
     if root.add(f"said/{host}", 1) == 1:
         error.show()
 
 
 def _answer(root: dist.Store, problem: str | None) -> None:
+    """Write the verdict of a roll call for all ranks: the problem, or None if all is well. Only rank 0 calls this."""
     root.set(VERDICT, json.dumps(problem))
 
 
 def _verdict(root: dist.Store, place: RankInfo, seconds: float | None) -> str | None:
-    """Return the verdict of rank 0. Rank 0 stays until the others have read a problem, because it may host the store.
+    """Wait for the verdict of a roll call, which rank 0 writes to the store, and return it.
+
+    If the verdict is a problem, rank 0 waits until the other ranks have read it, because rank 0 may host the store.
 
     Args:
         root: store of the roll call.
-        place: this process's place in the job.
-        seconds: time to wait for the verdict; None waits as long as the watchdog lets this rank live.
+        place: this process's rank and the number of ranks.
+        seconds: longest time to wait for the verdict; None waits until the watchdog ends the process.
+    Returns:
+        The problem; None if all is well or no verdict came within `seconds`.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     while not root.check([VERDICT]):
@@ -183,14 +204,19 @@ def _verdict(root: dist.Store, place: RankInfo, seconds: float | None) -> str | 
 
 
 def _read_failure(root: dist.Store) -> str:
-    """Return the first failure that a rank has told."""
-    while not root.check([FAILURE]):  # the rank has counted itself, and writes its text next
+    """Return the text of the first failure that a rank has written to the store of a roll call."""
+    while not root.check([FAILURE]):  # the failed rank increments the counter FAILED first, and then writes the text
         time.sleep(POLL_SECONDS)
     return str(json.loads(root.get(FAILURE)))
 
 
 def _differences(root: dist.Store, world_size: int) -> str | None:
-    """Return a line for each fact that differs between ranks, with all values, hosts and ranks; None without any."""
+    """Compare the facts of all ranks in the store of a roll call.
+
+    Returns:
+        A line for each fact that differs between ranks, with all values and their hosts and ranks; None if all facts
+        are equal.
+    """
     ranks: dict[str, list[int]] = {}
     hosts: dict[int, str] = {}
     for rank in range(world_size):
@@ -212,7 +238,7 @@ def _differences(root: dist.Store, world_size: int) -> str | None:
 
 
 def _places(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
-    """Return ranks with their hosts, for example "alpha (rank 0) and beta (ranks 4 to 7)"."""
+    """Return at most three hosts of `ranks` as text, for example "alpha (rank 0) and beta (ranks 4 to 7)"."""
     by_host: dict[str, list[int]] = {}
     for rank in ranks:
         by_host.setdefault(hosts[rank], []).append(rank)

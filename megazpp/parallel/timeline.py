@@ -1,17 +1,18 @@
 """The timeline of a rank: spans of work on tracks.
 
-A track is a row of a trace. Its name is "compute", the name of a mesh axis ("tp", "local", "cross", "shard", ...),
-"wait" (the computing thread waits for a pending task), "files" (a write to a checkpoint's file) or "step" (a whole
-optimizer step). Spans may nest and overlap, and may come from any thread.
+A span is a piece of work with a name, a start and an end. A track is a row of a trace. Its name is "compute", the name
+of a mesh axis ("tp", "local", "cross", "shard", ...), "wait" (the computing thread waits for a task of a communication
+queue), "files" (a write to a checkpoint's file) or "step" (a whole optimizer step). Spans may nest and overlap, and may
+come from any thread.
 
     Timeline        passes each span to its listeners; without a listener a span costs half a microsecond
-    SpanRecording   a listener that records the spans that have ended
-    Activity        a listener that keeps track of the spans that are open
+    SpanRecording   a listener that records the spans that have ended, for the log and for traces
+    Activity        a listener that keeps track of the spans that are open, for the watchdog
 
 training/spans.py computes how long each track was busy, and how much of that time was hidden behind other work.
 
-On the CPU a span is measured by two readings of the monotonic clock. On CUDA it is measured by two events on the
-current stream, so the span ends when the device finishes the work, not when the host has launched it.
+On the CPU a span is measured by two readings of the monotonic clock. On CUDA a span is measured by two events on the
+current stream. The span therefore ends when the device finishes the work, not when the host has launched it.
 
 All times are seconds of the host's monotonic clock (CLOCK_MONOTONIC on Linux). Processes and containers of one host
 share this clock, so their spans are directly comparable. `align` in training/spans.py puts the spans of several hosts
@@ -35,33 +36,33 @@ STEP, COMPUTE, WAIT, FILES = "step", "compute", "wait", "files"
 
 
 class Span(NamedTuple):
-    """A named piece of work with its start and duration."""
+    """A piece of work that has ended, for instance one collective, with its track, name, start and duration."""
 
     track: str
     name: str
     start_seconds: float  # on the host's monotonic clock
-    seconds: float
-    blocking: bool = False  # True if it ran on the computing thread (CPU) or stream (CUDA), so compute had to wait
+    seconds: float  # duration
+    blocking: bool = False  # True if the work ran on the computing thread (CPU) or stream (CUDA), so compute waited
 
     @property
     def end_seconds(self) -> float:
-        """The end of the span, on the host's monotonic clock."""
+        """The time at which the span ended, in seconds on the host's monotonic clock."""
         return self.start_seconds + self.seconds
 
 
 class Listener(Protocol):
-    """The interface of a timeline's listeners, which are notified of each span that begins while they are attached."""
+    """The interface of an object that a `Timeline` notifies of each span, from its `attach` to its `detach`."""
 
     def span(self, track: str, name: str) -> AbstractContextManager[object]:
-        """Return a context manager that the timeline enters when the span begins and leaves when it ends."""
+        """Return a context manager that is entered when the span `name` on `track` begins, and left when it ends."""
         ...
 
 
 class Timeline:
-    """A source of spans for listeners. A process has one timeline; all threads may use it.
+    """The distributor of spans to listeners. A process has one timeline; all threads may use it.
 
     Args:
-        device_type: "cuda" makes recordings use CUDA events; any other type uses the host's clock.
+        device_type: "cuda" measures the spans of recordings with CUDA events; any other type uses the host's clock.
     """
 
     def __init__(self, device_type: str = "cpu") -> None:
@@ -69,7 +70,7 @@ class Timeline:
         self._listeners: tuple[Listener, ...] = ()
 
     def span(self, track: str, name: str) -> AbstractContextManager[object]:
-        """Return a context manager for a span `name` on `track`, which all listeners observe.
+        """Return a context manager around a piece of work, which all listeners observe as the span `name` on `track`.
 
         The contexts of several listeners nest; the first listener's context is the outermost.
         """
@@ -79,21 +80,21 @@ class Timeline:
         return listeners[0].span(track, name) if len(listeners) == 1 else _all_of(listeners, track, name)
 
     def attach(self, listener: Listener) -> None:
-        """Add a listener for the spans that begin from now on."""
+        """Notify `listener` of all spans that begin from now on."""
         self._listeners = (*self._listeners, listener)
 
     def detach(self, listener: Listener) -> None:
-        """Remove a listener that `attach` or `start` has added."""
+        """Stop notifying `listener`, which `attach` or `start` has added, of new spans."""
         self._listeners = tuple(other for other in self._listeners if other is not listener)
 
     def start(self, *, after: SpanRecording | None = None) -> SpanRecording:
-        """Attach a new recording and return it.
+        """Start to record spans, and return the new recording.
 
-        The calling thread (on CUDA its current stream) counts as the computing one: collectives that run on it are
-        marked as blocking.
+        The calling thread (on CUDA its current stream) counts as the computing thread (stream). Spans of work on it
+        are marked as blocking.
 
         Args:
-            after: an attached recording, which the new one replaces without a gap or an overlap.
+            after: attached recording that the new recording replaces, so that each span is in exactly one of the two.
         """
         recording = SpanRecording(cuda=self.device_type == "cuda")
         self._listeners = (*(other for other in self._listeners if other is not after), recording)
@@ -105,7 +106,7 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 @contextmanager
 def _all_of(listeners: Sequence[Listener], track: str, name: str) -> Iterator[None]:
-    """Enter the contexts of all listeners, in order."""
+    """Return a context manager for one span that enters the context managers of all listeners, in order."""
     with ExitStack() as stack:
         for listener in listeners:
             stack.enter_context(listener.span(track, name))
@@ -113,17 +114,18 @@ def _all_of(listeners: Sequence[Listener], track: str, name: str) -> Iterator[No
 
 
 class SpanRecording:
-    """A listener that records the spans that have ended.
+    """A listener of a timeline that records the spans that have ended.
 
-    CUDA events measure only differences. The recording therefore synchronizes once when it starts, and reads the
-    host's clock at a first event, to which all later events are relative.
+    CUDA events measure only the time between two events. At its start the recording therefore synchronizes with the
+    device once and reads the host's clock at a first event. The times of all later events are relative to this event.
 
     Args:
-        cuda: True to measure with CUDA events, False to measure with the host's clock.
+        cuda: True measures with CUDA events, False with the host's clock.
     """
 
     def __init__(self, *, cuda: bool) -> None:
-        # Several threads append to the list without a lock, because list.append is atomic.
+        # The ended spans as (track, name, start, end, blocking). Several threads append without a lock, because
+        # `list.append` is atomic.
         self._cuda, self.ended = cuda, list[tuple[str, str, Any, Any, bool]]()
         self.now: Callable[[], Any] = _record_event if cuda else time.perf_counter_ns
         self._where: Callable[[], object] = torch.cuda.current_stream if cuda else threading.get_ident
@@ -135,7 +137,7 @@ class SpanRecording:
             self._zero_seconds = time.perf_counter_ns() * 1e-9
 
     def span(self, track: str, name: str) -> AbstractContextManager[object]:
-        """Return a context manager that records one span."""
+        """Return a context manager that records the span `name` on `track`; see `Listener.span`."""
         return _OpenSpan(self, track, name, self._where() == self._computing)
 
     def spans(self) -> list[Span]:
@@ -156,7 +158,7 @@ class SpanRecording:
 
 
 class _OpenSpan:
-    """The context manager of a recorded span. A class, because `contextlib.contextmanager` would be slower."""
+    """The context manager that records one span. It is a class because `contextlib.contextmanager` is slower."""
 
     def __init__(self, recording: SpanRecording, track: str, name: str, blocking: bool) -> None:
         self._recording, self._track, self._name, self._blocking = recording, track, name, blocking
@@ -170,30 +172,30 @@ class _OpenSpan:
 
 
 def _record_event() -> torch.cuda.Event:
-    """Record an event with timing on the current stream."""
+    """Record a CUDA event with timing on the current stream, and return it."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 class Doing(NamedTuple):
-    """A span that is open now.
+    """A span that is open now, for instance a collective in which this rank waits.
 
-    The ranks of an axis call its collectives in the same order. Spans with equal numbers on an axis's track are
-    therefore the same collective on all its ranks.
+    The ranks of an axis call the axis's collectives in the same order. On the track of an axis, spans of different
+    ranks with equal `number` are therefore the same collective.
     """
 
     track: str
     name: str
-    number: int  # number of spans that the track has had, including this one
-    seconds: float = 0.0  # time since the span's thread last opened or closed a span
+    number: int  # number of spans that have begun on the track, including this span
+    seconds: float = 0.0  # time since this span's thread last began or ended a span
 
 
 class Activity:
-    """A listener that keeps track of the spans that are open in each thread.
+    """A listener of a timeline that keeps track of the spans that are open in each thread, for the watchdog.
 
     Attributes:
-        entered: number of spans that each track has had, open ones included.
+        entered: number of spans that have begun on each track, including open spans.
     """
 
     def __init__(self) -> None:
@@ -203,7 +205,7 @@ class Activity:
 
     @contextmanager
     def span(self, track: str, name: str) -> Iterator[None]:
-        """Return a context manager during which the span counts as open in the current thread."""
+        """Return a context manager in which the span `name` on `track` counts as open in the current thread."""
         thread = threading.get_ident()
         self.entered[track] += 1
         open_spans = self._open.setdefault(thread, [])
@@ -216,7 +218,10 @@ class Activity:
             self._moved[thread] = time.monotonic()
 
     def now(self) -> list[Doing]:
-        """Return the innermost open span of each thread that has one, the longest unchanged thread first."""
+        """Return the innermost open span of each thread that has an open span.
+
+        The first span is of the thread that has begun or ended no span for the longest time.
+        """
         now = time.monotonic()
         innermost = [
             spans[-1]._replace(seconds=now - self._moved[thread]) for thread, spans in list(self._open.items()) if spans

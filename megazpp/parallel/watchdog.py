@@ -2,28 +2,29 @@
 
 `worker_process` starts two threads in each rank before the process group exists. They run until the process exits:
 
-    judge     decides from this process alone; it never waits for the store
-    exchange  talks to the store every few seconds, and may block there
+    judge     decides whether the job hangs, from data in this process alone; it never waits for the store
+    exchange  reads and writes the store every few seconds, and may block there
 
 The judge ends the job for one of four reasons:
 
-    1. A span of this rank's timeline has neither begun nor ended anything for longer than the limit. Spans are the
-       collectives of the mesh axes, the optimizer step around them, and the files of a checkpoint. The step also covers
-       work outside the axes, such as FSDP2's all-reduce between replicas or a wait for the GPU.
-    2. The next rank's heartbeat, a counter in the store, has not moved for longer than the limit. That rank was
-       stopped, or its machine is gone. No span is needed, so this reason covers a process from its start to its end.
+    1. A thread of this rank is inside a span of the timeline, and has neither begun nor ended a span for longer than
+       the limit. Spans are the collectives of the mesh axes, the optimizer step around them, and the files of a
+       checkpoint. The step also covers work outside the axes, such as FSDP2's all-reduce between replicas or a wait for
+       the GPU.
+    2. The heartbeat of the next rank, a counter in the store, has not changed for longer than the limit. That rank was
+       stopped, or its machine is down. No span is needed, so this reason covers a process from its start to its end.
     3. Another rank has raised the alarm in the store.
-    4. The store has not answered for longer than the limit: the link to its machine is down, or the machine is.
+    4. The store has not answered for longer than the limit: the store's machine, or the link to it, is down.
 
-With 1 and 2 the rank raises the alarm. Each rank then writes its open spans and Python stacks to the store. The rank
-that raised the alarm collects them and prints a report, the first rank of each other host prints it too, and all ranks
-exit. Without a store each rank can only print its own state, so with 4 each host ends by its own clock.
+For reasons 1 and 2 the rank raises the alarm. Each rank then writes its open spans and Python stacks to the store. The
+rank that raised the alarm collects them and prints a report, the first rank of each other host prints the report too,
+and all ranks exit. For reason 4 each rank decides and exits alone, and can print only its own open spans and stacks.
 
 Ranks that do not answer within ANSWER_SECONDS are stopped, have ended, or have a thread that holds Python's
 interpreter lock.
 
-Only time in which this process runs counts. A job that was suspended as a whole, and continues later, has lost nothing.
-For the same reason the collectives of torch have no time-out of practical length (worker.py).
+Only time in which this process runs counts, so a job that was suspended as a whole and continues later does not count
+as hung. For the same reason the time limit of torch's collectives is too long to matter (worker.py).
 
 On CUDA the host launches collectives ahead of the device and blocks only when it next waits for the device. The report
 then names the ranks that have launched fewer collectives than the others, because the others wait for these ranks.
@@ -51,27 +52,29 @@ from megazpp.parallel.launch import RankInfo, store_address
 from megazpp.parallel.timeline import COMPUTE, FILES, STEP, WAIT, Activity, Doing
 from megazpp.topology.layout import Layout
 
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 5.0  # time for the other ranks to answer an alarm with their open spans and stacks
 POLL_SECONDS = 5.0
 ALARM, REPORT, FOLDER, STATE, BEAT = "alarm", "report", "folder", "state/{}", "beat/{}"  # keys in the store
-FAILURES = "megazpp/failures/{}"  # store key of a counter, one per restart; the rank that raises it to 1 reports
+# Store key of a counter; {} is the number of restarts. The rank that increments the counter to 1 reports its failure,
+# and all other ranks exit silently.
+FAILURES = "megazpp/failures/{}"
 
 
 class RankState(NamedTuple):
-    """The activity of one rank at the moment when it noticed the alarm."""
+    """The activity of one rank at the moment when it noticed the watchdog's alarm."""
 
     host: str
-    doing: list[Doing]  # the innermost open span of each of its threads
-    entered: Mapping[str, int]  # number of spans that have begun on each track
-    stacks: str  # formatted stacks of its Python threads
+    doing: list[Doing]  # the innermost open span of each thread of the rank
+    entered: Mapping[str, int]  # number of spans that have begun on each track of the rank's timeline
+    stacks: str  # formatted stacks of the rank's Python threads
 
     @property
     def collectives(self) -> list[Doing]:
-        """The open spans of this rank that are collectives."""
+        """The collectives among the rank's open spans, in which the rank waits for other ranks."""
         return [doing for doing in self.doing if doing.track not in (COMPUTE, FILES, WAIT, STEP)]
 
     def describe(self) -> str:
-        """Return the open spans in words."""
+        """Return the rank's open spans in words, for example "cross all_gather for 61 s"."""
         return ", ".join(f"{d.track} {d.name} for {d.seconds:.0f} s" for d in self.doing) or "outside the step"
 
 
@@ -80,8 +83,8 @@ class Watchdog:
 
     Args:
         store: store of the default process group.
-        place: this process's place in the job.
-        config: limits, see `LaunchConfig.hang_seconds`.
+        place: this process's rank, its index on its node, and the number of ranks.
+        config: flags with the limits, see `LaunchConfig.hang_seconds`.
         restarts: number of times that the launcher has restarted the job.
     """
 
@@ -93,38 +96,38 @@ class Watchdog:
         self._activity = Activity()
         self._layout: Layout | None = None  # known once `watch` is called
         self._poll_seconds = min(POLL_SECONDS, self._later / 4)
-        self._since = time.monotonic()  # start of the time that counts: this process has run without a pause since
-        self._answered = self._beat_moved = self._since  # last answer of the store, last change of the next rank's beat
-        self._next = (place.rank + 1) % place.world_size
-        self._alarm = threading.Event()  # set by either thread; the exchange then answers it
+        self._since = time.monotonic()  # time since which this process has run without having been suspended
+        self._answered = self._beat_moved = self._since  # times: the store's last answer, the next rank's last new beat
+        self._next = (place.rank + 1) % place.world_size  # rank whose heartbeat this rank checks
+        self._alarm = threading.Event()  # set by either thread if the job hangs; the exchange then ends the job
 
     def start(self) -> Watchdog:
-        """Start the threads, which run until the process exits, and return self."""
+        """Start the watchdog's two threads, which run until the process exits, and return self."""
         for work in (self._judge, self._exchange):
             threading.Thread(target=work, name=f"megazpp-watchdog-{work.__name__}", daemon=True).start()
         return self
 
     def watch(self, dims: ParallelDims) -> None:
-        """Watch the collectives of `dims` from now on."""
+        """Watch the spans of `dims.timeline` from now on: the collectives of the mesh axes, steps and checkpoints."""
         self._layout = dims.layout
         dims.timeline.attach(self._activity)
 
     def write_to(self, folder: Path) -> None:
-        """Choose the folder for the stacks of all ranks, which the rank writes that raises the alarm; on rank 0."""
+        """Set the folder for the stacks of all ranks, which the rank that raises an alarm writes. Called on rank 0."""
         self._store.set(FOLDER, str(folder.resolve()))
 
     @property
     def _limit(self) -> float:
-        """The seconds without progress that are allowed now."""
+        """The seconds without progress after which the job counts as hung, longer up to the end of the first step."""
         return self._later if self._activity.entered[STEP] > 1 else self._first
 
     def _judge(self) -> None:
-        """Decide every few seconds whether the job hangs."""
+        """Check every few seconds whether the job hangs, and if so set the alarm; the watchdog's judge thread."""
         last = time.monotonic()
         while not self._alarm.wait(self._poll_seconds):
             now = time.monotonic()
             if now - last > self._poll_seconds + POLL_SECONDS:
-                self._since = now  # this process was suspended, or hardly ran
+                self._since = now  # the wait took too long, so this process was suspended or hardly ran
             last, limit = now, self._limit
             doing = self._activity.now()
             if doing and min(doing[0].seconds, now - self._since) > limit:
@@ -134,11 +137,14 @@ class Watchdog:
             if now - max(self._beat_moved, self._since) > limit:
                 break
         self._alarm.set()
-        time.sleep(5 * ANSWER_SECONDS)  # the exchange ends this process sooner if the store answers
+        time.sleep(5 * ANSWER_SECONDS)  # if the store answers, the exchange thread ends this process before that
         self._end_alone(f"the job has made no progress for {self._limit:g} s, and the store of rank 0 does not answer")
 
     def _exchange(self) -> None:
-        """Send this rank's heartbeat, read the next rank's, and answer an alarm, until the process exits."""
+        """Send this rank's heartbeat, read the next rank's heartbeat, and end the job after an alarm.
+
+        This is the body of the watchdog's exchange thread, which runs until the process exits.
+        """
         beat = -1
         while True:
             try:
@@ -150,11 +156,14 @@ class Watchdog:
                 self._answered = time.monotonic()
                 if beat != before or self._next == self._place.rank:
                     self._beat_moved = self._answered
-            except dist.DistError:  # the process that hosts the store has ended; the judge counts the time
+            except dist.DistError:  # the process that hosts the store has ended; the judge ends this rank in time
                 time.sleep(self._poll_seconds)
 
     def _end_job(self) -> None:
-        """Write this rank's state to the store, report if this rank is the first to raise the alarm, and exit."""
+        """End this process because of an alarm: write this rank's open spans and stacks to the store, and exit.
+
+        The first rank that raises the alarm also collects and prints the report about all ranks.
+        """
         store, rank, limit = self._store, self._place.rank, self._limit
         raised_it = store.add(ALARM, 1) == 1
         state = self._state()
@@ -166,7 +175,7 @@ class Watchdog:
                 if self._place.local_rank == 0 and host != socket.gethostname():
                     print(f"\n{text}", file=sys.stderr, flush=True)
             leave(EXIT_SECONDARY)
-        # Claim the failure, so that ranks whose collectives break from now on stay silent.
+        # Increment the counter of failures, so that ranks whose collectives break from now on exit silently.
         self._root.add(FAILURES.format(self._restarts), 1)
         keys = [STATE.format(r) for r in range(self._place.world_size)]
         _wait_for(store, keys, ANSWER_SECONDS)
@@ -183,40 +192,40 @@ class Watchdog:
             try:
                 file.write_text(text)
                 where = f"the stacks of all ranks are in {file}"
-            except OSError as error:  # the folder is on another host
+            except OSError as error:  # the folder may exist only on the host of rank 0
                 where = f"(the stacks of all ranks could not be written to a file: {cause(error)})\n{text}"
         print(f"\n{report}\n{where}", file=sys.stderr, flush=True)
         leave(EXIT_HANG)
 
     def _state(self) -> RankState:
-        """Return what this rank does now."""
+        """Return this rank's open spans and Python stacks, as they are now."""
         return RankState(socket.gethostname(), self._activity.now(), self._activity.entered, python_stacks())
 
     def _end_alone(self, reason: str) -> None:
-        """Print the state of this rank if it is the first of its host, and exit."""
+        """End this process without the store; the first rank of a host prints `reason`, its open spans and stacks."""
         state = self._state()
         if self._place.local_rank == 0:
             print(
-                f"\nwatchdog: {reason} ({store_address()}): the link to that machine is down, or the machine is\n"
+                f"\nwatchdog: {reason} ({store_address()}): that machine, or the link to it, is down\n"
                 f"  rank {self._place.rank} on {state.host}: {state.describe()}\n{state.stacks}",
                 file=sys.stderr,
                 flush=True,
             )
         else:
-            time.sleep(1.0)  # launchers kill all ranks of a host when one exits, and the first one prints
+            time.sleep(1.0)  # a launcher kills all ranks of a host when one exits, and the first rank has to print
         leave(EXIT_HANG)
 
 
 def describe_hang(states: Mapping[int, RankState], layout: Layout | None, limit: float, *, world_size: int) -> str:
-    """Return the report about a hang.
+    """Return the watchdog's report about a job that hangs.
 
-    It lists the collectives in which ranks wait, the ranks that are missing from each, and the stacks of the missing
-    ranks that are in no collective themselves.
+    The report lists the collectives in which ranks wait, the ranks that are missing from each collective, and the
+    Python stacks of missing ranks that are in no other collective.
 
     Args:
-        states: states of the ranks that have answered, by rank.
-        layout: layout that gives the members of each collective; None before it is known.
-        limit: seconds without progress.
+        states: open spans and stacks of the ranks that have answered, by rank.
+        layout: layout of the ranks, which gives the members of each axis; None if the job hangs before it is known.
+        limit: seconds without progress after which the job counted as hung.
         world_size: number of ranks in the job.
     """
     everyone = tuple(range(world_size))
@@ -249,10 +258,10 @@ def describe_hang(states: Mapping[int, RankState], layout: Layout | None, limit:
 
 
 def _behind(states: Mapping[int, RankState]) -> list[str]:
-    """Return a line for each track in which some ranks have started fewer spans than others.
+    """Return lines of the watchdog's report about ranks that have begun fewer spans than other ranks, by track.
 
-    This finds the missing ranks if no rank is inside a collective of an axis. On CUDA the host only launches
-    collectives, and FSDP2's own collectives use no axis.
+    These are the missing ranks if no rank is inside a collective of a mesh axis. On CUDA the host only launches
+    collectives, and FSDP2's own collectives use no mesh axis.
     """
     lines = []
     for track in sorted({track for state in states.values() for track in state.entered} - {COMPUTE, FILES, WAIT}):
@@ -276,7 +285,7 @@ def python_stacks() -> str:
 
 
 def _wait_for(store: dist.Store, keys: list[str], seconds: float) -> None:
-    """Wait until all keys are in the store, but at most `seconds`."""
+    """Wait until all `keys` are in the store, but at most `seconds`. Running out of time raises no error."""
     deadline = time.monotonic() + seconds
     while not store.check(keys) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -4,12 +4,12 @@ Every worker starts in `worker_process`, no matter which launcher started it, an
 
 - One traceback. The first rank that fails claims the failure in the store and prints its traceback. The other ranks,
   whose collectives then break, exit silently. A rank whose collective breaks waits a second before it tries to claim
-  the failure, so that the rank which caused it comes first. If that rank was killed and cannot claim anything, the
-  launcher ends the job in this second and names it.
+  the failure, so that the rank that broke the collective comes first. If that rank was killed and cannot claim the
+  failure, the launcher ends the job in this second and names the killed rank.
 - Safe exit. A worker that succeeds passes a barrier and destroys the process group. Every worker then flushes its
   output and calls `os._exit`, because an ordinary interpreter exit races with gloo's threads and aborts about one run
   in six (torch 2.13).
-- No orphans. The kernel kills a worker of our launcher when the launcher ends, even after `kill -9`.
+- No orphans. If MegaZ++'s launcher ends, even by `kill -9`, the kernel kills its workers.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from megazpp.parallel.launch import LOOPBACK, RESTART_COUNT, RankInfo, is_on_one
 from megazpp.parallel.roll_call import call_roll, roll_call_at_start, show_once
 from megazpp.parallel.watchdog import FAILURES, Watchdog
 
-WAIT_SECONDS = 15.0  # time for the other ranks to start, before a rank says that it waits for them
-REPORT_SECONDS = 1.0  # time for the rank that failed first to claim the failure, before other ranks may
-# Limit of torch's collectives. The watchdog ends a job that hangs, in every phase. A time-out of torch would end a job
-# that was suspended for longer and then continues.
+WAIT_SECONDS = 15.0  # time for the other ranks to start, before a rank prints that it waits for them
+REPORT_SECONDS = 1.0  # time for the rank that failed first to claim the failure, before other ranks may claim it
+# Time limit of torch's collectives, practically infinite. The watchdog ends a job that hangs. A shorter limit of torch
+# would also end a job that was suspended for longer than the limit and then continues.
 COLLECTIVE_TIMEOUT = timedelta(days=30)
 TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8  # M_TRIM_THRESHOLD, M_MMAP_MAX and M_ARENA_MAX of <malloc.h>
-NEVER = 2**31 - 1  # trim threshold that is never reached
+NEVER = 2**31 - 1  # largest trim threshold of malloc in bytes, so that freed memory never goes back to the kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,14 @@ class Worker(RankInfo):
     restarts: int = 0  # number of times that the launcher has restarted the job
 
     def compare(self, facts: Mapping[str, str], *, name: str) -> None:
-        """Raise a UserError on all ranks if facts differ between them; `name` is another one in each call."""
+        """Check that all ranks have equal `facts`. All ranks call this.
+
+        Args:
+            facts: values that must be equal on all ranks, as text by name.
+            name: name of this comparison, different in each call.
+        Raises:
+            UserError: a fact differs between ranks. All ranks raise the error.
+        """
         problem = call_roll(self.store, self, facts, name=f"{name}/{self.restarts}")
         if problem is not None:
             raise UserError(problem)
@@ -84,29 +91,29 @@ class Worker(RankInfo):
 def worker_process(
     place: RankInfo, config: LaunchConfig, facts: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[Worker]:
-    """Make this process a worker: set up the device and the process group, and take them down after the block.
+    """Return a context in which this process is a worker: set up its device and process group, and end them afterwards.
 
-    An error in the block ends the process with its exit code, and so does a difference between the ranks. A program
-    calls `leave` after the block.
+    An exception inside the context ends the process with the exception's exit code. A fact that differs between ranks
+    ends the processes of all ranks. After the context, the program calls `leave`.
 
     Args:
-        place: this process's place in the job.
-        config: back end and timeouts.
+        place: this process's rank, its index on its node, and the number of ranks.
+        config: flags with the communication back end and the time limits.
         facts: values that must be equal on all ranks, such as flags and versions, as text by name.
     """
     # Handle signals, and end this process when its launcher ends.
     if LAUNCHER_PID in os.environ:
         end_with(int(os.environ[LAUNCHER_PID]))
     if place.world_size > 1:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would wait until a blocked collective ends
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked it during the start
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would only run after a blocked collective ends
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked SIGINT during the start
 
     # Threads and device.
     if "OMP_NUM_THREADS" not in os.environ:
         launched = find_launcher()
         local = None if launched is None else launched.local_size
         if launched is not None and launched.launcher == "srun":
-            local = 1  # srun binds each rank to its own cores, so the affinity mask already is this rank's share
+            local = 1  # srun binds each rank to separate cores, so the affinity mask has only this rank's cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (local or 1)))
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -144,9 +151,10 @@ def worker_process(
 
 @contextlib.contextmanager
 def _say_whom_it_waits_for(place: RankInfo) -> Iterator[None]:
-    """Print which ranks the first rank of each host waits for, and where, if the block takes WAIT_SECONDS or longer.
+    """Return a context for the rendezvous that prints a hint if the rendezvous takes longer than WAIT_SECONDS.
 
-    Nothing is printed for workers of our own launcher, which are on one machine.
+    The first rank of each host prints which ranks it waits for, and at which address. Workers of MegaZ++'s launcher
+    print nothing, because the launcher itself waits for other hosts.
     """
 
     def say() -> None:
@@ -170,13 +178,14 @@ def _say_whom_it_waits_for(place: RankInfo) -> Iterator[None]:
 
 
 def seed_everything(seed: int, *, data_rank: int, tp_rank: int) -> None:
-    """Seed the default generators of Python, numpy and torch, differently on every rank. Only dropout uses them.
+    """Seed the default random generators of Python, numpy and torch, which only dropout uses, differently on each rank.
 
-    Initial weights depend only on the seed and the parameter's name, the data order only on the seed.
+    Initial weights and the order of the data do not depend on these generators: weights depend on the seed and on the
+    parameter's name, the order only on the seed.
 
     Args:
-        seed: the run's seed.
-        data_rank: index of the rank's samples.
+        seed: seed of the run (--seed).
+        data_rank: index of the activations that this rank computes, see `ParallelDims.dropout_rank`.
         tp_rank: index of the rank along the tp axis.
     """
     mixed = (seed * 1_000_003 + data_rank * 1_009 + tp_rank) % 2**63
@@ -186,13 +195,18 @@ def seed_everything(seed: int, *, data_rank: int, tp_rank: int) -> None:
 
 
 def _report_once(error: BaseException, worker: Worker, *, alone: bool) -> int:
-    """Print the error if this is the first rank to fail, and return the exit code.
+    """Print the error that ended this worker if the worker is the first rank to fail, and return its exit code.
 
-    The first rank of each other host prints which rank has failed, unless all ranks are on one machine (`alone`).
+    If another rank has failed first, the first rank of each other host prints which rank has failed.
+
+    Args:
+        error: exception that ended the worker.
+        worker: this rank.
+        alone: True if all ranks are on one machine, where one message is enough.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if frames and Path(frames[-1].filename).is_relative_to(Path(dist.__file__).parent):
-        time.sleep(REPORT_SECONDS)  # torch.distributed raised the error, most likely because another rank has ended
+        time.sleep(REPORT_SECONDS)  # torch.distributed raised the error, most likely because another rank has failed
     try:
         first = worker.store.add(FAILURES.format(worker.restarts), 1) == 1
     except Exception:  # the process that hosts the store has ended, so another rank failed first
@@ -220,7 +234,7 @@ def _report_once(error: BaseException, worker: Worker, *, alone: bool) -> int:
 
 
 def _say_who_failed(worker: Worker) -> None:
-    """Print which rank has failed first, if it is on another host."""
+    """Print which rank has failed first if that rank is on another host, and why; called because this rank ends too."""
     here = socket.gethostname()
     try:
         worker.store.set_timeout(timedelta(seconds=2 * REPORT_SECONDS))
@@ -232,7 +246,7 @@ def _say_who_failed(worker: Worker) -> None:
 
 
 def _reader_is_gone() -> bool:
-    """Return True if stdout is a pipe whose reading end is closed."""
+    """Return True if stdout is a pipe whose reader has ended, as in `megazpp | head`."""
     poll = select.poll()
     poll.register(1, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -242,13 +256,14 @@ def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:
     """Make all gloo groups that this process creates from now on share one gloo device (a listener and its thread).
 
     By default each group creates a device, whose thread wakes up a hundred times per second. Measured with torch 2.13,
-    10 idle groups take 2.4 % of a core, one shared device takes 0.4 %. `new_group` has no argument for gloo's options,
-    so this function replaces the class that it instantiates. If torch is built without gloo, nothing happens.
+    10 idle groups take 2.4 % of a core, one shared device takes 0.4 %. torch's `new_group` has no argument for gloo's
+    options, so this function replaces the class that `new_group` instantiates. If torch is built without gloo, nothing
+    happens.
 
     Args:
         loopback: True listens only on the loopback interface, unless GLOO_SOCKET_IFNAME names interfaces.
-        lazy: True connects two ranks when one of them first sends to the other. False connects all pairs at once, which
-            makes a million connections for 1024 ranks. For groups that only pass small messages to and from one rank.
+        lazy: True connects two ranks when one of them first sends to the other, for groups in which ranks exchange
+            small messages with a single rank. False connects all pairs at once, a million connections for 1024 ranks.
     """
     if not dist.is_gloo_available():
         return
@@ -262,13 +277,13 @@ def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:
         else:
             devices = [gloo.create_default_device(lazy_init=own)]
 
-    class OneDeviceGroup(abc.ABC):  # noqa: B024 (an ABC only so that isinstance can be extended by `register`)
+    class OneDeviceGroup(abc.ABC):  # noqa: B024 (an ABC, so that `register` makes gloo groups instances of this class)
         """A substitute for ProcessGroupGloo that creates ordinary gloo groups, but on the shared device."""
 
         def __new__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta, **others: Any) -> Any:
             options = gloo._Options()
             options._devices, options._timeout = devices, timeout
-            for name, value in others.items():  # torch 2.14 passes `enable_reconfigure`
+            for name, value in others.items():  # torch 2.14 passes the option `enable_reconfigure` as an argument
                 setattr(options, name, value)
             return gloo(store, rank, size, options)
 
@@ -277,11 +292,12 @@ def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc's malloc keep freed memory for reuse. Call this when the process starts; other C libraries ignore it.
+    """Make glibc's malloc keep freed memory for reuse. Call this at the start of the process.
 
     By default glibc returns large buffers to the kernel, which then clears the pages of the next buffer. With 8 gloo
-    ranks this took 30 % of all CPU time, with these settings 8 %. All threads use one arena, because a thread cannot
-    reuse memory that another thread has freed in a different arena.
+    ranks the kernel's work for memory took 30 % of all CPU time, with these settings 8 %. All threads use one arena,
+    because a thread cannot reuse memory that another thread has freed in a different arena. With another C library than
+    glibc, nothing happens.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -293,13 +309,13 @@ def keep_freed_memory() -> None:
 def _threads_that_wait_their_turn() -> Iterator[None]:
     """Return a context in which new threads get the scheduling policy SCHED_BATCH, so they preempt no other thread.
 
-    A new thread inherits the policy of the thread that creates it. Without this, an incoming message wakes gloo's
-    thread while another thread holds the connection's lock. gloo's thread then retries in a loop until its time slice
-    ends. With SCHED_BATCH, a step with TP 4 on 2 cores took a third less CPU time.
+    gloo's thread is created in this context, and inherits the policy from its creator. Under the normal policy, an
+    incoming message wakes gloo's thread while another thread holds the connection's lock. gloo's thread then retries
+    in a loop until its time slice ends. With SCHED_BATCH, a step with TP 4 on 2 cores took a third less CPU time.
     """
     policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
     if policy == os.SCHED_OTHER:  # keep any policy that the user has chosen
-        with contextlib.suppress(OSError):  # gVisor supports only SCHED_OTHER
+        with contextlib.suppress(OSError):  # some systems, such as gVisor, support only the policy SCHED_OTHER
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
         yield

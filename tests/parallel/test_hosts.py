@@ -133,7 +133,7 @@ def test_name_that_is_unknown_or_means_only_this_machine_is_refused(monkeypatch)
 
     monkeypatch.setattr(socket, "getaddrinfo", asked)
     assert outcome(host(0, 1, address="alpha")).startswith(
-        "--master-addr alpha is 127.0.1.1 on alpha, which other hosts "
+        "--master-addr alpha is the loopback address 127.0.1.1 on alpha, which other hosts "
     )
 
     def unknown(*_, **__):
@@ -146,10 +146,10 @@ def test_name_that_is_unknown_or_means_only_this_machine_is_refused(monkeypatch)
 REFUSED = [
     ({"node_rank": 1}, "--node-rank 1 needs --nnodes"),
     ({"master_addr": "a"}, "--master-addr a needs --nnodes"),
-    ({**TWO, "node_rank": 2}, "--node-rank 2 is not a number from 0 to 1 (--nnodes)"),
+    ({**TWO, "node_rank": 2}, "--node-rank 2 is not a number from 0 to 1: with --nnodes 2, hosts are numbered from 0"),
     ({"nnodes": 0}, "--nnodes 0 is not positive"),
     ({**TWO, "master_port": 70000}, "--master-port 70000 is not a TCP port"),
-    ({**TWO, "max_restarts": 1}, "--max-restarts 1 cannot be combined with --nnodes 2"),
+    ({**TWO, "max_restarts": 1}, "--max-restarts 1 is not supported with --nnodes 2"),
     ({"nnodes": 2}, "--nnodes 2 needs --node-rank and --master-addr"),
     ({"nnodes": 2, "node_rank": 0}, "--nnodes 2 needs --master-addr"),
 ]
