@@ -1,11 +1,11 @@
-"""Coordinate the replica groups of elastic DiLoCo: who takes part, which steps a version merges, who trains what.
+"""Coordinate elastic DiLoCo: the membership of replica groups, the steps that each version merges, and the data.
 
     head -c 32 /dev/urandom | base64 > run7.secret; chmod 600 run7.secret     # copy it to each site
     python tools/coordinate.py --folder /data/run7 --listen 10.8.0.1:29700 --secret-file run7.secret
 
 The program needs neither torch nor a GPU and holds no weights. Start it once per run, at an address that all groups can
-reach. It may end and start again at any time: groups finish their interval and wait for it. Its journal is in
-FOLDER/coordinator, and each line is one fact about the run.
+reach. The coordinator may be killed and started again at any time; the groups finish their current interval and wait
+for it. Its journal in FOLDER/coordinator has one line per event of the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megazpp.elastic.wire import LOOPBACK, NO_SECRET, parse_address, read_secret
 
 @program
 def main(argv: list[str]) -> int:
-    """Run the coordinator until it is ended, or another one takes over."""
+    """Run the coordinator until a signal ends it, or another coordinator takes over its folder."""
     parser = flags_of(__doc__)
     parser.add_argument("--folder", metavar="FOLDER", type=Path, required=True, help="folder of the run's journal")
     parser.add_argument(
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     address = parse_address(args.listen, "--listen")
     if args.secret_file is None and address.host not in LOOPBACK:
-        raise ValueError(f"--listen {args.listen} is not on this machine, and needs --secret-file")
+        raise ValueError(f"--listen {args.listen} accepts connections from other machines: give --secret-file as well")
     secret = NO_SECRET if args.secret_file is None else read_secret(args.secret_file, "--secret-file")
 
     def say(line: str) -> None:

@@ -37,7 +37,7 @@ from megazpp.inference.config import SampleConfig, parse_checkpoint_flags
 from megazpp.post_training.config import ChatConfig
 from megazpp.run.arguments import ParsedRun
 
-DEFAULT_TOKENS = 100  # tokens to generate without --sample-tokens
+DEFAULT_TOKENS = 100  # number of generated tokens without --sample-tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +67,15 @@ class GenerateConfig(ChatConfig):
         super().__post_init__()
         for name in () if self.chat else [field.name for field in dataclasses.fields(ChatConfig)]:
             if getattr(self, name) is not None:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} needs --chat")
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)} applies only to messages: add --chat"
+                )
         if self.prompts_at_once != "auto":
             check_positive(self, "prompts_at_once")
 
 
 def parse(argv: list[str]) -> ParsedRun:
-    """Parse the flags; the checkpoint completes them later."""
+    """Parse the command line. Flags that it leaves out are read from the checkpoint later."""
     common, defaults = [field.name for field in dataclasses.fields(SampleConfig)], {"sample_tokens": DEFAULT_TOKENS}
     return parse_checkpoint_flags(
         argv,
@@ -183,7 +185,7 @@ class Starts:
         record: dict[str, Any] = {"prompt": given.get("messages"), **given}
         value = record["prompt"]
         if self._template is None and isinstance(value, list):
-            raise ValueError("the prompt is a list of messages, which needs --chat")
+            raise ValueError("the prompt is a list of messages; add --chat to render it with the chat template")
         if self._template is not None and isinstance(value, str):
             record["prompt"] = [{"role": "user", "content": value}]
         template = self._template or ChatTemplate(self._tokenizer)
@@ -226,7 +228,7 @@ def run(loaded: Loaded) -> None:
         loaded.say(f"with the cache: {generated.describe()}")
         done, count = done + len(starts), count + sum(map(len, generated.tokens))
 
-    # Totals.
+    # Print the totals.
     if not done:
         raise ValueError("stdin has no prompt; write one per line, or give --prompt or --prompt-file")
     if loaded.streamed is not None:

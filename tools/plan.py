@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
     say_notices(parsed.notices)
     path = config.cluster.cluster_file
     if path is None or config.tokenizer.vocab_size is None:
-        raise ValueError("--cluster-file and --vocab-size are needed")
+        raise ValueError("plan.py requires --cluster-file and --vocab-size: add them to the flags")
     if config.batches.micro_batch_size is None:
         raise ValueError("--micro-batch-size is required, because all cluster sizes use the same micro-batch size")
     config, cluster = for_planning(config, "plan.py"), read_cluster(path)

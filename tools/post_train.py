@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def parse(argv: list[str]) -> ParsedRun:
-    """Parse the flags; the checkpoint completes them later."""
+    """Parse the command line. Flags that it leaves out are read from the checkpoint later."""
     return parse_run_config(
         argv,
         ROOT,

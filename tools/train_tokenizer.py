@@ -64,7 +64,7 @@ class TrainTokenizerConfig:
         check_words(self)
         check_positive(self, "vocab_size", "max_characters", "workers")
         if self.character_coverage is not None and not 0.98 <= self.character_coverage <= 1.0:
-            raise ValueError(f"--character-coverage {self.character_coverage} is not a share from 0.98 to 1")
+            raise ValueError(f"--character-coverage {self.character_coverage} is not a fraction from 0.98 to 1")
 
 
 @program_of(TrainTokenizerConfig)

@@ -166,14 +166,14 @@ def test_too_long_prompt_is_rejected_or_truncated_with_a_note():
             "prompt 1 has 65 tokens, and the model takes at most 64: --truncate-prompt removes its beginning",
         ),
         (["a" * 60], {"chat": True}, "has 110 tokens, and the model takes at most 64"),
-        ([{"prompt": TALK}], {}, "prompt 1: the prompt is a list of messages, which needs --chat"),
+        ([{"prompt": TALK}], {}, "prompt 1: the prompt is a list of messages; add --chat"),
         (["x", {"text": "a"}], {}, "prompt 2: there is no 'prompt', only 'text'"),
         (
             [{"prompt": [{"role": "assistant", "content": "a"}]}],
             {"chat": True},
             "prompt 1: the last message of 'prompt'",
         ),
-        (["a"], {"system_prompt": "s"}, "--system-prompt s needs --chat"),
+        (["a"], {"system_prompt": "s"}, "--system-prompt s applies only to messages: add --chat"),
     ]
     assert not not_refused(rows, lambda prompts, flags: starts(prompts, **flags))
 

@@ -42,7 +42,7 @@ preprocess_data --input a.jsonl --split-sentences | --split-sentences is a Megat
 preprocess_data --input a.jsonl --dataset-impl lazy | only mmap
 preprocess_data --inptu a.jsonl | --inptu is not a flag; did you mean --input?
 generate --load x --tokens 9 | --tokens is not a flag; did you mean --eos-token or --sample-tokens?
-train_tokenizer --character-coverage 2 | --character-coverage 2.0 is not a share from 0.98 to 1
+train_tokenizer --character-coverage 2 | --character-coverage 2.0 is not a fraction from 0.98 to 1
 train_tokenizer --workers 1 | --input is missing
 train_tokenizer --input a.jsonl --output-prefix none/x | none is no directory
 train_tokenizer --input none.jsonl | none.jsonl does not exist
@@ -69,7 +69,7 @@ generate --load ours --prompt-file junk | --prompt-file junk is not text in UTF-
 generate --load ours --prompt-file nowhere --prompt x | --sample-prompt and --prompt-file exclude each other
 generate --load ours --sample-tokens 0 | --sample-tokens 0 generates nothing
 generate --load ours --prompts-at-once 0 | --prompts-at-once 0 is not positive
-plan | --cluster-file and --vocab-size are needed
+plan | plan.py requires --cluster-file and --vocab-size
 plan --cluster-file x.yaml --micro-batch-size none | --micro-batch-size is required
 show_topology | --cluster-file FILE, or --nodes N
 show_topology --nodes 2 | no cluster is given

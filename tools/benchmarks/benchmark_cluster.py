@@ -29,7 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # finds megazpp in a checkout that is not installed
 
 from benchmark_cluster_ranks import ESTIMATE
 from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate, start_on_this_machine
@@ -43,14 +43,16 @@ from megazpp.topology.cluster import Cluster
 
 RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"
 POLL_SECONDS = 0.05
-WARM_UP_STEPS = 4  # they create connections and state; the third delta is the first with a message of its own size
+# Untimed first steps of each variant, which open connections and allocate states. Only from the third lossless delta on
+# does a delta's message have the size that its content needs.
+WARM_UP_STEPS = 4
 RATES = ["100mbit", "200mbit", "500mbit", "1gbit", "10gbit"]
 LOCAL, BASELINE = "local", "zero3"
 MODEL = ("hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size")
 SHAPE = ("nodes", "ranks_per_node", "tp", "micro_batches", *MODEL, "flags")
 NO_OVERLAP, DILOCO = "--no-overlap-param-gather --no-overlap-grad-reduce", "--diloco-outer-momentum 0.9 --diloco-steps"
 INT8 = "--zeropp --zero-weight-delta none"  # without the flag, bf16 weights would cross nodes as lossless deltas
-VARIANTS = {  # flags of pretrain_gpt.py; DiLoCo's replica groups are nodes, and momentum gives the most state
+VARIANTS = {  # flags of pretrain_gpt.py; with DiLoCo each node is a replica group that also holds outer momentum
     "zero3": "",
     "zero3-overlap": "--overlap-param-gather --overlap-grad-reduce",
     "zero1": "--zero-stage 1",
@@ -69,10 +71,12 @@ VARIANTS = {  # flags of pretrain_gpt.py; DiLoCo's replica groups are nodes, and
 
 
 class Sample(NamedTuple):
-    """Measurement of one optimizer step; with local steps, the mean of a cycle, with the loss of its last step.
+    """Measurement of one optimizer step of one variant.
+
+    With DiLoCo a measurement covers a cycle of H local steps: means over the cycle, and the loss of its last step.
 
     Attributes:
-        rate: rate of the links between nodes.
+        rate: bandwidth of the links between nodes, such as 100mbit.
         round: index of the round.
         variant: name of the variant.
         seconds: seconds per step, between two barriers.
@@ -110,11 +114,11 @@ class Results:
         if path.exists():
             saved = json.loads(path.read_text())
             if saved["shape"] != shape:
-                raise ValueError(f"--out {path.parent} holds samples of {saved['shape']}, not of {shape}")
+                raise ValueError(f"--out {path.parent} holds samples of {saved['shape']}, not of {shape}: change --out")
             self.samples, self.parameters = [Sample(**fields) for fields in saved["samples"]], saved["parameters"]
 
     def missing(self, rate: str, round_index: int, variants: list[str]) -> list[str]:
-        """Return the variants that have no sample yet in a round at a rate."""
+        """Return the variants whose sample of this round at this link rate is still missing."""
         have = {s.variant for s in self.samples if (rate, round_index) == (s.rate, s.round)}
         return [name for name in variants if name not in have]
 
@@ -147,7 +151,7 @@ class Driver:
         theirs.close()
 
     def step(self, variant: str, micro_batches: int) -> dict[str, Any]:
-        """Run one optimizer step of a variant on all ranks, or with local steps one cycle; return the measurements."""
+        """Run one optimizer step of a variant (with DiLoCo, a cycle of local steps), and return its figures."""
         self._pipe.send((variant, micro_batches))
         return self.receive()
 
@@ -170,12 +174,12 @@ class Driver:
 
 def measure(args: argparse.Namespace, results: Results) -> None:
     """Measure all rounds that `results` does not hold yet, and add their samples."""
-    # ---- missing rounds
+    # ---- find the rounds that samples.json does not have
     rounds = [(rate, index) for index in range(args.samples) for rate in ([LOCAL] if args.local else args.rates)]
     rounds = [each for each in rounds if results.missing(*each, args.variants)]
     if not rounds:
         return
-    # ---- rank processes, with first steps of each variant that do not count
+    # ---- start the rank processes, and run untimed warm-up steps of each variant
     cluster = None if args.local else EmulatedCluster(nodes=args.nodes, ranks_per_node=args.ranks_per_node)
     with contextlib.ExitStack() as stack:
         if cluster is not None:
@@ -186,7 +190,7 @@ def measure(args: argparse.Namespace, results: Results) -> None:
         for name in args.variants:
             seconds = [driver.step(name, 1)["seconds"] for _ in range(WARM_UP_STEPS)]
             say(f"{name}: {WARM_UP_STEPS} steps that are not counted, the last took {seconds[-1]:.2f} s")
-        # ---- rounds
+        # ---- measure the missing rounds
         for rate, index in rounds:
             if cluster is not None:
                 cluster.set_rate(rate)
@@ -283,7 +287,7 @@ def tables(samples: Sequence[Sample], shape: Mapping[str, Any], parameters: int)
 
 
 def speedup(samples: Iterable[Sample], variant: str) -> float | None:
-    """Return the median speed ratio of a variant to BASELINE, over rounds with both at one rate; None without any."""
+    """Return the median over rounds of a variant's speed relative to BASELINE at equal link rate; None without any."""
     seconds = {(s.variant, s.rate, s.round): s.seconds for s in samples}
     pairs = [(seconds.get((BASELINE, at, i)), own) for (name, at, i), own in seconds.items() if name == variant]
     ratios = [baseline / own for baseline, own in pairs if baseline is not None]
@@ -307,7 +311,7 @@ def _speed_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
 
 
 def _estimate_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
-    """Return the table of estimated seconds, and of the choice between the formats of ZeRO++ that follows from them."""
+    """Return the table of the planner's estimated seconds per step, and of the wire format that it would choose."""
     rows = []
     formats = [name for name in ("zeropp-overlap", "lossless") if name in names]
     for rate in _rates(samples):
@@ -321,7 +325,9 @@ def _estimate_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
 
 
 def _limit_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
-    """Return the table of steps relative to their limit: the time on the wire, or a step on the fastest link."""
+    """Return the table of step times relative to their lower limit.
+
+    The limit is the larger of two times: the step's bytes at the rate of the link, and the step on the fastest link."""
     samples = [s for s in samples if s.uplink_bytes]
     names = [name for name in names if any(s.variant == name for s in samples)]
     rows, rates = [], _rates(samples)
@@ -336,13 +342,13 @@ def _limit_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
 
 
 def _rates(samples: Sequence[Sample]) -> list[str]:
-    """Return the rates with samples, in ascending order."""
+    """Return the link rates that have samples, in ascending order."""
     bits = {s.rate: math.inf if s.rate == LOCAL else parse_rate(s.rate) or math.inf for s in samples}
     return sorted(bits, key=lambda rate: bits[rate])
 
 
 def _medians(samples: Sequence[Sample], rate: str, field: str) -> dict[str, float]:
-    """Return the medians of a field of the samples at a rate, by variant; not a number for variants without samples."""
+    """Return the median over rounds of a field of the samples at a link rate, by variant; NaN without samples."""
     values: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         if sample.rate == rate:

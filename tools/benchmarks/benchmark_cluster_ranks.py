@@ -4,7 +4,8 @@ Rank 0 receives commands from the benchmark through a pipe and passes them to th
 optimizer step, timed between two barriers. With local steps, it runs a whole cycle of H steps, which begins after one
 merge and ends with the next, so that no message is in flight when another variant runs.
 
-All code is the program's own. Its reduce-scatter on CPUs is a ring, which sends half as many bytes as gloo's.
+Steps run the code of pretrain_gpt.py. On CPUs its reduce-scatter is a ring, which sends half as many bytes as the
+reduce-scatter of gloo.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class VariantRun:
         self._batch = make_micro_batch(torch.randint(vocab_size, size, generator=generator), eod=None)
 
     def step(self, micro_batches: int) -> float:
-        """Run one optimizer step, and DiLoCo's part after it; return the loss."""
+        """Run one optimizer step, and then DiLoCo's synchronization if one is due; return the loss."""
         loss = self._step([self._batch] * micro_batches, learning_rate=self._lr, weight_decay=0.0).loss
         if self._replica_groups is not None:
             self._iteration += 1
@@ -112,8 +113,8 @@ class VariantRun:
 def serve(cluster: Cluster, flags: dict[str, str], control: int, worker: Worker) -> None:
     """Build all variants, and then run the commands (variant, micro-batches) that rank 0 reads from the pipe, forever.
 
-    The variant ESTIMATE measures links and device as a run does at its start, and answers with the planner's estimates
-    of a step's seconds by variant.
+    The name ESTIMATE instead of a variant measures links and devices as a run does at its start. Its answer is the
+    planner's estimate of the seconds per step, by variant.
 
     The answer to a command has the entries "seconds" (per step, between two barriers), "loss" (of the last step),
     "cross_bytes" (sent to other nodes, per node and step, by the program's counters) and "steps" (number of steps).
@@ -126,7 +127,7 @@ def serve(cluster: Cluster, flags: dict[str, str], control: int, worker: Worker)
     first = next(iter(runs.values()))
 
     def counted() -> torch.Tensor:
-        """Return the bytes that this rank has sent to other nodes so far."""
+        """Return the number of bytes that this rank has sent to other nodes since its start."""
         return torch.tensor([sum(dims.counter.sent_bytes("cross") for dims in dims_of.values())])
 
     # ---- run commands
@@ -165,7 +166,7 @@ def estimate(config: RunConfig, cluster: Cluster, micro_batches: int) -> float:
 
 
 def main() -> None:
-    """Run this rank; arguments are a JSON object (nodes, ranks_per_node, flags by variant) and rank 0's pipe."""
+    """Run one rank. Its arguments are a JSON object (nodes, ranks_per_node, flags by variant) and rank 0's pipe."""
     job = json.loads(sys.argv[1])
     cluster = Cluster(num_nodes=job["nodes"], ranks_per_node=job["ranks_per_node"])
     config = LaunchConfig(distributed_backend="gloo", distributed_timeout_minutes=TIMEOUT_MINUTES)

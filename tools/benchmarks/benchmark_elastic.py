@@ -4,16 +4,17 @@
 
 | experiment | question |
 |---|---|
-| kills | how long do the others wait when a group is killed, at each of 12 points of a round? |
-| coordinator | how long do they wait when the coordinator is killed, and starts again after 3 s? |
-| slow | do the others wait for a group that is twice as slow, or whose messages take longer than an interval? |
-| goodput | which share of the tokens per second is left if a group is killed every ten intervals, for one interval? |
-| network | which share of the speed is left on a network of 100 Mbit/s with a round trip of 100 ms? |
-| loss | does a kill every ten intervals change the validation loss, at equal merged tokens? |
+| kills | How long do the other groups wait when a group is killed, at each of 12 points of a DiLoCo round? |
+| coordinator | How long do all groups wait when the coordinator is killed, and starts again after 3 s? |
+| slow | Do groups wait for a group that is twice as slow, or whose messages take longer than an interval? |
+| goodput | Which fraction of the tokens per second is left if a group is away for one of every ten intervals? |
+| network | Which fraction of the speed is left on a network of 100 Mbit/s with a round trip of 100 ms? |
+| loss | Does a kill every ten intervals change the validation loss, at equal merged tokens? |
 
-Steps last a fixed time, by waiting for samples, so that other load on the machine hardly matters; the experiment `loss`
-does not wait. benchmark_elastic_job.py emulates slow steps and links. Times are read from the coordinator's journal.
-Every experiment prints one line per measurement, and its last line is the result.
+An interval is the time between two synchronizations. Each training step waits until a fixed time has passed, so that
+other load on the machine hardly matters. Only the experiment `loss` does not wait. benchmark_elastic_job.py emulates
+slow steps and links. Times are read from the coordinator's journal. Every experiment prints one line per measurement,
+and its last line is the result.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # finds megazpp in a checkout that is not installed
 
 from benchmark_elastic_job import POINTS, Emulation
 
@@ -47,7 +48,9 @@ TINY = (
     "--tokenizer-type NullTokenizer --vocab-size 256 --lr 1e-3 --train-iters 100000 --micro-batch-size 2 "
     "--diloco-outer-momentum 0.6 --diloco-outer-lr 0.7 --log-interval 1000 --eval-iters 1"
 )
-WIDE = "--num-layers 2 --hidden-size 512 --num-attention-heads 4 --vocab-size 8192"  # 10.6M parameters
+WIDE = (
+    "--num-layers 2 --hidden-size 512 --num-attention-heads 4 --vocab-size 8192"  # 10.6M parameters: messages take time
+)
 TEXT = (
     "@configs/gpt_tiny.args --hidden-size 64 --seq-length 64 --max-position-embeddings 64 --vocab-size 512 "
     "--micro-batch-size 4 --train-iters 1000 --diloco-outer-lr 1 --diloco-outer-momentum 0 --log-interval 100 "
@@ -57,13 +60,15 @@ POLL_SECONDS, LIMIT_SECONDS, OUTAGE_SECONDS = 0.05, 280.0, 3.0
 
 
 class Site:
-    """A coordinator and its groups; a context manager that ends all of them.
+    """The processes of an elastic DiLoCo run: a coordinator, and one job per replica group.
+
+    As a context manager it kills all of them at its end.
 
     Args:
-        folder: folder of the run, which is emptied.
-        flags: flags of all groups.
-        groups: number of groups.
-        steps: steps of an interval.
+        folder: folder of the run; everything in it is deleted first.
+        flags: flags of pretrain_gpt.py for all groups.
+        groups: number of replica groups.
+        steps: number of training steps between two synchronizations.
     """
 
     def __init__(self, folder: Path, flags: str, *, groups: int, steps: int) -> None:
@@ -84,21 +89,21 @@ class Site:
             self.kill(process)
 
     def coordinate(self) -> None:
-        """Start the coordinator, and wait until it listens."""
+        """Start the coordinator process, and wait until it accepts connections."""
         command = ["tools/coordinate.py", "--folder", str(self.folder / "journal"), "--listen", self.address]
         self.coordinator, output = self._start(command, "coordinator")
         self.wait(lambda: "listens on" in output.read_text())
         (self.address,) = re.findall(r"listens on (\S+)", output.read_text())
 
     def start(self, name: str, *flags: str, **emulated: Any) -> subprocess.Popen[bytes]:
-        """Start a group with an `Emulation`."""
+        """Start the job of a replica group; keyword arguments are the fields of `Emulation`."""
         emulation = json.dumps(dataclasses.asdict(Emulation(**emulated)))
         command = [str(HERE / "benchmark_elastic_job.py"), emulation, *self._flags, *flags]
         places = ["--run-dir", str(self.folder / f"{name}-{next(self._numbers)}")]
         return self._start([*command, *places, "--diloco-coordinator", self.address, "--diloco-group", name], name)[0]
 
     def start_and_join(self, name: str, **emulated: Any) -> subprocess.Popen[bytes]:
-        """Start a group, and wait until it is a member."""
+        """Start the job of a replica group, and wait until the coordinator has admitted it as a member."""
         process, before = self.start(name, **emulated), self._times_joined(name)
         self.wait(lambda: self._times_joined(name) > before)
         return process
@@ -110,45 +115,45 @@ class Site:
             process.wait()
 
     def wait(self, condition: Callable[[], Any]) -> None:
-        """Wait until a condition is true."""
+        """Wait until `condition` returns True."""
         began = time.monotonic()
         while not condition():
             if time.monotonic() > began + LIMIT_SECONDS:
-                raise TimeoutError(f"see the outputs in {self.folder}")
+                raise TimeoutError(f"nothing happened for {LIMIT_SECONDS:g} s; see the outputs in {self.folder}")
             time.sleep(POLL_SECONDS)
 
     def wait_for_version(self, version: int) -> None:
-        """Wait until the coordinator has committed a version."""
+        """Wait until the coordinator has committed this version of the outer weights."""
         self.wait(lambda: len(self.commits()) >= version)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the records of the journal, from the start of the run."""
+        """Return all records of the coordinator's journal."""
         files = (self.folder / "journal" / "coordinator").glob("journal-*.jsonl")
         newest = max(files, key=lambda path: int(path.stem.split("-")[1]))
         *lines, _ = newest.read_text().split("\n")
         return [json.loads(line) for line in lines]
 
     def commits(self) -> list[dict[str, Any]]:
-        """Return the commits so far."""
+        """Return the journal's records of committed versions of the outer weights, in order."""
         return [record for record in self.records() if "commit" in record]
 
     def intervals(self) -> list[float]:
-        """Return the seconds between each commit and the one before; the first has none."""
+        """Return the seconds between successive commits, one number less than there are commits."""
         return [b["time"] - a["time"] for a, b in itertools.pairwise(self.commits())]
 
     def _times_joined(self, name: str) -> int:
-        """Return how often a group has become a member."""
+        """Return how often the coordinator has admitted a group as a member."""
         return sum(name in record["members"] for record in self.records() if "members" in record)
 
     def check(self) -> None:
-        """Check that no outer state differed between groups, and that no sample was merged twice."""
+        """Assert that all groups had equal outer states at each version, and that no sample was merged twice."""
         assert "ERROR" not in self.said(), self.said()
         cells = [cell for commit in self.commits() for entry in commit["set"] for cell in entry["cells"]]
         steps = [(block, column, step) for block, column, first, stop in cells for step in range(first, stop)]
         assert len(steps) == len(set(steps))
 
     def said(self) -> str:
-        """Return the coordinator's output."""
+        """Return everything that the coordinator has printed."""
         return "".join(path.read_text() for path in sorted(self.folder.glob("coordinator-*.txt")))
 
     def _start(self, command: Sequence[str], name: str) -> tuple[subprocess.Popen[bytes], Path]:
@@ -170,7 +175,7 @@ class Site:
 
 
 def measure_kills(out: Path) -> str:
-    """Kill one of three groups at each point of a round, and return the longest wait of the others."""
+    """Kill one of three groups at each of POINTS, and return the longest wait of the other groups."""
     grace, waits, seconds = 0.5, list[float](), {"step_seconds": 0.2}
     flags = f"{TINY} --global-batch-size 6 --nproc 1 --diloco-grace {grace}"
     with Site(out, flags, groups=3, steps=8) as run:
@@ -185,7 +190,7 @@ def measure_kills(out: Path) -> str:
             moment = float(killed.read_text())
             versions = len(run.commits())
             run.wait_for_version(versions + 3)
-            # the first commit after the kill, and the next: their intervals, less those of the rounds before
+            # The wait is by how much the first two intervals after the kill exceed the usual interval.
             first = next(n for n, commit in enumerate(run.commits()) if commit["time"] > moment)
             intervals = run.intervals()
             usual = statistics.median(intervals[joined : first - 1] or intervals[joined - 3 : joined])
@@ -200,7 +205,7 @@ def measure_kills(out: Path) -> str:
 
 
 def measure_coordinator(out: Path) -> str:
-    """Kill the coordinator at several moments of an interval, and return how much longer the interval took."""
+    """Kill the coordinator at several moments of an interval, and return how much intervals grew beyond the outage."""
     stalls, flags = list[float](), f"{TINY} --global-batch-size 4 --nproc 1"
     with Site(out, flags, groups=2, steps=8) as run:
         groups = [run.start(name, step_seconds=0.2) for name in "ab"]
@@ -224,7 +229,7 @@ def measure_coordinator(out: Path) -> str:
 
 
 def measure_slow(out: Path) -> str:
-    """Return how much longer the intervals are with a group that is slow, and with one that has a slow uplink."""
+    """Return how much longer intervals are if one group trains slowly, and if one group has a slow uplink."""
     step, steps, count, found = 0.2, 15, 16, dict[str, float]()
     flags = f"{TINY} --global-batch-size 6 --nproc 1 --diloco-grace 0.1"
     cases: dict[str, dict[str, Any]] = {
@@ -251,7 +256,7 @@ def measure_slow(out: Path) -> str:
 
 
 def measure_goodput(out: Path) -> str:
-    """Kill one of three groups every ten intervals, and return the share of merged tokens per second that is left."""
+    """Kill one of three groups every ten intervals, and return the remaining fraction of merged tokens per second."""
     every, kills = 10, 2
     with Site(out, f"{TINY} --global-batch-size 6 --nproc 1", groups=3, steps=10) as run:
         groups = {name: run.start(name, step_seconds=0.6) for name in "abc"}
@@ -265,7 +270,7 @@ def measure_goodput(out: Path) -> str:
         run.check()
 
     def speed(first: int, last: int) -> float:
-        """Return the tokens per second that are merged from one version to another."""
+        """Return the merged tokens per second between two versions of the outer weights."""
         tokens = sum(entry["tokens"] for commit in commits[first:last] for entry in commit["set"])
         return tokens / (commits[last - 1]["time"] - commits[first - 1]["time"])
 
@@ -274,10 +279,9 @@ def measure_goodput(out: Path) -> str:
 
 
 def measure_network(out: Path) -> str:
-    """Return the speed of two groups of two ranks on a slow network, relative to the same groups on this machine."""
-    step, steps, count, slow = 1.0, 30, 3, out.parent / "slow"
+    """Return the speed of two groups of two ranks on an emulated slow network, relative to the loopback."""
+    step, steps, count, slow = 1.0, 30, 3, out / "network is slow"
     network = {"bits_per_second": 100e6 / 2, "round_trip_seconds": 0.1, "network_file": str(slow)}
-    slow.unlink(missing_ok=True)
     with Site(out, f"{TINY} {WIDE} --global-batch-size 8 --nproc 2", groups=2, steps=steps) as run:
         for name in "ab":
             run.start(name, step_seconds=step, **network)
@@ -296,7 +300,7 @@ def measure_network(out: Path) -> str:
 
 
 def measure_loss(out: Path, seeds: Sequence[int] = (1, 2, 3)) -> str:
-    """Return the difference in validation loss with a kill every ten intervals, for equal merged tokens."""
+    """Return by how much a kill every ten intervals changes the validation loss, at equal merged tokens."""
     differences = []
     for seed in seeds:
         losses = {}
@@ -306,7 +310,7 @@ def measure_loss(out: Path, seeds: Sequence[int] = (1, 2, 3)) -> str:
                 groups = {name: run.start(name) for name in "abc"}
                 for kill in range(kills):
                     hold = folder / f"hold-{kill}"
-                    after = run.start("b", hold_file=str(hold))  # so that it is away for an interval, not for its start
+                    after = run.start("b", hold_file=str(hold))  # its slow start must not count as absence
                     run.wait_for_version(10 * (kill + 1))
                     run.kill(groups["b"])
                     groups["b"] = after

@@ -1,8 +1,9 @@
-"""One job of benchmark_elastic.py: pretrain_gpt.py with emulated slow steps and links, or a kill at a chosen point.
+"""Run pretrain_gpt.py for benchmark_elastic.py, with emulated slow steps and links, or with a kill at a chosen point.
 
     python tools/benchmarks/benchmark_elastic_job.py '{"step_seconds": 0.2, "kill_at": 5}' FLAGS OF pretrain_gpt.py
 
-Nothing in the program itself is slow or ends on request, so this file replaces a few of its functions.
+The program has no option to be slow or to fail on request. This file therefore replaces a few functions of elastic
+DiLoCo before it starts the program.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # finds megazpp in a checkout that is not installed
 
 import pretrain_gpt
 from megazpp.base.program import LAUNCHER_PID
@@ -30,7 +31,7 @@ from megazpp.elastic.agent import Agent
 from megazpp.elastic.loop import ElasticLoop, LeasedLoader
 from megazpp.elastic.outer import WholeOuter
 
-POINTS = (  # points of a round at which a group is killed
+POINTS = (  # points of a DiLoCo round at which a job can be killed
     "before the first step",
     "in the middle of the interval",
     "before packing its contribution",
@@ -45,22 +46,22 @@ POINTS = (  # points of a round at which a group is killed
     "before asking for samples",
 )
 FIRST_WINDOW = 14_600  # bytes that TCP sends before the first acknowledgement: 10 segments
-UNDISTURBED = 2  # whole rounds of a group before its kill
+UNDISTURBED = 2  # number of rounds that a group completes before it is killed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """Delays, and the kill, that are emulated in a job.
+    """The emulated delays of a job, and the point at which the job is killed.
 
     Attributes:
-        step_seconds: least duration of a step, by waiting for the samples.
-        uplink_seconds: duration of sending a message to another group.
-        bits_per_second: rate at which a rank sends messages to other groups; 0 is unlimited.
-        round_trip_seconds: latency between groups, and between a group and the coordinator, there and back.
-        network_file: a file; rate and latency apply only while it exists. "" applies them always.
-        kill_at: number of the point in POINTS at which the job is killed, from 1 on; 0: never.
+        step_seconds: shortest duration of a training step; the job waits before it reads the samples.
+        uplink_seconds: additional duration of sending a message to another group.
+        bits_per_second: rate at which a rank sends messages to other groups.
+        round_trip_seconds: round-trip time between groups, and to the coordinator; 0 emulates no network.
+        network_file: path; rate and latency apply only while this file exists. "" applies them always.
+        kill_at: number, from 1, of the point in POINTS at which the job is killed; 0 never kills.
         killed_file: file to which the time of the kill is written.
-        hold_file: file for which the job waits, when it has imported everything; "": none.
+        hold_file: path; the job waits for this file after its imports, before it starts. "" does not wait.
     """
 
     step_seconds: float = 0.0
@@ -74,7 +75,7 @@ class Emulation:
 
 
 def around(owner: Any, name: str, *, before: Callable[[Any], Any] | None = None, after: Any = None) -> None:
-    """Replace a method by one that also calls `before` and `after` with the object."""
+    """Replace a method by one that calls `before(self)`, the method, and `after(self)`."""
     inner = getattr(owner, name)
 
     @functools.wraps(inner)
@@ -90,7 +91,7 @@ def around(owner: Any, name: str, *, before: Callable[[Any], Any] | None = None,
 
 
 class SlowSteps:
-    """Lets each step begin at least `seconds` after the one before, or after the interval has begun."""
+    """Delays training steps: each begins at least `seconds` after the previous one or after the interval's start."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._began = seconds, 0.0
@@ -106,10 +107,10 @@ class SlowSteps:
 
 
 class SlowNetwork:
-    """Emulates rate and latency inside a process: each received frame waits for half a round trip.
+    """Emulates the bandwidth and latency of a network inside the process.
 
-    A message takes the time of its bytes at the rate, or of TCP's slow start if that is longer. Connecting takes two
-    round trips more, one of TCP and one of the handshake.
+    Receiving a frame takes half a round trip longer. Sending a message takes as long as its bytes at the given rate, or
+    as TCP's slow start if that is longer. Connecting takes two more round trips, one of TCP and one of the handshake.
     """
 
     def __init__(self, emulation: Emulation) -> None:
@@ -135,7 +136,7 @@ class SlowNetwork:
 
 
 class Kill:
-    """Ends all processes of a job at once, when its third or a later round reaches the chosen point."""
+    """Kills all processes of a job at the chosen point of its third or a later DiLoCo round."""
 
     def __init__(self, emulation: Emulation) -> None:
         self._file, self._rounds, self._in_round = Path(emulation.killed_file), 0, False

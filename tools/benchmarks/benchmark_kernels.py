@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # finds megazpp in a checkout that is not installed
 
 from megazpp.base.program import flags_of, program
 from megazpp.kernels.block_quant import Feedback, backend, pack, range_table, unpack, unpack_onto, unpack_sum
@@ -32,7 +32,7 @@ from megazpp.kernels.weight_delta import decode, encode, message_bytes, numbers
 BUSY_CYCLES = 1_000_000  # GPU cycles, about half a millisecond: longer than the host takes to launch a kernel
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LEARNING_RATES = (3e-4, 1e-6)  # at the first one most weights change, at the second one few
-DIFFERENT = 1 << 20  # number of different weights, which are repeated
+DIFFERENT = 1 << 20  # number of different weights; larger tensors repeat them
 
 
 class Piece(NamedTuple):
@@ -127,7 +127,7 @@ def delta_pieces(n: int, lr: float) -> list[Piece]:
     message = torch.zeros(message_bytes(n), dtype=torch.uint8)
     encode(new, old, message)
     needed = int(numbers(message.unsqueeze(0))[0, 0])
-    capacity = align(needed + needed // 8)  # the margin of training
+    capacity = align(needed + needed // 8)  # training reserves the same margin
     forth, back = torch.zeros(2, message_bytes(n, capacity), dtype=torch.uint8)
     encode(old, new, back)
     weights = old.clone().unsqueeze(0)

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # finds megazpp in a checkout that is not installed
 
 from megazpp.base.program import flags_of, program
 
@@ -58,7 +58,7 @@ VARIANTS = {
 
 @program
 def main(argv: list[str]) -> None:
-    """Run all missing variants and seeds, and print the table."""
+    """Train every variant and seed that has no summary.json, and print the table."""
     parser = flags_of(__doc__)
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of the initial weights and the order of samples"
@@ -68,7 +68,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("flags", nargs="*", help="flags of pretrain_gpt.py, after --")
     args = parser.parse_args(argv)
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in args.variants}
-    for seed in args.seeds:  # the outer loop, so that an interrupted study has all variants for its first seeds
+    # Seeds are the outer loop, so that an interrupted study has all variants of its first seeds.
+    for seed in args.seeds:
         for name in args.variants:
             folder = args.out / f"{name.replace(' ', '').replace('/', '-').replace(',', '-')}-seed{seed}"
             if not (folder / "summary.json").exists():
@@ -78,7 +79,7 @@ def main(argv: list[str]) -> None:
 
 
 def train(folder: Path, flags: list[str]) -> None:
-    """Run pretrain_gpt.py with these flags and the run folder `folder`; exit with its errors if it fails."""
+    """Run pretrain_gpt.py with `flags` and the run folder `folder`. If it fails, exit with its stderr."""
     command = [sys.executable, str(PROGRAM), "--emulate-nodes", "2", *flags, "--run-dir", str(folder)]
     done = subprocess.run([*command, "--log-interval", "1", "--sample-tokens", "0"], capture_output=True, text=True)
     if done.returncode:
@@ -87,7 +88,7 @@ def train(folder: Path, flags: list[str]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Read a run's losses, and its MB between nodes per step, from the run folder.
+    """Return a run's losses, and the MB that it sent between nodes per step, from the files of its run folder.
 
     Training losses of runs with local steps are None, because they belong to the weights of a single replica group.
     """
@@ -138,7 +139,7 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def steps_to(runs: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> str:
-    """Return the mean number of steps to the baseline's final validation loss, or "-" if a run does not reach it."""
+    """Return the mean over runs of the steps that reach the baseline's final validation loss; "-" if a run does not."""
     reached = [
         min((step for step, loss in run["evaluations"].items() if loss <= base["valid"]), default=None)
         for run, base in zip(runs, baseline, strict=True)
@@ -147,7 +148,7 @@ def steps_to(runs: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> str:
 
 
 def mean_and_error(differences: list[float]) -> str:
-    """Format the mean, with its sign, and its standard error."""
+    """Format the mean of the values, with its sign, and the standard error of the mean."""
     error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
     return f"{statistics.mean(differences):+.4f} ± {error:.4f}"
 

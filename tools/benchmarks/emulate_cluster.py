@@ -171,7 +171,7 @@ class EmulatedCluster:
         parse_rate(rate)
         self.nodes, self.ranks_per_node, self._rate = nodes, ranks_per_node, rate
         self._jobs: list[RankProcesses] = []
-        self._holders: list[subprocess.Popen[str]] = []  # one process per namespace: the nodes', then the bridge's
+        self._holders: list[subprocess.Popen[str]] = []  # a process per namespace: first the nodes', then the bridge's
 
     def __enter__(self) -> EmulatedCluster:
         if os.geteuid() != 0:
@@ -255,7 +255,7 @@ class EmulatedCluster:
             self.run(node, f"ip address add {_address(node)}/24 dev eth0 && ip link set eth0 up")
 
     def inside(self, namespace: int) -> tuple[str, ...]:
-        """Return the command prefix that enters the namespace of a node; number `nodes` is the bridge's namespace.
+        """Return the command prefix that enters a node's namespace; the number after the last node's is the bridge.
 
         The command starts in the current folder. Without `--wd` it would start in /, where relative paths are wrong.
         """

@@ -1,12 +1,12 @@
-"""Train the groups of elastic DiLoCo in one process, to compare validation losses at equal merged tokens.
+"""Train the replica groups of elastic DiLoCo in one process, to compare validation losses at equal merged tokens.
 
-    python tools/benchmarks/simulate_groups.py late     a group whose contributions always come a version late
+    python tools/benchmarks/simulate_groups.py late     one group's contributions always arrive one version late
     python tools/benchmarks/simulate_groups.py muon     Muon and AdamW inside, with 2 and 4 groups and H = 10, 30, 100
 
 All variants train the same samples: the bytes of the text that ships with the program, in an order that depends only on
-the seed. The model has two layers of width 64. Each group is a model of its own, and contributions are packed and
-applied by `WholeOuter`. A line is a variant, with the validation loss of each seed and the mean difference from the
-first variant of its block.
+the seed. The model has two layers of width 64. Each group trains its own copy of the model, and `WholeOuter` packs and
+applies the contributions. Each printed line is a variant: its validation loss for each seed, and the mean difference
+from the first variant of its block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # finds megazpp in a checkout that is not installed
 
 from megazpp.base.program import flags_of, leave, program, say
 from megazpp.data.loader import MicroBatch, make_micro_batch
@@ -41,7 +41,7 @@ from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import build_model
 from megazpp.training.step import TrainStep
 
-LENGTH, BATCH, HELD_OUT, WARM_UP = 64, 12, 0.1, 0.1  # tokens of a sample, samples of a step, shares
+LENGTH, BATCH, HELD_OUT, WARM_UP = 64, 12, 0.1, 0.1  # tokens per sample, samples per step; fractions of text and steps
 MODEL = (
     f"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length {LENGTH} --max-position-embeddings {LENGTH} "
     "--vocab-size 256 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --hidden-dropout 0 "
@@ -52,16 +52,16 @@ CPU = torch.device("cpu")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A run.
+    """The settings of one simulated DiLoCo run.
 
     Attributes:
-        groups: number of groups; the batch is divided among them.
-        steps: steps of an interval (H).
-        iterations: steps of the run.
-        outer: outer learning rate and momentum.
-        late_factor: weight of the contributions of the last group, which come a version late; None: they do not.
-        optimizer: inner optimizer.
-        lr: its largest learning rate.
+        groups: number of replica groups; each step's batch is divided among them.
+        steps: number of training steps between two synchronizations (H).
+        iterations: number of training steps of the run.
+        outer: learning rate and momentum of the outer optimizer.
+        late_factor: weight of the last group's contributions, which arrive one version late; None if they are in time.
+        optimizer: name of the inner optimizer, "adam" or "muon".
+        lr: largest learning rate of the inner optimizer.
     """
 
     groups: int
@@ -74,7 +74,7 @@ class Variant:
 
 
 class Groups:
-    """The models and outer states of all groups of a variant."""
+    """The models and outer optimizer states of all replica groups of a simulated run."""
 
     def __init__(self, variant: Variant, dims: ParallelDims, seed: int) -> None:
         self.variant, self._seed = variant, seed
@@ -104,7 +104,7 @@ class Groups:
         self._train, self._held_out = tokens[:cut], tokens[cut:]
 
     def train(self) -> float:
-        """Train, and return the validation loss of R."""
+        """Train all groups, and return the validation loss of the outer weights."""
         variant, late = self.variant, list[tuple[dict[str, float], bytes]]()
         for version in range(variant.iterations // variant.steps):
             fresh = []
@@ -126,13 +126,13 @@ class Groups:
             outer.merge(0.0)
 
     def _rate(self, index: int) -> float:
-        """Return the learning rate: linear warm-up, then cosine to a tenth."""
+        """Return the inner learning rate of a step: linear warm-up, then a cosine decay to a tenth."""
         share = index / self.variant.iterations
         rate = 0.55 + 0.45 * math.cos(math.pi * (share - WARM_UP) / (1 - WARM_UP))
         return self.variant.lr * (min((share + 1e-3) / WARM_UP, 1.0) if share < WARM_UP else rate)
 
     def _batch(self, index: int, group: int) -> MicroBatch:
-        """Return a group's samples of a step; all groups together have the same ones in every variant."""
+        """Return a group's part of a step's batch, which depends only on the step and the seed, not on the variant."""
         generator = torch.Generator().manual_seed(1_000_003 * self._seed + index)
         starts = torch.randint(len(self._train) - LENGTH - 1, (BATCH,), generator=generator)
         own = starts[group * self._size : (group + 1) * self._size].tolist()
@@ -149,7 +149,7 @@ class Groups:
 
 
 def compare(title: str, variants: dict[str, Variant], dims: ParallelDims, seeds: Iterable[int]) -> None:
-    """Train the variants for each seed, and print a line for each."""
+    """Train every variant with every seed, and print one line per variant."""
     say(title)
     found: dict[str, list[float]] = {}
     for name, variant in variants.items():
@@ -161,7 +161,7 @@ def compare(title: str, variants: dict[str, Variant], dims: ParallelDims, seeds:
 
 
 def compare_late(dims: ParallelDims, seeds: Sequence[int]) -> None:
-    """Compare the factors of late contributions, without and with outer momentum."""
+    """Compare weights of contributions that arrive one version late, without and with outer momentum."""
     for outer in ((1.0, 0.0), (0.4, 0.9)):
         common: dict[str, Any] = {"groups": 3, "steps": 10, "iterations": 400, "outer": outer}
         variants = {"all in time": Variant(**common)}
@@ -171,7 +171,7 @@ def compare_late(dims: ParallelDims, seeds: Sequence[int]) -> None:
 
 
 def compare_muon(dims: ParallelDims, seeds: Sequence[int]) -> None:
-    """Compare Muon with AdamW inside."""
+    """Compare Muon and AdamW as DiLoCo's inner optimizer."""
     rates = {"adam": 3e-3, "muon": 1.2e-2}
     for steps in (10, 30, 100):
         for optimizer, lr in rates.items():
@@ -182,7 +182,7 @@ def compare_muon(dims: ParallelDims, seeds: Sequence[int]) -> None:
 
 @program
 def main(argv: list[str]) -> int:
-    """Run a comparison."""
+    """Parse the command line, and run the chosen comparison on one rank."""
     parser = flags_of(__doc__)
     parser.add_argument("comparison", choices=["late", "muon"], help="what to compare")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds (default: 1 2 3)")
