@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a 
 
 from megazpp.base.program import flags_of, program
 from megazpp.elastic.coordinator import Coordinator, serve_until_ended
-from megazpp.elastic.wire import LOOPBACK, NO_SECRET, parse_address, read_secret
+from megazpp.elastic.wire import LOOPBACK, parse_address, read_secret
 
 
 @program
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     address = parse_address(args.listen, "--listen")
     if args.secret_file is None and address.host not in LOOPBACK:
         raise ValueError(f"--listen {args.listen} accepts connections from other machines: give --secret-file as well")
-    secret = NO_SECRET if args.secret_file is None else read_secret(args.secret_file, "--secret-file")
+    secret = read_secret(args.secret_file, "--secret-file")
 
     def say(line: str) -> None:
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", flush=True)

@@ -131,7 +131,7 @@ class Agent:
 
     def fetch_snapshot(self, address: Address) -> tuple[Record, bytearray]:
         """Return the `snapshot` of the rank at `address`."""
-        return self._fetch(address, {"wants": "snapshot"}, self._most_bytes)
+        return self._fetch(address, {"wants": "snapshot"})
 
     def seconds_to_quorum(self) -> float | None:
         """Return the seconds until the quorum of this round is expected; None if that is unknown."""
@@ -265,8 +265,7 @@ class Agent:
                 if peer["address"] is None:
                     continue
                 try:
-                    request = {"wants": "contribution", "cid": entry["cid"]}
-                    _, data = self._fetch(Address(*peer["address"]), request, self._most_bytes)
+                    _, data = self._fetch(Address(*peer["address"]), {"wants": "contribution", "cid": entry["cid"]})
                 except (OSError, ValueError, KeyError):
                     continue
                 if hashlib.sha256(data).hexdigest() == entry["digest"]:
@@ -280,11 +279,11 @@ class Agent:
             with self._changed:
                 self._flying.discard(entry["cid"])
 
-    def _fetch(self, address: Address, request: Record, most_bytes: int) -> tuple[Record, bytearray]:
+    def _fetch(self, address: Address, request: Record) -> tuple[Record, bytearray]:
         channel = connect(address, self._secret, seconds=FETCH_SECONDS)
         try:
             channel.send(request)
-            return channel.receive_data(most_bytes)
+            return channel.receive_data(self._most_bytes)
         finally:
             channel.close()
 

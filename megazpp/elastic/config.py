@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag
 from megazpp.diloco.config import DilocoConfig
 from megazpp.elastic.rounds import Rules
-from megazpp.elastic.wire import LOOPBACK, NO_SECRET, parse_address, read_secret
+from megazpp.elastic.wire import LOOPBACK, parse_address, read_secret
 from megazpp.run.arguments import FeatureConfig, RunConfig
 
 if TYPE_CHECKING:
@@ -87,12 +87,8 @@ class ElasticConfig(FeatureConfig):
 
     @property
     def secret(self) -> bytes:
-        """The secret of the run."""
-        return (
-            NO_SECRET
-            if self.diloco_secret_file is None
-            else read_secret(self.diloco_secret_file, "--diloco-secret-file")
-        )
+        """The secret of the run, which all of its groups and the coordinator share, read from its file."""
+        return read_secret(self.diloco_secret_file, "--diloco-secret-file")
 
 
 class ElasticPlan(NamedTuple):

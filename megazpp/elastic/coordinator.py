@@ -93,7 +93,8 @@ class Coordinator:
         take_over: True to replace a coordinator that holds the folder's lock.
     Attributes:
         address: the address, with the chosen port.
-        failed: reason why the coordinator has ended; None while it runs.
+        ended: event that is set once the coordinator has ended.
+        why: reason why it has ended; "" while it runs.
 
     Raises:
         ValueError: another coordinator uses the folder.
@@ -114,7 +115,7 @@ class Coordinator:
         self._say, self._journal, self._rows = say, Journal(folder), folder / "rounds.jsonl"
         self._rounds = Rounds(self._journal.records, now=time.monotonic())
         self._lock, self._channels = threading.Lock(), dict[Channel, tuple[str, int]]()
-        self._pushed_at, self.failed = 0.0, threading.Event()
+        self._pushed_at, self.ended = 0.0, threading.Event()
         self.why = ""
         self._listener = AuthenticatedListener(address, secret, self._serve, say)
         self.address = self._listener.address
@@ -126,14 +127,14 @@ class Coordinator:
     def close(self, why: str = "closed") -> None:
         """End the coordinator: groups finish their interval, and then wait for another one."""
         self.why = self.why or why
-        self.failed.set()
+        self.ended.set()
         self._listener.close()
         for channel in list(self._channels):
             channel.close()
 
     def _tick(self) -> None:
         try:
-            while not self.failed.is_set():
+            while not self.ended.is_set():
                 time.sleep(TICK_SECONDS)
                 with self._lock:
                     self._advance()
@@ -190,6 +191,6 @@ class Coordinator:
 
 def serve_until_ended(coordinator: Coordinator) -> int:
     """Wait until the coordinator has ended, print why, and return the exit status of the program."""
-    coordinator.failed.wait()
+    coordinator.ended.wait()
     print(f"the coordinator has ended: {coordinator.why}", file=sys.stderr, flush=True)
     return 1

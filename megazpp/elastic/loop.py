@@ -338,8 +338,10 @@ class ElasticLoop:
 
         After a stop signal, return "stopped".
         """
-        if state["status"] == "member" or self._stopped():
-            return "stopped" if self._stopped() else "member"
+        if self._stopped():
+            return "stopped"
+        if state["status"] == "member":
+            return "member"
         return "joining" if any(peer["member"] for peer in state["peers"].values()) else None
 
     def _fetch_state(self) -> bool:

@@ -107,7 +107,7 @@ class Rounds:
 
     def __init__(self, records: Iterable[Record] = (), *, now: float = 0.0) -> None:
         self.facts: dict[str, str] | None = None
-        self.rules: Rules | None = None
+        self.rules: Rules  # set together with `facts`
         self.groups: dict[str, Group] = {}
         self.commits: list[Record] = []
         self.pool: dict[str, Record] = {}  # published contributions that are not merged, by id
@@ -116,7 +116,7 @@ class Rounds:
         self.opened_blocks = 0
         self.waited_for: set[str] = set()  # groups for which the current round waits
         self.news = News([], [], [])
-        self.closed: tuple[list[str], float] | None = None
+        self.closed: list[str] | None = None
         self._published: set[str] = set()
         self._quorum_at: float | None = None
         self._held_at: float | None = None  # when a quorum held all that is to be committed
@@ -156,7 +156,7 @@ class Rounds:
     @property
     def done(self) -> bool:
         """True if all samples of the run are merged, into all fragments."""
-        return self.rules is not None and self._ends(self.commits)
+        return self._ends(self.commits)
 
     @property
     def closing(self) -> bool:
@@ -166,7 +166,7 @@ class Rounds:
     @property
     def exhausted(self) -> bool:
         """True if no cell is free."""
-        return self.rules is not None and not self.free and self.opened_blocks == self._num_blocks
+        return not self.free and not self._cells_of(self.opened_blocks)
 
     def id_of(self, version: int) -> str:
         """Return the id of a version, a digest over all commits up to it; two branches have different ids."""
@@ -178,14 +178,12 @@ class Rounds:
         kept = range(max(1, self.version - self._num_kept + 1), self.version + 1)
         return {
             "version": self.version,
-            "id": self.id_of(self.version),
             "status": group.status,
             "slot": group.slot,
             "granted": group.granted,
             "cell": group.cell,
             "exhausted": self.exhausted,
             "done": self.done,
-            "merged": self.merged_steps,
             "live": len(self.live),
             "oldest": min((self.groups[other].reports[0]["version"] for other in self.live), default=self.version),
             "leaves": group.leaves,
@@ -198,7 +196,7 @@ class Rounds:
                 for version in kept
             },
             "peers": {
-                other: {"slot": peer.slot, "member": peer.status == "member", "address": peer.addresses.get(rank)}
+                other: {"member": peer.status == "member", "address": peer.addresses.get(rank)}
                 for other, peer in self.groups.items()
                 if other != name and peer.status != "out"
             },
@@ -223,7 +221,7 @@ class Rounds:
             RefusedError: the group cannot take part, or not yet.
         """
         facts, rules = hello["facts"], Rules(*hello["rules"])
-        if self.facts is None or self.rules is None:
+        if self.facts is None:
             self._decide({"run": facts, "rules": list(rules)})
         elif differing := [flag for flag in {**self.facts, **facts} if self.facts.get(flag) != facts.get(flag)]:
             flag = differing[0]
@@ -239,7 +237,8 @@ class Rounds:
                     raise RefusedError(f"--diloco-group {name} is in use by another job of this run", passes=True)
                 self._end(name, "it was started again")
             taken = {other.slot for other in self.groups.values() if other.status != "out"}
-            slot = group.slot if group is not None and group.slot not in taken else _first_not_in(taken)
+            free = group is not None and group.slot not in taken
+            slot = group.slot if group is not None and free else min(set(range(len(taken) + 1)) - taken)
             self._decide({"join": name, "slot": slot, "incarnation": hello["incarnation"]})
             group = self.groups[name]
         elif group.status == "out":
@@ -253,8 +252,8 @@ class Rounds:
 
     def disconnect(self, name: str, incarnation: str, rank: int, now: float) -> None:
         """Take in that the connection of a rank has ended."""
-        group = self.groups.get(name)
-        if group is not None and group.incarnation == incarnation:
+        group = self.groups[name]
+        if group.incarnation == incarnation:
             for found in (group.addresses, group.reports, group.heard):
                 found.pop(rank, None)
             group.deadline = now + BLIP_SECONDS
@@ -275,7 +274,7 @@ class Rounds:
 
     def tick(self, now: float) -> None:
         """Close rounds, commit versions, and declare silent or hanging groups out, as far as their times have come."""
-        if self.rules is None:
+        if self.facts is None:
             return
         self._end_lost_groups(now)
         if now < self._hold_until and self.live != self.members:
@@ -333,7 +332,6 @@ class Rounds:
 
     def _begin_if_assembled(self, now: float) -> None:
         """Start the run, or start it again from the newest state that a group has, when no member is left."""
-        assert self.rules is not None
         whole = {name: group for name, group in self.groups.items() if group.status == "joining" and group.was_whole}
         starts = {name: group.version for name, group in whole.items() if group.version is not None}
         if not starts:
@@ -367,7 +365,6 @@ class Rounds:
 
         If all groups are waited for, each keeps its column, so that results do not depend on their speed.
         """
-        assert self.rules is not None
         group, others = self.groups[name], set[int]()
         if group.reports[0]["wants"] <= group.granted or self.exhausted:
             return
@@ -405,8 +402,8 @@ class Rounds:
         """Choose the contributions of the next commit, unless the round still waits for the contribution of a group."""
         if self.closed is not None or not (self.pool or self.closing):
             return
-        assert self.rules is not None
-        fresh = [e for e in self.pool.values() if e["base"] == self.version and self._is_safe(e)]
+        safe = [entry for entry in self.pool.values() if self._is_safe(entry)]
+        fresh = [entry for entry in safe if entry["base"] == self.version]
         arrived = {entry["group"] for entry in fresh}
         whole = {entry["group"] for entry in fresh if entry["steps"] >= WHOLE * self.rules.interval}
         if len(whole) >= self._quorum() and self._quorum_at is None:
@@ -415,9 +412,9 @@ class Rounds:
         missing = {name for name in self.waited_for & self.members if not self._is_idle(name)} - arrived
         if missing and (self._quorum_at is None or now < self._quorum_at + self._grace()):
             return
-        safe = [entry for entry in self._in_order(self.pool.values()) if self._is_safe(entry)]
         if safe or self.closing:  # without contributions to this fragment, the version changes nothing
-            self.closed = [e["cid"] for e in safe if (self.version - e["base"]) % self.rules.fragments == 0], now
+            safe.sort(key=lambda entry: (entry["slot"], entry["base"], entry["cid"]))  # the order of the sum
+            self.closed = [e["cid"] for e in safe if (self.version - e["base"]) % self.rules.fragments == 0]
             if missing:
                 self._say(f"version {self.version + 1} does not wait for {', '.join(sorted(missing))}")
 
@@ -425,8 +422,8 @@ class Rounds:
         """Commit the chosen contributions when the live groups hold them, or a quorum does and the grace is over."""
         assert self.closed is not None
         live = self.live
-        chosen = [cid for cid in self.closed[0] if cid in self.pool]
-        if self.closed[0] and not chosen:
+        chosen = [cid for cid in self.closed if cid in self.pool]
+        if self.closed and not chosen:
             self.closed = None
             return
         holders = {name for name in live if all(self._holds(name, cid) for cid in chosen)}
@@ -437,7 +434,6 @@ class Rounds:
 
     def _commit(self, entries: Sequence[Record], now: float) -> None:
         """Commit a version, and name the groups that save and evaluate it."""
-        assert self.rules is not None
         rules, before = self.rules, self.merged_steps
         merged = before + sum(entry["steps"] for entry in entries)
         cids = ",".join(entry["cid"] for entry in entries)
@@ -461,11 +457,9 @@ class Rounds:
             }
         )
         self._tell(entries, merged, now)
-        self.waited_for = set(self.members)
 
     def _tell(self, entries: Sequence[Record], merged: int, now: float) -> None:
         """Add the line and the row about a commit."""
-        assert self.rules is not None
         groups, parts = [], []
         for entry in entries:
             waited = now - self._published_at.pop(entry["cid"], now)
@@ -534,9 +528,8 @@ class Rounds:
                 self.commits.append(record)
                 self._start_round()
                 self.waited_for = self.members
-                old = [key for key in self._fingerprints if key[0] <= self.version - self._num_kept]
-                for key in old:
-                    del self._fingerprints[key]
+                oldest = self.version - self._num_kept + 1
+                self._fingerprints = {key: number for key, number in self._fingerprints.items() if key[0] >= oldest}
             case _:
                 raise ValueError(f"unknown record {record}")
 
@@ -559,43 +552,32 @@ class Rounds:
 
     def _is_whole(self, group: Group) -> bool:
         """Return True if all ranks of the group are connected and have reported."""
-        assert self.rules is not None
         return len(group.reports) == self.rules.ranks
 
     @property
     def _num_kept(self) -> int:
-        return KEPT_VERSIONS * (1 if self.rules is None else self.rules.fragments)
+        return KEPT_VERSIONS * self.rules.fragments
 
     @property
     def _all_steps(self) -> int:
         """Steps of all cells of the run."""
-        assert self.rules is not None
         return self.rules.iterations * self.rules.groups
 
     def _ends(self, commits: Sequence[Record]) -> bool:
         """Return True if a run with these commits is over: each fragment has a version after the last sample."""
-        assert self.rules is not None
         last = commits[-self.rules.fragments :]
         return len(last) == self.rules.fragments and last[0]["merged"] == self._all_steps
 
-    @property
-    def _num_blocks(self) -> int:
-        assert self.rules is not None
-        return -(-self.rules.iterations // self.rules.interval)
-
     def _cells_of(self, block: int) -> list[Cell]:
         """Return the whole cells of a block; the last block may have fewer steps."""
-        assert self.rules is not None
         steps = min(self.rules.interval, self.rules.iterations - block * self.rules.interval)
         return [[block, column, 0, steps] for column in range(self.rules.groups) if steps > 0]
 
     def _quorum(self) -> int:
-        assert self.rules is not None
         return self.rules.quorum or max(1, (len(self.live) + 1) // 2)
 
     def _grace(self) -> float:
         """Return the seconds to wait after the quorum."""
-        assert self.rules is not None
         if self.rules.grace is not None:
             return self.rules.grace
         seconds = [group.reports[0]["seconds"] or 0.0 for group in (self.groups[name] for name in self.live)]
@@ -611,8 +593,8 @@ class Rounds:
 
     def _can_be_fetched(self, entry: Record) -> bool:
         """Return True if a live group holds the contribution, or a member that may come back."""
-        origin = self.groups.get(entry["group"])
-        alive = origin is not None and origin.status == "member" and entry["cid"].startswith(origin.incarnation)
+        origin = self.groups[entry["group"]]
+        alive = origin.status == "member" and entry["cid"].startswith(origin.incarnation)
         return alive or any(self._holds(name, entry["cid"]) for name in self.live)
 
     def _is_idle(self, name: str) -> bool:
@@ -624,13 +606,9 @@ class Rounds:
             return False  # not all of its ranks have packed the contribution
         return self.exhausted and report["wants"] > self.groups[name].granted and not report["unsent"]
 
-    def _in_order(self, entries: Iterable[Record]) -> list[Record]:
-        """Return contributions in the order of the sum: by slot, the oldest of a slot first."""
-        return sorted(entries, key=lambda entry: (entry["slot"], entry["base"], entry["cid"]))
-
     def _seconds_to_quorum(self, now: float) -> float | None:
         """Return the seconds until the quorum of this round is expected; None if that is unknown."""
-        if self.rules is None or self.closed is not None:
+        if self.closed is not None:
             return 0.0
         found, sent = [], {entry["group"] for entry in self.pool.values() if entry["base"] == self.version}
         for name in self.live:
@@ -650,7 +628,3 @@ class Rounds:
         self.news.lines.append(line)
         self._events.append(line)
         self._returned += returned
-
-
-def _first_not_in(taken: set[int]) -> int:
-    return next(slot for slot in range(len(taken) + 1) if slot not in taken)

@@ -211,12 +211,19 @@ class AuthenticatedListener:
             channel.close()
 
 
-def read_secret(path: str, flag: str) -> bytes:
-    """Return the secret in a file, the value of `flag`, without surrounding white space.
+def read_secret(path: str | None, flag: str) -> bytes:
+    """Return the secret of an elastic run, which all of its groups share, from a file.
+
+    Args:
+        path: the file; white space around the secret is removed. None: all groups run on this machine and use a
+            constant secret.
+        flag: command-line flag that has given `path`, for error messages.
 
     Raises:
         ValueError: the file cannot be read, others may read it, or the secret is shorter than 32 characters.
     """
+    if path is None:
+        return NO_SECRET
     try:
         with Path(path).expanduser().open("rb") as file:
             mode, secret = os.fstat(file.fileno()).st_mode & 0o777, file.read(4096).strip()
