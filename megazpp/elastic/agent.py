@@ -1,9 +1,10 @@
-"""A rank's side of elastic DiLoCo: reports to the coordinator, and messages that ranks fetch from each other. No torch.
+"""The connections of one rank in elastic DiLoCo: to the coordinator, and to ranks of other groups. No torch.
 
-Threads keep a connection to the coordinator, fetch contributions, and serve contributions and snapshots of the outer
-state to the ranks with the same index in other groups. The training loop publishes a contribution, waits for
-commits, and reads the messages of a commit. Reports and states are level-triggered: each one replaces all
-earlier ones, so a lost connection loses nothing.
+Threads keep a connection to the coordinator, fetch contributions (packed outer gradients) of other groups, and serve
+contributions and snapshots of the outer state. A rank exchanges data only with the ranks of the same index in other
+groups. The training loop publishes a contribution, waits for commits, and reads the messages of a commit. Each report
+to the coordinator, and each state from it, is complete and replaces all earlier ones. So a lost connection loses
+nothing.
 """
 
 from __future__ import annotations
@@ -18,33 +19,45 @@ from typing import Any
 from megazpp.elastic.rounds import HEARTBEAT_SECONDS, Record
 from megazpp.elastic.wire import Address, AuthenticatedListener, Channel, connect
 
-REPORT_SECONDS, RETRY_SECONDS, FETCH_SECONDS = 0.25, 0.3, 10.0
+REPORT_SECONDS = 0.25  # interval between two reports to the coordinator
+RETRY_SECONDS = 0.3  # wait before a lost connection or a failed fetch is tried again
+FETCH_SECONDS = 10.0  # limit for each read and write of a connection between two groups
 
 
 class OutError(RuntimeError):
-    """The coordinator has refused this group, or declared it out; the group's job has to start again."""
+    """This group cannot continue the run, because the coordinator has refused it, or has declared it out.
+
+    The group's job has to start again.
+    """
 
 
 class Agent:
-    """The connections of one rank.
+    """The connections of one rank to the coordinator of elastic DiLoCo and to ranks of other groups.
 
     Args:
         coordinator: address of the coordinator.
         secret: secret of the run.
-        group: name of the group.
-        rank: index of this rank in the group.
-        hello: what the group says of itself, see `Rounds.connect`: incarnation, facts, rules, version, id, saves.
-        listen: host to listen on for other groups; None for this side of the connection to the coordinator.
+        group: name of this rank's group.
+        rank: index of this rank in its group.
+        hello: first message to the coordinator, without group, rank and address; see `Rounds.connect`.
+        listen: host to listen on for other groups; None for the local address of the connection to the coordinator.
         advertise: host at which other groups reach this rank; None for the host that it listens on.
-        most_bytes: size of the largest message and of a snapshot.
-        snapshot: function that returns a record of the outer state, with its version, and its bytes.
+        most_bytes: largest number of bytes to accept from another group, which is the size of a snapshot.
+        snapshot: function that returns a snapshot of this rank's outer state for another group: a record with its
+            version, and its bytes. The agent calls the function in a thread.
         say: function that prints a log line.
     Attributes:
-        state: last state from the coordinator.
-        version, id: version of this rank's outer state, which the training loop sets.
-        steps, seconds, wants, joined, leaves: parts of this rank's report, which the training loop sets.
-        unsent: part of it, True if steps are not published yet to the fragment of the next version.
-        trains: part of it, True while the training loop takes steps; the coordinator then expects them.
+        state: last state of the run that the coordinator has sent, see `Rounds.state`; None before the first.
+        version, id: version of this rank's outer state. The training loop sets this and the following attributes, and
+            the reports to the coordinator contain them.
+        fingerprint: version and fingerprint of this rank's outer state; None before the first commit.
+        steps: training steps since the last published contribution.
+        seconds: smoothed seconds per training step; None before the first step.
+        wants: number of cells of samples for which the group has asked so far.
+        joined: True once the group has outer weights of the run and can take part.
+        leaves: True once the group leaves the run.
+        unsent: True if the group has steps that are not published yet to the fragment of the next version.
+        trains: True while the training loop takes steps; the coordinator then expects steps from this group.
         sent, sent_bytes: number and bytes of the contributions and snapshots that this rank has sent to other groups.
     """
 
@@ -88,7 +101,14 @@ class Agent:
     # ---- for the training loop ----------------------------------------------------------------------------------
 
     def wait(self, ready: Callable[[Record], Any], seconds: float | None = None) -> Any:
-        """Wait until `ready` of the state returns a true value, and return that value; None after `seconds`.
+        """Wait until a state from the coordinator fulfills a condition.
+
+        Args:
+            ready: function of the state of the run; a true result ends the wait.
+            seconds: limit of the wait; None waits without a limit.
+
+        Returns:
+            the true result of `ready`; None when `seconds` are over.
 
         Raises:
             OutError: the coordinator has refused this group or declared it out.
@@ -104,14 +124,24 @@ class Agent:
                 self._changed.wait(0.1)
 
     def tell(self, **values: Any) -> None:
-        """Set attributes that the reports contain, and report them at once."""
+        """Set attributes of this agent that its reports contain, and send a report to the coordinator at once."""
         with self._changed:
             for name, value in values.items():
                 setattr(self, name, value)
         self._report()
 
     def publish(self, data: bytes, *, tokens: float, steps: int, cells: list[list[int]]) -> str:
-        """Publish a contribution to the version that this rank has; return its id."""
+        """Offer a contribution to the next outer step: report it to the coordinator, and serve it to other groups.
+
+        Args:
+            data: this rank's message of the contribution.
+            tokens: tokens that the group has trained since its last contribution to this fragment.
+            steps: training steps since the group's last contribution.
+            cells: the samples of these steps, as cells of the run's table of samples.
+
+        Returns:
+            the id of the contribution, which is the same on all ranks of the group.
+        """
         with self._changed:
             cid = f"{self.incarnation}.{self._numbers}"
             self._numbers += 1
@@ -123,25 +153,35 @@ class Agent:
         return cid
 
     def messages_of(self, version: int) -> tuple[Record, list[bytes]] | None:
-        """Return the commit of a version and its messages; None if one of them is missing."""
+        """Return the record of the commit that made a version, and the messages of its contributions in order.
+
+        None if this rank does not know the commit yet, or has not fetched all of its messages.
+        """
         commit = None if self.state is None else self.state["commits"].get(str(version))
         if commit is None or any(entry["cid"] not in self._messages for entry in commit["set"]):
             return None
         return commit, [self._messages[entry["cid"]] for entry in commit["set"]]
 
     def fetch_snapshot(self, address: Address) -> tuple[Record, bytearray]:
-        """Return the `snapshot` of the rank at `address`."""
+        """Fetch a snapshot of the outer state from the rank at `address`, which is a rank of another group.
+
+        Returns:
+            a record with the snapshot's version, and its bytes.
+        """
         return self._fetch(address, {"wants": "snapshot"})
 
     def seconds_to_quorum(self) -> float | None:
-        """Return the seconds until the quorum of this round is expected; None if that is unknown."""
+        """Return the seconds until the coordinator expects the quorum of this rank's round.
+
+        None if the estimate is unknown, if the connection is lost, or if the run has a newer version than this rank.
+        """
         state = self.state
         if state is None or self._channel is None or state["version"] != self.version or state["quorum_in"] is None:
             return None
         return state["quorum_in"] - (time.monotonic() - self._state_at)
 
     def close(self) -> None:
-        """End the connections."""
+        """End all connections, to the coordinator and to other groups."""
         self._closed = True
         self._listener.close()
         if self._channel is not None:
@@ -150,6 +190,7 @@ class Agent:
     # ---- threads ------------------------------------------------------------------------------------------------
 
     def _run(self, work: Callable[[], None]) -> None:
+        """Run the work of a thread, and let `wait` raise its first exception in the training loop."""
         try:
             work()
         except Exception as error:
@@ -158,18 +199,25 @@ class Agent:
                 self._changed.notify_all()
 
     def _connect(self, deadline: float) -> Channel:
-        """Connect to the coordinator; try again until `deadline`."""
+        """Connect to the coordinator, with new attempts until `deadline`, a time of `time.monotonic`.
+
+        Raises:
+            OutError: the coordinator could not be reached until then.
+        """
         while True:
             try:
                 return connect(self._coordinator, self._secret, seconds=HEARTBEAT_SECONDS)
             except OSError as error:
                 if time.monotonic() > deadline:
                     where = ":".join(map(str, self._coordinator))
-                    raise OutError(f"--diloco-coordinator {where} cannot be reached: {error}") from error
+                    raise OutError(
+                        f"--diloco-coordinator {where} cannot be reached: {error}; start tools/coordinate.py there, or "
+                        "check the address and the firewall"
+                    ) from error
                 time.sleep(RETRY_SECONDS)
 
     def _keep_connection(self) -> None:
-        """Receive states, and connect again when the connection is lost."""
+        """Receive states of the run from the coordinator, and connect again when the connection is lost."""
         refused_until, lost = time.monotonic() + 3 * HEARTBEAT_SECONDS, False
         while not self._closed:
             channel = self._connect(float("inf"))
@@ -201,12 +249,19 @@ class Agent:
             time.sleep(RETRY_SECONDS)
 
     def _take_in(self, state: Record) -> None:
-        """Replace the state, and drop messages that no group needs any more."""
+        """Store a new state from the coordinator, and drop messages that no group needs any more.
+
+        Raises:
+            OutError: this group is out, or has a version that the run does not have any more.
+        """
         with self._changed:
             if state["status"] == "out":
-                raise OutError(f"the coordinator has declared group {self.group} out")
+                raise OutError(f"the coordinator has declared group {self.group} out: start its job again")
             if state["version"] < self.version:
-                raise OutError(f"the run went back to version {state['version']}, this group has {self.version}")
+                raise OutError(
+                    f"the run went back to version {state['version']}, but this group has version {self.version}: "
+                    "start its job again"
+                )
             self.state, self._state_at = state, time.monotonic()
             merged = {entry["cid"] for commit in state["commits"].values() for entry in commit["set"]}
             self._published = {cid: entry for cid, entry in self._published.items() if cid not in merged}
@@ -220,6 +275,7 @@ class Agent:
             self._report()
 
     def _report(self) -> None:
+        """Send a complete report of this rank to the coordinator, if it is connected; see `Agent` for the content."""
         with self._changed:
             channel = self._channel
             report = {
@@ -240,10 +296,13 @@ class Agent:
             try:
                 channel.send(report)
             except OSError:
-                channel.close()  # the thread that receives connects again
+                channel.close()  # `_keep_connection`, whose `receive` fails now, connects again
 
     def _keep_fetching(self) -> None:
-        """Fetch each contribution that the state names, each in a thread of its own, so that a slow one delays none."""
+        """Fetch all contributions of the pool and of recent commits that this rank lacks.
+
+        Each fetch has its own thread, so that a slow group delays no other fetch.
+        """
         while not self._closed:
             with self._changed:
                 self._changed.wait(0.1)
@@ -257,7 +316,7 @@ class Agent:
                 threading.Thread(target=self._run, args=(lambda e=entry: self._fetch_entry(e),), daemon=True).start()
 
     def _fetch_entry(self, entry: Record) -> None:
-        """Fetch a contribution from its group, or from any other that has it."""
+        """Fetch this rank's message of a contribution from its group, or from another group that has it."""
         assert self.state is not None
         peers = sorted(self.state["peers"].items(), key=lambda item: item[0] != entry["group"])
         try:
@@ -280,6 +339,7 @@ class Agent:
                 self._flying.discard(entry["cid"])
 
     def _fetch(self, address: Address, request: Record) -> tuple[Record, bytearray]:
+        """Send a request to the rank at `address` of another group, and return its answer and the bulk data."""
         channel = connect(address, self._secret, seconds=FETCH_SECONDS)
         try:
             channel.send(request)
@@ -288,7 +348,10 @@ class Agent:
             channel.close()
 
     def _serve(self, channel: Channel) -> None:
-        """Serve one request of a rank of another group."""
+        """Send a contribution or a snapshot to a rank of another group, as its request asks.
+
+        If this rank does not have the contribution, the connection closes without an answer.
+        """
         channel.set_timeout(FETCH_SECONDS)
         request = channel.receive()
         if request["wants"] == "snapshot":
@@ -303,5 +366,5 @@ class Agent:
 
 
 def new_incarnation() -> str:
-    """Return an identifier for one start of a group's job."""
+    """Return a new random identifier for one start of a group's job."""
     return secrets.token_hex(8)

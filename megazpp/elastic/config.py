@@ -1,4 +1,4 @@
-"""Flags of elastic DiLoCo."""
+"""Command-line flags of elastic DiLoCo, their checks, and the rules of a run that follow from them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 class ElasticConfig(FeatureConfig):
     """Elastic DiLoCo.
 
-    Each replica group is a job of its own. Groups may start, end and fall behind, and the others continue. A small
-    program, tools/coordinate.py, decides which groups take part and distributes the samples. --diloco-replica-groups is
-    the nominal number of groups. It divides the global batch.
+    Each replica group is a separate job. A group may start, end or fall behind while the other groups continue. A small
+    program, tools/coordinate.py, decides which groups take part and assigns training samples to them.
+    --diloco-replica-groups gives the nominal number of groups: each of them trains that fraction of the global batch.
     """
 
     diloco_coordinator: str | None = flag(
-        None, "HOST:PORT of tools/coordinate.py; this job is then one of the replica groups", metavar="HOST:PORT"
+        None, "HOST:PORT of tools/coordinate.py; this job is then one of the run's replica groups", metavar="HOST:PORT"
     )
     diloco_group: str | None = flag(
         None, "name of this job's replica group (default: host name of rank 0)", needs="--diloco-coordinator"
@@ -40,12 +40,14 @@ class ElasticConfig(FeatureConfig):
     )
     diloco_quorum: int | None = flag(
         None,
-        "whole intervals that must have arrived before --diloco-grace begins (default: half of the live groups)",
+        "number of groups whose whole intervals must have arrived before --diloco-grace begins (default: half of the "
+        "live groups)",
         needs="--diloco-coordinator",
     )
     diloco_grace: float | None = flag(
         None,
-        "seconds to wait for the other groups after the quorum (default: 3 % of an interval, at least 1)",
+        "seconds that a synchronization waits for more groups after --diloco-quorum (default: 3 % of an interval, at "
+        "least 1)",
         needs="--diloco-coordinator",
     )
     diloco_wait_for_all: bool = flag(
@@ -58,11 +60,13 @@ class ElasticConfig(FeatureConfig):
         1, "number of live groups below which the others wait instead of training on", needs="--diloco-coordinator"
     )
     diloco_late_factor: float = flag(
-        0.5, "weight of a contribution for each version that it is late", needs="--diloco-coordinator"
+        0.5,
+        "factor for the weight of a group's contribution for each synchronization that it is late",
+        needs="--diloco-coordinator",
     )
     diloco_listen: str | None = flag(
         None,
-        "host on which ranks serve messages to other groups (default: this side of the connection to the coordinator)",
+        "host on which ranks serve messages to other groups (default: local address of the coordinator's connection)",
         needs="--diloco-coordinator",
     )
     diloco_advertise: str | None = flag(
@@ -74,15 +78,22 @@ class ElasticConfig(FeatureConfig):
         check_positive(self, "diloco_quorum", "diloco_min_groups")
         check_not_negative(self, "diloco_grace", "diloco_late_factor")
         if self.diloco_wait_for_all and self.diloco_grace is not None:
-            raise ValueError(f"--diloco-wait-for-all and --diloco-grace {self.diloco_grace:g}: give only one")
+            raise ValueError(
+                f"--diloco-wait-for-all waits without a limit, and --diloco-grace {self.diloco_grace:g} is a limit in "
+                "seconds: give only one"
+            )
         if self.diloco_late_factor > 1:
-            raise ValueError(f"--diloco-late-factor {self.diloco_late_factor:g} is more than 1")
+            raise ValueError(
+                f"--diloco-late-factor {self.diloco_late_factor:g} is more than 1: give a factor from 0 (late "
+                "contributions count nothing) to 1 (they count fully)"
+            )
         if self.diloco_coordinator is None:
             return
         host = parse_address(self.diloco_coordinator, "--diloco-coordinator").host
         if self.diloco_secret_file is None and host not in LOOPBACK:
             raise ValueError(
-                f"--diloco-coordinator {self.diloco_coordinator} is not on this machine, and needs --diloco-secret-file"
+                f"--diloco-coordinator {self.diloco_coordinator} is not on this machine, and needs "
+                "--diloco-secret-file: give the file with the secret with which tools/coordinate.py was started"
             )
 
     @property
@@ -92,40 +103,55 @@ class ElasticConfig(FeatureConfig):
 
 
 class ElasticPlan(NamedTuple):
-    """The part of elastic DiLoCo's flags that a run plans with."""
+    """The plan of elastic DiLoCo for a run, derived from the flags before workers start."""
 
-    rules: Rules
-    notices: tuple[str, ...] = ()
+    rules: Rules  # the settings that all groups of the run have in common
+    notices: tuple[str, ...] = ()  # lines to show the user when the run starts; none
 
     def describe(self) -> str:
         """Return one line that describes the plan, for the log."""
         rules = self.rules
         grace = "3 % of an interval" if rules.grace is None else f"{rules.grace:g} s"
         quorum = "half of the live groups" if rules.quorum is None else f"{rules.quorum} groups"
-        return f"elastic: one of nominally {rules.groups} groups; a version waits {grace} for more than {quorum}"
+        return (
+            f"elastic: this job is one of nominally {rules.groups} groups; after {quorum} have arrived, a "
+            f"synchronization waits {grace} for more"
+        )
 
 
 def count_jobs(config: RunConfig) -> int:
-    """Return the nominal number of replica groups, which are jobs; 1 without --diloco-coordinator.
+    """Return the nominal number of elastic DiLoCo's replica groups, each of which is a job.
+
+    Without --diloco-coordinator the run has 1 job.
 
     Raises:
-        ValueError: a flag that --diloco-coordinator needs is missing.
+        ValueError: --diloco-coordinator is given without --diloco-steps or without --diloco-replica-groups.
     """
     flags, diloco = config.section(ElasticConfig), config.section(DilocoConfig)
     if flags.diloco_coordinator is None:
         return 1
     needed = {"--diloco-steps": diloco.diloco_steps, "--diloco-replica-groups": diloco.diloco_replica_groups}
     if missing := [name for name, value in needed.items() if value is None]:
-        raise ValueError(f"--diloco-coordinator {flags.diloco_coordinator} needs {' and '.join(missing)}")
+        raise ValueError(
+            f"--diloco-coordinator {flags.diloco_coordinator} needs {' and '.join(missing)}: give all groups the same "
+            "number of steps between synchronizations, and the same nominal number of groups"
+        )
     assert diloco.diloco_replica_groups is not None
     return diloco.diloco_replica_groups
 
 
 def plan_elastic(config: RunConfig, plan: RunPlan) -> ElasticPlan | None:
-    """Check the flags against all others, and return the plan; None without --diloco-coordinator.
+    """Check the flags of elastic DiLoCo against all other flags of the run, and return its plan.
+
+    Args:
+        config: all flags of the run.
+        plan: the run's layout and batch sizes.
+
+    Returns:
+        the rules of the run; None without --diloco-coordinator.
 
     Raises:
-        ValueError: a flag is not supported together with --diloco-coordinator.
+        ValueError: a flag is not supported together with --diloco-coordinator, or the secret file cannot be used.
     """
     flags, diloco = config.section(ElasticConfig), config.section(DilocoConfig)
     if flags.diloco_coordinator is None:
@@ -146,8 +172,8 @@ def plan_elastic(config: RunConfig, plan: RunPlan) -> ElasticPlan | None:
         "--moe-router-enable-expert-bias": config.model.moe_router_enable_expert_bias,
     }
     if found := [name for name, given in refused.items() if given]:
-        raise ValueError(f"{asked} does not support {', '.join(found)}")
-    _ = flags.secret  # raises ValueError if the file cannot be used
+        raise ValueError(f"{asked} does not support {', '.join(found)}: leave this out, or train as one job")
+    _ = flags.secret  # raises a ValueError before workers start if the file with the secret cannot be used
     rules = Rules(
         groups=count_jobs(config),
         interval=diloco.diloco_steps // diloco.diloco_fragments,

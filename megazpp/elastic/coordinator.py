@@ -1,10 +1,11 @@
-"""The coordinator: serves `Rounds` over authenticated connections, with a journal on disk. It needs no torch.
+"""The coordinator of elastic DiLoCo: serves the state machine `Rounds` to all ranks, with a journal on disk; no torch.
 
-The journal of term N is the file coordinator/journal-N.jsonl in the run's folder; starting a coordinator creates the
-next one exclusively and copies the records of the one before. A record is synced to disk, then the coordinator looks
-for a higher term, and only then sends the new state. If there is a higher term, it ends without sending. So of two
+Each start of a coordinator is a term with a number. The journal of term N is the file coordinator/journal-N.jsonl in
+the run's folder. A starting coordinator creates the journal of the next term exclusively and copies the records of the
+term before into it. For each new record the coordinator syncs it to disk, looks for a higher term, and only then sends
+the new state of the run to the ranks. If a higher term exists, the coordinator ends without sending. So of two
 coordinators with the same folder only the newer one decides, and it has read every record that a rank could know.
-rounds.jsonl has a row for each commit, for people and for the report.
+The file rounds.jsonl has one row for each commit (outer step of all groups), for people and for the report.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from megazpp.base.files import lock_for_this_job
 from megazpp.elastic.rounds import HEARTBEAT_SECONDS, RefusedError, Rounds
 from megazpp.elastic.wire import Address, AuthenticatedListener, Channel
 
-TICK_SECONDS, PUSH_SECONDS = 0.02, 0.25
+TICK_SECONDS = 0.02  # interval at which the coordinator looks for decisions that are due
+PUSH_SECONDS = 0.25  # interval at which it sends the run's state to all ranks when nothing has changed
 
 
 class SupersededError(RuntimeError):
-    """Another coordinator has taken over the run's folder."""
+    """A newer coordinator has taken over the run's folder, so this coordinator must not decide anything any more."""
 
 
 class Journal:
-    """The records of one term on disk.
+    """The coordinator's journal on disk: one JSON line for each decision about the run.
 
     Args:
         folder: folder of the run, which must exist.
     Attributes:
-        term: number of this coordinator's start.
-        records: the records of earlier terms.
+        term: number of this coordinator's start, from 1 on.
+        records: records of all earlier terms, as the newest earlier journal has them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,15 +50,15 @@ class Journal:
             try:
                 self._file = self._path(self.term).open("x")
             except FileExistsError:
-                continue  # another coordinator has taken this term
+                continue  # another coordinator has created the journal of this term first, so take the next term
         self.records = self._read(self.term - 1)
         self.append(self.records)
 
     def append(self, records: list[dict]) -> None:
-        """Write records, and return when they are on disk.
+        """Append records to the journal, and return when they are synced to disk.
 
         Raises:
-            SupersededError: a later term exists. The caller must not tell anyone about the records.
+            SupersededError: a journal of a later term exists. The caller must not send these records to any rank.
         """
         assert self._file is not None
         for record in records:
@@ -67,7 +69,7 @@ class Journal:
             raise SupersededError(f"term {self._newest()} of another coordinator has replaced term {self.term}")
 
     def _read(self, term: int) -> list[dict]:
-        """Return the records of a term, without a last line that was cut short."""
+        """Return the records of a term, without a last line that was cut short; [] if the term has no journal."""
         if not self._path(term).exists():
             return []
         *lines, _ = self._path(term).read_text().split("\n")
@@ -83,21 +85,22 @@ class Journal:
 
 
 class Coordinator:
-    """A running coordinator.
+    """A running coordinator of elastic DiLoCo, which serves ranks in threads until it ends.
 
     Args:
-        folder: folder of the run.
-        address: address to listen on.
-        secret: secret of the run.
+        folder: folder for the journal, the lock and rounds.jsonl of the run; created if it does not exist.
+        address: address to listen on for the ranks of all groups; port 0 chooses a free port.
+        secret: secret that all groups of the run share.
         say: function that prints a log line.
-        take_over: True to replace a coordinator that holds the folder's lock.
+        take_over: True to start although another coordinator holds the folder's lock, for example because its host
+            cannot be reached any more.
     Attributes:
-        address: the address, with the chosen port.
+        address: the address that it listens on, with the chosen port.
         ended: event that is set once the coordinator has ended.
         why: reason why it has ended; "" while it runs.
 
     Raises:
-        ValueError: another coordinator uses the folder.
+        ValueError: another coordinator holds the folder's lock.
     """
 
     def __init__(
@@ -125,7 +128,7 @@ class Coordinator:
         threading.Thread(target=self._tick, daemon=True).start()
 
     def close(self, why: str = "closed") -> None:
-        """End the coordinator: groups finish their interval, and then wait for another one."""
+        """End the coordinator for the reason `why`. Groups finish their interval, then wait for a new coordinator."""
         self.why = self.why or why
         self.ended.set()
         self._listener.close()
@@ -142,7 +145,7 @@ class Coordinator:
             self.close(str(error) or repr(error))
 
     def _advance(self) -> None:
-        """Make the decisions that are due, write them to the journal, and send the state."""
+        """Make the decisions that are due, write them to the journal, and then send the run's state to all ranks."""
         now = time.monotonic()
         self._rounds.tick(now)
         records, lines, rows = self._rounds.take_news()
@@ -164,7 +167,7 @@ class Coordinator:
                     channel.close()
 
     def _serve(self, channel: Channel) -> None:
-        """Serve a rank until its connection ends."""
+        """Register the rank at the other end of `channel`, and receive its reports until the connection ends."""
         hello = channel.receive()
         name, rank, incarnation = hello["group"], hello["rank"], hello["incarnation"]
         try:
@@ -175,7 +178,7 @@ class Coordinator:
             channel.send({"refused": str(error), "passes": error.passes})
             self._say(f"refused group {name}: {error}")
             return
-        channel.set_timeout(2 * HEARTBEAT_SECONDS)  # a silent group is declared out before this
+        channel.set_timeout(2 * HEARTBEAT_SECONDS)  # `Rounds` declares a silent group out before this timeout
         try:
             while True:
                 report = channel.receive()
@@ -190,7 +193,7 @@ class Coordinator:
 
 
 def serve_until_ended(coordinator: Coordinator) -> int:
-    """Wait until the coordinator has ended, print why, and return the exit status of the program."""
+    """Wait until the coordinator has ended, print the reason, and return 1, the exit status of the program."""
     coordinator.ended.wait()
     print(f"the coordinator has ended: {coordinator.why}", file=sys.stderr, flush=True)
     return 1

@@ -1,4 +1,4 @@
-"""Registers elastic DiLoCo as an optional feature of pretraining."""
+"""Registration of elastic DiLoCo as an optional feature of pretraining."""
 
 from __future__ import annotations
 
@@ -17,28 +17,32 @@ from megazpp.run.feature import Attached, Feature, TrainerParts
 if TYPE_CHECKING:
     from megazpp.run.checks import RunPlan
 
+# Flags that may differ between the groups of a run
 OF_THE_GROUP = ("--diloco-coordinator", "--diloco-group", "--diloco-listen", "--diloco-advertise", "--master-port")
 
 
 class Elastic(Feature):
-    """Makes a job one of several replica groups, which start, end and fall behind independently."""
+    """Elastic DiLoCo: the job is one of several replica groups, which may start, end and fall behind independently."""
 
     config = ElasticConfig
 
     def num_jobs(self, config: RunConfig) -> int:
-        """Return the nominal number of replica groups; 1 without --diloco-coordinator."""
+        """Return the nominal number of replica groups, each of which is a job; 1 without --diloco-coordinator."""
         return count_jobs(config)
 
     def check(self, config: RunConfig, plan: RunPlan) -> ElasticPlan | None:
-        """Check the flags, and return the rules of the run; None without --diloco-coordinator."""
+        """Check the flags, and return the plan of elastic DiLoCo; None without --diloco-coordinator."""
         return plan_elastic(config, plan)
 
     def as_one_job(self, config: RunConfig) -> RunConfig:
-        """Return the run without a coordinator, whose replica groups are parts of one job."""
+        """Return the same run without a coordinator, as one job that contains all replica groups."""
         return config.with_section(ElasticConfig())
 
     def attach(self, parts: TrainerParts) -> Attached:
-        """Attach the outer state, the checkpoint state, and the loop that synchronizes with the other groups."""
+        """Add elastic DiLoCo to a trainer: outer weights, their checkpoint state, and synchronization between groups.
+
+        Without --diloco-coordinator, change nothing.
+        """
         plan, diloco, run = parts.plan.of(ElasticPlan), parts.plan.of(DilocoPlan), parts.run
         if plan is None:
             return Attached()
@@ -50,7 +54,7 @@ class Elastic(Feature):
         from megazpp.training.objective import LanguageModelLoss
 
         assert diloco is not None
-        assert isinstance(parts.objective, LanguageModelLoss), "others are refused by check_post_training"
+        assert isinstance(parts.objective, LanguageModelLoss), "check_post_training refuses other objectives"
         flags, axis, dims = parts.config.section(ElasticConfig), open_axis(run.dims), run.dims
         outer = WholeOuter(
             parts.built.sharding,
@@ -64,7 +68,13 @@ class Elastic(Feature):
         coordinator = parse_address(flags.diloco_coordinator, "--diloco-coordinator")
 
         def connect(version: int, commit_id: str, snapshot: Callable[[], tuple[Record, bytes]]) -> Agent:
-            """Start the agent of this rank."""
+            """Start the agent of this rank, which connects to the coordinator.
+
+            Args:
+                version: version of this rank's outer weights.
+                commit_id: id of this version.
+                snapshot: function that makes a snapshot of the outer weights for other groups.
+            """
             saves, facts = parts.config.checkpoint.saves, _facts(parts)
             about: Record = {"incarnation": incarnation, "facts": facts, "rules": list(plan.rules), "saves": saves}
             return Agent(
@@ -81,7 +91,7 @@ class Elastic(Feature):
             )
 
         def seed(slot: int) -> None:
-            """Seed dropout as on the ranks of group `slot` of fixed groups."""
+            """Seed dropout with the seeds that replica group `slot` has in DiLoCo within one job."""
             given, rank = parts.config.launch.seed, slot * dims.data_size * dims.cp.size + dims.dropout_rank
             seed_everything(given, data_rank=rank, tp_rank=dims.tp.rank)
             if (generator := parts.built.model.settings.generator) is not None:
@@ -114,7 +124,10 @@ class Elastic(Feature):
 
 
 def _facts(parts: TrainerParts) -> dict[str, str]:
-    """Return what must be equal in all groups of the run: flags, versions, tokenizer, data, and the ranks' layout."""
+    """Return what must be equal in all groups of an elastic run, by flag or description.
+
+    These are the flags that are not in OF_THE_GROUP, the tokenizer, the data, and the layout of a group's ranks.
+    """
     from megazpp.run.start import facts_of_data, facts_of_flags
 
     facts = facts_of_flags(parts.config.parts) | facts_of_data(parts.tokenizer, parts.samples)

@@ -1,8 +1,8 @@
-"""Elastic DiLoCo in the training loop: joining a run, leases of samples, synchronizations, and progress.
+"""Elastic DiLoCo in the training loop of a replica group: joining a run, leases of samples, synchronizations, progress.
 
-Rank 0 of a group decides after every step whether to go on, and tells the other ranks, so that all of them
-synchronize after the same step. Progress counts merged samples: after a synchronization it is what the commit says,
-and each local step adds a step, although other groups may be missing.
+After every training step, rank 0 of a group decides whether the group takes another step before it synchronizes. Rank 0
+shares the decision, so that all ranks of the group synchronize after the same step. The progress of the run counts
+samples that are merged into the outer weights. Between two synchronizations each local step adds a global batch.
 """
 
 from __future__ import annotations
@@ -27,31 +27,34 @@ from megazpp.training.loop import Loader
 from megazpp.training.objective import LanguageModelLoss, StopRequested
 from megazpp.training.step import LaunchedStep
 
-CATCH_UP_SECONDS = 120.0  # wait for the messages of a commit
-LEAVING_SECONDS = 10.0  # wait of a group that leaves for the commit of its last contribution
-FAREWELL_SECONDS = 60.0  # wait at the end of the run, in which other groups may fetch messages
-POLL_SECONDS, RETRY_SECONDS = 20.0, 0.3
-SMOOTHING = 0.3  # share of the last step in the mean of the seconds per step
+CATCH_UP_SECONDS = 120.0  # limit of the wait for the messages of a commit
+LEAVING_SECONDS = 10.0  # limit of the wait of a group that leaves, for the commit of its last contribution
+FAREWELL_SECONDS = 60.0  # limit of the wait at the end of the run, in which other groups may fetch messages
+POLL_SECONDS = 20.0  # longest wait for the coordinator without a collective of the group's ranks
+RETRY_SECONDS = 0.3  # wait after a snapshot could not be fetched
+SMOOTHING = 0.3  # weight of the last step in the moving average of the seconds per step
 
 
 class ElasticLoop:
-    """One replica group's part of an elastic run. Every rank of the group calls every method.
+    """The training of one replica group in a run of elastic DiLoCo. All ranks of the group call all public methods.
 
     Args:
-        outer: outer state on this rank.
-        rules: rules of the run.
-        batches: batch sizes of the run; a group takes 1 / G of every batch.
+        outer: outer weights and momentum of DiLoCo on this rank.
+        rules: settings of the run that all groups have in common.
+        batches: batch sizes of the run; each of the nominally G groups trains 1 / G of a global batch.
         objective: the language model's loss, which counts the tokens of each step.
-        axis: axis over all ranks of this job, with a gloo group.
+        axis: axis over all ranks of this job, with a gloo process group.
         counter: counter of the bytes that this rank sends.
-        connect: function that starts the agent, from version, id and a function that makes a snapshot.
-        save, validate: functions of the progress that save a checkpoint and evaluate held-out data.
-        seed: function of the group's slot that seeds dropout.
+        connect: function that connects to the coordinator and returns the agent. Its arguments are the version and the
+            id of the outer weights, and a function that makes a snapshot of them.
+        save: function that saves a checkpoint at the given progress.
+        validate: function that evaluates held-out data at the given progress.
+        seed: function that seeds dropout for the group's slot, a number from 0 on.
         stopped: function that returns True once this rank has caught a stop signal.
         say: function that prints a log line.
     Attributes:
-        version, id: version of the outer state.
-        merged: steps of cells that the version has merged.
+        version, id: version of this rank's outer weights, and the id of this version.
+        merged: training steps, summed over all groups, that are merged into these outer weights.
     """
 
     def __init__(
@@ -73,21 +76,27 @@ class ElasticLoop:
         self.outer, self._rules, self._batches, self._objective, self._axis = outer, rules, batches, objective, axis
         self._connect, self._save, self._validate, self._seed = connect, save, validate, seed
         self._stopped, self._say, self._counter = stopped, say, counter
-        self._counted = 0, 0  # messages that this rank has sent to other groups, and their bytes
+        self._counted = 0, 0  # messages and bytes sent to other groups, as far as `counter` has counted them
         self.version, self.id, self.merged = 0, NO_COMMIT, 0
-        self._cell: Cell | None = None  # the steps of the leased cell that are not taken yet
-        self._cells: list[Cell] = []  # the steps that this interval has taken
-        self._steps, self._granted = 0, 0
-        # tokens of each fragment that are not published
+        self._cell: Cell | None = None  # the steps of the leased cell that are not taken yet; None without a lease
+        self._cells: list[Cell] = []  # the samples of the steps since the last published contribution
+        self._steps = 0  # number of steps since the last published contribution
+        self._granted = 0  # number of cells that the coordinator has leased to this group
+        # By fragment: tokens of the steps that are not published to this fragment
         self._tokens = torch.zeros(outer.plan.fragments, dtype=torch.float64, device=outer.sharding.device)
-        self._published: int | None = None  # version that this group has published to and has not merged yet
+        self._published: int | None = None  # base version of the published contribution; None once it is merged
         self._published_steps = 0  # steps of that contribution
-        self._live, self._last_step_at = rules.groups, 0.0
+        self._live = rules.groups  # number of live groups, at most the nominal number
+        self._last_step_at = 0.0  # time at which the last step ended, or the interval began
 
     # ---- hooks of the trainer -----------------------------------------------------------------------------------
 
     def begin(self, progress: TrainingProgress) -> TrainingProgress:
-        """Join the run, wait for the first samples, and return the progress from which this group trains."""
+        """Join the run, wait for the first samples, and return the progress at which this group starts to train.
+
+        Args:
+            progress: progress of the loaded checkpoint, or of a new run.
+        """
         self._agent = agent = self._connect(self.version, self.id, self._snapshot)
         while (status := self._agreed(self._membership)) == "joining" and not self._fetch_state():
             pass
@@ -104,20 +113,20 @@ class ElasticLoop:
         return self._progress(progress)
 
     def loader(self, loader: Loader) -> Loader:
-        """Return a loader of the leased samples."""
+        """Return a loader that reads the samples that the coordinator has leased to this group."""
         return LeasedLoader(loader, self)
 
     def after_step(
         self, launched: LaunchedStep, progress: TrainingProgress, last: bool
     ) -> tuple[TrainingProgress, bool]:
-        """Count the step, and synchronize if the interval is over.
+        """Count a training step, and synchronize with the other groups if the interval is over.
 
         Args:
-            launched: the step.
-            progress: progress after the step.
-            last: ignored: the run ends when all samples are merged.
+            launched: the training step, whose results may not have reached the host yet.
+            progress: progress of the training loop after the step.
+            last: ignored, because an elastic run ends when all samples are merged.
         Returns:
-            the progress, and True if this group leaves the run.
+            the progress of the run with this group's steps, and True if this group ends its training.
         """
         assert self._cell is not None
         block, column, step, stop = self._cell
@@ -129,7 +138,7 @@ class ElasticLoop:
         if goes_on:
             return self._progress(progress), False
         launched.check()
-        if self._published is not None:  # it leaves, and the version that it waits for has not come
+        if self._published is not None:  # the group leaves, and its last contribution is not merged
             self._say(f"{self._steps} steps of this group are not published; others will train their samples again")
             return self._progress(progress), True
         self._publish()
@@ -142,7 +151,11 @@ class ElasticLoop:
         return self._progress(progress), leaves or self._cell is None
 
     def close(self) -> None:
-        """Leave the run, when the other groups have computed this group's version, for which they may need messages."""
+        """Leave the run, and end the agent.
+
+        The group first waits until all other groups have computed this group's version, because they may need messages
+        from it.
+        """
         with contextlib.suppress(OutError):
             self._agent.tell(leaves=True)
             self._agent.wait(lambda state: state["oldest"] >= self.version, FAREWELL_SECONDS)
@@ -152,11 +165,15 @@ class ElasticLoop:
 
     @property
     def has_samples(self) -> bool:
-        """True if the group has a leased cell."""
+        """True if the coordinator has leased samples to this group that it has not trained yet."""
         return self._cell is not None
 
     def first_sample(self) -> int:
-        """Return the number of consumed samples with which a loader of this group's ranks finds the next step's."""
+        """Return the number of consumed samples at which a loader finds the samples of this group's next step.
+
+        At the samples of a whole step, the loader of this job reads column 0 of the run's table of samples. So the
+        leased column is added as an offset.
+        """
         assert self._cell is not None
         block, column, step, _ = self._cell
         batches, rules = self._batches, self._rules
@@ -164,7 +181,13 @@ class ElasticLoop:
         return (block * rules.interval + step) * batches.global_batch_size + column * share
 
     def _count_step(self, block: int, column: int, step: int) -> None:
-        """Add a step to the interval's tokens, cells and time."""
+        """Add a training step to the contribution that is published next, and measure the step's time.
+
+        Args:
+            block: index of the block of the step's samples in the run's table of samples.
+            column: column of these samples.
+            step: index of the step in the block.
+        """
         self._tokens += self._objective.tokens
         self._steps += 1
         if self._cells and self._cells[-1][:2] == [block, column] and self._cells[-1][3] == step:
@@ -177,7 +200,12 @@ class ElasticLoop:
         agent.steps, agent.unsent, agent.leaves = self._steps, True, agent.leaves or self._stopped()
 
     def _decide(self) -> tuple[bool, bool, int, Cell | None]:
-        """Return, on rank 0, whether to take another step, whether to leave, the live groups, and the next cell."""
+        """Decide on rank 0 what the group does after a training step; the result of other ranks has no meaning.
+
+        Returns:
+            True to take another step before the next synchronization; True to leave the run; the number of live
+            groups; and the cell of samples for the next step, None without one.
+        """
         if self._axis.rank > 0:
             return False, False, 0, None
         agent, state = self._agent, self._agent.wait(lambda state: state)
@@ -188,7 +216,10 @@ class ElasticLoop:
         return cell is not None, False, live, cell
 
     def _is_called(self, state: Record) -> bool:
-        """Return True if the others would have to wait for this group, which is too slow for a whole interval."""
+        """Return True if this group must publish before its interval is over, because other groups would wait for it.
+
+        This is so if neither the rest of the interval nor one more step ends soon after the expected quorum.
+        """
         agent, grace = self._agent, state["grace"]
         quorum_in, seconds = agent.seconds_to_quorum(), agent.seconds
         if quorum_in is None or seconds is None or self._published is not None:
@@ -197,17 +228,20 @@ class ElasticLoop:
         return remaining > quorum_in + grace and seconds > quorum_in + grace / 2
 
     def _ask(self, gives_up: Callable[[Record], Any]) -> Cell | None:
-        """Ask for a cell, and wait until it is granted or `gives_up` of the state is true; on rank 0.
+        """Ask the coordinator for a cell of samples, on rank 0 of the group.
+
+        Args:
+            gives_up: function of the run's state; a true result ends the wait for a cell.
 
         Returns:
-            the cell; None on other ranks, if there was none, or no answer within POLL_SECONDS.
+            the cell; None on other ranks, if `gives_up` has ended the wait, or after POLL_SECONDS.
         """
         if self._axis.rank > 0:
             return None
         wants = self._granted + 1
         self._agent.tell(wants=wants)
 
-        with self._axis.timeline.span(WAIT, "samples"):  # by which the watchdog sees that the rank waits
+        with self._axis.timeline.span(WAIT, "samples"):  # lets the watchdog see that this rank waits
             state = self._agent.wait(
                 lambda state: (state["granted"] >= wants or gives_up(state)) and state, POLL_SECONDS
             )
@@ -217,7 +251,10 @@ class ElasticLoop:
         return list(state["cell"])
 
     def _await_cell(self, progress: TrainingProgress) -> None:
-        """Wait for samples, and follow the commits of the others meanwhile."""
+        """Wait until the coordinator leases a cell to this group, and apply the commits of other groups meanwhile.
+
+        At the end of the run no cell comes. The group then publishes its last steps, and returns without a cell.
+        """
         while self._cell is None:
             self._cell = self._axis.share_object(
                 self._ask(
@@ -245,15 +282,16 @@ class ElasticLoop:
 
     @property
     def _has_unsent(self) -> bool:
-        """True if steps are not published yet to the fragment of the next version."""
+        """True if this group has trained steps that are not published yet to the fragment of the next version."""
         return bool(self._tokens[self.version % len(self._tokens)])
 
     @property
     def _all_merged(self) -> bool:
+        """True if all samples of the run are merged into this rank's outer weights."""
         return self.merged == self._rules.iterations * self._rules.groups
 
     def _publish(self) -> None:
-        """Publish this group's contribution, and start the next interval."""
+        """Publish the contribution of this group's steps to the next outer step, and start the next interval."""
         agent, fragment = self._agent, self.version % len(self._tokens)
         tokens, agent.trains = float(self._tokens[fragment]), False
         agent.publish(self.outer.pack(tokens, self.version), tokens=tokens, steps=self._steps, cells=self._cells)
@@ -262,7 +300,12 @@ class ElasticLoop:
         self._tokens[fragment], agent.unsent = 0.0, False
 
     def _merge(self, progress: TrainingProgress, *, leaves: bool) -> None:
-        """Wait for the version after this group's contribution, and merge it into the inner weights."""
+        """Wait for the outer step after this group's contribution, and merge its result into the inner weights.
+
+        Args:
+            progress: progress of the training loop.
+            leaves: True if this group leaves the run; it then waits at most LEAVING_SECONDS.
+        """
         agent, base, began = self._agent, self.version, time.monotonic()
         trained, agent.trains = agent.trains, False
 
@@ -285,13 +328,19 @@ class ElasticLoop:
     # ---- versions -----------------------------------------------------------------------------------------------
 
     def _catch_up(self, progress: TrainingProgress) -> None:
-        """Apply all commits that rank 0 knows, and save and evaluate the versions for which this group is named."""
+        """Apply all commits that rank 0 knows to the outer and inner weights.
+
+        After each commit that names this group for it, save a checkpoint or evaluate held-out data.
+        """
         agent = self._agent
         target = self._agreed(lambda state: (state["version"],))[0]
         while self.version < target:
             found = agent.wait(lambda state: agent.messages_of(self.version + 1), CATCH_UP_SECONDS)
             if found is None:
-                raise OutError(f"version {self.version + 1} of the run could not be fetched; start this group again")
+                raise OutError(
+                    f"the messages of version {self.version + 1} could not be fetched within {CATCH_UP_SECONDS:.0f} s: "
+                    "start this group's job again"
+                )
             commit, messages = found
             units, own = self.outer.fragment_after(self.version), self._published == self.version
             before = None if own or not self._has_unsent else [unit.rows.clone() for unit in units]
@@ -304,7 +353,7 @@ class ElasticLoop:
                 unsent=self._has_unsent,
                 fingerprint=(self.version, self.outer.fingerprint()),
             )
-            if before is not None:  # its own steps stay in the inner weights, until it publishes them
+            if before is not None:  # steps of this group that are not published yet stay in the inner weights
                 self.outer.shift(units, before)
             else:
                 self.outer.merge(self.outer.plan.merge_alpha if own and not self._all_merged else 0.0, units)
@@ -316,13 +365,16 @@ class ElasticLoop:
                 self._validate(at)
 
     def _merged_progress(self, progress: TrainingProgress) -> TrainingProgress:
-        """Return the progress of this version: merged samples, rounded down to whole batches."""
+        """Return the progress of the outer weights: all merged samples, with the iteration rounded down."""
         iteration, size = self.merged // self._rules.groups, self._batches.global_batch_size
         samples = self.merged * size // self._rules.groups
         return progress._replace(iteration=iteration, consumed_samples=iteration * size, scheduled_samples=samples)
 
     def _progress(self, progress: TrainingProgress) -> TrainingProgress:
-        """Return the progress of this group: merged samples, and its own steps since then."""
+        """Return the progress at which this group trains: the merged samples, and this group's steps since then.
+
+        The learning rate follows from it. Each step counts as a global batch, or as less while groups are missing.
+        """
         at, size = self._merged_progress(progress), self._batches.global_batch_size
         if self._all_merged:
             return at
@@ -334,9 +386,11 @@ class ElasticLoop:
     # ---- joining ------------------------------------------------------------------------------------------------
 
     def _membership(self, state: Record) -> str | None:
-        """Return "member", or "joining" if there is a member to fetch the state from; otherwise None, to wait.
+        """Return what a group that wants to join the run does, given the state from the coordinator.
 
-        After a stop signal, return "stopped".
+        Returns:
+            "stopped" after a stop signal; "member" if the group is a member; "joining" if it can fetch the outer state
+            from a member; None if it has to wait.
         """
         if self._stopped():
             return "stopped"
@@ -345,7 +399,11 @@ class ElasticLoop:
         return "joining" if any(peer["member"] for peer in state["peers"].values()) else None
 
     def _fetch_state(self) -> bool:
-        """Fetch the outer state from a member; return False if the ranks have not got the same version."""
+        """Fetch the outer state from a group that is a member; each rank fetches from the rank of the same index.
+
+        Returns:
+            True if all ranks have fetched the same version; False if the fetch has to be repeated.
+        """
         agent, began = self._agent, time.monotonic()
         state = agent.wait(lambda state: state)
         members = sorted(name for name, peer in state["peers"].items() if peer["member"])
@@ -370,25 +428,31 @@ class ElasticLoop:
         return True
 
     def _snapshot(self) -> tuple[Record, bytes]:
-        """Return the state for a rank of another group; called in a thread of the agent."""
+        """Return a snapshot of this rank's outer state for a rank of another group. A thread of the agent calls this.
+
+        Returns:
+            a record with version, id and merged steps, and the bytes of the outer state.
+        """
         with self.outer.lock:
             return {"version": self.version, "id": self.id, "merged": self.merged}, self.outer.dump()
 
     def _agreed(self, ready: Callable[[Record], Any]) -> Any:
-        """Wait until `ready` of rank 0's state is true, and return its value on all ranks."""
-        while True:  # share at times, so that a collective of the other ranks does not time out
-            with self._axis.timeline.span(WAIT, "other groups"):  # by which the watchdog sees that the rank waits
+        """Wait until `ready` returns a true value for rank 0's state of the run, and return that value on all ranks."""
+        while True:  # rank 0 shares None at least every POLL_SECONDS, because a longer collective may time out
+            with self._axis.timeline.span(WAIT, "other groups"):  # lets the watchdog see that this rank waits
                 found = self._agent.wait(ready, POLL_SECONDS) if self._axis.rank == 0 else None
             if (found := self._axis.share_object(found)) is not None:
                 return found
 
 
 class LeasedLoader:
-    """A loader of the samples that the coordinator has leased to this group.
+    """A data loader that reads the samples that elastic DiLoCo's coordinator has leased to this group.
 
     Args:
-        loader: loader of a rank of this group.
-        loop: this group's part of the run.
+        loader: this rank's loader, which reads the samples at any given number of consumed samples.
+        loop: elastic training loop of this group, which knows the leased cell.
+    Attributes:
+        wait_seconds: seconds for which the last step waited for its samples.
     """
 
     def __init__(self, loader: Loader, loop: ElasticLoop) -> None:
@@ -398,7 +462,7 @@ class LeasedLoader:
         """Return this rank's micro-batches of the next leased step.
 
         Raises:
-            StopRequested: a stop signal came while the group waited for samples.
+            StopRequested: a stop signal came, or the run ended, while the group waited for samples.
         """
         if not self._loop.has_samples:
             raise StopRequested("a stop signal")

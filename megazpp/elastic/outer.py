@@ -1,14 +1,17 @@
-"""The outer state of elastic DiLoCo, whole in every group: each rank takes the outer step of all rows of its shard.
+"""The outer state of elastic DiLoCo: every group holds it completely and takes every outer step by itself.
 
-In diloco/outer.py each group owns one row of a shard. Here every group holds all rows, and applies the same messages in
-the same order. All operations are rounded alone (diloco/rows.py), so all groups compute the same bits, and those of
-the exchange in diloco/outer.py if all groups contribute. The outer state is then a function of the initial weights and
-of the commits: a slow group can apply them later, and a new one fetches the state of any version and applies the rest.
+A rank's shard of a sharding unit is divided into G rows, one per nominal group. In DiLoCo within one job
+(diloco/outer.py) each group owns the outer state of one row. Here every group holds all rows, and applies the same
+messages in the same order. Every operation is rounded alone (diloco/rows.py), so all groups compute the same bits. If
+all groups contribute, these are also the bits of diloco/outer.py. The outer state therefore follows from the initial
+weights and the commits. A slow group can apply commits later. A new group fetches the state of any version and applies
+the later commits.
 
     D      = sum over contributions of tokens x age factor x delta / sum of tokens x age factor
-    m      = mu m + D;  outer -= eta (D + mu m);  R += outer - R    as in diloco/outer.py, 4-bit blocks
+    m      = mu m + D;  outer -= eta (D + mu m);  R += outer - R, sent in 4-bit blocks as in diloco/outer.py
 
-A contribution to an older version is late; its age factor is F^age, and 1 for the others.
+R is the common copy of the outer weights, which lacks what quantization has not sent yet. A contribution to an older
+version is late; its age factor is F^age. The age factor of the other contributions is 1.
 
 Legend: G nominal number of groups (rows), S elements of a row, M bytes of a row's message.
 """
@@ -29,18 +32,21 @@ from megazpp.zero.sharding import Sharding
 
 
 class WholeOuter:
-    """The whole outer state of a model's shards on this rank.
+    """The complete outer state of DiLoCo for this rank's shards of the model: R, outer weights and outer momentum.
 
     Args:
-        sharding: handle of the model, whose weights are the outer weights of version 0.
-        plan: the DiLoCo plan; its tokens are those of one group between two synchronizations.
+        sharding: sharding handle of the model, whose weights are the outer weights of version 0.
+        plan: the DiLoCo plan; `plan.tokens` counts the tokens of one group between two synchronizations.
         precision: dtypes of values that are sent without quantization.
-        num_groups: nominal number of groups.
-        late_factor: F, the weight of a contribution per version that it is late; 0 drops it.
+        num_groups: nominal number of groups (G).
+        late_factor: F, by which a contribution's weight is multiplied for each version that it is late; with 0 a late
+            contribution counts nothing.
     Attributes:
         plan: the DiLoCo plan.
-        fragments: the units of each fragment; version v + 1 changes fragment v modulo their number.
-        lock: held while the state or its version changes, so that another thread can copy them between changes.
+        units: the outer state of each sharding unit.
+        fragments: the elements of `units` in each fragment; the step to version v + 1 changes fragment v modulo their
+            number.
+        lock: held while the outer state or its version changes, so that another thread can copy both between changes.
     """
 
     def __init__(
@@ -68,28 +74,37 @@ class WholeOuter:
 
     @property
     def most_bytes(self) -> int:
-        """The size of a snapshot in bytes, which is more than the size of a contribution."""
+        """The bytes of a snapshot of this outer state, which is the largest message between two groups."""
         return sum(unit.snapshot_bytes for unit in self.units)
 
     @torch.no_grad()
     def pack(self, tokens: float, version: int = 0) -> bytes:
-        """Return this group's contribution to the fragment after `version`, which is weighted by its tokens."""
+        """Return this rank's message of its group's contribution to the outer step after `version`.
+
+        Args:
+            tokens: tokens that the group has trained since its last contribution to this fragment, as its weight.
+            version: version of the outer weights; it decides which fragment the message is about.
+
+        Returns:
+            the packed outer gradient, R minus inner weights, of all units of the fragment.
+        """
         self.sharding.reshard()
         weight = (torch.tensor(tokens, dtype=torch.float64, device=self._device) / self._nominal).float()
         return b"".join(_as_bytes(unit.pack(weight)) for unit in self.fragment_after(version))
 
     def fragment_after(self, version: int) -> list[WholeRows]:
-        """Return the units that the outer step after `version` changes."""
+        """Return the outer state of the units that the outer step after `version` changes."""
         return self.fragments[version % len(self.fragments)]
 
     @torch.no_grad()
     def apply(self, entries: Sequence[Mapping[str, Any]], contributions: Sequence[bytes], version: int) -> None:
-        """Take the outer step from `version` to the next one; the caller holds `lock`.
+        """Take the outer step from `version` to the next version. The caller holds `lock`.
 
         Args:
-            entries: the contributions of the commit: base version and tokens of each.
-            contributions: results of `pack`, in the same order.
-            version: version of the state before the step.
+            entries: the contributions of the commit: base version ("base") and tokens ("tokens") of each. Without a
+                contribution the step changes nothing.
+            contributions: messages of these contributions, as `pack` returns them, in the same order.
+            version: version of the outer state before the step.
         """
         if not entries:
             return
@@ -108,25 +123,35 @@ class WholeOuter:
 
     @torch.no_grad()
     def merge(self, alpha: float, units: Sequence[WholeRows] | None = None) -> None:
-        """Merge R into the inner weights of `units`, or of all if None: inner = alpha inner + (1 - alpha) R."""
+        """Merge R, the common outer weights, into the inner weights: inner = alpha inner + (1 - alpha) R.
+
+        Args:
+            alpha: weight of the inner weights; 0 replaces them by R.
+            units: the units to merge; None for all units.
+        """
         self.sharding.reshard()
         for unit in self.units if units is None else units:
             unit.merge(alpha)
 
     @torch.no_grad()
     def shift(self, units: Sequence[WholeRows], before: Sequence[torch.Tensor]) -> None:
-        """Add the change of R since `before` to the inner weights of `units`."""
+        """Add the last change of R to the inner weights, which keep steps that are not published yet.
+
+        Args:
+            units: the units whose outer state has changed.
+            before: R of each unit before the change, [G, S].
+        """
         self.sharding.reshard()
         for unit, rows in zip(units, before, strict=True):
             for change, shard in unit.pairs(unit.rows - rows):
                 shard.add_(change)
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
-        """Let the model compute with R inside this context."""
+        """Let the model compute with R, the common outer weights, inside the returned context."""
         return computing_with_rows(self.sharding, self.units, self.lock)
 
     def dump(self) -> bytes:
-        """Return a snapshot of the state; the caller holds `lock`."""
+        """Return a snapshot, the bytes of this rank's complete outer state. The caller holds `lock`."""
         return b"".join(_as_bytes(tensor) for unit in self.units for tensor in unit.tensors)
 
     def load(self, snapshot: bytearray) -> None:
@@ -140,12 +165,20 @@ class WholeOuter:
                 start = stop
 
     def fingerprint(self) -> int:
-        """Return a number that differs if one element of the state differs in its bits."""
+        """Return the sum of all bit patterns of the outer state, which differs if a single element differs.
+
+        The coordinator compares this number between groups, to find a group that has computed other bits.
+        """
         words = (tensor.view(torch.int32) for unit in self.units for tensor in unit.tensors)
         return sum(int(word.sum(dtype=torch.int64)) for word in words)
 
     def values(self, name: str) -> dict[str, torch.Tensor]:
-        """Return copies of "rows" (R), "outer" or "momentum" by parameter, as DTensors that are sharded like it."""
+        """Return copies of one part of the outer state, by parameter name, as DTensors sharded like the parameters.
+
+        Args:
+            name: "rows" for R, "outer" for the outer weights, or "momentum" for the outer momentum. Without outer
+                momentum the result for "momentum" is empty.
+        """
         found: dict[str, torch.Tensor] = {}
         for unit in self.units:
             rows, shards = getattr(unit, name), [torch.zeros_like(shard) for shard in unit.unit.shards()]
@@ -158,7 +191,12 @@ class WholeOuter:
 
     @torch.no_grad()
     def set_values(self, name: str, values: Mapping[str, Any]) -> None:
-        """Replace "rows" (R), "outer" or "momentum" by DTensors, by parameter."""
+        """Replace one part of the outer state, as from a checkpoint.
+
+        Args:
+            name: "rows" for R, "outer" for the outer weights, or "momentum" for the outer momentum.
+            values: DTensors by parameter name, sharded like the parameters.
+        """
         for unit in self.units:
             if (rows := getattr(unit, name)) is not None:
                 unit.fill_(rows, [values[parameter.name].to_local() for parameter in unit.unit.parameters])

@@ -1,17 +1,20 @@
-"""Decisions of elastic DiLoCo as a state machine: members, rounds, and leases of data; no sockets, clock or weights.
+"""Decisions of elastic DiLoCo's coordinator as a state machine, without sockets, clock or weights.
 
-`Rounds` takes events, each with the time at which it happened, and `tick` makes the decisions that are due. Every fact
-that must survive the coordinator is a record: `_decide` appends it to `records`, and `_apply` changes the state by it.
-The coordinator writes new records to its journal before any rank sees the new state. A coordinator that starts again
-applies the records of the journal, so it needs no other recovery.
+The decisions are about groups (which groups take part), rounds (which contributions an outer step merges) and leases
+(which group trains which samples). `Rounds` receives events, each with the time at which it happened, and `tick` makes
+the decisions that are due. Every fact that a restarted coordinator must know is a record: `_decide` passes the record
+to `_apply`, which changes the state, and adds it to the news. The coordinator writes new records to its journal before
+any rank sees the new state. A coordinator that starts again applies the records of the journal, so it needs no other
+recovery.
 
 This is one file of more than 300 lines, because each decision depends on all parts of the state.
 
-Version v is the number of committed outer steps. Version v + 1 changes fragment v modulo P, where P is the number of
-fragments. A contribution is a group's outer gradient since version `base`, made of some steps of some cells. The
-samples of a run are a table: block b (H / P steps) times column c (G columns). A cell [b, c, first, stop] is a range of
-steps of one block in one column. It is free, leased to a group, part of a published contribution, or merged by a
-commit, and only records move it from one to another. So no step is merged twice.
+Version v of the outer weights is the result of v committed outer steps. The step to version v + 1 changes fragment v
+modulo P, where P is the number of fragments. A contribution is a group's outer gradient since version `base`, from the
+training steps that the group has taken since its contribution before. The samples of a run are a table of G columns,
+one per nominal group. Each block of rows has the training steps between two synchronizations (H / P). A cell
+[block, column, first, stop] is a range of steps of one block in one column. At any time a cell is free, leased to a
+group, part of a published contribution, or merged by a commit. Only records change that, so no step is merged twice.
 
 A group is joining (it has no state of the current version yet), a member, or out. Out is final for an incarnation,
 which is one start of the group's job. A member is live while all of its ranks are connected.
@@ -28,21 +31,22 @@ from typing import Any, NamedTuple
 Cell = list[int]  # block, column, first step, step after the last one
 Record = dict[str, Any]
 
-BLIP_SECONDS = 0.5  # a connection that is lost for longer ends the membership of its group
-HEARTBEAT_SECONDS = 10.0  # so does a rank that is silent for longer
-HANGING_STEPS = 20  # so does a group that takes no step for as long as this many steps, and HEARTBEAT_SECONDS
-ASSEMBLY_SECONDS = 60.0  # wait for the ranks of a new group, and at the start of a run for the other groups
-# Commits to each fragment whose messages all groups keep, so that a slow or a new group can apply them
+BLIP_SECONDS = 0.5  # a group is declared out when the connection of a rank is lost for longer than this
+HEARTBEAT_SECONDS = 10.0  # a group is declared out when a rank sends no report for longer than this
+# A group is declared out when it takes no step for HEARTBEAT_SECONDS and the usual time of this many steps
+HANGING_STEPS = 20
+ASSEMBLY_SECONDS = 60.0  # limit of the wait for all ranks of a new group, and for all groups at the start of a run
+# Number of commits to each fragment whose messages all groups keep, so that a slow or a new group can apply them
 KEPT_VERSIONS = 8
-WHOLE = 0.8  # share of an interval's steps from which a contribution counts for the quorum
+WHOLE = 0.8  # fraction of an interval's steps from which on a contribution counts for the quorum
 NO_COMMIT = "0" * 16  # id of version 0, the initial weights
 
 
 class RefusedError(ValueError):
-    """A group cannot take part; the text says why.
+    """Refusal of a rank's connection: its group cannot take part in the run. The text of the error says why.
 
     Attributes:
-        passes: True if the reason may pass within seconds, so that the group should try again.
+        passes: True if the reason may disappear within seconds, so that the rank should connect again.
     """
 
     def __init__(self, text: str, *, passes: bool = False) -> None:
@@ -51,43 +55,49 @@ class RefusedError(ValueError):
 
 
 class Rules(NamedTuple):
-    """The rules of a run, from the flags that all groups have in common."""
+    """The settings of an elastic run that its coordinator needs, from the flags that all groups have in common."""
 
-    groups: int  # G: nominal number of groups, and columns of the table of samples
-    interval: int  # steps between two synchronizations: H / P
-    fragments: int  # P: parts of the model that synchronize in turn
+    groups: int  # G: nominal number of groups, which is the number of columns of the table of samples
+    interval: int  # training steps of a group between two synchronizations: H / P
+    fragments: int  # P: number of fragments of the model, which synchronize in turn
     iterations: int  # steps of the run if all groups take part from its start to its end
     ranks: int  # number of ranks per group
-    quorum: int | None  # whole intervals that have to arrive before the grace begins; None: half of the live groups
-    grace: float | None  # seconds of waiting after the quorum; None: 3 % of an interval, at least 1 s
-    min_groups: int  # fewer live groups wait instead of training on
-    save_interval: int | None  # merged iterations between two checkpoints
-    eval_interval: int | None  # merged iterations between two evaluations
+    quorum: int | None  # groups whose whole intervals must arrive before the grace begins; None: half of the live ones
+    grace: float | None  # seconds to wait for more groups after the quorum; None: 3 % of an interval, at least 1 s
+    min_groups: int  # least number of live groups with which the run continues; fewer groups wait
+    save_interval: int | None  # iterations of merged samples between two checkpoints; None: only at the end
+    eval_interval: int | None  # iterations of merged samples between two evaluations; None: no evaluation
 
 
 @dataclass
 class Group:
-    """One incarnation of a group. Only the first four values are durable."""
+    """What the coordinator knows about one incarnation of a group, that is one start of its job.
 
-    slot: int
-    incarnation: str
-    status: str = "joining"  # or "member" or "out"
-    granted: int = 0  # cells that it has been given
-    cell: Cell | None = None  # the last of them
+    The fields up to `cell` follow from records, so a restarted coordinator knows them again.
+    """
+
+    slot: int  # number that no other group of the run has; it decides the column and the order of sums
+    incarnation: str  # identifier of this start of the group's job
+    status: str = "joining"  # "joining", "member" or "out"
+    granted: int = 0  # number of cells that the coordinator has leased to the group
+    cell: Cell | None = None  # the cell that was leased to the group last
     version: int | None = None  # version of the outer weights with which it connected; None if of another run
-    saves: bool = False  # whether it can write checkpoints
-    since: float = 0.0  # time of its first connection
-    deadline: float = math.inf  # time at which a group that has lost its connection is declared out
-    was_whole: bool = False
-    moved: tuple[Any, float] = (None, 0.0)  # state of its training loop, and the time of its last change
-    leaves: bool = False  # whether a rank has caught a stop signal, or the run is over
-    addresses: dict[int, Any] = field(default_factory=dict)  # address of each connected rank
-    reports: dict[int, Record] = field(default_factory=dict)  # last report of each connected rank
-    heard: dict[int, float] = field(default_factory=dict)  # time of each rank's last report
+    saves: bool = False  # whether the group can write checkpoints, that is, whether it was started with --save
+    since: float = 0.0  # time of the group's first connection
+    deadline: float = math.inf  # time at which a group that has lost a connection is declared out
+    was_whole: bool = False  # whether all ranks of the group have been connected at the same time
+    moved: tuple[Any, float] = (None, 0.0)  # position of its training loop, and the time at which it last changed
+    leaves: bool = False  # whether a rank of the group has caught a stop signal, or the run is over
+    addresses: dict[int, Any] = field(default_factory=dict)  # by connected rank: where it serves messages
+    reports: dict[int, Record] = field(default_factory=dict)  # by connected rank: its last report
+    heard: dict[int, float] = field(default_factory=dict)  # by connected rank: time of its last report
 
 
 class News(NamedTuple):
-    """News about a run: records for the journal, lines for the log, and rows of rounds.jsonl, one for each commit."""
+    """What has happened in an elastic run since the news were last taken.
+
+    `records` are for the journal, and `lines` for the log. `rows` are for rounds.jsonl, one row for each commit.
+    """
 
     records: list[Record]
     lines: list[str]
@@ -95,36 +105,45 @@ class News(NamedTuple):
 
 
 class Rounds:
-    """The state of a run's groups, commits and samples.
+    """The state machine of an elastic run: its groups, its commits, and the samples that are leased or merged.
 
     Args:
-        records: records of the journal, from the start of the run.
-        now: current time in seconds, of the clock that all events use.
+        records: records of the coordinator's journal, from the start of the run; none for a new run.
+        now: current time in seconds, of the same clock as the times of all later events.
     Attributes:
-        news: records, lines and rows since the last `take_news`.
-        closed: the contributions that the next commit will have, and when they were chosen.
+        facts: flags, versions and data of the first group that connected, which all groups must share; None before.
+        rules: settings of the run, from the same group.
+        groups: by name: the newest incarnation of each group that has ever connected.
+        commits: the record of each committed outer step; the last one made the current version.
+        pool: by id: published contributions that no commit has merged yet.
+        leases: by group that is not out: the cells that it trains.
+        free: cells of opened blocks that nobody trains and no commit has merged.
+        opened_blocks: number of blocks of samples from which a cell was leased.
+        waited_for: names of the groups for whose contributions the current round waits.
+        news: records, lines and rows since the last call of `take_news`.
+        closed: ids of the contributions that were chosen for the next commit; None while the round waits for more.
     """
 
     def __init__(self, records: Iterable[Record] = (), *, now: float = 0.0) -> None:
         self.facts: dict[str, str] | None = None
-        self.rules: Rules  # set together with `facts`
+        self.rules: Rules  # set together with `facts`, when the first rank connects
         self.groups: dict[str, Group] = {}
         self.commits: list[Record] = []
-        self.pool: dict[str, Record] = {}  # published contributions that are not merged, by id
+        self.pool: dict[str, Record] = {}
         self.leases: dict[str, list[Cell]] = {}
         self.free: list[Cell] = []
         self.opened_blocks = 0
-        self.waited_for: set[str] = set()  # groups for which the current round waits
+        self.waited_for: set[str] = set()
         self.news = News([], [], [])
         self.closed: list[str] | None = None
-        self._published: set[str] = set()
-        self._quorum_at: float | None = None
-        self._held_at: float | None = None  # when a quorum held all that is to be committed
-        self._assembled_at: float | None = None
-        self._fingerprints: dict[tuple[int, int], int] = {}  # by version and rank
-        self._published_at: dict[str, float] = {}  # by contribution, for the row
-        self._events: list[str] = []  # lines since the last commit
-        self._returned = 0  # steps since the last commit that will be trained again
+        self._published: set[str] = set()  # ids of all contributions that were ever published
+        self._quorum_at: float | None = None  # time at which a quorum of contributions had arrived in this round
+        self._held_at: float | None = None  # time at which a quorum of groups held all chosen contributions
+        self._assembled_at: float | None = None  # time at which the first group could start the run
+        self._fingerprints: dict[tuple[int, int], int] = {}  # by version and rank: fingerprint of the outer state
+        self._published_at: dict[str, float] = {}  # by id of a contribution: when it was published
+        self._events: list[str] = []  # lines about groups since the last commit, for the next row of rounds.jsonl
+        self._returned = 0  # steps since the last commit whose samples will be trained again
         for record in records:
             self._apply(record)
         self._hold_until = now + HEARTBEAT_SECONDS if self.members else now
@@ -135,45 +154,51 @@ class Rounds:
 
     @property
     def version(self) -> int:
-        """The number of committed outer steps."""
+        """The version of the outer weights: the number of committed outer steps."""
         return len(self.commits)
 
     @property
     def members(self) -> set[str]:
-        """The names of the members."""
+        """The names of the groups whose status is "member"."""
         return {name for name, group in self.groups.items() if group.status == "member"}
 
     @property
     def live(self) -> set[str]:
-        """The names of the members of which all ranks are connected."""
+        """The names of the members whose ranks are all connected and have reported."""
         return {name for name in self.members if self._is_whole(self.groups[name])}
 
     @property
     def merged_steps(self) -> int:
-        """Steps of cells that the commits have merged."""
+        """The number of training steps, summed over all groups, that the commits have merged."""
         return self.commits[-1]["merged"] if self.commits else 0
 
     @property
     def done(self) -> bool:
-        """True if all samples of the run are merged, into all fragments."""
+        """True if the run is over: all of its samples are merged into all fragments of the model."""
         return self._ends(self.commits)
 
     @property
     def closing(self) -> bool:
-        """True if all samples of the run are merged, but not into all fragments."""
+        """True if all samples of the run are merged, but some fragments of the model still need a last commit."""
         return self.merged_steps == self._all_steps and not self.done
 
     @property
     def exhausted(self) -> bool:
-        """True if no cell is free."""
+        """True if no cell of samples is free, so that a group that asks for samples gets none for now."""
         return not self.free and not self._cells_of(self.opened_blocks)
 
     def id_of(self, version: int) -> str:
-        """Return the id of a version, a digest over all commits up to it; two branches have different ids."""
+        """Return the id of a version of the outer weights: a digest over all commits up to this version.
+
+        If a run goes back to an earlier version and continues, the new versions get other ids than the old ones.
+        """
         return self.commits[version - 1]["id"] if version else NO_COMMIT
 
     def state(self, name: str, rank: int, now: float) -> Record:
-        """Return the state that a rank of a group needs to know; it replaces all earlier ones."""
+        """Return the state of the run that the coordinator sends to rank `rank` of the group `name`.
+
+        Each state is complete, so a rank needs only the last state that it has received.
+        """
         group = self.groups[name]
         kept = range(max(1, self.version - self._num_kept + 1), self.version + 1)
         return {
@@ -203,22 +228,24 @@ class Rounds:
         }
 
     def take_news(self) -> News:
-        """Return the records, lines and rows since the last call."""
+        """Return the records, log lines and rows of rounds.jsonl since the last call."""
         taken, self.news = self.news, News([], [], [])
         return taken
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def connect(self, name: str, rank: int, hello: Record, now: float) -> None:
-        """Take in the connection of a rank.
+        """Register the connection of a rank to the coordinator.
 
         Args:
-            name: name of the group.
+            name: name of the rank's group.
             rank: index of the rank in its group.
-            hello: incarnation and address, flags and rules of the run, version and id of the rank's state.
-            now: current time.
+            hello: the rank's first message: incarnation of its group ("incarnation"), address at which it serves
+                messages ("address"), flags and data that all groups must share ("facts"), rules of the run ("rules"),
+                version and id of its outer weights ("version", "id"), and whether it can save checkpoints ("saves").
+            now: current time in seconds.
         Raises:
-            RefusedError: the group cannot take part, or not yet.
+            RefusedError: the group cannot take part in the run, or not yet.
         """
         facts, rules = hello["facts"], Rules(*hello["rules"])
         if self.facts is None:
@@ -234,7 +261,10 @@ class Rounds:
         if group is None or group.incarnation != hello["incarnation"]:
             if group is not None and group.status != "out":
                 if self._is_whole(group):
-                    raise RefusedError(f"--diloco-group {name} is in use by another job of this run", passes=True)
+                    raise RefusedError(
+                        f"--diloco-group {name} is in use by another job of this run: give each job another name",
+                        passes=True,
+                    )
                 self._end(name, "it was started again")
             taken = {other.slot for other in self.groups.values() if other.status != "out"}
             free = group is not None and group.slot not in taken
@@ -242,16 +272,19 @@ class Rounds:
             self._decide({"join": name, "slot": slot, "incarnation": hello["incarnation"]})
             group = self.groups[name]
         elif group.status == "out":
-            raise RefusedError(f"group {name} is out: start it again")
+            raise RefusedError(f"the coordinator has declared group {name} out: start its job again")
         elif not known and group.status == "member":
-            raise RefusedError(f"version {version} of group {name} is not a version of this run: start it again")
+            raise RefusedError(
+                f"group {name} has outer weights of version {version} that are not of this run, which has gone back to "
+                "an earlier version: start the group's job again"
+            )
         if not group.addresses:
             group.since = now
         group.version, group.saves = version if known else None, hello["saves"]
         group.addresses[rank], group.heard[rank] = hello["address"], now
 
     def disconnect(self, name: str, incarnation: str, rank: int, now: float) -> None:
-        """Take in that the connection of a rank has ended."""
+        """Register that the connection of a rank has ended; its group is declared out unless the rank returns soon."""
         group = self.groups[name]
         if group.incarnation == incarnation:
             for found in (group.addresses, group.reports, group.heard):
@@ -259,7 +292,7 @@ class Rounds:
             group.deadline = now + BLIP_SECONDS
 
     def report(self, name: str, rank: int, report: Record, now: float) -> None:
-        """Take in a rank's report, which replaces its earlier ones; see `Agent.report` for its content."""
+        """Store a rank's report, which replaces the rank's earlier reports; `Agent._report` lists its content."""
         group = self.groups[name]
         group.reports[rank], group.heard[rank] = report, now
         group.leaves = group.leaves or report["leaves"]
@@ -270,15 +303,15 @@ class Rounds:
         if group.status == "member" and report["fingerprint"] is not None:
             version, number = report["fingerprint"]
             if self._fingerprints.setdefault((version, rank), number) != number:
-                self._end(name, f"ERROR: the outer state of version {version} on its rank {rank} differs from others")
+                self._end(name, f"ERROR: its rank {rank} has another outer state of version {version} than others")
 
     def tick(self, now: float) -> None:
-        """Close rounds, commit versions, and declare silent or hanging groups out, as far as their times have come."""
+        """Make all decisions that are due at the time `now`: about groups, leases of samples, rounds and commits."""
         if self.facts is None:
             return
         self._end_lost_groups(now)
         if now < self._hold_until and self.live != self.members:
-            return  # after a restart of the coordinator, groups need time to connect again
+            return  # the coordinator has just restarted, and the members need time to connect again
         if not self.members:
             self._begin_if_assembled(now)
         for name, group in self.groups.items():
@@ -299,7 +332,7 @@ class Rounds:
     # ---- decisions --------------------------------------------------------------------------------------------------
 
     def _end_lost_groups(self, now: float) -> None:
-        """Declare groups out that have lost a rank or are silent."""
+        """Declare groups out that have lost a rank, send no reports, or take no steps although they have samples."""
         for name, group in list(self.groups.items()):
             if group.status == "out":
                 continue
@@ -316,14 +349,14 @@ class Rounds:
                     self._end(name, "connection lost")
 
     def _hangs(self, group: Group, now: float) -> bool:
-        """Return True if a group that has samples takes no steps although its ranks are connected."""
+        """Return True if a group that has samples has taken no step for too long, although its ranks are connected."""
         report = group.reports.get(0)
         if report is None or report["seconds"] is None or not report["trains"] or report["wants"] > group.granted:
             return False
         return now > group.moved[1] + HEARTBEAT_SECONDS + HANGING_STEPS * report["seconds"]
 
     def _end(self, name: str, why: str) -> None:
-        """Declare a group out, and return its leases."""
+        """Declare a group out for the reason `why`, so that other groups can train the samples of its leases."""
         steps = sum(stop - first for _, _, first, stop in self.leases.get(name, []))
         self._decide({"out": name})
         why = "it has left" if self.groups[name].leaves else why
@@ -331,7 +364,10 @@ class Rounds:
         self._say(f"group {name} is out: {why}{returned}", returned=steps)
 
     def _begin_if_assembled(self, now: float) -> None:
-        """Start the run, or start it again from the newest state that a group has, when no member is left."""
+        """Start the run, or continue from the newest version that a joining group has, when no member is left.
+
+        The start waits up to ASSEMBLY_SECONDS for the nominal number of groups.
+        """
         whole = {name: group for name, group in self.groups.items() if group.status == "joining" and group.was_whole}
         starts = {name: group.version for name, group in whole.items() if group.version is not None}
         if not starts:
@@ -343,16 +379,16 @@ class Rounds:
         newest = max(starts.values())
         steps = self.merged_steps - (self.commits[newest - 1]["merged"] if newest else 0)
         if steps:
-            line = f"goes back from version {self.version} to {newest}: {steps} steps will be trained again"
+            line = f"the run goes back from version {self.version} to {newest}: {steps} steps will be trained again"
             self._say(line, returned=steps)
         names = sorted(name for name, version in starts.items() if version == newest)
         self._decide({"begin": newest})
         self._decide({"members": names})
         self.waited_for = set(names)
-        self._say(f"starts at version {newest} with groups {', '.join(names)}")
+        self._say(f"the run starts at version {newest} with groups {', '.join(names)}")
 
     def _take_contributions(self, name: str, now: float) -> None:
-        """Publish the contributions that all ranks of a group have packed."""
+        """Move the contributions that all ranks of a group have packed into the pool of the run."""
         by_rank = self.groups[name].reports
         for cid, entry in by_rank[0]["published"].items():
             if cid not in self._published and all(cid in report["published"] for report in by_rank.values()):
@@ -361,9 +397,11 @@ class Rounds:
                 self._decide({"publish": entry | {"cid": cid, "group": name, "slot": slot, "digest": digests}})
 
     def _grant(self, name: str) -> None:
-        """Lease a cell to a group that asks for one: the oldest block first, in it the group's own column first.
+        """Lease a cell of samples to a group that asks for one.
 
-        If all groups are waited for, each keeps its column, so that results do not depend on their speed.
+        The group gets a cell of the oldest block that has one, from its own column if possible. With
+        --diloco-wait-for-all (infinite grace) no group gets a cell of another member's column. Results then do not
+        depend on the speed of the groups.
         """
         group, others = self.groups[name], set[int]()
         if group.reports[0]["wants"] <= group.granted or self.exhausted:
@@ -376,9 +414,9 @@ class Rounds:
             self._decide({"lease": cell, "group": name})
 
     def _end_if_state_is_lost(self) -> None:
-        """Declare all members out if none of them has, or can compute, the state of the current version.
+        """Declare all members out if none of them has, or can compute, the outer weights of the current version.
 
-        That happens if the groups that held a commit's messages died before any other group had fetched them.
+        This case occurs if the groups that held the messages of a commit died before any other group fetched them.
         """
         live = self.live
         newest = max((self.groups[name].reports[0]["version"] for name in live), default=self.version)
@@ -390,7 +428,7 @@ class Rounds:
                 self._end(name, f"the messages of version {newest + 1} died with other groups")
 
     def _drop_lost(self) -> None:
-        """Drop contributions that died with their groups before any other group had fetched them."""
+        """Drop contributions from the pool whose groups died before any other group had fetched the messages."""
         lost = [] if self.live != self.members else [e for e in self.pool.values() if not self._can_be_fetched(e)]
         if lost:
             self._decide({"drop": [entry["cid"] for entry in lost]})
@@ -399,7 +437,10 @@ class Rounds:
             self._say(line, returned=steps)
 
     def _close_round(self, now: float) -> None:
-        """Choose the contributions of the next commit, unless the round still waits for the contribution of a group."""
+        """Choose the contributions of the next commit, unless the round still waits for a group's contribution.
+
+        The round waits for all groups that train, but after a quorum of whole intervals at most for the grace.
+        """
         if self.closed is not None or not (self.pool or self.closing):
             return
         safe = [entry for entry in self.pool.values() if self._is_safe(entry)]
@@ -412,14 +453,14 @@ class Rounds:
         missing = {name for name in self.waited_for & self.members if not self._is_idle(name)} - arrived
         if missing and (self._quorum_at is None or now < self._quorum_at + self._grace()):
             return
-        if safe or self.closing:  # without contributions to this fragment, the version changes nothing
-            safe.sort(key=lambda entry: (entry["slot"], entry["base"], entry["cid"]))  # the order of the sum
+        if safe or self.closing:  # a closing run also commits versions without contributions, which change nothing
+            safe.sort(key=lambda entry: (entry["slot"], entry["base"], entry["cid"]))  # ranks sum in this order
             self.closed = [e["cid"] for e in safe if (self.version - e["base"]) % self.rules.fragments == 0]
             if missing:
                 self._say(f"version {self.version + 1} does not wait for {', '.join(sorted(missing))}")
 
     def _commit_if_held(self, now: float) -> None:
-        """Commit the chosen contributions when the live groups hold them, or a quorum does and the grace is over."""
+        """Commit the chosen contributions once all live groups hold them, or a quorum does and the grace is over."""
         assert self.closed is not None
         live = self.live
         chosen = [cid for cid in self.closed if cid in self.pool]
@@ -433,7 +474,12 @@ class Rounds:
             self._commit([self.pool[cid] for cid in chosen], now)
 
     def _commit(self, entries: Sequence[Record], now: float) -> None:
-        """Commit a version, and name the groups that save and evaluate it."""
+        """Commit an outer step that merges contributions, and name the groups that save and evaluate the new version.
+
+        Args:
+            entries: the contributions, in the order in which all ranks sum them.
+            now: current time in seconds.
+        """
         rules, before = self.rules, self.merged_steps
         merged = before + sum(entry["steps"] for entry in entries)
         cids = ",".join(entry["cid"] for entry in entries)
@@ -459,7 +505,13 @@ class Rounds:
         self._tell(entries, merged, now)
 
     def _tell(self, entries: Sequence[Record], merged: int, now: float) -> None:
-        """Add the line and the row about a commit."""
+        """Add the log line and the row of rounds.jsonl about the commit that has just been made.
+
+        Args:
+            entries: contributions that the commit has merged.
+            merged: training steps, summed over groups, that all commits together have merged.
+            now: current time in seconds.
+        """
         groups, parts = [], []
         for entry in entries:
             waited = now - self._published_at.pop(entry["cid"], now)
@@ -478,11 +530,12 @@ class Rounds:
     # ---- state changes by records -----------------------------------------------------------------------------------
 
     def _decide(self, record: Record) -> None:
+        """Change the state by a new record, and add the record to the news for the journal."""
         self._apply(record)
         self.news.records.append(record)
 
     def _apply(self, record: Record) -> None:
-        """Change the state by a record."""
+        """Change the state by a record, which is new or from the journal of an earlier term."""
         match record:
             case {"run": facts, "rules": rules}:
                 self.facts, self.rules = facts, Rules(*rules)
@@ -531,7 +584,7 @@ class Rounds:
                 oldest = self.version - self._num_kept + 1
                 self._fingerprints = {key: number for key, number in self._fingerprints.items() if key[0] >= oldest}
             case _:
-                raise ValueError(f"unknown record {record}")
+                raise ValueError(f"the coordinator's journal has a record of an unknown kind: {record}")
 
     def _start_round(self) -> None:
         self.closed = self._quorum_at = self._held_at = self._assembled_at = None
@@ -540,7 +593,7 @@ class Rounds:
         self.free = sorted([*self.free, *(cell for cell in cells if cell[2] < cell[3])])
 
     def _take_from_lease(self, name: str, part: Cell) -> None:
-        """Shorten the lease that begins with the steps of `part`."""
+        """Remove the steps of `part`, which a contribution contains, from the group's lease that begins with them."""
         leases = self.leases[name]
         (index,) = (index for index, cell in enumerate(leases) if cell[:3] == part[:3])
         block, column, _, stop = leases.pop(index)
@@ -551,7 +604,7 @@ class Rounds:
     # ---- helpers ----------------------------------------------------------------------------------------------------
 
     def _is_whole(self, group: Group) -> bool:
-        """Return True if all ranks of the group are connected and have reported."""
+        """Return True if all ranks of the group are connected and have sent a report."""
         return len(group.reports) == self.rules.ranks
 
     @property
@@ -560,16 +613,16 @@ class Rounds:
 
     @property
     def _all_steps(self) -> int:
-        """Steps of all cells of the run."""
+        """The number of training steps of the whole run, summed over its nominal groups."""
         return self.rules.iterations * self.rules.groups
 
     def _ends(self, commits: Sequence[Record]) -> bool:
-        """Return True if a run with these commits is over: each fragment has a version after the last sample."""
+        """Return True if a run with these commits is over: each fragment has a commit that has all samples merged."""
         last = commits[-self.rules.fragments :]
         return len(last) == self.rules.fragments and last[0]["merged"] == self._all_steps
 
     def _cells_of(self, block: int) -> list[Cell]:
-        """Return the whole cells of a block; the last block may have fewer steps."""
+        """Return one cell per column with all steps of a block; [] after the run's last block, which may be shorter."""
         steps = min(self.rules.interval, self.rules.iterations - block * self.rules.interval)
         return [[block, column, 0, steps] for column in range(self.rules.groups) if steps > 0]
 
@@ -577,7 +630,7 @@ class Rounds:
         return self.rules.quorum or max(1, (len(self.live) + 1) // 2)
 
     def _grace(self) -> float:
-        """Return the seconds to wait after the quorum."""
+        """Return the seconds that a round waits for more groups after its quorum has arrived."""
         if self.rules.grace is not None:
             return self.rules.grace
         seconds = [group.reports[0]["seconds"] or 0.0 for group in (self.groups[name] for name in self.live)]
@@ -587,27 +640,30 @@ class Rounds:
         return all(cid in report["have"] for report in self.groups[name].reports.values())
 
     def _is_safe(self, entry: Record) -> bool:
-        """Return True if a live group other than the contribution's own holds it, or there is no other live group."""
+        """Return True if a contribution would survive its group: another live group holds the contribution.
+
+        If there is no other live group, the contribution's own group is enough.
+        """
         others = self.live - {entry["group"]}
         return any(self._holds(name, entry["cid"]) for name in others or self.live)
 
     def _can_be_fetched(self, entry: Record) -> bool:
-        """Return True if a live group holds the contribution, or a member that may come back."""
+        """Return True if a live group holds the contribution, or its own group is still a member and may come back."""
         origin = self.groups[entry["group"]]
         alive = origin.status == "member" and entry["cid"].startswith(origin.incarnation)
         return alive or any(self._holds(name, entry["cid"]) for name in self.live)
 
     def _is_idle(self, name: str) -> bool:
-        """Return True for a live group without samples or unpublished steps, for which there is no cell."""
+        """Return True if a round need not wait for a group: it has nothing to publish, and gets no samples."""
         report = self.groups[name].reports.get(0)
         if report is None or report["version"] != self.version:
             return False
         if any(entry["base"] == self.version for entry in report["published"].values()):
-            return False  # not all of its ranks have packed the contribution
+            return False  # its contribution comes as soon as all of its ranks have packed it
         return self.exhausted and report["wants"] > self.groups[name].granted and not report["unsent"]
 
     def _seconds_to_quorum(self, now: float) -> float | None:
-        """Return the seconds until the quorum of this round is expected; None if that is unknown."""
+        """Return the seconds until this round's quorum is expected to arrive; None if too few groups have a speed."""
         if self.closed is not None:
             return 0.0
         found, sent = [], {entry["group"] for entry in self.pool.values() if entry["base"] == self.version}
@@ -622,9 +678,11 @@ class Rounds:
         return sorted(found)[quorum - 1] if len(found) >= quorum else None
 
     def _for_rank(self, entry: Record, rank: int) -> Record:
+        """Return a contribution for the state of one rank, with only the digest of that rank's message."""
         return entry | {"digest": entry["digest"][rank]}
 
     def _say(self, line: str, *, returned: int = 0) -> None:
+        """Add a line to the log and to the next row of rounds.jsonl; `returned` steps will be trained again."""
         self.news.lines.append(line)
         self._events.append(line)
         self._returned += returned

@@ -1,11 +1,12 @@
-"""Checkpoint state of elastic DiLoCo: outer weights in place of the parameters, R, the momentum, and the version.
+"""Checkpoint state of elastic DiLoCo, which one group of the run saves for all groups.
 
-The keys are those of diloco/state.py, with one group, so every run and every tool can read the outer weights.
+The checkpoint has the keys of a DiLoCo run with one group (diloco/state.py), so every run and every tool can read the
+outer weights from it:
 
-    model.{parameter}            outer weights
+    model.{parameter}            outer weights, in place of the group's own parameters
     diloco.momentum.{parameter}  outer momentum
-    diloco.common.{parameter}    R
-    elastic.version              version, id, and merged steps of cells
+    diloco.common.{parameter}    R, the common copy of the outer weights
+    elastic.version              version of the outer weights, its id, and the number of merged steps
 """
 
 from __future__ import annotations
@@ -26,13 +27,20 @@ VERSION = "elastic.version"
 
 
 def elastic_parts(parts: Sequence[StatePart], outer: WholeOuter, loop: ElasticLoop, model: GPTModel) -> list[StatePart]:
-    """Return the checkpoint parts of an elastic run, made from the parts of a run without DiLoCo."""
+    """Return the checkpoint parts of an elastic run, made from the parts of a run without DiLoCo.
+
+    Args:
+        parts: the parts of a run without DiLoCo.
+        outer: outer state of this rank.
+        loop: elastic training loop, which knows the version of the outer state.
+        model: the model.
+    """
     found = [WholeOuterWeights(model, outer) if part.prefix == MODEL else part for part in parts]
-    return [*found, WholeOuterState(outer, loop)]  # the last one replaces R, which the weights set
+    return [*found, WholeOuterState(outer, loop)]  # must be last: it restores R, which `WholeOuterWeights` sets too
 
 
 class WholeOuterState(StatePart):
-    """R, the outer momentum, and the version of a checkpoint."""
+    """R (the common copy of the outer weights), the outer momentum, and their version, as part of a checkpoint."""
 
     prefix = ""
 
@@ -40,29 +48,29 @@ class WholeOuterState(StatePart):
         self._outer, self._loop = outer, loop
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors to save, by key."""
+        """Return copies of R, momentum and version as the tensors to save, by key of the checkpoint."""
         found = {f"{COMMON}{name}": value for name, value in self._outer.values("rows").items()}
         found |= {f"{MOMENTUM}{name}": value for name, value in self._outer.values("momentum").items()}
         return found | {VERSION: as_tensor([self._loop.version, self._loop.id, self._loop.merged])}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        """Return the tensors to load into; none if the checkpoint is of a run that was not elastic."""
+        """Return tensors to load R, momentum and version into; none if the checkpoint is not of an elastic run."""
         if VERSION not in saved:
             return {}
         version = torch.empty(saved[VERSION].size, dtype=torch.uint8)
         return {key: value for key, value in self.tensors().items() if key in saved} | {VERSION: version}
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Restore the state.
+        """Restore R, momentum and version from the loaded tensors, and return notes for the log.
 
         Raises:
-            DamagedError: the checkpoint lacks a key.
+            DamagedError: a parameter's R or momentum is missing in the checkpoint.
         """
         if VERSION not in loaded:
-            return ["the elastic run starts at version 0, because the checkpoint is of another kind of run"]
+            return ["the elastic run starts at version 0, because the checkpoint is not of an elastic run"]
         for name, prefix in (("rows", COMMON), ("momentum", MOMENTUM)):
             if missing := self._outer.values(name).keys() - under(prefix, loaded).keys():
-                raise DamagedError(f"the checkpoint of an elastic run has no {prefix}{min(missing)}")
+                raise DamagedError(f"the checkpoint of an elastic run is damaged: {prefix}{min(missing)} is missing")
             self._outer.set_values(name, under(prefix, loaded))
         self._loop.version, self._loop.id, self._loop.merged = from_tensor(loaded[VERSION])
         return []
@@ -76,11 +84,14 @@ class WholeOuterWeights(Weights):
         self._outer = outer
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the outer weights, by parameter."""
+        """Return copies of the outer weights by parameter name, as DTensors sharded like the parameters."""
         return self._outer.values("outer")
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Set the outer weights and R to the loaded ones."""
+        """Set the outer weights and R to the loaded weights, and return notes for the log.
+
+        `WholeOuterState` later replaces R if the checkpoint has it.
+        """
         self._outer.set_values("outer", loaded)
         self._outer.set_values("rows", loaded)
         return super().accept(loaded, iteration)

@@ -1,9 +1,10 @@
-"""Authenticated messages over TCP between the coordinator and the ranks, and between ranks. Standard library only.
+"""Authenticated messages over TCP for elastic DiLoCo: between the coordinator and ranks, and between ranks.
 
-Both sides prove that they know the run's secret: each answers the other's random number by an HMAC-SHA256 over both
-numbers. Every frame then carries a MAC over its number, its direction and its content, with a key of this connection.
-A frame can therefore not be forged, repeated, reordered or reflected. Frames are JSON. Bulk data follows a frame, which
-contains its length and its SHA-256. Nothing is encrypted: use a VPN such as WireGuard over the open internet.
+Both sides of a connection prove that they know the run's secret: each sends a random number and answers with an
+HMAC-SHA256 over both numbers. Every message is then a frame of JSON with a MAC over the frame's number and content. The
+key of the MAC belongs to one direction of one connection, so no frame can be forged, repeated, reordered or sent back.
+Bulk data follows a frame that contains the length and the SHA-256 of the data. Nothing is encrypted: use a VPN such as
+WireGuard over the open internet. This file uses the standard library only, so the coordinator does not need torch.
 """
 
 from __future__ import annotations
@@ -22,36 +23,36 @@ from typing import Any, NamedTuple
 
 GREETING = b"megazpp elastic 1\n"
 NONCE_BYTES, MAC_BYTES, MOST_FRAME_BYTES = 16, 32, 1 << 24
-HANDSHAKE_SECONDS = 10.0
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-NO_SECRET = b"all groups are on this machine"
-_HEAD = struct.Struct("!I")
-_NUMBER = struct.Struct("!Q")
+HANDSHAKE_SECONDS = 10.0  # limit for each read and write until the peer has proved that it knows the secret
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # hosts for which a coordinator needs no secret file
+NO_SECRET = b"all groups are on this machine"  # secret of a run without a secret file
+_HEAD = struct.Struct("!I")  # length of a frame's JSON in bytes
+_NUMBER = struct.Struct("!Q")  # number of a frame, or length of a part, as input of a MAC
 
 
 class Address(NamedTuple):
-    """A TCP address."""
+    """A TCP address: host name or IP address, and port."""
 
     host: str
     port: int
 
 
 class WireError(ConnectionError):
-    """The peer does not know the secret, or its frames are not valid."""
+    """The peer at the other end of a connection does not know the run's secret, or has sent an invalid frame."""
 
 
 class Channel:
-    """One side of an authenticated connection.
+    """One side of an authenticated TCP connection, which sends and receives JSON messages.
 
-    Several threads may send. One thread may receive.
+    Several threads may send. Only one thread may receive.
 
     Args:
-        sock: connected socket. `Channel` owns it, also if the handshake fails.
+        sock: connected socket. `Channel` closes the socket, also if the handshake fails.
         secret: secret of the run.
-        accepted: True on the side that accepted the connection.
+        accepted: True on the side that has accepted the connection, False on the side that has opened it.
 
     Raises:
-        WireError: the peer does not know the secret.
+        WireError: the peer does not know the secret, or speaks another protocol.
     """
 
     def __init__(self, sock: socket.socket, secret: bytes, *, accepted: bool) -> None:
@@ -62,9 +63,9 @@ class Channel:
             own = os.urandom(NONCE_BYTES)
             sock.sendall(GREETING + own)
             if self._read(len(GREETING)) != GREETING:
-                raise WireError("the peer speaks another protocol")
+                raise WireError("the peer speaks another protocol than elastic DiLoCo of this version")
             other = self._read(NONCE_BYTES)
-            nonces = other + own if accepted else own + other  # in the same order on both sides
+            nonces = other + own if accepted else own + other  # both sides use the same order
             sides = (b"accepted", b"connected") if accepted else (b"connected", b"accepted")
             self._send_key, self._receive_key = (_mac(secret, side, nonces) for side in sides)
             sock.sendall(_mac(self._send_key, b"proof"))
@@ -76,15 +77,15 @@ class Channel:
 
     @property
     def local_host(self) -> str:
-        """The address of this side of the connection."""
+        """The IP address of this side of the connection, on which other groups may be able to reach this host."""
         return self._sock.getsockname()[0]
 
     def set_timeout(self, seconds: float) -> None:
-        """Let `send` and `receive` raise TimeoutError if the peer is silent for `seconds`."""
+        """Let `send` and `receive` raise a TimeoutError if the peer reads or writes nothing for `seconds`."""
         self._sock.settimeout(seconds)
 
     def send(self, message: Any) -> None:
-        """Send a message as JSON."""
+        """Send a message, any value that JSON can represent."""
         data = json.dumps(message).encode()
         assert len(data) <= MOST_FRAME_BYTES, len(data)
         with self._lock:
@@ -93,38 +94,43 @@ class Channel:
             self._sock.sendall(_HEAD.pack(len(data)) + mac + data)
 
     def receive(self) -> Any:
-        """Return the next message.
+        """Wait for the next message from the peer, and return it as `json.loads` decodes it.
 
         Raises:
-            WireError: the frame is too long, or its MAC is wrong.
-            OSError: the connection ended.
+            WireError: the frame is longer than MOST_FRAME_BYTES, or its MAC is wrong.
+            OSError: the connection has ended, or the timeout is over.
         """
         (length,) = _HEAD.unpack(self._read(_HEAD.size))
         if length > MOST_FRAME_BYTES:
-            raise WireError(f"a frame of {length} bytes is too long")
+            raise WireError(f"a frame of {length} bytes is too long: at most {MOST_FRAME_BYTES} are allowed")
         mac, data = self._read(MAC_BYTES), self._read(length)
         if not hmac.compare_digest(mac, _mac(self._receive_key, _NUMBER.pack(self._received), data)):
-            raise WireError("the MAC of a frame is wrong")
+            raise WireError("the MAC of a frame is wrong: the frame was changed, repeated or reordered")
         self._received += 1
         return json.loads(data)
 
     def send_data(self, message: dict[str, Any], data: bytes | memoryview) -> None:
-        """Send a message and bulk data. Nothing else may be sent on this connection meanwhile."""
+        """Send a message, then bulk data. No other thread may send on this connection meanwhile.
+
+        Args:
+            message: JSON object; the keys "bytes" and "sha256" are added to it.
+            data: the bulk data, which the peer gets from `receive_data`.
+        """
         self.send(message | {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
         self._sock.sendall(data)
 
     def receive_data(self, most_bytes: int) -> tuple[dict[str, Any], bytearray]:
-        """Return a message and the bulk data that follows it.
+        """Wait for a message that was sent by `send_data`, and return the message and its bulk data.
 
         Raises:
-            WireError: the data is longer than `most_bytes`, or not what the message describes.
+            WireError: the data is longer than `most_bytes`, or its SHA-256 is not the one in the message.
         """
         message = self.receive()
         if not 0 <= message["bytes"] <= most_bytes:
-            raise WireError(f"the peer offers {message['bytes']} bytes, at most {most_bytes} are expected")
+            raise WireError(f"the peer wants to send {message['bytes']} bytes, at most {most_bytes} are expected")
         data = self._read(message["bytes"])
         if hashlib.sha256(data).hexdigest() != message["sha256"]:
-            raise WireError("the data was damaged on the way")
+            raise WireError("the received data was damaged on the way: its SHA-256 differs from the announced one")
         return message, data
 
     def close(self) -> None:
@@ -153,22 +159,28 @@ def _mac(key: bytes, *parts: bytes | bytearray) -> bytes:
 
 
 def connect(address: Address, secret: bytes, *, seconds: float) -> Channel:
-    """Connect to `address`; each operation on the channel may then take `seconds`."""
+    """Open an authenticated connection to `address`.
+
+    Args:
+        address: address of an `AuthenticatedListener`.
+        secret: secret of the run.
+        seconds: limit for connecting, and later for each `send` and `receive` of the channel.
+    """
     channel = Channel(socket.create_connection(address, seconds), secret, accepted=False)
     channel.set_timeout(seconds)
     return channel
 
 
 class AuthenticatedListener:
-    """Accepts connections, and runs `serve` in a thread of its own for each one that knows the secret.
+    """Accepts TCP connections, and runs `serve` in a new thread for each peer that knows the run's secret.
 
     Args:
-        address: address to listen on; port 0 takes a free port.
+        address: address to listen on; port 0 chooses a free port.
         secret: secret of the run.
-        serve: function of a channel. The channel is closed when it returns or raises an OSError or a ValueError.
-        refused: function that is told why a connection was refused.
+        serve: function that gets the channel to a peer. The channel is closed when the function returns or raises.
+        refused: function that gets a line of text about each connection that was refused or broke the protocol.
     Attributes:
-        address: the address, with the chosen port.
+        address: the address that it listens on, with the chosen port.
     """
 
     def __init__(
@@ -184,7 +196,7 @@ class AuthenticatedListener:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Accept no more connections."""
+        """Stop accepting connections. Open connections continue."""
         self._server.close()
 
     def _accept(self) -> None:
@@ -220,7 +232,7 @@ def read_secret(path: str | None, flag: str) -> bytes:
         flag: command-line flag that has given `path`, for error messages.
 
     Raises:
-        ValueError: the file cannot be read, others may read it, or the secret is shorter than 32 characters.
+        ValueError: the file cannot be read, other users may read it, or the secret has less than 32 characters.
     """
     if path is None:
         return NO_SECRET
@@ -228,9 +240,9 @@ def read_secret(path: str | None, flag: str) -> bytes:
         with Path(path).expanduser().open("rb") as file:
             mode, secret = os.fstat(file.fileno()).st_mode & 0o777, file.read(4096).strip()
     except OSError as error:
-        raise ValueError(f"{flag} {path}: {error.strerror}") from error
+        raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from error
     if mode & 0o077:
-        raise ValueError(f"{flag} {path}: other users may read it (mode {mode:o}); use chmod 600")
+        raise ValueError(f"{flag} {path}: other users may read this file (mode {mode:o}); use chmod 600")
     if len(secret) < 32:
         raise ValueError(
             f"{flag} {path}: {len(secret)} characters are too few, at least 32 are needed; make one with "
@@ -240,10 +252,10 @@ def read_secret(path: str | None, flag: str) -> bytes:
 
 
 def parse_address(text: str, flag: str) -> Address:
-    """Return the address HOST:PORT, the value of `flag`.
+    """Parse the text HOST:PORT, which the user has given for the command-line flag `flag`.
 
     Raises:
-        ValueError: it has another form.
+        ValueError: `text` has no host, or its port is not a number up to 65535.
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
