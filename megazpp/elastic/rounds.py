@@ -71,7 +71,7 @@ class Rules(NamedTuple):
 
 @dataclass
 class Group:
-    """What the coordinator knows about one incarnation of a group, that is one start of its job.
+    """The coordinator's knowledge about one incarnation of a group, that is one start of the group's job.
 
     The fields up to `cell` follow from records, so a restarted coordinator knows them again.
     """
