@@ -94,7 +94,7 @@ class Group:
 
 
 class News(NamedTuple):
-    """What has happened in an elastic run since the news were last taken.
+    """News about an elastic run since the last call of `take_news`.
 
     `records` are for the journal, and `lines` for the log. `rows` are for rounds.jsonl, one row for each commit.
     """
