@@ -1,6 +1,5 @@
 """Test when checkpoints are written, which of them are kept, and going back to one."""
 
-import functools
 import os
 import re
 from concurrent.futures import Future
@@ -94,8 +93,7 @@ def test_rewind_restores_the_newest_checkpoint_bit_for_bit(tmp_path, asynchronou
 
 def open_at_once(save: str) -> None:
     """Open a folder of --save without waiting for its lock."""
-    lock = functools.partialmethod(CheckpointFolder.lock, patience_seconds=0.0)
-    with mock.patch.object(CheckpointFolder, "lock", lock):
+    with mock.patch.object(checkpoints, "LOCK_SECONDS", 0.0):
         Attempt(Case(), save=save).load()
 
 

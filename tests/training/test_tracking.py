@@ -345,20 +345,22 @@ def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path):
     assert (first.step, text) == (2, "| | value |\n| --- | --- |\n| final_loss | 5.0 |\n| stop_reason | x |")
 
 
-@pytest.mark.parametrize(("resumed", "value"), [(2, 7.0), (4, 7.0), (0, 7.0)])
-def test_tensorboard_drops_lost_steps_and_keeps_earlier_ones(tmp_path, resumed, value):
-    first = TensorBoardSink(tmp_path)
-    for iteration in range(1, 5):
-        first.write({"lm loss": float(iteration)}, iteration=iteration, consumed_samples=8 * iteration)
-    first.close(exit_code=1)
-    time.sleep(1 - time.time() % 1)  # within one second, TensorBoard reads files in alphabetical order
-    second = TensorBoardSink(tmp_path)
-    second.resume(TrainingProgress(resumed, 8 * resumed))
-    for iteration in (resumed + 1, resumed + 2):
-        second.write({"lm loss": value}, iteration=iteration, consumed_samples=8 * iteration)
-    second.close(exit_code=0)
-    expected = [(step, float(step)) for step in range(1, resumed + 1)] + [(resumed + 1, value), (resumed + 2, value)]
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("lm loss")] == expected
-    over_samples = [(e.step // 8, e.value) for e in events.Scalars("lm loss vs samples")]
-    assert over_samples == expected
+def test_tensorboard_drops_lost_steps_and_keeps_earlier_ones(tmp_path):
+    folders = {resumed: tmp_path / str(resumed) for resumed in (0, 2, 4)}
+    for folder in folders.values():
+        first = TensorBoardSink(folder)
+        for iteration in range(1, 5):
+            first.write({"lm loss": float(iteration)}, iteration=iteration, consumed_samples=8 * iteration)
+        first.close(exit_code=1)
+    time.sleep(1 - time.time() % 1)  # TensorBoard reads files that were created within one second in alphabetical order
+    for resumed, folder in folders.items():
+        second = TensorBoardSink(folder)
+        second.resume(TrainingProgress(resumed, 8 * resumed))
+        for iteration in (resumed + 1, resumed + 2):
+            second.write({"lm loss": 7.0}, iteration=iteration, consumed_samples=8 * iteration)
+        second.close(exit_code=0)
+        expected = [(step, float(step)) for step in range(1, resumed + 1)] + [(resumed + 1, 7.0), (resumed + 2, 7.0)]
+        events = EventAccumulator(str(folder)).Reload()
+        assert [(e.step, e.value) for e in events.Scalars("lm loss")] == expected
+        over_samples = [(e.step // 8, e.value) for e in events.Scalars("lm loss vs samples")]
+        assert over_samples == expected

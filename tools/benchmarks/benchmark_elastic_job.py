@@ -207,4 +207,5 @@ if __name__ == "__main__":
         Kill(given)
     while given.hold_file and not Path(given.hold_file).exists():
         time.sleep(0.02)
-    raise SystemExit(pretrain_gpt.main(sys.argv[2:]))
+    sys.argv = [pretrain_gpt.__file__, *sys.argv[2:]]  # worker processes parse it again
+    raise SystemExit(pretrain_gpt.main(sys.argv[1:]))
