@@ -1,7 +1,7 @@
 """`Cluster`: nodes, the placement of ranks on them, and the performance of links and devices.
 
-A position is a place for one rank. Positions are numbered node by node and, inside a node, domain by domain. `order`
-gives the rank at each position, so a launcher may number ranks in any way:
+A position is a place for one rank in the cluster. Positions are numbered node by node and, inside a node, domain by
+domain. `Cluster.order` gives the rank at each position, so a launcher may number ranks in any way:
 
     Cluster(num_nodes=2, ranks_per_node=4, domain_size=2, order=(0, 2, 4, 6, 1, 3, 5, 7))
 
@@ -9,9 +9,9 @@ gives the rank at each position, so a launcher may number ranks in any way:
     rank       [0   2] [4   6]    [1   3] [5   7]         [ ] a domain: ranks connected by the fastest kind of link
                node 0             node 1
 
-A domain may be a part of a node (two GPUs with an NVLink bridge), a node (NVSwitch) or several nodes (an NVLink rack).
-The larger of node and domain is called the local domain. Traffic inside a local domain counts as "local" (usually
-intra-node), traffic between local domains as "cross" (inter-node).
+A domain (fast domain in other texts) may be a part of a node (two GPUs with an NVLink bridge), a node (NVSwitch) or
+several nodes (an NVLink rack). The larger of node and domain is called the local domain. Traffic inside a local domain
+counts as "local" (usually intra-node), traffic between local domains as "cross" (inter-node).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import Literal, NamedTuple
 
 LinkKind = Literal["domain", "node", "network"]
 LINK_KINDS: tuple[LinkKind, ...] = ("domain", "node", "network")  # fastest first
-MEASURED = "measured"  # first word of a link's `source` if its figures were measured; also a calibration
-# calibrations of --plan: devices, and figures of a device that --measure-links has measured
+# First word of `Link.source` if the link's figures were measured, and the name of a device's calibration in that case
+MEASURED = "measured"
+# Calibrations of --plan: types of GPUs, and "measured" for a device whose figures --measure-links has measured
 CALIBRATION_NAMES = ("v100", "a100", "h100", "h100_500w", "h800", MEASURED)
 MOST_RANKS = 1 << 20  # largest number of ranks; larger lists of ranks would take too much memory and time
 
@@ -36,14 +37,15 @@ class Cluster:
     Attributes:
         num_nodes: number of nodes.
         ranks_per_node: number of ranks on each node.
-        domain_size: number of ranks that are connected by the fastest kind of link; None if that is a node.
-        order: rank at each position; None if ranks are numbered by position.
-        links: bandwidth and latency of the links that are known.
-        device: device of each rank, if a cluster file describes it.
-        host: memory of each node, if a cluster file describes it.
-        notices: messages for the user.
+        domain_size: number of ranks in a fast domain, which the fastest kind of link connects; None if each node is a
+            fast domain.
+        order: rank at each position; None if each rank's number equals its position.
+        links: bandwidth and latency of the known kinds of links; None if nothing is known.
+        device: device of each rank; None if no cluster file describes it.
+        host: host memory of each node; None if no cluster file describes it.
+        notices: messages for the user about the cluster, printed at the start.
     Raises:
-        ValueError: there are no ranks or more than MOST_RANKS; domains are neither equal parts of a node nor equal
+        ValueError: there are no ranks or more than MOST_RANKS; fast domains are neither equal parts of a node nor equal
             groups of whole nodes; or `order` is not a permutation of all ranks. Messages use a cluster file's keys.
     """
 
@@ -59,14 +61,14 @@ class Cluster:
     def __post_init__(self) -> None:
         sizes = f"nodes {self.num_nodes} x ranks_per_node {self.ranks_per_node}"
         if min(self.num_nodes, self.ranks_per_node) < 1:
-            raise ValueError(f"{sizes}: a cluster needs at least one of each")
+            raise ValueError(f"{sizes}: a cluster needs at least one node and one rank per node")
         if self.world_size > MOST_RANKS:
             raise ValueError(f"{sizes}: a cluster can have at most {MOST_RANKS} ranks")
         domain = self.ranks_per_domain
         if domain not in (fitting := nested_sizes(self.ranks_per_node, self.world_size)):
             raise ValueError(
                 f"fast_domain {domain}: {self.num_nodes} node(s) of {self.ranks_per_node} rank(s) cannot be divided "
-                f"into domains of that size; possible sizes are {', '.join(map(str, fitting))}"
+                f"into fast domains of {domain} rank(s); possible sizes are {', '.join(map(str, fitting))}"
             )
         if self.order is not None:
             missing = set(range(self.world_size)).difference(self.order)
@@ -78,12 +80,12 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks in the cluster."""
         return self.num_nodes * self.ranks_per_node
 
     @property
     def ranks_per_domain(self) -> int:
-        """The number of ranks that are connected by the fastest kind of link."""
+        """The number of ranks in a fast domain, which the fastest kind of link connects."""
         return self.ranks_per_node if self.domain_size is None else self.domain_size
 
     @property
@@ -93,7 +95,7 @@ class Cluster:
 
     @property
     def num_local_domains(self) -> int:
-        """The number of local domains."""
+        """The number of local domains (nodes or fast domains, whichever are larger) in the cluster."""
         return self.world_size // self.local_domain_size
 
     @property
@@ -122,21 +124,22 @@ class Cluster:
         return self.position_of(rank) // self.local_domain_size
 
     def link_between(self, rank: int, other: int) -> LinkKind:
-        """Return the kind of link between two ranks, the fastest if several connect them."""
+        """Return the kind of link between two ranks; the fastest kind if links of several kinds connect them."""
         if self.domain_of(rank) == self.domain_of(other):
             return "domain"
         return "node" if self.local_domain_of(rank) == self.local_domain_of(other) else "network"
 
     @cached_property
     def _positions(self) -> dict[int, int]:
-        """The position of each rank, if `order` is given."""
+        """The position of each rank, by rank; empty if each rank's number equals its position (`order` is None)."""
         return {rank: position for position, rank in enumerate(self.order or ())}
 
 
 def nested_sizes(inner: int, total: int) -> list[int]:
-    """Return the sizes, ascending, of equal parts of `total` that are divisors of `inner` or multiples of it.
+    """Return all divisors of `total` that are divisors or multiples of `inner`, ascending; `inner` must divide `total`.
 
-    `inner` must divide `total`. Example: parts of a cluster that are fractions of a node or groups of whole nodes.
+    For example, these are the possible sizes of equal groups of ranks in a cluster of `total` ranks with `inner` ranks
+    per node: each group is a fraction of a node, or several whole nodes.
     """
     return _divisors(inner) + [inner * times for times in _divisors(total // inner)[1:]]
 
@@ -151,10 +154,10 @@ class Link(NamedTuple):
     """Bandwidth and latency of one kind of link.
 
     Attributes:
-        gigabytes_per_second: bandwidth in one direction, in 1e9 bytes. For the kinds "domain" and "node" it is the
-            bandwidth of one rank, for "network" the bandwidth of one node with all its adapters together.
+        gigabytes_per_second: bandwidth in one direction, in 1e9 bytes per second. For the kinds "domain" and "node" it
+            is the bandwidth of one rank, for "network" the bandwidth of one node with all its network adapters.
         microseconds: latency of a small message; None if unknown.
-        source: where the figures come from, for the log.
+        source: origin of the figures, for the log: "measured over AXIS", a data sheet, or a file.
     """
 
     gigabytes_per_second: float
@@ -172,10 +175,10 @@ class Link(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The links of a cluster by kind; None if nothing is known about a kind."""
+    """The links of a cluster by kind; a field is None if nothing is known about links of that kind."""
 
     domain: Link | None = None  # between ranks of one fast domain (NVLink, NVSwitch)
-    node: Link | None = None  # between domains of one node (PCIe, shared memory)
+    node: Link | None = None  # between fast domains of one node (PCIe, shared memory)
     network: Link | None = None  # between nodes
 
     @property
@@ -184,37 +187,38 @@ class Links(NamedTuple):
         return {kind: link for kind, link in zip(LINK_KINDS, self, strict=True) if link is not None}
 
     def describe(self) -> str:
-        """Return a log line with all known links and the sources of their figures."""
+        """Return a log line with bandwidth, latency and source of all known kinds of links."""
         texts = [f"{kind} {link} ({link.source or 'no source given'})" for kind, link in self.known.items()]
         return f"links: {'; '.join(texts) or 'none known'}"
 
 
 class Host(NamedTuple):
-    """The memory of a node outside of its devices, for --optimizer-cpu-offload."""
+    """The host memory of a node, in which --optimizer-cpu-offload keeps training states."""
 
-    gigabytes: float  # available memory of a node, in 1e9 bytes
+    gigabytes: float  # host memory of a node that is available to the job, in 1e9 bytes
     gigabytes_per_second: float  # bandwidth between host memory and one device, per direction, while all devices copy
-    source: str = ""
+    source: str = ""  # origin of the figures
 
 
 class Device(NamedTuple):
     """A GPU with the figures of its data sheet, or a CPU rank with measured figures.
 
-    Each file in configs/clusters names its source. The last two figures are those of a CPU rank only: a GPU encodes and
-    decodes lossless deltas at the rate of its memory.
+    The two figures about lossless deltas exist only for a CPU rank. A GPU encodes and decodes lossless deltas at the
+    bandwidth of its memory.
     """
 
     name: str
-    teraflops: float  # dense 16-bit peak
+    teraflops: float  # dense 16-bit peak rate, in 1e12 floating-point operations per second
     gigabytes: float  # memory size, in 1e9 bytes
-    gigabytes_per_second: float  # memory bandwidth, in 1e9 bytes
-    source: str = ""
-    calibration: str | None = None  # calibration for --plan, one of CALIBRATION_NAMES: achievable shares of the peaks
+    gigabytes_per_second: float  # memory bandwidth, in 1e9 bytes per second
+    source: str = ""  # origin of the figures
+    calibration: str | None = None  # one of CALIBRATION_NAMES: fractions of the peaks that --plan assumes as achievable
     price_per_hour: float | None = None  # price of one GPU, in any currency
-    encode_gigabytes_per_second: float | None = None  # 16-bit weights that lossless deltas encode, in 1e9 bytes
-    decode_gigabytes_per_second: float | None = None  # 16-bit weights to which lossless deltas are applied
+    # Rates at which a CPU rank encodes lossless deltas, and updates weights by them, in 1e9 bytes of weights per second
+    encode_gigabytes_per_second: float | None = None
+    decode_gigabytes_per_second: float | None = None
 
     @property
     def is_cpu(self) -> bool:
-        """True for a CPU rank, which communicates inside its node with the cores on which it computes."""
+        """True for a CPU rank, whose intra-node communication occupies the cores on which it computes."""
         return self.encode_gigabytes_per_second is not None

@@ -2,7 +2,7 @@
 
 nodes: 2                  # number of hosts
 ranks_per_node: 4         # number of ranks on each node
-fast_domain: 2            # optional: number of ranks that are connected by the fastest links: equal parts of a node, or
+fast_domain: 2            # optional: number of ranks that the fastest links connect, an equal part of a node or several
                           #   whole nodes (2: NVLink pairs; 72: an NVLink rack); default: the ranks of a node
 rank_order: cyclic        # optional: block (default): node 0 has ranks 0 to 3, node 1 has 4 to 7
                           #   cyclic: node 0 has ranks 0 2 4 6, node 1 has 1 3 5 7
@@ -16,22 +16,22 @@ links:                    # optional, as is each kind of link; bandwidths hold f
   network:                # between nodes: bandwidth of one node with all its adapters
     gigabits_per_second: 100
     microseconds: 5       # optional: latency of a small message
-                          # if `source` begins with "measured", --plan takes the bandwidth as achievable, not as a peak
+                          # if `source` begins with "measured", --plan takes the bandwidths as achievable, not as peaks
 device:                   # optional: the device of each rank; --plan needs it
   name: H100
-  teraflops: 989          # dense 16-bit peak
-  gigabytes: 80           # memory size
-  gigabytes_per_second: 3350
-  calibration: h100       # optional: calibration with the shares of these peaks that published runs have reached
-                          #   (v100, a100, h100, h100_500w, h800); measured: --measure-links wrote these figures;
-                          #   without a calibration --plan warns
+  teraflops: 989          # dense 16-bit peak rate, in 1e12 floating-point operations per second
+  gigabytes: 80           # memory size, in 1e9 bytes
+  gigabytes_per_second: 3350  # memory bandwidth
+  calibration: h100       # optional: type of device whose published runs tell --plan which fractions of these peaks are
+                          #   achievable (v100, a100, h100, h100_500w, h800); measured: --measure-links wrote these
+                          #   figures; without a calibration --plan warns
   price_per_hour: 2.5     # optional: price of one device in any currency, from which --plan computes costs
                           # --measure-links adds encode_gigabytes_per_second and decode_gigabytes_per_second for CPU
-                          #   ranks: 16-bit weights that lossless deltas encode, and to which they are applied
+                          #   ranks: the rates at which lossless deltas encode and update 16-bit weights
   source: NVIDIA H100 Tensor Core GPU data sheet
-host:                     # optional: memory of each node, for --optimizer-cpu-offload
-  gigabytes: 500          # memory that is available to the job
-  gigabytes_per_second: 20  # rate of copies between it and each device, each way, if all devices copy at once
+host:                     # optional: host memory of each node, for --optimizer-cpu-offload
+  gigabytes: 500          # host memory that is available to the job, in 1e9 bytes
+  gigabytes_per_second: 20  # bandwidth between host memory and each device, per direction, while all devices copy
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from megazpp.topology.cluster import CALIBRATION_NAMES, LINK_KINDS, Cluster, Dev
 
 T = TypeVar("T", Device, Host)
 KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device", "host")
-TEXTS = ("name", "source", "calibration")  # keys of devices and hosts that are not numbers
+TEXTS = ("name", "source", "calibration")  # keys of devices and hosts whose values are text; all others are numbers
 CODER_RATES = {"encode_gigabytes_per_second", "decode_gigabytes_per_second"}
 LINK_KEYS = ("gigabytes_per_second", "gigabits_per_second", "microseconds", "source")
 
@@ -93,18 +93,18 @@ def detect_cluster(
     tp: int = 1,
     distinguishes_nodes: bool = True,
 ) -> Cluster:
-    """Return the cluster of --cluster-file, of --emulate-nodes, or of the launcher's environment, in this order.
+    """Return the cluster that --cluster-file, else --emulate-nodes, else the launcher's environment describes.
 
     Args:
         world_size: number of ranks in the job.
-        config: the flags.
-        env: environment of the process. LOCAL_WORLD_SIZE (torchrun, our launcher) or another launcher's variables give
-            the number of ranks per node. Without them the job is one node.
+        config: flags that describe the cluster.
+        env: environment of the process. LOCAL_WORLD_SIZE (from torchrun or MegaZ++'s launcher) or another launcher's
+            variables give the number of ranks per node. Without such a variable the job is one node.
         tp: tensor-parallel degree. --emulate-nodes auto never splits a tensor-parallel group.
-        distinguishes_nodes: True if a flag such as --zeropp makes a difference between nodes. Only then does
-            --emulate-nodes auto divide one machine into two nodes.
+        distinguishes_nodes: True if a flag such as --zeropp treats links inside and between nodes differently. Only
+            then does --emulate-nodes auto divide one machine into two nodes.
     Raises:
-        ValueError: the ranks do not divide into equal nodes, or their number differs from the file's.
+        ValueError: the ranks do not divide into equal nodes, or the cluster file has another number of ranks.
     """
     # --cluster-file describes the nodes.
     path, nodes = config.cluster_file, config.emulate_nodes
@@ -122,7 +122,7 @@ def detect_cluster(
             )
         return cluster
 
-    # A given number of emulated nodes.
+    # --emulate-nodes N: divide the ranks into N equal nodes.
     if isinstance(nodes, int):
         if nodes < 1 or world_size % nodes:
             fitting = ", ".join(map(str, nested_sizes(world_size, world_size)))
@@ -132,7 +132,7 @@ def detect_cluster(
             )
         return Cluster(num_nodes=nodes, ranks_per_node=world_size // nodes)
 
-    # The nodes that the launcher's environment describes.
+    # The launcher's environment gives the number of ranks per node.
     name, given = "LOCAL_WORLD_SIZE", env.get("LOCAL_WORLD_SIZE")
     launched = None if given else find_launcher(env)
     if launched is not None and launched.local_size is not None:
@@ -146,7 +146,7 @@ def detect_cluster(
             f"node, for instance {local} on each of {max(world_size // local, 1)} node(s)"
         )
 
-    # One machine may be divided into two emulated nodes.
+    # --emulate-nodes auto: divide the ranks of a single machine into two nodes, if that makes a difference.
     if nodes != "auto" or world_size != local or not distinguishes_nodes:
         return Cluster(num_nodes=world_size // local, ranks_per_node=local)
     if tp < 1 or world_size % (2 * tp):
@@ -179,7 +179,10 @@ def read_cluster(path: str | Path) -> Cluster:
 
 
 def cluster_text(cluster: Cluster) -> str:
-    """Return the cluster as YAML for `read_cluster`. Figures of links keep six digits; notices are left out."""
+    """Return the description of `cluster` as YAML text, which `read_cluster` reads.
+
+    Bandwidths and latencies are rounded to six digits. The cluster's notices are left out.
+    """
     content: dict[str, Any] = {"nodes": cluster.num_nodes, "ranks_per_node": cluster.ranks_per_node}
     if cluster.domain_size is not None:
         content["fast_domain"] = cluster.domain_size
@@ -201,7 +204,10 @@ def cluster_text(cluster: Cluster) -> str:
 
 
 def cyclic_order(nodes: int, ranks_per_node: int) -> tuple[int, ...]:
-    """Return the rank at each position if consecutive ranks are on consecutive nodes, as with `srun -m cyclic`."""
+    """Return the rank at each position (see `Cluster.order`) if ranks are dealt out to the nodes in turn.
+
+    `srun -m cyclic` numbers ranks in this way. For 2 nodes with 2 ranks each, the result is (0, 2, 1, 3).
+    """
     return tuple(index * nodes + node for node in range(nodes) for index in range(ranks_per_node))
 
 
@@ -221,11 +227,13 @@ class _Loader(yaml.SafeLoader):
 
 
 def _cluster(content: Any, *, source: str) -> Cluster:
-    """Convert the parsed YAML to a cluster.
+    """Check the content of a cluster file, and convert it to a `Cluster`.
 
     Args:
-        content: the parsed YAML.
-        source: source of the links and the device that name none themselves.
+        content: the file's content as `yaml.load` returns it.
+        source: origin of the figures, for links, device and host without a key `source`.
+    Raises:
+        ValueError: a key is missing or unknown, or a value is invalid.
     """
     top = _mapping("the file", content, KEYS, needed=("nodes", "ranks_per_node"))
     whole = {key: _number(key, top[key], int) for key in ("nodes", "ranks_per_node", "fast_domain") if key in top}
@@ -257,7 +265,13 @@ def _cluster(content: Any, *, source: str) -> Cluster:
 
 
 def _link(where: str, value: Any, source: str) -> Link:
-    """Convert the mapping under the key `where`, for instance links.network."""
+    """Check the description of a link in a cluster file, and convert it to a `Link`.
+
+    Args:
+        where: key of the description, for instance "links.network", for error messages.
+        value: the description, a mapping with the keys `LINK_KEYS`.
+        source: origin of the figures, if the description has no key `source`.
+    """
     given = _mapping(where, value, LINK_KEYS)
     speeds = [key for key in ("gigabytes_per_second", "gigabits_per_second") if key in given]
     if len(speeds) != 1:
@@ -266,27 +280,40 @@ def _link(where: str, value: Any, source: str) -> Link:
     latency = _number(f"{where}.microseconds", given["microseconds"]) if "microseconds" in given else None
     source = given.get("source", source)
     if not isinstance(source, str):
-        raise ValueError(f"{where}.source {shown(source)} is not text")
+        raise ValueError(f"{where}.source {shown(source)} is not text: put it in quotation marks")
     return Link(speed / 8 if speeds[0] == "gigabits_per_second" else speed, latency, source)
 
 
 def _figures(where: str, value: Any, kind: type[T], source: str) -> T:
-    """Convert the mapping under the key `where` to a `Device` or a `Host`; all keys but `TEXTS` are numbers."""
+    """Check the description of the device or the host memory in a cluster file, and convert it to `kind`.
+
+    Args:
+        where: key of the description, "device" or "host", for error messages.
+        value: the description, a mapping with the fields of `kind` as keys.
+        kind: `Device` or `Host`.
+        source: origin of the figures, if the description has no key `source`.
+    """
     needed = [key for key in kind._fields if key not in kind._field_defaults]
     given = {"source": source} | _mapping(where, value, kind._fields, needed=needed)
     if "calibration" in given and str(given["calibration"]) not in CALIBRATION_NAMES:
         known = f"is not one of {', '.join(CALIBRATION_NAMES)}"
         raise ValueError(f"{where}.calibration {shown(given['calibration'])} {known}")
     if len(given.keys() & CODER_RATES) == 1:
-        raise ValueError(f"{where}: {' and '.join(sorted(CODER_RATES, reverse=True))} are only given together")
+        raise ValueError(
+            f"{where} needs both {' and '.join(sorted(CODER_RATES, reverse=True))}, or neither of the two keys"
+        )
     read: Any = {key: str(x) if key in TEXTS else _number(f"{where}.{key}", x) for key, x in given.items()}
     return kind(**read)
 
 
 def _mapping(where: str, value: Any, keys: Collection[str], *, needed: Collection[str] = ()) -> dict[str, Any]:
-    """Return `value` after checking that it is a mapping with only these keys and all the needed ones.
+    """Check that a value of a cluster file is a mapping with valid keys, and return the value.
 
-    `where` names the mapping in error messages.
+    Args:
+        where: key of the value, for error messages; "the file" for the top level.
+        value: the value as `yaml.load` returns it.
+        keys: all keys that are allowed.
+        needed: keys that are required.
     """
     if not isinstance(value, dict):
         given = "(empty)" if value is None else shown(value)
@@ -303,7 +330,7 @@ def _mapping(where: str, value: Any, keys: Collection[str], *, needed: Collectio
 
 
 def _number(key: str, value: Any, kind: type[int] | type[float] = float) -> Any:
-    """Return `value` as a `kind` after checking that it is a positive, finite number."""
+    """Check that the value of `key` in a cluster file is a positive, finite number, and return it as a `kind`."""
     if type(value) not in (int, kind) or not 0 < value < math.inf:
         raise ValueError(f"{key} {shown(value)} is not a positive {'whole ' if kind is int else ''}number")
     return kind(value)

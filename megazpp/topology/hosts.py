@@ -33,38 +33,38 @@ OVERRIDE = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as NVML describes it. Unknown fields are empty."""
+    """A rank's GPU as NVML describes it. Fields that NVML does not know are empty."""
 
     uuid: str
-    name: str = ""
+    name: str = ""  # product name
     pci: str = ""  # PCI address, for instance "0000:1b:00.0"
     fabric: str = ""  # multi-node NVLink domain, identified by the fabric's cluster UUID and clique ID
-    nvlink_peers: tuple[str, ...] = ()  # PCI addresses of GPUs at the other end of its NVLinks; `SWITCH` for NVSwitches
+    nvlink_peers: tuple[str, ...] = ()  # PCI addresses of the GPUs to which NVLinks lead; `SWITCH` for NVSwitches
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostInfo:
-    """A rank's description of its host."""
+    """A rank's description of its host, from which rank 0 derives the cluster."""
 
-    host: str
+    host: str  # name of the host
     boot_id: str = ""  # boot ID of the running kernel; empty if the system hides it
-    network_namespace: int = 0  # inode of the process's network namespace
+    network_namespace: int = 0  # inode of the process's network namespace; 0 if the system hides it
     local_rank: int = 0  # local rank that the launcher has assigned
-    gpu: Gpu | None = None  # GPU with which this rank computes and communicates; None on a CPU
-    notice: str = ""  # message for the user, or ""
+    gpu: Gpu | None = None  # GPU with which this rank computes and communicates; None if it communicates on the CPU
+    notice: str = ""  # message for the user about unknown NVLink connections, or ""
 
 
 def cluster_from_hosts(infos: Sequence[HostInfo]) -> Cluster:
     """Derive the cluster from the descriptions of all ranks' hosts.
 
     Args:
-        infos: description from each rank, by rank.
+        infos: each rank's description of its host, by rank.
     Raises:
-        ValueError: only some ranks have a GPU; two ranks use the same GPU; nodes or domains differ in their number of
-            ranks; or a multi-node NVLink fabric includes only a part of a node. The message names the hosts and says
+        ValueError: only some ranks have a GPU; two ranks use the same GPU; nodes or fast domains differ in their number
+            of ranks; or a multi-node NVLink fabric includes only a part of a node. The message names the hosts and says
             which placement would work.
     """
-    # ---- nodes, which must have equally many ranks
+    # ---- nodes: ranks with the same kernel and network namespace; all nodes must have the same number of ranks
     _check_gpus(infos)
     nodes = _group(range(len(infos)), lambda rank: _node(infos[rank]))
     sizes = Counter(map(len, nodes))
@@ -79,7 +79,7 @@ def cluster_from_hosts(infos: Sequence[HostInfo]) -> Cluster:
             f"hosts, or {usual} on each of {sizes[usual]} hosts"
         )
 
-    # ---- domains: the groups of ranks that NVLink connects, or the nodes if it connects no ranks
+    # ---- fast domains: the groups of ranks that NVLink connects; the nodes, if NVLink connects no ranks
     keys: dict[int, Hashable] = {}
     for node in nodes:
         for rank, first in _joined(infos, node).items():
@@ -89,9 +89,9 @@ def cluster_from_hosts(infos: Sequence[HostInfo]) -> Cluster:
     domains = nodes if all(len(domain) == 1 for domain in domains) else domains
     _check_domains(infos, nodes, domains)
 
-    # ---- order: domains by their first rank, and ranks inside a domain by PCI address or local rank
+    # ---- order of the positions: domains by their first rank, and ranks inside a domain by PCI address or local rank
     def place(rank: int) -> tuple[str, int, int]:
-        """Return the sort key of a rank."""
+        """Return the key by which the ranks of a domain are sorted: PCI address of the GPU, local rank, rank."""
         gpu = infos[rank].gpu
         return (gpu.pci if gpu is not None else "", infos[rank].local_rank, rank)
 
@@ -108,7 +108,10 @@ def cluster_from_hosts(infos: Sequence[HostInfo]) -> Cluster:
 
 
 def describe_hosts(infos: Sequence[HostInfo]) -> str:
-    """Return a log line with the hosts, their ranks, and the number of GPUs by product name."""
+    """Return a log line with the hosts, the ranks on each, and the number of GPUs of each product name.
+
+    `infos` has each rank's description of its host, by rank.
+    """
     gpus = Counter(info.gpu.name for info in infos if info.gpu is not None)
     devices = ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "no GPU"
     return f"hosts: {_spell(infos, range(len(infos)), 8)}; {devices}"
@@ -120,7 +123,7 @@ def _node(info: HostInfo) -> Hashable:
 
 
 def _group(ranks: Iterable[int], key: Callable[[int], Hashable]) -> list[list[int]]:
-    """Group ranks that have equal keys. Groups are ordered by their first rank in `ranks`."""
+    """Group the ranks that have equal keys, and return the groups in the order of their first ranks in `ranks`."""
     groups: dict[Hashable, list[int]] = {}
     for rank in ranks:
         groups.setdefault(key(rank), []).append(rank)
@@ -128,7 +131,7 @@ def _group(ranks: Iterable[int], key: Callable[[int], Hashable]) -> list[list[in
 
 
 def _check_gpus(infos: Sequence[HostInfo]) -> None:
-    """Raise a ValueError if only some ranks have a GPU, or if two ranks use the same one."""
+    """Raise a ValueError if only some ranks have a GPU, or if two ranks use the same GPU."""
     without = [rank for rank, info in enumerate(infos) if info.gpu is None]
     if without and len(without) < len(infos):
         having = [rank for rank, info in enumerate(infos) if info.gpu is not None]
@@ -148,9 +151,13 @@ def _check_gpus(infos: Sequence[HostInfo]) -> None:
 
 
 def _joined(infos: Sequence[HostInfo], node: list[int]) -> dict[int, int]:
-    """Map each rank of a node to the lowest rank of its NVLink group.
+    """Find the ranks of a node that NVLink connects: map each rank of the node to the lowest rank of its NVLink group.
 
     Two ranks are in one group if NVLinks connect their GPUs directly, over the GPUs of other ranks, or over a switch.
+
+    Args:
+        infos: each rank's description of its host, by rank.
+        node: ranks of the node.
     """
     group = {rank: {rank} for rank in node}
     by_end: dict[str, int] = {gpu.pci: rank for rank in node if (gpu := infos[rank].gpu) is not None and gpu.pci}
@@ -166,14 +173,20 @@ def _joined(infos: Sequence[HostInfo], node: list[int]) -> dict[int, int]:
 
 
 def _check_domains(infos: Sequence[HostInfo], nodes: list[list[int]], domains: list[list[int]]) -> None:
-    """Raise a ValueError if domains differ in size, or if one spans several nodes but not all of their ranks."""
+    """Raise a ValueError if fast domains differ in size, or if one spans several nodes but not all of their ranks.
+
+    Args:
+        infos: each rank's description of its host, by rank.
+        nodes: ranks of each node.
+        domains: ranks of each fast domain.
+    """
     sizes = Counter(map(len, domains))
     if len(sizes) > 1:
         odd = min(sizes, key=lambda size: (sizes[size], size))
         ranks = [rank for domain in domains if len(domain) == odd for rank in domain]
         listed = ", ".join(f"{count} of {size} ranks" for size, count in sorted(sizes.items(), reverse=True))
         raise ValueError(
-            f"NVLink connects the ranks into domains of different sizes: {listed}. The domains of {odd} are on "
+            f"NVLink connects the ranks into domains of different sizes: {listed}. The domains of {odd} rank(s) are on "
             f"{_spell(infos, ranks)}. Start {min(sizes)} rank(s) in every domain. {OVERRIDE}"
         )
     node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
@@ -188,7 +201,10 @@ def _check_domains(infos: Sequence[HostInfo], nodes: list[list[int]], domains: l
 
 
 def _spell(infos: Sequence[HostInfo], ranks: Sequence[int], most: int = 4) -> str:
-    """Return the hosts of these ranks and the ranks on each, at most `most` of both."""
+    """Return the hosts of `ranks`, and the ranks on each host, as text: "alpha (rank 0 1), beta (rank 2 3) and 2 more".
+
+    The text names at most `most` hosts, and at most `most` ranks of each host.
+    """
     hosts = _group(ranks, lambda rank: (infos[rank].host, _node(infos[rank])))
     words = []
     for host in hosts[:most]:

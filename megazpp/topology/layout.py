@@ -1,18 +1,19 @@
 """The layout: a rank's coordinates on all mesh axes, computed from the cluster and the parallel degrees.
 
 A position is a place for one rank. Positions are numbered node by node and domain by domain (topology/cluster.py), so
-neighboring positions are connected by the fastest links. The axes are nested, innermost first:
+the fastest links connect neighboring positions. The axes are nested, innermost first:
 
     tp             consecutive positions
-    local          the rest of a local domain (a node or a fast domain, whichever is larger)
-    cross          ranks of different local domains with the same local index, so that they use the same rail
+    local          the tensor-parallel groups of a local domain (a node or a fast domain, whichever is larger)
+    cross          ranks of different local domains with the same local index, so that they use the same rail, that is
+                   network adapters with the same number, which one switch connects
     replicate      copies of the sharded model
     replica_group  groups that each train a copy of the model with DiLoCo (diloco/outer.py)
 
     position = (((group * replicate + replica) * cross + domain in replica) * local + local index) * tp + tp index
 
 Context parallelism (cp) splits samples over consecutive ranks of a shard group, or over replicas if a shard group has
-one rank. It does not change the sharding of parameters: all these ranks shard them as without cp.
+one rank. Parameters are sharded over all ranks of the shard group, as without context parallelism.
 
     2 nodes x 4 ranks, tp 2      block order: node 0: [0 1] [2 3]     cyclic order: node 0: [0 2] [4 6]
                                               node 1: [4 5] [6 7]                   node 1: [1 3] [5 7]
@@ -21,9 +22,9 @@ one rank. It does not change the sharding of parameters: all these ranks shard t
         cross groups             {0 4} {1 5} {2 6} {3 7}              {0 1} {2 3} {4 5} {6 7}
         shard groups             {0 2 4 6} {1 3 5 7}                  {0 4 1 5} {2 6 3 7}     shard = cross x local
 
-A rank's index along shard is (cross index) x (local size) + (local index) in any order of ranks; zero/gather.py relies
-on this. If tensor parallelism needs more ranks than a local domain has, it spans whole local domains, and the local
-axis has one rank.
+A rank's index along shard is (cross index) x (local size) + (local index), no matter how the launcher numbers the
+ranks; zero/gather.py relies on this. If the tensor-parallel degree exceeds the ranks of a local domain, tensor
+parallelism spans several whole local domains, and the local axis has one rank.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ AXES = ("tp", "cp", "local", "cross", "shard", "replicate", "replica_group")
 NODE = "node"  # axis tp x local: the ranks of a node that share a model copy; only Muon communicates along it
 EXPERT_AXES = ("ep", "expert local", "expert shard")  # axes of experts' parameters, see `Layout.for_experts`
 DATA_AXES = ("shard", "local", "cross")  # for weights and gradients: shard in one ring, local and cross in two hops
-WIRES = ("tp", "local", "cross")  # classes of counted traffic; other axes count under one of these
+WIRES = ("tp", "local", "cross")  # classes of counted traffic; the traffic of every axis counts under one of them
 PCIE, HOST = "pcie", "host"  # wire and axis of copies between a device and host memory (--optimizer-cpu-offload)
-UPLOAD, DOWNLOAD = "upload", "download"  # kinds of these copies: to the device, and from it
-# names of the wires, and of the bytes between replica groups, in texts
+UPLOAD, DOWNLOAD = "upload", "download"  # copies to the device, and copies from the device, in the byte counts
+# Names of the wires, and of the traffic between DiLoCo's replica groups, in the log and in reports
 WIRE_NAMES = {"tp": "tp", "local": "intra-node", "cross": "inter-node", "replica_group": "replica-group", PCIE: "PCIe"}
 COORDINATES = ("replicate", "cross", "local", "tp")  # coordinates of a rank in its replica group, outermost first
 
@@ -53,11 +54,12 @@ class Layout:
     Attributes:
         cluster: nodes and placement of ranks.
         replicate: number of copies of the sharded model in a replica group.
-        cross: number of local domains over which a copy is sharded.
+        cross: number of local domains (nodes, or larger fast domains) over which a copy is sharded.
         local: number of shards inside a local domain.
         tp: tensor-parallel degree.
         replica_group: number of DiLoCo's replica groups; 1 without DiLoCo.
         cp: context-parallel degree.
+        ep: expert-parallel degree; the experts' parameters use the layout `for_experts`.
     """
 
     cluster: Cluster
@@ -76,14 +78,15 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """The data-parallel size: the number of shares into which the samples of a batch are split."""
+        """The data-parallel size: the number of equal parts into which the samples of each global batch are split."""
         return self.replica_group * self.replicate * self.shard // self.cp
 
     def for_experts(self) -> Layout:
-        """Return the layout of the experts' parameters, on the same ranks.
+        """Return the layout of the parameters of a mixture of experts, on the same ranks.
 
-        `ep` neighboring ranks of a node take the place of tensor parallelism: each holds other experts, whole. The
-        remaining ranks of tp x local are the local axis. The outer axes do not change.
+        Expert parallelism takes the place of tensor parallelism: `ep` neighboring ranks of a node hold different
+        experts, each expert unsplit. The remaining ranks of tp x local are the local axis. The outer axes do not
+        change.
         """
         inside = self.tp * self.local
         assert inside % self.ep == 0, f"{self.ep} expert-parallel ranks of {inside}"
@@ -91,12 +94,12 @@ class Layout:
 
     @property
     def has_expert_axes(self) -> bool:
-        """True if experts' axes have other ranks than the dense ones; only a model with experts uses them."""
+        """True if the axes of experts' parameters have other ranks than the axes of all other parameters."""
         return self.ep != self.tp
 
     @property
     def coordinates(self) -> tuple[str, ...]:
-        """The axes whose indices identify a rank, outermost first."""
+        """The names of the axes whose indices identify a rank, outermost first."""
         return ("replica_group", *COORDINATES) if self.replica_group > 1 else COORDINATES
 
     def axis_size(self, axis: str) -> int:
@@ -106,7 +109,7 @@ class Layout:
     def axis_ranks(self, axis: str, rank: int) -> tuple[int, ...]:
         """Return the global ranks of the group of `axis` that contains `rank`, in axis order.
 
-        `axis` is one of `AXES` or "node" (local x tp). The axis "shard" is cross x local.
+        `axis` is one of `AXES`, `EXPERT_AXES` or "node" (local x tp). The axis "shard" is cross x local.
         """
         return self._group(axis, self.cluster.position_of(rank))
 
@@ -118,12 +121,12 @@ class Layout:
                 yield self._group(axis, first)
 
     def mesh_ranks(self) -> tuple[int, ...]:
-        """Return all ranks in the order of the flattened mesh [replica_group, replicate, shard, tp]."""
+        """Return all ranks in the order of the flattened device mesh [replica_group, replicate, shard, tp]."""
         return self.cluster.order or tuple(range(self.cluster.world_size))
 
     @property
     def groups_ascend(self) -> bool:
-        """True if the ranks of every group ascend in axis order. Versions of torch before 2.13 support only these."""
+        """True if the ranks of all groups of all axes ascend. torch before 2.13 supports only such process groups."""
         return self.cluster.is_block_order or all(
             list(group) == sorted(group) for axis in AXES for group in self.axis_groups(axis)
         )
@@ -137,9 +140,9 @@ class Layout:
         return self.cluster.link_between(rank, self.cluster.rank_at(successor))
 
     def links(self, axis: str) -> dict[LinkKind, int]:
-        """Return how many ranks send over each kind of link in the rings of `axis`, fastest kind first.
+        """Return how many ranks of the cluster send over each kind of link in the rings of `axis`, fastest kind first.
 
-        Returns {} for an axis of one rank.
+        Kinds without ranks are left out, so the result is {} for an axis of one rank.
         """
         if self.axis_size(axis) == 1:
             return {}
@@ -147,23 +150,24 @@ class Layout:
         return _by_kind(cluster.world_size, *(self._rings_inside(axis, size) for size in sizes))
 
     def hops(self, axis: str) -> dict[LinkKind, int]:
-        """Return how many links of each kind connect consecutive ranks in rank 0's group of `axis`.
+        """Return how many links of each kind connect consecutive ranks in rank 0's group of `axis`, a chain of ranks.
 
-        The link from the last rank back to the first is not counted.
+        Kinds without links are left out. In contrast to a ring, no link leads from the last rank to the first rank.
         """
         (stride, size), position = self._stride_and_size(axis), self.cluster.position_of(0)
         first = position - position // stride % size * stride
         last = first + (size - 1) * stride
 
-        # For fast domains and for local domains: the number of links whose two ranks are in the same domain.
+        # First for fast domains, then for local domains: the number of links whose two ranks are in the same domain.
         parts = (self.cluster.ranks_per_domain, self.cluster.local_domain_size)
         inside = (size - 1 - (last // part - first // part) if stride < part else 0 for part in parts)
         return _by_kind(size - 1, *inside)
 
     def wire(self, axis: str, rank: int) -> str:
-        """Return the class under which `rank`'s traffic along `axis` is counted.
+        """Return the wire, the class of traffic under which the bytes that `rank` sends along `axis` are counted.
 
-        The class is "cross" if the rank sends to another local domain. Otherwise it is "tp" or "local".
+        The wire is "cross" if the rank sends to another local domain, else "tp" for the axis tp, and "local" for all
+        other axes.
         """
         if self.link(axis, rank) == "network":
             return "cross"
@@ -171,7 +175,7 @@ class Layout:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """The messages about tensor or context parallelism over slow links, with the traffic that this costs."""
+        """Messages for the user if tensor or context parallelism uses slow links, with the bytes that this costs."""
         cluster, tp, cp = self.cluster, self.tp, self.cp
         across: tuple[str, ...] = ()
         if "network" in self.links("cp"):
@@ -205,25 +209,25 @@ class Layout:
         )
 
     def _rings_inside(self, axis: str, part: int) -> int:
-        """Return how many ranks have their ring successor along `axis` in the same part.
+        """Return how many ranks of the cluster send to a rank of their own domain in the rings of `axis`.
 
         Args:
             axis: name of the axis.
-            part: number of positions in a part, a domain or a local domain.
+            part: number of positions in a domain, either a fast domain or a local domain.
         """
         stride, size = self._stride_and_size(axis)
         span, world = stride * size, self.cluster.world_size
-        if part % span == 0:  # every ring lies inside one part
+        if part % span == 0:  # every ring lies inside one domain
             return world
-        if span % part == 0:  # every ring consists of whole parts
+        if span % part == 0:  # the positions of `stride` interleaved rings are whole domains
             return world // part * max(part - stride, 0)
-        # In the general case the pattern repeats after the least common multiple.
+        # In the general case the pattern of rings and domains repeats after the least common multiple of their sizes.
         period = math.lcm(span, part)
         successors = (p + stride if p // stride % size < size - 1 else p + stride - span for p in range(period))
         return world // period * sum(p // part == other // part for p, other in enumerate(successors))
 
     def _group(self, axis: str, position: int) -> tuple[int, ...]:
-        """Return the ranks of the group of `axis` that contains a position, in axis order."""
+        """Return the global ranks of the group of `axis` that contains `position`, in axis order."""
         stride, size = self._stride_and_size(axis)
         first = position - position // stride % size * stride
         positions = range(first, first + size * stride, stride)
@@ -248,11 +252,17 @@ class Layout:
 
 
 def _by_kind(total: int, in_domain: int, in_local_domain: int) -> dict[LinkKind, int]:
-    """Return the nonzero counts by kind of link, from cumulative counts: in a domain, in a local domain, in total."""
+    """Return the nonzero numbers of links by kind, fastest kind first.
+
+    Args:
+        total: number of all links.
+        in_domain: number of links inside fast domains.
+        in_local_domain: number of links inside local domains, which include the links inside fast domains.
+    """
     counts = (in_domain, in_local_domain - in_domain, total - in_local_domain)
     return {kind: count for kind, count in zip(LINK_KINDS, counts, strict=True) if count}
 
 
 def local_domains(cluster: Cluster) -> str:
-    """Return the word for local domains in messages: "nodes", or "domains" if a fast domain spans several nodes."""
+    """Return the word for the cluster's local domains in messages: "nodes", or "domains" if they span several nodes."""
     return "nodes" if cluster.local_domain_size == cluster.ranks_per_node else "domains"

@@ -1,4 +1,4 @@
-"""Make a layout: from parallel degrees, or from the record of it in a run folder."""
+"""Make a `Layout`: from parallel degrees, or from the topology.json of a run folder."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ def plan_layout(
 ) -> Layout:
     """Return the layout with the given parallel degrees on a cluster.
 
+    A local domain is a node or a fast domain, whichever is larger.
+
     Args:
         cluster: nodes and placement of ranks.
-        tp: tensor-parallel degree. It divides the ranks of a local domain, or is a multiple of them.
-        replicas: number of copies of the sharded model in a replica group (HSDP). Without sharding it is the number of
-            data ranks.
-        num_replica_groups: number of DiLoCo's replica groups, equal parts of the cluster that consist of whole local
-            domains.
-        cp: context-parallel degree. It divides the data ranks of a local domain.
-        cp_across: True also allows `cp` to be a multiple of the data ranks of a local domain.
-        ep: expert-parallel degree. It divides the ranks of a local domain that share a copy of the model.
+        tp: tensor-parallel degree, a divisor or a multiple of the number of ranks in a local domain.
+        replicas: number of copies of the sharded model in a replica group (HSDP). Without sharding (ZeRO stage 0) this
+            is the number of data ranks.
+        num_replica_groups: number of DiLoCo's replica groups. Each is an equal number of whole local domains.
+        cp: context-parallel degree, a divisor of the number of data ranks in a local domain.
+        cp_across: True also allows multiples of the number of data ranks in a local domain as `cp`.
+        ep: expert-parallel degree, a divisor of the number of ranks in a local domain that share a copy of the model.
     Raises:
-        ValueError: a degree does not fit. The message names the flag and the values that would fit.
+        ValueError: a degree does not fit the cluster. The message names the flag and the values that would fit.
     """
-    # Tensor parallelism.
+    # Check that tensor parallelism uses equal parts of a local domain, or several whole local domains.
     domain, world = cluster.local_domain_size, cluster.world_size
     domains = cluster.num_local_domains
     assert domains % num_replica_groups == 0, f"{num_replica_groups} groups of {domains} local domains"
@@ -51,7 +52,7 @@ def plan_layout(
             + (f", or a multiple of {tp} ranks on each node (--nproc)" if tp > 1 else "")
         )
 
-    # Context parallelism.
+    # Check that context parallelism stays inside a local domain, or uses several whole ones if that is allowed.
     per_domain = max(domain // tp, 1)  # data ranks of a local domain
     data = group_size // tp
     inside, beyond = nested_sizes(per_domain, per_domain), nested_sizes(per_domain, data)
@@ -63,7 +64,7 @@ def plan_layout(
             + (f", and {numbers(more)} with --allow-cp-across-nodes" if more and not cp_across else "")
         )
 
-    # Copies of the sharded model.
+    # Check that each copy of the sharded model is an equal part of a local domain, or several whole local domains.
     fitting = [data // size for size in reversed(nested_sizes(per_domain, data))]
     if replicas not in fitting:
         raise ValueError(
@@ -72,7 +73,7 @@ def plan_layout(
             f"{numbers(fitting)} would fit"
         )
 
-    # Each copy is sharded over local x cross ranks.
+    # Each copy is sharded over local x cross ranks. Expert parallelism stays inside a local domain.
     local = min(data // replicas, per_domain)
     cross = data // replicas // local
     if ep not in (fitting := nested_sizes(min(tp * local, domain), min(tp * local, domain))):
@@ -93,14 +94,17 @@ def plan_layout(
 
 
 def layout_record(layout: Layout) -> dict[str, Any]:
-    """Return the layout as a dict of integers for JSON, without the figures of links and devices."""
+    """Return a layout as JSON values for topology.json: sizes of cluster and axes, and the order of the ranks.
+
+    The figures of links and devices are left out.
+    """
     cluster = {name: getattr(layout.cluster, name) for name in (*CLUSTER_SIZES, "order")}
     names = (*layout.coordinates, *(axis for axis in ("cp", "ep") if getattr(layout, axis) > 1))
     return cluster | {name: getattr(layout, name) for name in names}
 
 
 def layout_from_record(record: Mapping[str, Any]) -> Layout:
-    """Return the layout that `layout_record` has converted to a dict.
+    """Return the layout that `layout_record` has converted to JSON values, as read from topology.json.
 
     Raises:
         ValueError: a field is missing or not an integer, or the sizes contradict each other.
@@ -109,7 +113,7 @@ def layout_from_record(record: Mapping[str, Any]) -> Layout:
     of_layout: dict[str, Any] = {name: record.get(name) for name in COORDINATES}
     of_layout |= {name: record.get(name, 1) for name in ("cp", "ep", "replica_group")}
     if wrong_types(Cluster, of_cluster) or wrong_types(Layout, of_layout):
-        raise ValueError(f"{dict(record)} is not the record of a layout")
+        raise ValueError(f"{dict(record)} does not describe a layout: an axis or a size is missing, or is no integer")
     order = of_cluster["order"]
     cluster = Cluster(**of_cluster | {"order": order and tuple(order)})
     layout = Layout(cluster=cluster, **of_layout)
@@ -120,5 +124,5 @@ def layout_from_record(record: Mapping[str, Any]) -> Layout:
 
 
 def numbers(values: list[int]) -> str:
-    """Return the numbers separated by commas."""
+    """Return the numbers as text, separated by commas, for error messages."""
     return ", ".join(map(str, values))

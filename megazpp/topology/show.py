@@ -27,12 +27,16 @@ CARRIES = {
     "replicate": "gradients between copies",
     "replica_group": "local steps: outer gradients and outer weights, once per synchronization",
 }
-SENDER = {"domain": "rank", "node": "rank", "network": "node"}  # the sender whose bandwidth a link's figure gives
-MAX_NODES, MAX_RANKS = 16, 8  # limits of the text
+# By kind of link, whether the bandwidth of `Link` is the bandwidth of one rank or of one node
+SENDER = {"domain": "rank", "node": "rank", "network": "node"}
+MAX_NODES, MAX_RANKS = 16, 8  # largest numbers of nodes in the placement, and of ranks in the column "first group"
 
 
 def topology_text(layout: Layout) -> str:
-    """Return the placement of all ranks and the table of axes. Of large clusters only the first nodes are listed."""
+    """Return the layout as text: the placement of all ranks, and the table of mesh axes.
+
+    The placement lists at most `MAX_NODES` nodes.
+    """
     coordinates = ".".join("replica" if axis == "replicate" else axis for axis in layout.coordinates)
     places = f"placement: rank ({coordinates}); [ ] joined by the fastest links"
     notices = [f"note: {notice}" for notice in layout.notices]
@@ -40,13 +44,14 @@ def topology_text(layout: Layout) -> str:
 
 
 def axis_wires(layout: Layout, axis: str) -> str:
-    """Return the kinds of links that the rings of an axis use, with their bandwidth and latency if known.
+    """Return the kinds of links that the rings of a mesh axis use, as text with bandwidth and latency if known.
 
-    If an axis uses several kinds, the text says how many ranks send over each.
+    If the axis uses several kinds, the text says how many ranks send over each kind. For an axis of one rank the text
+    is "-".
     """
 
     def text(kind: LinkKind) -> str:
-        """Return a kind of link with its figures, if they are known."""
+        """Return a kind of link with its bandwidth and latency, if they are known, for example "node (25 GB/s)"."""
         link = layout.cluster.links.known.get(kind) if layout.cluster.links is not None else None
         return kind if link is None else f"{kind} ({link} per {SENDER[kind]})"
 
@@ -58,12 +63,15 @@ def axis_wires(layout: Layout, axis: str) -> str:
 
 
 def _place(layout: Layout, rank: int) -> str:
-    """Return the coordinates of a rank, separated by dots."""
+    """Return the indices of a rank along the axes of `Layout.coordinates`, separated by dots, for example "0.1.0.0"."""
     return ".".join(str(layout.axis_ranks(axis, rank).index(rank)) for axis in layout.coordinates)
 
 
 def _nodes(layout: Layout) -> Iterator[str]:
-    """Yield a line for each node, with its ranks grouped by fast domain."""
+    """Yield lines about the placement of ranks: a line for each node, with the node's ranks grouped by fast domain.
+
+    If fast domains span several nodes, a line precedes the nodes of each domain.
+    """
     cluster = layout.cluster
     per_node, per_domain = cluster.ranks_per_node, cluster.ranks_per_domain
     width = len(str(min(cluster.num_nodes, MAX_NODES) - 1))
@@ -81,7 +89,7 @@ def _nodes(layout: Layout) -> Iterator[str]:
 
 
 def _axes(layout: Layout) -> Iterator[str]:
-    """Yield the lines of the table of axes."""
+    """Yield the lines of the table of mesh axes: sizes, links, the first group, and the data communicated."""
     rows = [("axis", "ranks", "groups", "wire", "first group", "carries")]
     for axis in AXES:
         size = layout.axis_size(axis)

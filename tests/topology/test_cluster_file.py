@@ -159,7 +159,7 @@ LINES = """
     links: {network: {gigabits_per_second: 1, microseconds: fast}} | links.network.microseconds 'fast' is not
     links: {network: {gigabits_per_second: 1, source: 7}}     | links.network.source 7 is not text
     links: {network: {gigabits_per_second: 1, latency: 7}}    | links.network: unknown key latency (value 7)
-    device: {name: X, teraflops: 1, gigabytes: 2, gigabytes_per_second: 3, encode_gigabytes_per_second: 4} | together
+    device: {name: X, teraflops: 1, gigabytes: 2, gigabytes_per_second: 3, encode_gigabytes_per_second: 4} | needs both
     device: {name: X, teraflops: 1, gigabytes: 2}             | key device.gigabytes_per_second is missing
     device: {name: X, teraflops: 1, gigabytes: 2, gigabytes_per_second: 3, calibration: V100} | 'V100' is not one
     device: {name: X, teraflops: 1, gigabytes: 2, gigabytes_per_second: 3, calibration: [v100]} | ['v100'] is not

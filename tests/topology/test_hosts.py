@@ -113,7 +113,7 @@ def test_inconsistent_hosts_are_rejected_by_name_with_advice():
         (thousand, "and 996 more; 1 on last (rank 8000). Start"),
         ([*hosts("g", 2, switched), cpu("bad"), cpu("bad", 1)], "a GPU on g (rank 0 1); none on bad (rank 2 3). Give"),
         (twice, "ranks 1 and 2 use the same GPU b-0 of b. Start"),
-        (mixed, "3 of 2 ranks, 2 of 1 ranks. The domains of 1 are on b (rank 4 5). Start"),
+        (mixed, "3 of 2 ranks, 2 of 1 ranks. The domains of 1 rank(s) are on b (rank 4 5). Start"),
         (mixed, "--emulate-nodes"),
         (split, "n0 (rank 0), n1 (rank 2). Only domains of whole hosts are"),
     ]
