@@ -21,23 +21,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Results must equal the reference bit for bit, so -ffast-math and fused multiply-adds are off.
+# C must produce the same bits as the reference in torch, so -ffast-math and fused multiply-adds are off.
 FLAGS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 COMPILERS = ("cc", "gcc", "clang")
-SECONDS = 120  # timeout; a compilation takes about a second, but every rank of a machine may compile at the same time
+# Timeout of the compiler. One compilation takes about a second, but all ranks of a machine may compile at once.
+SECONDS = 120
 
 
 class CLibraryError(Exception):
-    """Raised if a library cannot be compiled or loaded."""
+    """Raised if a C file of the kernels cannot be compiled, or its shared library cannot be stored or loaded."""
 
 
 class CLibrary(NamedTuple):
-    """A C library of this machine, which may be missing.
+    """The shared library that a C file of the kernels is compiled to on this machine, if that was possible.
 
     Attributes:
-        functions: the loaded `ctypes.CDLL`; None if the library is missing.
-        compiler: the compiler that built it, such as "gcc 12.2.0".
-        missing: reason why the library is missing, for the log's table of back ends; "" if it is loaded.
+        functions: the loaded `ctypes.CDLL`; None if compiling or loading failed.
+        compiler: name and version of the compiler that built the library, such as "gcc 12.2.0".
+        missing: reason why compiling or loading failed, for the log's table of back ends; "" if the library is loaded.
     """
 
     functions: Any = None
@@ -47,7 +48,10 @@ class CLibrary(NamedTuple):
 
 @cache
 def find_c_library(source: Path) -> CLibrary:
-    """Return the library of `source`, or why it is missing. It is compiled and loaded once per process."""
+    """Return the shared library of the C file `source`, or the reason why there is none; never raises CLibraryError.
+
+    A process compiles and loads each file once, at the first call.
+    """
     try:
         return load_c_library(source)
     except CLibraryError as error:
@@ -55,10 +59,10 @@ def find_c_library(source: Path) -> CLibrary:
 
 
 def load_c_library(source: Path) -> CLibrary:
-    """Compile `source` for this machine, unless the cache has it, and load it.
+    """Compile the C file `source` for this machine, unless the cache folder has its library, and load the library.
 
     Raises:
-        CLibraryError: the source cannot be compiled, the library cannot be stored or loaded, or there is no compiler.
+        CLibraryError: there is no compiler, the file cannot be compiled, or the library cannot be stored or loaded.
     """
     compiler = find_compiler()
     try:
@@ -73,28 +77,37 @@ def load_c_library(source: Path) -> CLibrary:
             version = re.search(r'__VERSION__ "\D*([\d.]+)', known)
             name = "clang" if "__clang__" in known else "gcc"
             return CLibrary(ctypes.CDLL(str(library)), f"{name} {version[1] if version else 'of unknown version'}")
-    except (OSError, RuntimeError) as error:  # Path.home raises RuntimeError without a home directory
+    except (OSError, RuntimeError) as error:  # Path.home raises RuntimeError if the user has no home directory
         raise CLibraryError(f"{source.name}: {error}") from error
 
 
 def find_compiler() -> list[str]:
-    """Return the command in $CC, or the first known compiler on the PATH if $CC is not set.
+    """Find a C compiler, and return its command as a list of words.
+
+    This is the command in $CC, such as "ccache gcc". Without $CC it is the first of cc, gcc and clang on the PATH.
 
     Raises:
-        CLibraryError: no compiler was found.
+        CLibraryError: the command in $CC is not found, or $CC is not set and no compiler is on the PATH.
     """
     asked = os.environ.get("CC")
     for command in [asked] if asked else COMPILERS:
         words = shlex.split(command)
         if words and shutil.which(words[0]):
             return words
-    raise CLibraryError(f"CC={asked} is not found" if asked else "no C compiler found")
+    raise CLibraryError(f"CC={asked} is not found" if asked else "no C compiler found (cc, gcc or clang)")
 
 
 def _run(command: list[str], output: Path) -> Path:
-    """Run the compiler to write `output`, without input, with its messages in a log file, and with a timeout."""
+    """Run a compiler's command to write the file `output`, and return `output`.
+
+    The compiler gets no standard input. Its messages go to a log file next to `output`, whose first error a failure
+    quotes.
+
+    Raises:
+        CLibraryError: the compiler failed, or took longer than SECONDS.
+    """
     log = output.with_suffix(".log")
-    with log.open("wb") as messages:  # not a pipe: a child process of a killed compiler could keep a pipe open
+    with log.open("wb") as messages:  # a pipe could stay open after a timeout, held by the killed compiler's children
         try:
             done = subprocess.run(
                 [*command, "-o", str(output)],
@@ -114,9 +127,10 @@ def _run(command: list[str], output: Path) -> Path:
 
 
 def _cache_folder() -> Path:
-    """Return the folder of compiled libraries, and create it if necessary.
+    """Return the folder that caches compiled C libraries, and create it if necessary.
 
-    It equals `megazpp.base.files.cache_folder`; kernels/ imports nothing else of megazpp, so it repeats the code.
+    The path equals `megazpp.base.files.cache_folder`. The folder kernels/ imports nothing else of megazpp, so this
+    function repeats that code.
     """
     base = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(base) if base else Path.home() / ".cache") / "megazpp" / "libraries"

@@ -1,7 +1,8 @@
-"""Quantization formats and message layouts in plain integers, before any tensor exists.
+"""Formats of ZeRO++'s quantized messages and layouts of their bytes, in plain integers, before any tensor exists.
 
-A segment is a run of elements, such as one parameter's shard. It is cut into blocks of `block_size` elements with one
-scale each. The last block is padded with zeros, so both ends can compute the bytes of a segment from its length.
+A segment is a run of consecutive elements, such as one parameter's shard. It is cut into blocks of `block_size`
+elements with one scale each. The last block is padded with zeros, so sender and receiver compute the same number of
+bytes from the segment's length.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-SCALE_BYTES = 2  # a scale is bf16
-ALIGNMENT = 16  # payloads in a message start at multiples of this many bytes
+SCALE_BYTES = 2  # the scale of a block is one bf16 number
+ALIGNMENT = 16  # each segment's quantized integers start at a multiple of this many bytes in the message
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 2048
 
 
@@ -29,8 +30,8 @@ class BlockFormat:
         occur, the integer of -m is negative. Byte j of a block holds q[j] + 8 in its low half and q[j + block_size / 2]
         + 8 in its high half.
     int4 with `clip`:
-        The scale is m / 9 instead of that larger value, so the largest elements are clipped. It is for gradients with
-        error feedback, which adds the clipped part to the next message.
+        The scale is m / 9 instead of the larger of the two quotients, so the largest elements are clipped. This format
+        is for gradients with error feedback, which adds what was clipped to the next message.
 
     Raises:
         ValueError: bits is not 4 or 8, block_size is not a power of two in 32..2048, or clip is set for 8 bits.
@@ -44,7 +45,7 @@ class BlockFormat:
         if self.bits not in (4, 8):
             raise ValueError(f"BlockFormat: bits must be 4 or 8, not {self.bits}")
         if self.clip and self.bits != 4:
-            raise ValueError(f"BlockFormat: clip needs bits=4, not {self.bits}")
+            raise ValueError(f"BlockFormat: clip=True is only defined for bits=4, not for bits={self.bits}")
         power_of_two = self.block_size & (self.block_size - 1) == 0
         if not (MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE and power_of_two):
             raise ValueError(
@@ -54,57 +55,68 @@ class BlockFormat:
 
     @property
     def block_bytes(self) -> int:
-        """Payload bytes of one block."""
+        """Bytes of one block's quantized integers in a message, without the block's scale."""
         return self.block_size * self.bits // 8
 
     def num_blocks(self, n: int) -> int:
-        """Return the number of blocks of a segment of n elements; the last block may hold fewer elements."""
+        """Return the number of blocks that a segment of n elements is cut into, with a possibly shorter last block."""
         return -(-n // self.block_size)
 
     def payload_bytes(self, n: int) -> int:
-        """Return the bytes of the integers of a segment of n elements, including the padding of its last block."""
+        """Return the bytes of a segment's quantized integers, with padding to whole blocks; n is its elements."""
         return self.num_blocks(n) * self.block_bytes
 
     def scale_bytes(self, n: int) -> int:
-        """Return the bytes of the scales of a segment of n elements."""
+        """Return the bytes of the bf16 scales, one per block, of a segment of n elements."""
         return self.num_blocks(n) * SCALE_BYTES
 
     def bits_per_element(self, n: int) -> float:
-        """Return the bits per element of a segment of n elements in a message, including scales and padding."""
+        """Return the bits that a message takes per element of a segment, with scales and padding; n is its elements."""
         return 8 * (self.payload_bytes(n) + self.scale_bytes(n)) / n if n else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByteRange:
-    """The bytes of a message that hold the elements `start` to `stop` of a flat shard.
+    """The bytes of a message that hold the elements `start` to `stop` - 1 of a rank's flat shard.
 
-    `payload` and `scales` are (first byte, number of bytes).
+    Attributes:
+        start: index of the first element in the flat shard.
+        stop: index after the last element.
+        payload: (first byte, number of bytes) of the quantized integers, or of the unquantized elements.
+        scales: (first byte, number of bytes) of the blocks' scales; None if these elements are not quantized.
     """
 
     start: int
     stop: int
-    payload: tuple[int, int]  # the quantized integers, or the unquantized elements
-    scales: tuple[int, int] | None  # None if these elements are not quantized
+    payload: tuple[int, int]
+    scales: tuple[int, int] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageLayout:
-    """The places of a flat shard's elements in its message."""
+    """Where a message holds the elements of a rank's flat shard, as byte ranges.
 
-    size: int  # elements of the flat shard
-    message_bytes: int  # a multiple of 16
-    ranges: tuple[ByteRange, ...]  # the quantized ranges first, then the unquantized ones
-    fmt: BlockFormat | None  # format of the quantized ranges; None if nothing is quantized
+    Attributes:
+        size: number of elements of the flat shard.
+        message_bytes: bytes of the message, a multiple of 16.
+        ranges: byte range of each segment, first of the quantized segments, then of the unquantized ones.
+        fmt: format of the quantized segments; None if no segment is quantized.
+    """
+
+    size: int
+    message_bytes: int
+    ranges: tuple[ByteRange, ...]
+    fmt: BlockFormat | None
 
 
 def place_quantized(segments: Iterable[tuple[int, int]], fmt: BlockFormat) -> tuple[list[ByteRange], int]:
-    """Place quantized segments in a message: first all payloads, then all scales.
+    """Assign bytes of a message to quantized segments: first the integers of all segments, then all their scales.
 
     Args:
-        segments: (first element, element after the last) of each segment.
-        fmt: their quantization format.
+        segments: (index of the first element, index after the last element) of each segment in the flat shard.
+        fmt: quantization format of these segments.
     Returns:
-        The byte range of each segment, and the byte after the last one.
+        The byte range of each segment, and the number of bytes up to the end of the last scale.
     """
     payloads, ranges, offset = [], [], 0
     for start, stop in segments:
@@ -118,24 +130,27 @@ def place_quantized(segments: Iterable[tuple[int, int]], fmt: BlockFormat) -> tu
 
 
 def plan_row(n: int, fmt: BlockFormat) -> MessageLayout:
-    """Lay out a message of one quantized segment of n elements."""
+    """Return the layout of a message that holds one quantized segment of n elements and nothing else."""
     ranges, size = place_quantized([(0, n)], fmt)
     return MessageLayout(size=n, message_bytes=align(size), ranges=tuple(ranges), fmt=fmt)
 
 
 def feedback_format(fmt: BlockFormat) -> BlockFormat:
-    """Return the format that stores the quantization errors of messages in `fmt`: int8 with the same block size."""
+    """Return the format in which error feedback stores the errors of messages in `fmt`: int8, same block size."""
     return BlockFormat(8, fmt.block_size)
 
 
 def feedback_layout(layout: MessageLayout) -> MessageLayout:
-    """Lay out the quantization errors of the quantized segments of `layout`, in the same order."""
-    assert layout.fmt is not None, "a layout that quantizes nothing has no quantization errors"
+    """Return the layout of the buffer in which error feedback stores the quantization errors of messages.
+
+    The buffer is itself a message. It holds the quantized segments of `layout` in the same order, and no others.
+    """
+    assert layout.fmt is not None, "a message layout without quantized segments has no quantization errors"
     fmt = feedback_format(layout.fmt)
     ranges, size = place_quantized([(p.start, p.stop) for p in layout.ranges if p.scales is not None], fmt)
     return MessageLayout(size=layout.size, message_bytes=align(size), ranges=tuple(ranges), fmt=fmt)
 
 
 def align(offset: int) -> int:
-    """Round an offset up to a multiple of 16 bytes."""
+    """Round an offset in a message up to a multiple of 16 bytes, from which GPUs load and store fastest."""
     return -(-offset // ALIGNMENT) * ALIGNMENT

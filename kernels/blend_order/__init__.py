@@ -1,8 +1,10 @@
-"""The order in which a blend takes samples from its datasets, as Megatron-Core's build_blending_indices computes it.
+"""The order of samples from a blend of datasets, as Megatron-Core's build_blending_indices computes it.
 
-Sample n comes from the dataset that is furthest behind its share: the largest share * max(n, 1) - taken in fp64, and
-the first dataset in a tie. Each choice depends on all earlier ones. `native` (C) and `reference` (Python, for machines
-without a C compiler) make identical choices. With many datasets, C compares only a few candidates for each sample.
+A dataset's share is its weight divided by the sum of all weights. Sample n comes from the dataset that is furthest
+behind its share: the one with the largest share * max(n, 1) - taken in fp64, where `taken` is the number of samples
+that the dataset has provided, and the first dataset in a tie. Each choice depends on all earlier ones. `native` (C) and
+`reference` (Python, for machines without a C compiler) make identical choices. With many datasets, C compares only a
+few candidates for each sample.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ import megazpp.kernels.blend_order.reference as reference
 
 __all__ = ["MOST_DATASETS", "blend_order"]
 
-MOST_DATASETS = (1 << 15) - 1  # datasets are numbered by int16
-SECONDS_BETWEEN_LINES = 3.0
-_AT_ONCE = 1 << 20  # samples between two readings of the clock in C; the Python fallback reads it 16 times as often
+MOST_DATASETS = (1 << 15) - 1  # most datasets of a blend, because int16 holds the number of a sample's dataset
+SECONDS_BETWEEN_LINES = 3.0  # time between two progress lines
+_AT_ONCE = 1 << 20  # samples that C plans per call; progress is checked after each call, in Python 16 times as often
 
 
 def blend_order(
@@ -30,17 +32,17 @@ def blend_order(
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """Plan the order of samples in a blend.
+    """Determine from which dataset each sample of a blend comes.
 
     Args:
         weights: positive weights of up to MOST_DATASETS datasets; they need not sum to 1.
-        num_samples: number of samples n.
-        say: receives a progress line every 3 seconds.
-        clock: returns the time in seconds; a parameter for tests.
+        num_samples: number of samples n of the blend.
+        say: prints a progress line; called about every 3 seconds.
+        clock: returns the time in seconds, like `time.monotonic`, which tests replace.
     Returns:
-        [n] the dataset of each sample, and [n] its number among the samples of that dataset.
+        [n] the index of each sample's dataset, and [n] the sample's number among the blend's samples from that dataset.
     """
-    assert 0 < len(weights) <= MOST_DATASETS, f"{len(weights)} datasets"
+    assert 0 < len(weights) <= MOST_DATASETS, f"a blend has 1 to {MOST_DATASETS} datasets, not {len(weights)}"
     shares, at_once, how = np.array(weights) / np.sum(weights), _AT_ONCE, ""
     planner: native.NativePlanner | reference.PythonPlanner
     if missing := native.library().missing:

@@ -1,19 +1,20 @@
-/* The order of a blend in C, defined in __init__.py, with the same choices as reference.py.
+/* The order of a blend's samples in C, defined in __init__.py, with the same choices as reference.py.
 
-Datasets with equal shares form a group, which takes samples from its members in turn: `taken` counts complete rounds,
-and `turn` is the next member. So all groups have different shares.
+Datasets with equal shares form a group, which takes samples from its members in turn. A group's `taken` counts how
+often all its members have had their turn, and `turn` is the next member. So all groups have different shares.
 
 The lag of a group is share * max(n, 1) - taken; the group with the largest lag provides sample n. Samples are planned
-in blocks, and within a block only candidates are compared. The floor of a block is a line over n. A candidate is a group
-whose lag reaches the floor at the block's first or last sample, if it gets no sample in between. Lags are lines too, up
-to rounding, so no other group reaches the floor within the block. A choice with a lag of at least the floor is therefore
-correct among all groups. Before a choice with a smaller lag the block ends.
+in blocks of consecutive samples, and within a block only candidates are compared. The floor of a block is a linear
+function of n. A candidate is a group whose lag reaches the floor at the block's first or last sample, if the group
+provides no sample in between. Lags are linear functions too, up to rounding, so no other group reaches the floor within
+the block. A choice with a lag of at least the floor is therefore correct among all groups. Before a choice with a
+smaller lag the block ends.
 
 The floor affects the speed, not the result. It continues the lags of the previous block's choices: their smallest value
 minus a margin, and their slope. The slope is 0 in most blends. With nearly equal shares all lags rise together until
-every group has had its turn, and a level floor would make nearly every group a candidate. After a block that ended early,
-the floor is a lag that enough groups reach. If the next block ends early too, the floor after it is level and so low
-that the following block cannot end early.
+every group has had its turn, and a level floor would make nearly every group a candidate. After a block that ended
+early, the floor is a lag that enough groups reach. If the next block ends early too, the floor after it is level and so
+low that the following block cannot end early.
 */
 
 #include <math.h>
@@ -42,18 +43,20 @@ struct plan {
     double *taken;
     const int32_t *starts, *members; /* group g has members[starts[g]] to members[starts[g + 1] - 1], ascending */
     int32_t *turns;
-    double floor, slope, margin, expected; /* expected: the floor without its margin; NaN after a new floor */
+    /* The floor, its slope per sample, the margin that is subtracted from it, and the floor without this margin.
+    `expected`, the last of them, is NaN after `new_floor`. */
+    double floor, slope, margin, expected;
     double *some_shares, *some_taken; /* the candidates' shares and taken; room for num_groups + AT_ONCE each */
     int32_t *candidates;
     double *lags; /* lags of the choices in a block, with room for num_groups elements */
 };
 
-/* The floor at sample `at` of a block that begins with sample `begin`. */
+/* Return the floor at sample `at` of a block that begins with sample `begin`. */
 static inline double floor_at(const struct plan *p, double begin, double at) {
     return p->floor + p->slope * (at - begin);
 }
 
-/* Choose the candidates of a block with the samples `begin` to `last`, copy their state, and return their number. */
+/* Choose the candidates for the samples `begin` to `last`, copy their shares and `taken`, and return their number. */
 static int64_t choose_candidates(struct plan *p, double begin, double last) {
     const double *shares = p->shares, *taken = p->taken;
     /* A lag is rounded by at most 2^-53 of its terms. 16 times that covers both ends, the sample and the floor. */
@@ -81,24 +84,24 @@ static int64_t choose_candidates(struct plan *p, double begin, double last) {
         p->some_shares[j] = shares[p->candidates[j]];
         p->some_taken[j] = taken[p->candidates[j]];
     }
-    for (int64_t j = count; j < count + 2 * LANES; j++) { /* padding whose lag is below every other */
+    for (int64_t j = count; j < count + 2 * LANES; j++) { /* padding with lag -inf, which is never chosen */
         p->some_shares[j] = 0.0;
         p->some_taken[j] = INFINITY;
     }
     return count;
 }
 
-/* The dataset that provides the next sample of candidate j. */
+/* Return the dataset that provides the next sample of candidate j, a group of datasets with equal shares. */
 static inline int32_t member(const struct plan *p, int64_t j) {
     int32_t group = p->candidates[j];
     return p->members[p->starts[group] + p->turns[group]];
 }
 
-/* Return the candidate with the largest lag, and write that lag to `largest`. In a tie it is the candidate whose next
-member has the lowest number.
+/* Return the candidate with the largest lag at sample `at`, and write that lag to `largest`. In a tie, return the
+candidate whose next member has the lowest dataset number.
 
-Each lane keeps its largest lag, the candidate that has it, and whether another one was equal. Two independent sets of
-lanes shorten the chain of dependent operations.
+Each vector lane tracks its largest lag, the candidate with this lag, and whether another candidate has an equal lag.
+Two independent sets of lanes shorten the chain of dependent operations.
 */
 static int64_t furthest_behind(const struct plan *p, int64_t count, double at, double *largest) {
     lanes best[2];
@@ -132,8 +135,8 @@ static int64_t furthest_behind(const struct plan *p, int64_t count, double at, d
     return found;
 }
 
-/* Return the lag of rank `rank` at sample `at`, and write the largest lag, of rank 0, to `largest`. It overwrites the
-candidates' copies. */
+/* Return the lag at sample `at` that has index `rank` among all groups' lags in descending order, and write the largest
+lag to `largest`. This overwrites the candidates' copies in `some_shares`. */
 static double lag_of_rank(struct plan *p, double at, int64_t rank, double *largest) {
     double *lags = p->some_shares;
     int64_t low = 0, high = p->num_groups - 1;
@@ -164,7 +167,7 @@ static double lag_of_rank(struct plan *p, double at, int64_t rank, double *large
 }
 
 /* Choose the floor of the block that begins with sample `at`, after the block that began with `begin` has ended early.
-As many groups as two blocks have samples reach the floor, so a block with a level floor cannot end early. */
+The lags of at least 2 * block groups reach this floor, so a block with a level floor cannot end early. */
 static void new_floor(struct plan *p, double begin, double at) {
     double missed = p->expected + p->slope * (at - begin), largest;
     int64_t rank = 2 * p->block < p->num_groups ? 2 * p->block : p->num_groups - 1;
@@ -177,15 +180,16 @@ static void new_floor(struct plan *p, double begin, double at) {
 
 /* Continue the floor for the next block, from the lags of the last block's `size` choices. */
 static void continue_floor(struct plan *p, int64_t size) {
-    /* how far the lags fell below a continuation of the block before */
+    /* `missed`: how far the lags fell below the floor without its margin, which the block before had predicted */
     double lowest = INFINITY;
     for (int64_t i = 0; i < size; i++) {
         double over = p->lags[i] - p->slope * (double)i;
         lowest = over < lowest ? over : lowest;
     }
-    double missed = p->expected - lowest; /* NaN without a continuation */
+    double missed = p->expected - lowest; /* NaN if the floor came from `new_floor`, which predicts nothing */
     p->margin = 2.0 * missed > 0.9 * p->margin ? 2.0 * missed : 0.9 * p->margin;
-    /* the next continuation, with the slope between the smallest lags of both halves, without the middle of odd sizes */
+    /* The next floor continues these lags. Its slope is between the smallest lags of both halves of the block, without
+    the middle sample of odd sizes. */
     int64_t distance = size - size / 2;
     double early = INFINITY, late = INFINITY;
     for (int64_t i = 0; i < size / 2; i++) {
@@ -201,7 +205,8 @@ static void continue_floor(struct plan *p, int64_t size) {
     p->floor = p->expected - p->margin;
 }
 
-/* Plan samples `first` to `first + count` - 1; the arrays begin with sample `first`. */
+/* Choose the datasets of samples `first` to `first + count` - 1. Write the dataset of each sample, and the sample's
+number among the blend's samples from that dataset. */
 void megazpp_blend_order(struct plan *p, int64_t first, int64_t count, int16_t *datasets, int64_t *numbers) {
     if (first == 0 && p->block < INT32_MAX) new_floor(p, 1.0, 1.0);
     for (int64_t done = 0; done < count;) {

@@ -1,4 +1,4 @@
-"""The order of a blend in C: compiles native.c at first use and calls it through ctypes.
+"""The order of a blend's samples in C: compiles native.c at first use, and calls its function through ctypes.
 
 A call releases Python's global interpreter lock.
 """
@@ -16,12 +16,12 @@ import numpy.typing as npt
 from megazpp.kernels.c_library import find_c_library
 
 library = partial(find_c_library, Path(__file__).with_name("native.c"))
-AT_ONCE = 16  # equal to AT_ONCE in native.c
-NARROW = 128  # with more groups, samples are planned in blocks, and each block compares only its candidates
+AT_ONCE = 16  # padding of arrays that native.c expects; equal to AT_ONCE in native.c
+NARROW = 128  # most groups of datasets that are all compared for each sample; with more, only candidates are compared
 
 
 class _Plan(Structure):
-    """The struct `plan` of native.c."""
+    """The struct `plan` of native.c: the state of a blend's order between two calls."""
 
     _fields_ = [
         *((name, c_int64) for name in ("num_groups", "block")),
@@ -32,10 +32,10 @@ class _Plan(Structure):
 
 
 class NativePlanner:
-    """Plans the samples of a blend in their order. It needs the library.
+    """Chooses the dataset of each sample of a blend in C, one call after another. The C library must be loaded.
 
     Args:
-        shares: [D] shares of the datasets, with sum 1.
+        shares: [D] fraction of the blend's samples that each dataset provides, with sum 1.
     """
 
     def __init__(self, shares: npt.NDArray[np.float64]) -> None:
@@ -48,18 +48,18 @@ class NativePlanner:
             np.empty(size + AT_ONCE, dtype=np.int32),
             np.empty(size),
         )
-        self._arrays = own, room  # keeps the memory alive to which the C struct points
+        self._arrays = own, room  # a reference that keeps the arrays alive, because the C struct points to their memory
         places = [[c_void_p(array.ctypes.data) for array in arrays] for arrays in self._arrays]
         block = (1 << 31) - 1 if size <= NARROW else round(2 * size**0.5)
         self._plan = _Plan(size, block, *places[0], -float("inf"), 0.0, 0.5 / size, float("nan"), *places[1])
 
     def plan(self, first: int, datasets: npt.NDArray[np.int16], numbers: npt.NDArray[np.int64]) -> None:
-        """Plan the next samples and fill both arrays.
+        """Choose the datasets of the blend's next n samples, and write them into both arrays.
 
         Args:
-            first: number of the first sample; each call continues after the previous one.
-            datasets: [n] the dataset of each sample.
-            numbers: [n] the number of each sample among the samples of its dataset.
+            first: number of the first of these samples in the blend; each call continues after the previous one.
+            datasets: [n], receives the index of each sample's dataset.
+            numbers: [n], receives each sample's number among the blend's samples from its dataset.
         """
         arrays = [c_void_p(array.ctypes.data) for array in (datasets, numbers)]
         self._function(byref(self._plan), c_int64(first), c_int64(len(datasets)), *arrays)
@@ -68,12 +68,13 @@ class NativePlanner:
 def _groups_of(
     shares: npt.NDArray[np.float64],
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Group datasets by equal shares.
+    """Group the datasets of a blend by equal shares, because members of a group provide samples in turn.
 
     Args:
-        shares: [D] shares of the datasets.
+        shares: [D] fraction of the blend's samples that each dataset provides.
     Returns:
-        The distinct shares [G], the start [G + 1] of each group, and the groups' members [D], ascending in each group.
+        The distinct shares [G] in ascending order; [G + 1] the index in the list of members at which each group begins;
+        and this list [D], the indices of the datasets, ascending within a group.
     """
     distinct, group = np.unique(shares, return_inverse=True)
     starts = np.zeros(len(distinct) + 1, dtype=np.int32)

@@ -1,6 +1,7 @@
-"""The order of a blend in Python: the definition, which also serves machines without a C compiler.
+"""The order of a blend's samples in Python: the definition, which also serves machines without a C compiler.
 
-numpy compares all datasets for each sample. Candidates as in native.c would take longer in Python than they save.
+For each sample numpy compares all datasets. native.c compares only a few candidates, but choosing these would take
+longer in Python than it saves.
 """
 
 from __future__ import annotations
@@ -10,22 +11,22 @@ import numpy.typing as npt
 
 
 class PythonPlanner:
-    """Plans the samples of a blend in their order.
+    """Chooses the dataset of each sample of a blend in Python, one call after another.
 
     Args:
-        shares: [D] shares of the datasets, with sum 1.
+        shares: [D] fraction of the blend's samples that each dataset provides, with sum 1.
     """
 
     def __init__(self, shares: npt.NDArray[np.float64]) -> None:
         self._shares, self._taken = shares, np.zeros(len(shares))
 
     def plan(self, first: int, datasets: npt.NDArray[np.int16], numbers: npt.NDArray[np.int64]) -> None:
-        """Plan the next samples and fill both arrays.
+        """Choose the datasets of the blend's next n samples, and write them into both arrays.
 
         Args:
-            first: number of the first sample; each call continues after the previous one.
-            datasets: [n] the dataset of each sample.
-            numbers: [n] the number of each sample among the samples of its dataset.
+            first: number of the first of these samples in the blend; each call continues after the previous one.
+            datasets: [n], receives the index of each sample's dataset.
+            numbers: [n], receives each sample's number among the blend's samples from its dataset.
         """
         for index in range(len(datasets)):
             behind = self._shares * max(first + index, 1) - self._taken

@@ -1,20 +1,21 @@
-"""Block quantization of messages: the public functions, their checks, and the choice of an implementation.
+"""Quantize weights and gradients in blocks into ZeRO++'s messages, and dequantize them: the public functions.
 
-Each row of data [n] is packed into a message of bytes [M]. A `RangeTable` lists the segments of a row: which elements
-are quantized in blocks, which are copied unquantized, and where their bytes are in the message (formats.py). One call
-handles all segments of all rows, with one kernel launch on CUDA.
+Each row of data [n], a rank's flat shard, is packed into a message of bytes [M]. A `RangeTable` lists the segments of a
+row: which elements are quantized in blocks, which are copied unquantized, and where their bytes are in the message
+(formats.py). One call handles all segments of all rows, with one kernel launch on CUDA.
 
 Data and messages may be strided views with a contiguous last dim and up to two leading dims. Permuted strides express
-the reordering in two-hop collectives, [N, L, S] to [L, N, M], without copies. Data may start at any element; starts and
-strides that are multiples of 16 bytes are faster on CUDA. Bytes of a message that no segment uses are not written.
+the reordering of two-hop collectives without copies, from [N, L, n] to [L, N, M] with N nodes of L ranks. Data may
+start at any element; starts and strides that are multiples of 16 bytes are faster on CUDA. Bytes of a message that
+belong to no segment are not written.
 
 Three implementations agree bit for bit: `native` (C, for CPU tensors), `triton` (for CUDA tensors) and `reference`
 (plain torch, which also serves CPUs without a C compiler). C is 3 to 11 times as fast as the reference (one thread of
-an EPYC, tools/benchmarks/benchmark_kernels.py with and without CC=none). Tensors without memory (FakeTensor) are only
-checked.
+an EPYC, tools/benchmarks/benchmark_kernels.py with and without CC=none). For a FakeTensor, which has no memory, the
+functions only check the arguments.
 
-A block that contains a NaN or Inf is sent with scale NaN and integers 0, so all of it is unpacked as NaN. A block whose
-scale would be subnormal (all magnitudes below about 1e-36) is sent as zeros.
+A block that contains a NaN or Inf is sent with scale NaN and integers 0, so the receiver unpacks the whole block as
+NaN. A block whose scale would be subnormal (all magnitudes below about 1e-36) is sent as zeros.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TRITON = triton_module(__name__)
 
 __all__ = ["Feedback", "backend", "pack", "range_table", "rescale_", "unpack", "unpack_onto", "unpack_sum"]
 
-MESSAGE_ALIGNMENT = 4  # bytes of the widest dtype that is sent unquantized, fp32
+MESSAGE_ALIGNMENT = 4  # messages start at multiples of the bytes of fp32, the widest dtype that is sent unquantized
 DATA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -49,18 +50,19 @@ def pack(
     beta: float = 0.0,
     base: Tensor | None = None,
 ) -> None:
-    """Pack every row of `x` into its message.
+    """Quantize every row of `x` in blocks, and write the integers and scales into the row's message.
 
     Args:
-        x: [..., n] fp32, bf16 or fp16; n is the size of the table's layout.
-        table: the segments of a row, from `range_table`.
-        messages: [..., M] uint8, written.
-        errors: quantization errors of the last messages, from `Feedback.zeros` at first. They are added to the elements
-            that are quantized, and replaced by the new errors.
+        x: [..., n] fp32, bf16 or fp16, rows of weights or gradients; n is the size of the table's layout.
+        table: list of the segments of a row and of their bytes in a message, from `range_table`.
+        messages: [..., M] uint8, one message per row, written.
+        errors: error feedback: the quantization errors of the previous messages, from `Feedback.zeros` at first. The
+            errors are added to the elements that are quantized, and then replaced by this call's errors.
         beta: weight of the earlier errors in the errors that replace them (LoCo's moving average); 0 <= beta < 1.
-        base: [..., n] fp32, bf16 or fp16 that the receivers hold; its dtype may differ from x. Quantized elements are
-            float(x) - float(base), the others are x. Receivers unpack with `unpack_onto`. It cannot be combined with
-            `errors`: rounding errors are part of the next difference anyway.
+        base: [..., n] fp32, bf16 or fp16, values that the receivers already hold; their dtype may differ from x. If
+            given, the message quantizes the weight delta float(x) - float(base), and receivers call `unpack_onto`.
+            Unquantized elements are sent as x. A base cannot be combined with `errors`, because the next delta
+            contains this message's rounding errors anyway.
     Errors:
         |x - dequantized| <= |scale| / 2 (1 + 2^-15), except for elements that a format with `clip` clips.
     Raises:
@@ -80,15 +82,23 @@ def pack(
     _check_messages("messages", messages, lead, table, x.device)
     if errors is not None:
         if errors.table is not table.of_errors:
-            raise ValueError(f"errors belongs to messages of another layout; expected the layout {table.layout}")
+            raise ValueError(
+                f"errors stores quantization errors of messages with another layout; expected errors for {table.layout}"
+            )
         if base is not None:
-            raise ValueError("errors and base are both given: a difference from a base needs no error feedback")
+            raise ValueError(
+                "pack got both errors and base: pass one of them, because the next delta from a base contains this"
+                " message's rounding errors anyway"
+            )
         _check_messages("errors", errors.messages, lead, errors.table, x.device)
         errors = Feedback(_two_leads(errors.messages), errors.table)
     if base is not None:
         _check_data("base", base, table)
         if base.shape != x.shape or base.device != x.device:
-            raise ValueError(f"base is {tuple(base.shape)} on {base.device}, but x is {tuple(x.shape)} on {x.device}")
+            raise ValueError(
+                f"base is {tuple(base.shape)} on {base.device}; expected x's shape and device, {tuple(x.shape)} on"
+                f" {x.device}"
+            )
         base = _two_leads(base)
 
     # ---- compute
@@ -99,11 +109,13 @@ def pack(
 
 
 def unpack(messages: Tensor, table: RangeTable, *, out: Tensor) -> None:
-    """Unpack messages into the rows of `out`: integer times scale in fp32, rounded once to the dtype of `out`.
+    """Dequantize messages of `pack` into the rows of `out`.
+
+    An element is its integer times its block's scale, computed in fp32 and rounded once to the dtype of `out`.
 
     Args:
-        messages: [..., M] uint8, written by `pack`.
-        table: the segments of a row, as for `pack`.
+        messages: [..., M] uint8, one message per row, written by `pack`.
+        table: list of the segments of a row, the same as for `pack`.
         out: [..., n] fp32, bf16 or fp16, written.
     Raises:
         ValueError: a shape, dtype, stride or device does not match.
@@ -112,16 +124,16 @@ def unpack(messages: Tensor, table: RangeTable, *, out: Tensor) -> None:
 
 
 def unpack_onto(messages: Tensor, table: RangeTable, *, out: Tensor) -> None:
-    """Unpack messages that `pack` made with a `base`, onto that base in `out`.
+    """Dequantize messages that `pack` wrote with a `base`, and add the deltas to that base in `out`.
 
-    Quantized elements become round(float(out) + integer * scale), in one pass; unquantized elements are replaced. The
-    product is exact, so receivers that held the same bits hold the same bits afterwards. An element that is NaN, or for
+    Quantized elements become round(float(out) + integer * scale); unquantized elements are replaced. The product is
+    exact in fp32, so receivers that held the same bits hold the same bits afterwards. An element that is NaN, or for
     which a NaN arrives, is NaN afterwards.
 
     Args:
-        messages: [..., M] uint8, written by `pack`.
-        table: the segments of a row, as for `pack`.
-        out: [..., n] fp32, bf16 or fp16, updated in place.
+        messages: [..., M] uint8, one message per row, written by `pack`.
+        table: list of the segments of a row, the same as for `pack`.
+        out: [..., n] fp32, bf16 or fp16, the base, updated in place.
     Raises:
         ValueError: a shape, dtype, stride or device does not match.
     """
@@ -129,29 +141,30 @@ def unpack_onto(messages: Tensor, table: RangeTable, *, out: Tensor) -> None:
 
 
 def unpack_sum(messages: Tensor, table: RangeTable, *, out: Tensor, accumulate: bool = False) -> None:
-    """Unpack K messages per row and sum them in fp32, in the order 0..K-1.
+    """Dequantize K messages per row, and sum them in fp32 in the order 0..K-1, as a reduce-scatter does.
 
     Args:
-        messages: [K, ..., M] uint8.
-        table: the segments of a row, as for `pack`.
-        out: [..., n] fp32, bf16 or fp16, written and rounded once.
-        accumulate: whether the sum starts with the values in `out`.
+        messages: [K, ..., M] uint8, for each row one message of each of K ranks, written by `pack`.
+        table: list of the segments of a row, the same as for `pack`.
+        out: [..., n] fp32, bf16 or fp16; receives the sums, which are rounded once to its dtype.
+        accumulate: True if the sum starts with the values in `out`; False overwrites them.
     Raises:
         ValueError: K is 0, or a shape, dtype, stride or device does not match.
     """
     if messages.ndim < 2 or messages.shape[0] == 0:
-        raise ValueError(f"messages {tuple(messages.shape)} cannot be summed; expected [K, ..., bytes] with K >= 1")
+        raise ValueError(f"messages {tuple(messages.shape)} cannot be summed; expected the shape [K, ..., M], K >= 1")
     _unpack(messages, table, out, onto_quantized=accumulate, onto_exact=accumulate)
 
 
 def _unpack(messages: Tensor, table: RangeTable, out: Tensor, **onto: bool) -> None:
-    """Check the arguments of an unpacking function and compute it.
+    """Check the arguments of `unpack`, `unpack_onto` or `unpack_sum`, and dequantize and sum the messages.
 
     Args:
-        messages: [K, ..., M] uint8.
-        table: the segments of a row.
+        messages: [K, ..., M] uint8; K is 1 unless messages are summed.
+        table: list of the segments of a row and of their bytes in a message.
         out: [..., n], written.
-        onto: `onto_quantized` and `onto_exact`, whether `out` is added to for quantized and for unquantized elements.
+        onto: two flags. `onto_quantized` adds quantized elements to the values in `out`, and `onto_exact` adds
+            unquantized ones; False overwrites the values.
     """
     implementation, given = _implementation(out), (messages, out)
     launch = _launch_of(implementation, given, *onto.values())
@@ -166,14 +179,14 @@ def _unpack(messages: Tensor, table: RangeTable, out: Tensor, **onto: bool) -> N
 
 
 def backend(device_type: str) -> tuple[str, str, str]:
-    """Return (piece, implementation, reason): block quantization's row in the log's table of back ends.
+    """Return the row about block quantization for the log's table of back ends: (piece, implementation, reason).
 
-    For "cpu" this compiles native.c unless the cache has it.
+    For "cpu" this compiles native.c, unless the cache folder has its library.
 
     Args:
-        device_type: "cpu" or "cuda".
+        device_type: type of the run's device, "cpu" or "cuda".
     Raises:
-        ValueError: block quantization has no implementation for this device.
+        ValueError: `device_type` is "cuda" and Triton is not installed, or it is another type.
     """
     piece = "block quantization"
     if device_type == "cpu":
@@ -184,12 +197,14 @@ def backend(device_type: str) -> tuple[str, str, str]:
     if device_type == "cuda" and TRITON is not None:
         return piece, f"Triton {TRITON.VERSION}", "CUDA tensors"
     if device_type == "cuda":
-        raise ValueError("block quantization of CUDA tensors needs Triton: pip install triton")
-    raise ValueError(f"block quantization has no implementation for {device_type} tensors")
+        raise ValueError(
+            "block quantization of CUDA tensors requires Triton, which is not installed: pip install triton"
+        )
+    raise ValueError(f"block quantization has no implementation for {device_type} tensors, only for cpu and cuda")
 
 
 def _implementation(tensor: Tensor) -> ModuleType | None:
-    """Return the module that computes on the tensor's device; None for tensors without memory."""
+    """Return the module of kernels for the tensor's device; None for a FakeTensor, for which nothing is computed."""
     device_type = tensor.device.type
     if isinstance(tensor, FakeTensor):
         return None
@@ -203,14 +218,14 @@ def _implementation(tensor: Tensor) -> ModuleType | None:
 def _launch_of(
     implementation: ModuleType | None, tensors: Sequence[Tensor], *others: object
 ) -> tuple[object, ...] | None:
-    """Return a key of a Triton launch: all properties of the arguments that are checked or select the compiled kernel.
+    """Return the key by which `_repeated` finds an equal earlier launch of a Triton kernel; None for C and torch.
 
-    The key contains the remainders of addresses modulo 16, not the addresses. Returns None for the other
-    implementations.
+    The key holds all properties of the arguments that are checked or that select the compiled kernel. Addresses enter
+    by their remainder modulo 16, which Triton compiles into a kernel.
 
     Args:
-        implementation: the module that computes.
-        tensors: the tensor arguments.
+        implementation: module that computes, from `_implementation`.
+        tensors: tensor arguments of the launch.
         others: further arguments that change the compiled kernel.
     """
     if implementation is None or implementation is not TRITON:
@@ -220,9 +235,14 @@ def _launch_of(
 
 
 def _repeated(table: RangeTable, launch: tuple[object, ...] | None, tensors: Sequence[Tensor]) -> bool:
-    """Repeat an earlier launch for these tensors, if one with an equal key exists. Returns whether it did.
+    """Repeat an earlier Triton launch with an equal key for the addresses of these tensors; True if there was one.
 
-    This takes a fifth of the host time of a launch with our checks and Triton's inspection of its arguments.
+    A repeat skips this module's checks and Triton's inspection of arguments, and so takes a fifth of the host time.
+
+    Args:
+        table: table of segments, which stores the launches that can be repeated.
+        launch: key of the launch, from `_launch_of`; None returns False.
+        tensors: tensor arguments of the launch, whose addresses are used.
     """
     repeat = None if launch is None else table.repeats.get(launch)
     if repeat is not None:
@@ -231,7 +251,10 @@ def _repeated(table: RangeTable, launch: tuple[object, ...] | None, tensors: Seq
 
 
 def _check_data(name: str, x: Tensor, table: RangeTable) -> None:
-    """Raise ValueError if a data tensor does not fit the table."""
+    """Raise ValueError if the dtype, shape or stride of a tensor of elements does not match the table of segments.
+
+    `name` is the tensor's argument name, for the error message.
+    """
     if x.dtype not in DATA_DTYPES:
         raise ValueError(f"{name} is {x.dtype}; expected fp32, bf16 or fp16")
     if not 1 <= x.ndim <= 3:
@@ -244,7 +267,15 @@ def _check_data(name: str, x: Tensor, table: RangeTable) -> None:
 def _check_messages(
     name: str, messages: Tensor, lead: tuple[int, ...], table: RangeTable, device: torch.device
 ) -> None:
-    """Raise ValueError if a message tensor does not fit the table."""
+    """Raise ValueError if a tensor of messages does not have the dtype, shape, device and strides that it must have.
+
+    Args:
+        name: the tensor's argument name, for the error message.
+        messages: tensor to check.
+        lead: expected leading dims, before the bytes of a message.
+        table: table of segments, which determines the bytes of a message.
+        device: expected device.
+    """
     expected = (*lead, table.layout.message_bytes)
     if messages.dtype != torch.uint8 or messages.shape != expected or messages.device != device:
         raise ValueError(
@@ -257,18 +288,22 @@ def _check_messages(
         starts |= stride
     if starts % MESSAGE_ALIGNMENT and messages.numel():
         raise ValueError(
-            f"{name} {tuple(messages.shape)} has rows that do not start at a multiple of {MESSAGE_ALIGNMENT} bytes"
+            f"{name} {tuple(messages.shape)} has messages that start at addresses which are not multiples of"
+            f" {MESSAGE_ALIGNMENT} bytes; check its storage offset and strides"
         )
 
 
 def _check_rows(name: str, x: Tensor) -> None:
-    """Raise ValueError unless the last dim is contiguous."""
+    """Raise ValueError unless the last dim of the tensor is contiguous; `name` is its argument name in the message."""
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         raise ValueError(f"{name} {tuple(x.shape)} has stride {x.stride(-1)} in its last dim; it must be contiguous")
 
 
 def _two_leads(x: Tensor, *, after: int = 0) -> Tensor:
-    """Insert leading dims of size 1 until there are two: [after dims, leads, last] -> [after dims, A, B, last]."""
+    """Return a view of `x` with exactly two leading dims A and B, inserting dims of size 1, as the kernels expect.
+
+    The first `after` dims stay in front, so the result is [A, B, last], or [K, A, B, last] with `after` = 1.
+    """
     while x.ndim < after + 3:
         x = x.unsqueeze(after)
     return x

@@ -1,10 +1,11 @@
-/* Block quantization in C: a block is loaded, computed and stored while it is in the L1 cache.
+/* Block quantization in C: each block is loaded, computed and stored while it is in the L1 cache.
 
 The arithmetic equals reference.py, operation by operation. Compilers vectorize every loop over elements: the loops have
-no calls and no branches, only conditional expressions, and where NaN must win they compare floats as integers. Compile
-with -ffp-contract=off and without -ffast-math, because contraction and fast math change the rounding.
+no calls and no branches, only conditional expressions. Where a NaN must determine the result, they compare floats as
+integers. Compile with -ffp-contract=off and without -ffast-math, because contraction and fast math change rounding.
 
-A, B: leading dims; K: number of messages that are summed. The structs have the fields of native.py, 8 bytes each.
+A, B: leading dims of data and messages; K: number of messages that are summed. Each struct has the fields of its
+counterpart in native.py, 8 bytes each.
 */
 
 #include <float.h>
@@ -13,20 +14,20 @@ A, B: leading dims; K: number of messages that are summed. The structs have the 
 #include <string.h>
 
 #define MAX_BLOCK_SIZE 2048
-#define CHUNK 32 /* divides every block size, so the compiler can omit the remainder of a vectorized loop */
+#define CHUNK 32 /* divides every block size: loops over size / CHUNK * CHUNK elements vectorize without a remainder */
 #define INFINITE 0x7F800000u
 #define NAN_BITS 0x7FC00000u
 #define LOOP static __attribute__((noinline)) /* after inlining, gcc 12 loses `restrict` and does not vectorize */
 
 enum dtype { FP32, BF16, FP16 };
 
-/* Elements [A, B, n]; strides in bytes. */
+/* A tensor of elements [A, B, n]; strides in bytes. */
 struct data {
     char *start;
     int64_t stride_a, stride_b, dtype;
 };
 
-/* Messages [K, A, B, M]; strides in bytes. */
+/* A tensor of messages [K, A, B, M]; strides in bytes. */
 struct messages {
     char *start;
     int64_t stride_k, stride_a, stride_b;
@@ -36,13 +37,13 @@ struct shape {
     int64_t k, a, b;
 };
 
-/* A segment: its first element, its number of elements, and the offsets of its payload and scales in the message, in
-bytes. scales is -1 for unquantized elements. */
+/* A segment of a row: its first element, its number of elements, and the offsets in bytes of its integers (payload) and
+scales in the message. scales is -1 for a segment of unquantized elements. */
 struct range {
     int64_t start, size, payload, scales;
 };
 
-/* The table of segments (range_table.py); dtype is the dtype of unquantized elements. */
+/* The table of segments and their format (range_table.py); dtype is the dtype of unquantized elements in a message. */
 struct table {
     const struct range *ranges;
     int64_t num_ranges, bits, block_size, clip, dtype;
@@ -83,7 +84,7 @@ static inline uint16_t to_fp16(float x) {
     return (uint16_t)(bits >> 16 & 0x8000u) | (uint16_t)(magnitude >= 0x477FF000 ? special : finite);
 }
 
-/* Load `width` values of a block as floats, and fill up to `size` with zeros. */
+/* Load `width` elements of a block as fp32 into `values`, and fill `values` up to `size` with zeros. */
 static inline void load(const char *restrict from, int64_t dtype, int width, int size, float *restrict values) {
     const uint16_t *halves = (const uint16_t *)from;
     if (dtype == FP32)
@@ -95,7 +96,7 @@ static inline void load(const char *restrict from, int64_t dtype, int width, int
     for (int i = width; i < size; i++) values[i] = 0;
 }
 
-/* Compute x - base for `width` values of a block, and fill up to `size` with zeros. */
+/* Compute values = x - base for `width` elements of a block, and fill `values` up to `size` with zeros. */
 LOOP void subtract(
     const float *restrict x, const char *restrict base, int64_t dtype, int width, int size, float *restrict values
 ) {
@@ -110,7 +111,7 @@ LOOP void subtract(
     for (int i = width; i < size; i++) values[i] = 0;
 }
 
-/* Store `width` values, rounded to the dtype. */
+/* Store `width` fp32 values of a block at `to`, rounded to `dtype`. */
 static inline void store(const float *restrict values, int64_t dtype, int width, char *restrict to) {
     uint16_t *halves = (uint16_t *)to;
     if (dtype == FP32)
@@ -145,7 +146,7 @@ LOOP void dequantize(
     }
 }
 
-/* Return the scale of a block, exact in bf16: NaN if it contains NaN or Inf, 0 if the scale would be subnormal. */
+/* Return the scale of a block, exact in bf16: NaN if a value is NaN or Inf, 0 if the scale would be subnormal. */
 LOOP float scale_of(const float *restrict values, int64_t bits, int64_t clip, int size) {
     uint32_t peak = 0; /* the largest magnitude; bits of magnitudes have the order of their values */
     if (bits == 8) {
@@ -209,7 +210,7 @@ LOOP void store_integers(
         bytes[i] = (uint8_t)((clipped(values[i] * inverse) & 15) | clipped(values[half + i] * inverse) << 4);
 }
 
-/* Quantize a block and return its scale. With `keep`, values is replaced by the quantization error. */
+/* Quantize a block into `payload` and return its scale. With `keep`, `values` is replaced by the quantization error. */
 static inline float quantize_block(
     float *restrict values, int64_t bits, int64_t clip, int size, char *restrict payload, int keep
 ) {
@@ -253,14 +254,14 @@ static inline uint16_t *scales_in(char *message, const struct range *range) {
 #define FOR_EACH_BLOCK(range)                                                                                          \
     for (int64_t index = 0, first = 0; first < (range)->size; index++, first += size)
 
-/* Average the error with the earlier one: values = values * share + earlier * earlier_share. */
+/* Average a block's new quantization error with its earlier one: values = values * share + earlier * earlier_share. */
 LOOP void average(
     const float *restrict earlier, float share, float earlier_share, int size, float *restrict values
 ) {
     for (int i = 0; i < size; i++) values[i] = values[i] * share + earlier[i] * earlier_share;
 }
 
-/* Copy unquantized elements, with a conversion of the dtype. */
+/* Copy `count` unquantized elements between data and a message, and convert their dtype. */
 static void move(const char *from, int64_t from_dtype, int64_t count, int64_t to_dtype, char *to) {
     float buffer[MAX_BLOCK_SIZE];
     const int size = MAX_BLOCK_SIZE;
@@ -280,8 +281,9 @@ LOOP void add(const float *restrict more, int size, float *restrict values) {
     for (int i = 0; i < size; i++) values[i] += more[i];
 }
 
-/* Quantize a segment of x, of x - base, or of x + error; base and error may be NULL. The error is then replaced by
-rest * new error + beta * earlier error. */
+/* Quantize a segment of x, of x - base, or of x + error into a message; base and error may be NULL. `error` is error
+feedback's buffer in int8, in which `kept` is the segment. The error is replaced by rest * new error + beta * earlier
+error. */
 static void quantize_range(
     const struct table *table, const struct range *range, const char *x, int64_t dtype, const char *base,
     int64_t base_dtype, char *message, const struct range *kept, char *error, float beta, float rest
@@ -321,7 +323,7 @@ static void quantize_range(
     }
 }
 
-/* Pack rows x [A, B, n] into messages [A, B, M]; base and errors may be NULL. */
+/* Quantize rows x [A, B, n] into messages [A, B, M]; see `pack` in __init__.py. base and errors may be NULL. */
 void megazpp_pack(
     const struct shape *shape, const struct table *table, const struct data *x, const struct data *base,
     const struct messages *to, const struct table *error_table, const struct messages *errors, float beta, float rest
@@ -341,7 +343,8 @@ void megazpp_pack(
     }
 }
 
-/* Unpack K messages of each row and sum them in the order 0..K-1, starting with the values in `out` if `onto_...`. */
+/* Dequantize K messages of each row and sum them in the order 0..K-1 into `out`. The sum of quantized elements starts
+with the values in `out` if onto_quantized, the sum of unquantized elements if onto_exact. */
 void megazpp_unpack_sum(
     const struct shape *shape, const struct table *table, const struct messages *from, const struct data *out,
     int64_t onto_quantized, int64_t onto_exact

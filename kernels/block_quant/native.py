@@ -1,4 +1,4 @@
-"""Block quantization of CPU tensors in C: compiles native.c at first use and calls it through ctypes.
+"""Block quantization of CPU tensors in C: compiles native.c at first use, and calls its functions through ctypes.
 
 The C functions take pointers, strides in bytes and the table of segments, so they work on strided views in place. A
 call runs on one thread and releases Python's global interpreter lock. Concurrent calls share no state.
@@ -28,7 +28,7 @@ def pack(
     base: Tensor | None = None,
     beta: float = 0.0,
 ) -> None:
-    """Pack rows x [A, B, n] into messages [A, B, M]; see `megazpp.kernels.block_quant.pack`."""
+    """Quantize rows x [A, B, n] into messages [A, B, M] in C; see `megazpp.kernels.block_quant.pack`."""
     library().functions.megazpp_pack(
         byref(_Shape(1, *x.shape[:2])),
         byref(_table(table)),
@@ -43,7 +43,7 @@ def pack(
 
 
 def unpack_sum(messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool) -> None:
-    """Unpack messages [K, A, B, M] and sum them over K into out [A, B, n]; see `reference.unpack_sum`."""
+    """Dequantize messages [K, A, B, M] in C, and sum them over K into out [A, B, n]; see `reference.unpack_sum`."""
     library().functions.megazpp_unpack_sum(
         byref(_Shape(messages.shape[0], *out.shape[:2])),
         byref(_table(table)),
@@ -55,43 +55,43 @@ def unpack_sum(messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantiz
 
 
 class _Shape(Structure):
-    """The struct `shape` of native.c."""
+    """The struct `shape` of native.c: K messages per row, and rows [A, B]."""
 
     _fields_ = [(name, c_int64) for name in ("k", "a", "b")]
 
 
 class _Table(Structure):
-    """The struct `table` of native.c."""
+    """The struct `table` of native.c: the segments of a row and their quantization format."""
 
     _fields_ = [("rows", c_void_p), *((name, c_int64) for name in ("num_rows", "bits", "block_size", "clip", "dtype"))]
 
 
 class _Data(Structure):
-    """The struct `data` of native.c."""
+    """The struct `data` of native.c: address, strides in bytes and dtype of a tensor of elements."""
 
     _fields_ = [("start", c_void_p), *((name, c_int64) for name in ("stride_a", "stride_b", "dtype"))]
 
 
 class _Messages(Structure):
-    """The struct `messages` of native.c."""
+    """The struct `messages` of native.c: address and strides in bytes of a tensor of messages."""
 
     _fields_ = [("start", c_void_p), *((name, c_int64) for name in ("stride_k", "stride_a", "stride_b"))]
 
 
 def _table(table: RangeTable) -> _Table:
-    """Return a table of segments as a C struct."""
+    """Return the struct of native.c for a table of segments, with bits and block size 0 if nothing is quantized."""
     fmt = table.layout.fmt
     of_blocks = (0, 0, 0) if fmt is None else (fmt.bits, fmt.block_size, fmt.clip)
-    assert of_blocks[0] in (0, 4, 8), f"native.c would quantize to 4 bits instead of {of_blocks[0]}"
+    assert of_blocks[0] in (0, 4, 8), f"native.c supports 4 and 8 bits, and would treat {of_blocks[0]} bits as 4"
     return _Table(table.address, table.num_ranges, *of_blocks, DTYPES[table.dtype])
 
 
 def _data(x: Tensor) -> _Data:
-    """Return data [A, B, n] as a C struct."""
+    """Return the struct of native.c for a tensor of elements [A, B, n]."""
     size, strides = x.element_size(), x.stride()
     return _Data(x.data_ptr(), strides[0] * size, strides[1] * size, DTYPES[x.dtype])
 
 
 def _messages(messages: Tensor) -> _Messages:
-    """Return messages [A, B, M] or [K, A, B, M] as a C struct; without K its stride is 0."""
+    """Return the struct of native.c for messages [A, B, M] or [K, A, B, M]; the stride of a missing K is 0."""
     return _Messages(messages.data_ptr(), *(0, *messages.stride()[:-1])[-3:])

@@ -1,18 +1,18 @@
-"""The places of a message's segments as integers that kernels read, and the buffers of quantization errors.
+"""Tables of integers that tell kernels of block quantization where a message holds its segments; error feedback.
 
-C functions read one row per segment, Triton programs one row per tile. The columns are:
+C functions read one table row per segment, Triton programs one table row per tile. The columns are:
 
-    start      index of the first element in the row of data
-    size       number of elements from there to the end of the segment
+    start      index of the first element of the segment or tile in a row of data
+    size       number of elements from `start` to the end of the segment
     payload    offset in the message of the integers or of the unquantized elements, in bytes; a multiple of 16
     scales     offset in the message of the scales, in bytes; -1 for unquantized elements
 
-Rows of quantized segments come first, so that a segment has the same row number in the table of its errors.
+Table rows of quantized segments come first, so that a segment has the same row number in the table of its errors.
 
-Error feedback stores the errors of the last quantization and adds them back before the next one. The buffer is itself a
-message, in int8 and with the block size of the sent message, of the quantized segments only. So it takes about one byte
-per element; compared with fp32 it loses nothing measurable. A block that was not finite stores no error (scale 0,
-payload 0), so that one bad step does not affect later ones.
+Error feedback stores the errors of the last quantization and adds them back before the next one. The buffer of errors
+is itself a message of the quantized segments, in int8 and with the block size of the sent message. So it takes about
+one byte per element; compared with fp32 it loses nothing measurable. For a block that was not finite the buffer stores
+no error (scale 0, payload 0), so that one bad step does not affect later ones.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ COLUMNS = 4
 
 
 class RangeTable:
-    """The segments of a layout as integers for the kernels.
+    """The segments of a message layout as tables of integers, which the kernels of block quantization read.
 
-    Use `range_table` to create it, which shares one table between units of equal layout.
+    Create it with `range_table`, which shares one table between sharding units of equal layout.
 
     Args:
         layout: layout of the messages; quantized segments come first.
-        dtype: dtype of the unquantized elements.
+        dtype: dtype in which a message holds unquantized elements.
     Attributes:
-        num_ranges: number of rows in the table of segments.
-        address: memory address of the table of segments, on the host.
-        repeats: per key of a launch, a function that repeats it for other addresses (`_launch_of` in __init__.py).
+        num_ranges: number of segments, the rows of the table for C.
+        address: host memory address of the table for C.
+        repeats: for each key of a Triton launch (`_launch_of`), a function that repeats this launch for other
+            addresses.
     """
 
     def __init__(self, layout: MessageLayout, dtype: torch.dtype) -> None:
@@ -57,26 +58,32 @@ class RangeTable:
 
     @cached_property
     def of_errors(self) -> RangeTable:
-        """The table of the messages that store the quantization errors of this table's messages (error feedback)."""
+        """The table for error feedback's buffer, which stores the quantization errors of this table's messages."""
         return range_table(feedback_layout(self.layout), torch.float32)
 
     def tiles(self, device: torch.device, size: int) -> torch.Tensor:
-        """Return the table of tiles for Triton, [tiles, 4] int64 on `device`.
+        """Return the table for Triton, [tiles, 4] int64 on `device`, with one row per tile.
 
-        It is created at the first call. It takes 32 bytes per tile, 0.008 bytes per element for tiles of 4096.
+        The first call for a device and size creates the table. It takes 32 bytes per tile, 0.008 bytes per element for
+        tiles of 4096.
 
         Args:
-            device: device of the result.
+            device: device on which the kernels run.
             size: elements per tile, a multiple of the block size.
         """
         found = self._tiles.get((device, size))
         if found is None:
-            with torch.inference_mode(False):  # training also uses it if an evaluation creates it first
+            # An evaluation in inference mode may create the table that training uses later, so the table is a
+            # normal tensor.
+            with torch.inference_mode(False):
                 found = self._tiles[device, size] = self._cut(size).to(device)
         return found
 
     def _cut(self, size: int) -> torch.Tensor:
-        """Cut the segments into tiles of up to `size` elements; returns [tiles, 4] int64."""
+        """Cut the segments into tiles of up to `size` elements, and return their rows [tiles, 4] int64 on the CPU.
+
+        The columns are start, size, payload and scales, as described at the top of this file.
+        """
         rows, fmt = [], self.layout.fmt
         for part in self.layout.ranges:
             start, length, payload, scales = _row(part)
@@ -95,49 +102,54 @@ class RangeTable:
 
 @cache
 def range_table(layout: MessageLayout, dtype: torch.dtype) -> RangeTable:
-    """Return the table of `layout`, created at the first call.
+    """Return the table of segments for messages of this layout, which all callers with equal arguments share.
 
     Args:
         layout: layout of the messages.
-        dtype: dtype of the unquantized elements.
+        dtype: dtype in which a message holds unquantized elements.
     """
     return RangeTable(layout, dtype)
 
 
 def _row(part: ByteRange) -> tuple[int, int, int, int]:
-    """Return a segment's row of the table: start, size, payload, scales."""
+    """Return the four integers of a segment in the kernels' table: start, size, payload, scales (-1 if unquantized)."""
     return part.start, part.stop - part.start, part.payload[0], -1 if part.scales is None else part.scales[0]
 
 
 class Feedback(NamedTuple):
-    """A buffer of quantization errors: messages [..., E] uint8, and the table of the segments in it."""
+    """Error feedback's buffer, which stores the quantization errors of the last messages in int8.
+
+    Attributes:
+        messages: [..., E] uint8, for each message that is sent, E bytes with the errors of its quantized segments.
+        table: table of the segments in these E bytes.
+    """
 
     messages: torch.Tensor
     table: RangeTable
 
     @classmethod
     def zeros(cls, lead: tuple[int, ...], table: RangeTable, device: torch.device | str = "cpu") -> Feedback:
-        """Allocate a buffer without errors.
+        """Allocate a buffer for error feedback in which all quantization errors are 0.
 
         Args:
-            lead: leading dims of the messages whose errors it holds.
-            table: table of these messages.
-            device: device of the buffer.
+            lead: leading dims of the messages whose errors the buffer will hold, without their bytes.
+            table: table of the segments of these messages.
+            device: device of the messages.
         """
         kept = table.of_errors
         return cls(torch.zeros(*lead, kept.layout.message_bytes, dtype=torch.uint8, device=device), kept)
 
     def segments(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return views of the errors of every quantized segment.
+        """Return the stored quantization errors of each quantized segment, as views of this buffer.
 
-        Each is (payload [..., bytes] uint8, scales [..., blocks] bf16).
+        The views of a segment are (payload [..., bytes] uint8, scales [..., blocks] bf16).
         """
         spans = [(part.payload, part.scales) for part in self.table.layout.ranges if part.scales is not None]
         return [(span_of(self.messages, p), span_of(self.messages, s).view(torch.bfloat16)) for p, s in spans]
 
     @property
     def scales(self) -> torch.Tensor:
-        """A view of the scales of all segments, [..., blocks] bf16."""
+        """A view [..., blocks] bf16 of the scales of all stored quantization errors, which lie next to each other."""
         spans = [part.scales for part in self.table.layout.ranges if part.scales is not None]
         return self.messages[..., spans[0][0] : sum(spans[-1])].view(torch.bfloat16)
 
@@ -148,12 +160,12 @@ def span_of(messages: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
 
 
 def rescale_(errors: Sequence[Feedback], factor: torch.Tensor | float) -> None:
-    """Multiply error feedback by a finite scalar in place, in one pass over the scales; the host does not wait.
+    """Multiply the stored errors of error feedback by a finite number in place, as when the loss scale has changed.
 
-    The factor and each product are rounded to bf16.
+    Only the blocks' scales change. The factor and each new scale are rounded to bf16. The host does not wait.
 
     Args:
-        errors: buffers on one device.
+        errors: buffers of error feedback, all on one device.
         factor: a number, or a scalar tensor on that device.
     """
     scales = [error.scales for error in errors]

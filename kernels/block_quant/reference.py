@@ -24,7 +24,7 @@ def pack(
     base: Tensor | None = None,
     beta: float = 0.0,
 ) -> None:
-    """Pack rows x [.., n] into messages [.., M]; see `megazpp.kernels.block_quant.pack`."""
+    """Quantize rows x [.., n] into messages [.., M] with torch; see `megazpp.kernels.block_quant.pack`."""
     lost = [] if errors is None else errors.segments()
     for index, part in enumerate(table.layout.ranges):
         if part.start == part.stop:
@@ -46,14 +46,14 @@ def pack(
 
 
 def unpack_sum(messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool) -> None:
-    """Unpack messages [K, .., M] and sum them over K into out [.., n].
+    """Dequantize K messages per row, and sum them in fp32 in the order 0..K-1 into the rows of `out`.
 
     Args:
-        messages: [K, .., M] uint8.
-        table: the segments of a row.
-        out: [.., n], written.
-        onto_quantized: whether quantized elements are added to the values in `out`.
-        onto_exact: whether unquantized elements are added to the values in `out`.
+        messages: [K, .., M] uint8, for each row the messages of K ranks.
+        table: list of the segments of a row and of their bytes in a message.
+        out: [.., n], written; the sums are rounded once to its dtype.
+        onto_quantized: True if sums of quantized elements start with the values in `out`; False overwrites them.
+        onto_exact: True if sums of unquantized elements start with the values in `out`; False overwrites them.
     """
     for part in table.layout.ranges:
         if part.start == part.stop:
@@ -83,16 +83,17 @@ def quantize(
     base: Tensor | None = None,
     beta: float = 0.0,
 ) -> None:
-    """Quantize one segment.
+    """Quantize one segment of a message in blocks, with error feedback or minus a base if they are given.
 
     Args:
-        x: [.., n] the elements.
-        fmt: the quantization format.
-        payload: [.., bytes] uint8, written.
-        scales: [.., blocks] bf16, written.
-        error: (payload, scales) of the error feedback, added to the elements and then replaced; None without feedback.
-        base: [.., n] to subtract from the elements; None subtracts nothing.
-        beta: weight of the earlier error in the error that replaces it.
+        x: [.., n] elements of the segment, weights or gradients.
+        fmt: format with the bits and the block size.
+        payload: [.., bytes] uint8, receives the integers.
+        scales: [.., blocks] bf16, receives the blocks' scales.
+        error: (payload, scales) of the segment in error feedback's buffer, in int8. The error is added to the elements
+            and then replaced by the new quantization error. None without error feedback.
+        base: [.., n] values that the receivers hold, subtracted from the elements; None subtracts nothing.
+        beta: weight of the earlier error in the error that replaces it (LoCo's moving average); 0 <= beta < 1.
     """
     values = _to_blocks(x, fmt) if base is None else _to_blocks(x, fmt) - _to_blocks(base, fmt)
     if error is not None:
@@ -112,14 +113,19 @@ def quantize(
 
 
 def dequantize(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tensor) -> None:
-    """Dequantize one segment into out [.., n]: integer times scale, rounded once to the dtype of `out`."""
+    """Dequantize one segment of a message into out [.., n]: integer times scale, rounded once to the dtype of `out`."""
     out.copy_(_dequantize_blocks(payload, scales, fmt).flatten(-2)[..., : out.shape[-1]])
 
 
 def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tensor, accumulate: bool) -> None:
-    """Dequantize K copies of one segment and sum them in fp32, in their order, into out [.., n].
+    """Dequantize one segment of K messages, and sum the K results in fp32 in the order 0..K-1 into out [.., n].
 
-    With `accumulate` the sum starts with the values in `out`.
+    Args:
+        payload: [K, .., bytes] uint8, integers of the segment in each message.
+        scales: [K, .., blocks] bf16, scales of the segment in each message.
+        fmt: format with the bits and the block size.
+        out: [.., n], written; the sums are rounded once to its dtype.
+        accumulate: True if the sums start with the values in `out`; False overwrites them.
     """
     parts = list(_dequantize_blocks(payload, scales, fmt))
     if accumulate:
@@ -131,10 +137,10 @@ def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tenso
 
 
 def _integers_and_scale(values: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
-    """Quantize values [.., blocks, block_size].
+    """Quantize fp32 blocks [.., blocks, block_size] without packing the integers into bytes.
 
     Returns:
-        The integers as fp32, and the scales [.., blocks] as fp32 that is exact in bf16.
+        The integers in fp32, in the shape of `values`, and the scales [.., blocks] in fp32, exact in bf16.
     """
     scale = _scale(values, fmt)
     usable = scale.isfinite() & (scale != 0)
@@ -145,8 +151,11 @@ def _integers_and_scale(values: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tenso
 
 
 def _scale(values: Tensor, fmt: BlockFormat) -> Tensor:
-    """Return the scales of blocks: NaN if a block contains NaN or Inf, 0 if its scale would be subnormal."""
-    peak = values.abs().amax(-1)  # amax keeps NaN
+    """Return the scales [.., blocks] of fp32 blocks [.., blocks, block_size], in fp32 that is exact in bf16.
+
+    The scale is NaN if the block contains NaN or Inf, and 0 if it would be subnormal. `BlockFormat` has the formulas.
+    """
+    peak = values.abs().amax(-1)  # NaN if the block contains NaN
     if fmt.bits == 8:
         scale = _round_up_to_bf16(peak * _constant(1 / 127, peak))
     else:
@@ -156,13 +165,14 @@ def _scale(values: Tensor, fmt: BlockFormat) -> Tensor:
         scale = peak * _constant(1 / 9, peak) if fmt.clip else scale
         near = (values.abs() >= (peak * 0.9375).unsqueeze(-1)).sum(-1)
         scale = torch.where(near * 2 >= fmt.block_size, peak * _constant(1 / 7, peak), scale).bfloat16().float()
-        scale = torch.where(lowest == peak, scale, -scale)  # makes the integer of the largest element negative
+        # The sign of the scale makes the integer of the largest element negative, because int4 reaches from -8 to 7.
+        scale = torch.where(lowest == peak, scale, -scale)
     scale = torch.where(scale.abs() < SMALLEST_NORMAL, 0.0, scale)
     return torch.where(peak.isfinite(), scale, torch.nan)
 
 
 def _constant(value: float, like: Tensor) -> Tensor:
-    """Return a number rounded to fp32, on the device of `like`, whatever torch's default dtype and device are."""
+    """Return `value` as an fp32 scalar on the device of `like`, whatever torch's default dtype and device are."""
     return torch.tensor(value, dtype=torch.float32, device=like.device)
 
 
@@ -172,15 +182,22 @@ def _round_up_to_bf16(x: Tensor) -> Tensor:
 
 
 def _store_scales(scales: Tensor, scale: Tensor) -> None:
-    """Write scales, given as fp32 that is exact in bf16, by copying bits.
+    """Write blocks' scales into `scales`, a bf16 view of a message, by copying their upper 16 bits.
 
-    torch's conversion to bf16 produces two different NaN patterns, so it would not be reproducible.
+    torch's conversion to bf16 produces two different NaN bit patterns, so messages would not be reproducible.
+
+    Args:
+        scales: [.., blocks] bf16, written.
+        scale: [.., blocks] fp32, exact in bf16.
     """
     scales.view(torch.int16).copy_(scale.view(torch.int32) >> 16)
 
 
 def _pack(integers: Tensor, fmt: BlockFormat) -> Tensor:
-    """Return the payload [.., blocks * block_bytes] of integers [.., blocks, block_size] that are given as fp32."""
+    """Pack integers [.., blocks, block_size], given in fp32, into a message's bytes [.., blocks * block_bytes] uint8.
+
+    Byte j of an int4 block holds element j in its low half and element j + block_size / 2 in its high half.
+    """
     if fmt.bits == 8:
         return integers.to(torch.int8).view(torch.uint8).flatten(-2)
     low, high = (integers + 8).to(torch.uint8).chunk(2, dim=-1)
@@ -188,7 +205,10 @@ def _pack(integers: Tensor, fmt: BlockFormat) -> Tensor:
 
 
 def _dequantize_blocks(payload: Tensor, scales: Tensor, fmt: BlockFormat) -> Tensor:
-    """Return integer times scale [.., blocks, block_size] in fp32, where the product is exact."""
+    """Dequantize a segment's bytes [.., bytes] and bf16 scales [.., blocks] into fp32 [.., blocks, block_size].
+
+    Each result is integer times scale, which fp32 represents exactly.
+    """
     packed = payload.unflatten(-1, (-1, fmt.block_bytes)) if payload.shape[-1] else payload.unsqueeze(-1)
     if fmt.bits == 8:
         integers = packed.view(torch.int8).float()
@@ -198,7 +218,7 @@ def _dequantize_blocks(payload: Tensor, scales: Tensor, fmt: BlockFormat) -> Ten
 
 
 def _to_blocks(x: Tensor, fmt: BlockFormat) -> Tensor:
-    """Return x [.., n] as fp32 blocks [.., blocks, block_size], padded with zeros."""
+    """Copy x [.., n] into fp32 blocks [.., blocks, block_size], and fill the last block with zeros."""
     num_blocks = fmt.num_blocks(x.shape[-1])
     padded = torch.zeros(*x.shape[:-1], num_blocks * fmt.block_size, dtype=torch.float32, device=x.device)
     padded[..., : x.shape[-1]] = x

@@ -1,8 +1,9 @@
 """Block quantization of CUDA tensors in Triton: one kernel per function, which reads and writes each byte once.
 
-Each program handles one tile of one row. Grid axis 0 runs over the tiles of all segments, whose places a table on the
-device holds (range_table.py). Axes 1 and 2 run over the rows, in the order that their strides express. Whole tiles
-that start at a multiple of 16 elements use 16-byte accesses without masks; other tiles use masks.
+Each program handles one tile of one row. Grid axis 0 runs over the tiles of all segments. A table on the device tells
+where each tile is in the data and in the message (range_table.py). Grid axes 1 and 2 run over the two leading dims of
+the data. Complete tiles that start at a multiple of 16 elements use 16-byte accesses without masks; other tiles use
+masks.
 
 The launch configuration is fixed: with tiles of 4096 elements and 4 warps, each thread accesses 16 bytes at a time and
 nine programs fit on an SM. `enable_fp_fusion` is off because fused multiply-adds round differently, and its default
@@ -30,9 +31,9 @@ from megazpp.kernels.block_quant.triton_tiles import TILE_ELEMENTS
 
 VERSION = triton.__version__
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
-# A function that repeats a launch for tensors at other addresses (integers) with equal alignment. Triton inspects every
-# argument of every launch, which takes most of a launch's host time; a repeat skips that. It raises Triton's errors.
-# Functions return None instead of a repeat when Triton interprets the kernel.
+# A function that repeats a Triton launch for tensors at other addresses (integers) with equal alignment. Triton
+# inspects every argument of every launch, which takes most of a launch's host time; a repeat skips this inspection.
+# `pack` and `unpack_sum` return None instead of such a function if TRITON_INTERPRET=1: nothing is launched then.
 Repeat = Callable[..., None]
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -49,11 +50,11 @@ def pack(
     base: Tensor | None = None,
     beta: float = 0.0,
 ) -> Repeat | None:
-    """Pack rows x [A, B, n] into messages [A, B, M]; see `megazpp.kernels.block_quant.pack`.
+    """Quantize rows x [A, B, n] into messages [A, B, M] in Triton; see `megazpp.kernels.block_quant.pack`.
 
     Returns:
-        A function that repeats this launch for other addresses of x, messages and, if given, the errors or the base.
-        None if Triton interprets the kernel.
+        A function that repeats this launch. Its arguments are the addresses of x, of the messages, and of the errors
+        or the base if this call has one. None under TRITON_INTERPRET=1.
     """
     minus, places = x if base is None else base, table.tiles(x.device, TILE_ELEMENTS)
     lost, lost_places = messages, places
@@ -81,11 +82,11 @@ def pack(
 def unpack_sum(
     messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool
 ) -> Repeat | None:
-    """Unpack messages [K, A, B, M] and sum them over K into out [A, B, n]; see `reference.unpack_sum`.
+    """Dequantize messages [K, A, B, M] in Triton, and sum them over K into out [A, B, n]; see `reference.unpack_sum`.
 
     Returns:
-        A function that repeats this launch for other addresses of messages and out; None if Triton interprets the
-        kernel.
+        A function that repeats this launch. Its arguments are the addresses of the messages and of `out`. None under
+        TRITON_INTERPRET=1.
     """
     places = table.tiles(out.device, TILE_ELEMENTS)
     grid = (len(places), out.shape[1], out.shape[0])
@@ -104,24 +105,28 @@ def unpack_sum(
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Return the strides of all dims except the last.
+    """Return the strides of all dims except the last, in elements, as arguments of a Triton kernel.
 
-    Dims of size 1 get stride 0, because each new stride could cause another compilation.
+    Dims of size 1 get stride 0, because Triton could compile the kernel again for each new stride.
     """
     return [stride if size > 1 else 0 for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
 
 
 def _constants(table: RangeTable) -> dict[str, object]:
-    """Return the compile-time constants of a table's kernels."""
+    """Return the compile-time constants that a table of segments gives to the quantization kernels.
+
+    BITS and BLOCK are 0 if nothing is quantized; EXACT is Triton's dtype of the unquantized elements.
+    """
     fmt = table.layout.fmt
     bits, block_size = (0, 0) if fmt is None else (fmt.bits, fmt.block_size)
-    assert bits in (0, 4, 8), f"triton_tiles.py would quantize to 4 bits instead of {bits}"
+    assert bits in (0, 4, 8), f"triton_tiles.py supports 4 and 8 bits, and would treat {bits} bits as 4"
     return {"BITS": bits, "BLOCK": block_size, "EXACT": DTYPES[table.dtype]}
 
 
-# In the kernels, name_a, name_b and name_k are the strides of the tensor `name`, in bytes for messages. `left` is the
-# number of elements from the start of the tile to the end of the segment. BITS is 0 if nothing is quantized. WHOLE
-# selects accesses without masks, for a tile that lies completely in its segment and starts at a multiple of 16.
+# In the kernels below, name_a, name_b and name_k are the strides of the tensor `name`, in bytes for messages. `left` is
+# the number of elements from the start of the tile to the end of the segment. BITS is 0 if nothing is quantized. WHOLE
+# selects accesses without masks. It is set for a tile that lies completely in its segment and starts at a multiple of
+# 16 elements.
 
 
 @triton.jit
@@ -131,9 +136,10 @@ def _pack_kernel(
     BITS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, BASE: tl.constexpr, FEEDBACK: tl.constexpr,
     AVERAGE: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
-    """Pack one tile of x: minus the base if BASE, plus the errors of the last step if FEEDBACK.
+    """Quantize or copy one tile of x into its message: minus the base if BASE, plus the stored errors if FEEDBACK.
 
-    With AVERAGE the stored error is `rest` times the new error plus `beta` times the earlier one.
+    With AVERAGE the error that is stored for the next call is `rest` times the new error plus `beta` times the earlier
+    one.
     """
     # ---- this program's row and tile
     a, b = _row()
@@ -165,7 +171,7 @@ def _pack_kernel(
 
 @triton.jit
 def _pack_exact(x, messages, start, left, payload, EXACT: tl.constexpr, WHOLE: tl.constexpr):
-    """Copy one tile of unquantized elements into its message, converted to EXACT."""
+    """Copy one tile of unquantized elements into its message, converted to the dtype EXACT."""
     out = (messages + payload).to(tl.pointer_type(EXACT))
     for first in tl.range(0, _TILE, tiles.STRIP):
         values = tiles.load_elements(x + start + first, left - first, WHOLE)
@@ -178,7 +184,7 @@ def _quantize(
     BLOCK: tl.constexpr, BASE: tl.constexpr, FEEDBACK: tl.constexpr, AVERAGE: tl.constexpr, CLIP: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one tile into its message, and update its errors if FEEDBACK."""
+    """Quantize one tile of x into its message, and replace its quantization errors in the buffer if FEEDBACK."""
     # ---- load
     low, high = tiles.load_data(x + start, left, BLOCK, WHOLE)
     if BASE:
@@ -217,7 +223,11 @@ def _unpack_sum_kernel(
     BITS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, K: tl.constexpr, ONTO_QUANTIZED: tl.constexpr,
     ONTO_EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Unpack one tile of K messages and sum them, starting with the values in `out` if ONTO_QUANTIZED or ONTO_EXACT."""
+    """Dequantize one tile of K messages, and sum the K results into `out`.
+
+    The sum starts with the values in `out` if ONTO_QUANTIZED, for a quantized tile, or ONTO_EXACT, for an unquantized
+    one.
+    """
     a, b = _row()
     messages += a * messages_a + b * messages_b
     out += a * out_a + b * out_b
@@ -243,7 +253,7 @@ def _sum_exact(
     messages, out, messages_k, start, left, payload, EXACT: tl.constexpr, K: tl.constexpr, ONTO: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Sum one tile of unquantized elements over K messages, starting with the values in `out` if ONTO."""
+    """Sum one tile of unquantized elements over K messages into `out`; ONTO starts with the values in `out`."""
     for first in tl.range(0, _TILE, tiles.STRIP):
         rest, sums = left - first, out + start + first
         row = messages + payload
@@ -263,7 +273,7 @@ def _sum_quantized(
     messages, out, messages_k, start, left, payload, scales, BITS: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr,
     ONTO: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize one tile of K messages and sum them, starting with the values in `out` if ONTO."""
+    """Dequantize one quantized tile of K messages, and sum them into `out`; ONTO starts with the values in `out`."""
     low, high = tiles.load_sum(
         messages + payload, _bf16(messages + scales), out + start, messages_k, messages_k // 2, left,
         BITS, BLOCK, K, ONTO, WHOLE,
@@ -273,24 +283,24 @@ def _sum_quantized(
 
 @triton.jit
 def _row():
-    """Return the leading indices of this program's row, as int64 because offsets may exceed 2^31."""
+    """Return the indices (a, b) of this program's row in the leading dims, as int64: offsets may exceed 2^31."""
     return tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
 
 
 @triton.jit
 def _place(table):
-    """Load this program's row of the table of tiles: start, left, payload, scales."""
+    """Load this program's row of the table of tiles: start, elements left in the segment, payload, scales."""
     row = table + tl.program_id(0) * _COLUMNS
     return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
 
 
 @triton.jit
 def _wide(offset):
-    """Return `offset`, a multiple of 16, in a form that lets the compiler prove this and use 16-byte accesses."""
+    """Return `offset`, a multiple of 16, written so that Triton's compiler can prove this and use 16-byte accesses."""
     return offset // 16 * 16
 
 
 @triton.jit
 def _bf16(pointer):
-    """Cast a byte pointer to a bf16 pointer."""
+    """Cast a pointer to bytes of a message to a pointer to bf16 scales."""
     return pointer.to(tl.pointer_type(tl.bfloat16))

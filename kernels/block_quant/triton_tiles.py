@@ -1,16 +1,18 @@
-"""Building blocks of the Triton kernels: loads, stores and arithmetic of one tile of blocks in registers.
+"""Building blocks of the Triton kernels for block quantization: loads, stores and arithmetic of one tile in registers.
 
-A tile is TILE_ELEMENTS elements, which are ROWS blocks of BLOCK elements. It is held as two tensors [ROWS, HALF] with
-the low and the high halves of the blocks. In int4, byte j of a block holds elements j and j + HALF, so this layout
-needs no shuffles; int8 is as fast in it, so both share the code. Pointers point to the first element of the tile,
-`left` is the number of elements from there to the end of the segment, and WHOLE is True if they fill the tile, so that
-no masks are needed.
+A tile is TILE_ELEMENTS elements of a segment, which are ROWS blocks of BLOCK elements. Registers hold it as two tensors
+[ROWS, HALF], with HALF = BLOCK / 2: the first ("low") and the second ("high") halves of all blocks. In int4, byte j of
+a block holds elements j and j + HALF, so this layout needs no shuffles; int8 is as fast in it, so both share the code.
+Pointers point to the first element of the tile. `left` is the number of elements from there to the end of the segment.
+WHOLE is True if these elements fill the tile, so that loads and stores need no masks.
 
 Rules that keep results bit-identical on GPUs, in the interpreter and in the reference:
 - Rounding half to even adds 1.5 * 2^23: one addition, after which the low bits of the sum are the integer.
 - Maxima are computed on integer bit patterns, because a floating-point maximum drops NaN.
-- Integers become floats by inserting a byte into the mantissa of 2^23. The instruction I2F has a quarter of the rate.
-- bf16 is read, and scales are written, as bit patterns. Conversions of NaN differ, and the interpreter truncates.
+- Integers become floats by inserting a byte into the mantissa of 2^23. The GPU's conversion I2F has a quarter of the
+  rate.
+- bf16 is read, and scales are written, as bit patterns. GPU and torch convert NaN differently, and Triton's interpreter
+  truncates where it should round.
 - Quotients are IEEE divisions, and fused multiply-adds are off (triton.py).
 """
 # Compile-time constants are upper case, as is usual in Triton. Triton's compiler needs an `else` after a `return` in a
@@ -28,7 +30,7 @@ import triton.language as tl
 TILE_ELEMENTS = 4096
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-STRIP = tl.constexpr(1024)  # unquantized elements that are copied at once, 16 bytes per thread
+STRIP = tl.constexpr(1024)  # unquantized elements that a program copies at once, 16 bytes per thread
 _TILE = tl.constexpr(TILE_ELEMENTS)
 _UNROLL = tl.constexpr(4)
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves an integer in the low bits of the sum
@@ -43,9 +45,9 @@ def load_sum(
     payload, scales, start, payload_k, scales_k, left,
     BITS: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr, ACCUMULATE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Load and sum K segments in fp32, one by one in their order.
+    """Dequantize one tile of K messages, and return the sum in fp32 as halves [ROWS, HALF], added in the order 0..K-1.
 
-    With ACCUMULATE the sum starts with the data at `start`.
+    With ACCUMULATE the sum starts with the elements at the pointer `start`.
     """
     if ACCUMULATE:
         low, high = load_data(start, left, BLOCK, WHOLE)
@@ -65,7 +67,7 @@ def load_sum(
 
 @triton.jit
 def load_data(data, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Load a tile of data as fp32 halves [ROWS, HALF], with zeros after the end of the segment."""
+    """Load a tile of elements as low and high halves [ROWS, HALF] in fp32, with zeros after the segment's end."""
     low = _offsets(BLOCK, BLOCK // 2, BLOCK)
     high = low + BLOCK // 2
     return to_float(_load(data + low, low < left, WHOLE)), to_float(_load(data + high, high < left, WHOLE))
@@ -73,7 +75,7 @@ def load_data(data, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def store_data(data, low_values, high_values, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Store fp32 halves in the dtype of `data`, up to the end of the segment."""
+    """Store a tile, given as halves [ROWS, HALF] in fp32, in the dtype of `data`, up to the end of the segment."""
     low = _offsets(BLOCK, BLOCK // 2, BLOCK)
     high = low + BLOCK // 2
     _store(data + low, _from_float(low_values, data.dtype.element_ty), low < left, WHOLE)
@@ -82,14 +84,14 @@ def store_data(data, low_values, high_values, left, BLOCK: tl.constexpr, WHOLE: 
 
 @triton.jit
 def load_elements(data, left, WHOLE: tl.constexpr):
-    """Load a strip [STRIP] of a tile in its own dtype, with zeros after the end of the segment."""
+    """Load STRIP unquantized elements of a tile in the dtype of `data`, with zeros after the segment's end."""
     offset = tl.arange(0, STRIP)
     return _load(data + offset, offset < left, WHOLE)
 
 
 @triton.jit
 def store_elements(data, values, left, WHOLE: tl.constexpr):
-    """Store a strip [STRIP], converted to the dtype of `data`, up to the end of the segment."""
+    """Store STRIP unquantized elements of a tile, converted to the dtype of `data`, up to the end of the segment."""
     offset = tl.arange(0, STRIP)
     if values.dtype != data.dtype.element_ty:
         values = _from_float(to_float(values), data.dtype.element_ty)
@@ -98,7 +100,7 @@ def store_elements(data, values, left, WHOLE: tl.constexpr):
 
 @triton.jit
 def load_quantized(payload, scales, left, BITS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Load and dequantize a tile as fp32 halves [ROWS, HALF]; integer times scale is exact."""
+    """Load and dequantize a tile, and return halves [ROWS, HALF] in fp32, in which integer times scale is exact."""
     used = _used(left, BLOCK)
     scale = to_float(_load(scales + tl.arange(0, _TILE // BLOCK), used, WHOLE))[:, None]
     offset = _offsets(BLOCK, BLOCK // 2, BLOCK * BITS // 8)
@@ -107,7 +109,7 @@ def load_quantized(payload, scales, left, BITS: tl.constexpr, BLOCK: tl.constexp
         return _byte_to_float(low & 15, 8.0) * scale, _byte_to_float(low >> 4, 8.0) * scale
     else:
         high = _load(payload + offset + BLOCK // 2, used[:, None], WHOLE).to(tl.int32)
-        # Flipping the sign bit maps -128..127 to 0..255.
+        # `_byte_to_float` expects 0..255, so flip the sign bit of int8, which maps -128..127 to 0..255.
         return _byte_to_float(low ^ 0x80, 128.0) * scale, _byte_to_float(high ^ 0x80, 128.0) * scale
 
 
@@ -115,7 +117,7 @@ def load_quantized(payload, scales, left, BITS: tl.constexpr, BLOCK: tl.constexp
 def store_integers(
     payload, shifted_low, shifted_high, finite, left, BITS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Store the integers from `round_shifted`, and zeros for blocks that are not finite."""
+    """Store the integers that `round_shifted` returned for a tile; blocks with NaN or Inf get the integers 0."""
     used = _used(left, BLOCK)[:, None]
     offset = _offsets(BLOCK, BLOCK // 2, BLOCK * BITS // 8)
     zero: tl.constexpr = 8 if BITS == 4 else 0
@@ -130,16 +132,17 @@ def store_integers(
 
 @triton.jit
 def store_scales(scales, scale, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Store scales [ROWS], given as fp32 that is exact in bf16."""
+    """Store the scales [ROWS] of a tile's blocks as bf16; they are given in fp32 and are exact in bf16."""
     bits = (scale.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     _store(scales + tl.arange(0, _TILE // BLOCK), bits, _used(left, BLOCK), WHOLE)
 
 
 @triton.jit
 def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr):
-    """Return scale, inverse and finiteness [ROWS] of blocks that are given as halves.
+    """Return the scales of a tile's blocks, their inverses, and True for blocks without NaN and Inf, each [ROWS].
 
-    A scale is fp32 that is exact in bf16.
+    The tile is given as halves [ROWS, HALF]. Scales are fp32 that is exact in bf16; `BlockFormat` has the formulas. A
+    scale that would be subnormal, and the scale of a block with NaN or Inf, is 0 with inverse 0.
     """
     # ---- the bits of the scale, and its sign
     if BITS == 8:
@@ -165,7 +168,7 @@ def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.co
         scale = tl.where(near * 2 >= BLOCK, _bits(size * _INVERSE_7), scale)
         scale = (scale + 0x7FFF + ((scale >> 16) & 1)) & -65536  # round to the nearest bf16, half to even
         sign = tl.where(highest > lowest, -2147483648, 0)
-    # ---- 0 for scales that are not normal numbers, and the inverse
+    # ---- scale 0 for blocks whose scale is no normal number, and the inverse of the scale
     finite = peak < _INFINITY_BITS
     normal = finite & (scale >= _SMALLEST_NORMAL_BITS)
     scale = tl.where(normal, scale | sign, 0).to(tl.float32, bitcast=True)
@@ -175,19 +178,23 @@ def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.co
 
 @triton.jit
 def _magnitude(x):
-    """Return the bits of the absolute value as int32."""
+    """Return the bits of the absolute value of an fp32 tensor as int32."""
     return _bits(x) & 0x7FFFFFFF
 
 
 @triton.jit
 def _bits(x):
-    """Return the bits of an fp32 as int32."""
+    """Return the bits of an fp32 tensor as int32."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def round_shifted(x, inverse, BITS: tl.constexpr, CLIP: tl.constexpr):
-    """Return x * inverse rounded half to even, plus _MAGIC; for int4 plus 8, so that its low bits are q + 8."""
+    """Round x * inverse half to even to the integers q, and return q + _MAGIC in fp32, whose low bits are q.
+
+    For int4 return q + 8 + _MAGIC, because messages store q + 8. With CLIP, q is clipped to -8..7. x is half of a tile
+    [ROWS, HALF], and `inverse` [ROWS] is 1 / scale of each block.
+    """
     shifted = x * inverse[:, None] + (_MAGIC + (8.0 if BITS == 4 else 0.0))
     if CLIP:
         shifted = tl.minimum(tl.maximum(shifted, _MAGIC), _MAGIC + 15.0)
@@ -196,19 +203,19 @@ def round_shifted(x, inverse, BITS: tl.constexpr, CLIP: tl.constexpr):
 
 @triton.jit
 def unshift(shifted, BITS: tl.constexpr):
-    """Return the integers from `round_shifted` as fp32."""
+    """Turn results of `round_shifted` into the integers themselves, in fp32, by subtracting what it has added."""
     return shifted - (_MAGIC + (8.0 if BITS == 4 else 0.0))
 
 
 @triton.jit
 def _byte_to_float(byte, OFFSET: tl.constexpr):
-    """Return byte - OFFSET as fp32, through the mantissa of 2^23."""
+    """Return byte - OFFSET in fp32, where `byte` is 0..255 in int32, by inserting it into the mantissa of 2^23."""
     return (byte | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + OFFSET)
 
 
 @triton.jit
 def to_float(x):
-    """Convert data to fp32; bf16 is converted through its bits."""
+    """Convert fp32, bf16 or fp16 to fp32; bf16 is converted by shifting its bits."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -217,7 +224,7 @@ def to_float(x):
 
 @triton.jit
 def _from_float(x, dtype: tl.constexpr):
-    """Round fp32 to `dtype`, half to even. The interpreter's own conversion to bf16 would truncate."""
+    """Round fp32 to `dtype`, half to even. Triton's interpreter truncates to bf16, so there the bits are rounded."""
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -229,7 +236,7 @@ def _from_float(x, dtype: tl.constexpr):
 
 @triton.jit
 def _load(pointers, mask, WHOLE: tl.constexpr):
-    """Load with a mask, or without one if WHOLE."""
+    """Load from `pointers`: with zeros where the mask is False, or everything without a mask if WHOLE."""
     if WHOLE:
         return tl.load(pointers)
     else:
@@ -238,7 +245,7 @@ def _load(pointers, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def _store(pointers, values, mask, WHOLE: tl.constexpr):
-    """Store with a mask, or without one if WHOLE."""
+    """Store values where the mask is True, or all of them without a mask if WHOLE."""
     if WHOLE:
         tl.store(pointers, values)
     else:
@@ -247,11 +254,11 @@ def _store(pointers, values, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def _offsets(BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr):
-    """Return the offsets [ROWS, COLUMNS] in a tile whose blocks are STRIDE apart."""
+    """Return offsets [ROWS, COLUMNS] of the first COLUMNS items of each block in a tile, with blocks STRIDE apart."""
     return tl.arange(0, _TILE // BLOCK)[:, None] * STRIDE + tl.arange(0, COLUMNS)[None, :]
 
 
 @triton.jit
 def _used(left, BLOCK: tl.constexpr):
-    """Return a mask [ROWS] of the rows that hold blocks of the segment, including a short last block."""
+    """Return a mask [ROWS]: True for the blocks of a tile that begin before the segment's end."""
     return tl.arange(0, _TILE // BLOCK) * BLOCK < left

@@ -1,10 +1,11 @@
-"""Rows of experts: sort them by expert, copy tokens to them, and sum them back to tokens.
+"""Permute the tokens of a mixture of experts: sort them by expert, copy them, and sum the experts' outputs.
 
-A token is a vector [H]. Each of its K choices of an expert is a row; row n K + k is the k-th choice of token n. Experts
-process their rows in an order in which the rows of each expert are adjacent.
+A token is a vector [H]. The router chooses K experts for each of N tokens, which gives N K rows: row n K + k is the
+k-th choice of token n. Experts process the rows in an order in which the rows of each expert are adjacent.
 
 Implementations: `triton` for CUDA tensors, with one or two kernels for each function, and `reference` for all others.
-They sort identically and without atomic operations, so two runs have the same bits. Their sums differ in rounding.
+Both sort identically and use no atomic operations, so each of them reproduces its results bit for bit. Their sums
+differ in rounding.
 """
 
 from __future__ import annotations
@@ -23,36 +24,40 @@ __all__ = ["Sorted", "combine", "combine_backward", "sort_rows", "take"]
 
 
 def sort_rows(experts: Tensor, num_experts: int) -> Sorted:
-    """Sort rows by expert, with the rows of an expert in their original order.
+    """Sort the rows of a mixture of experts by expert, with the rows of an expert in their original order.
 
     Args:
-        experts: [n] int64, contiguous, the expert of each row.
+        experts: [n] int64, contiguous, the expert of each row, where a row is one of a token's choices.
         num_experts: number of experts E.
+    Returns:
+        The sorted order, its inverse, and the number of rows of each expert.
     """
     return _implementation(experts).sort_rows(experts, num_experts)
 
 
 def take(x: Tensor, order: Tensor, copies: int = 1) -> Tensor:
-    """Return rows [n, H] of `x` [n / copies, H]: row i of the result is row order[i] // copies of `x`.
+    """Copy tokens of a mixture of experts into rows: row i of the result is row order[i] // copies of `x`.
 
     Args:
-        x: contiguous.
-        order: [n] int64.
-        copies: number of rows of a token.
+        x: [n / copies, H], contiguous, the tokens.
+        order: [n] int64, number of the choice that each row belongs to; choice c belongs to token c // copies.
+        copies: number of experts that each token has chosen.
+    Returns:
+        [n, H] in the dtype of `x`.
     """
     return _implementation(x).take(x, order, copies)
 
 
 def combine(rows: Tensor, inverse: Tensor, weight: Tensor | None = None, copies: int = 1) -> Tensor:
-    """Sum the rows of each token in fp32, in the order of its choices, and round the sum to their dtype.
+    """Sum the outputs of the experts that each token has chosen, in fp32 and in the order of the choices.
 
     Args:
-        rows: [N K, H] sorted by expert, contiguous.
-        inverse: [N K] int64, place of each choice's row in `rows`.
-        weight: [N, K] fp32 factors of the rows, which are rounded to the dtype of `rows`; None for no factors.
-        copies: K.
+        rows: [N K, H] outputs of the experts, sorted by expert, contiguous.
+        inverse: [N K] int64, index in `rows` of the output for each choice of a token.
+        weight: [N, K] fp32, factors of the outputs, which are rounded to the dtype of `rows`; None for no factors.
+        copies: number K of experts that each token has chosen.
     Returns:
-        [N, H] in the dtype of `rows`.
+        [N, H], rounded to the dtype of `rows`.
     """
     return _implementation(rows).combine(rows, inverse, weight, copies)
 
@@ -60,20 +65,23 @@ def combine(rows: Tensor, inverse: Tensor, weight: Tensor | None = None, copies:
 def combine_backward(
     grad: Tensor, rows: Tensor, order: Tensor, inverse: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `combine` with weights.
+    """Compute the gradients of `combine`, the weighted sum of the experts' outputs for each token.
 
     Args:
         grad: [N, H] gradient of the sums, contiguous.
-        rows: [N K, H] sorted by expert, contiguous.
-        order: [N K] int64, see `Sorted`.
-        inverse: [N K] int64, see `Sorted`.
-        weight: [N, K] fp32.
+        rows: [N K, H] outputs of the experts, sorted by expert, contiguous.
+        order: [N K] int64, sorted order of the choices, from `sort_rows`.
+        inverse: [N K] int64, inverse of `order`.
+        weight: [N, K] fp32, factors of the outputs.
     Returns:
-        The gradients of the rows [N K, H] and of the weight [N, K] fp32.
+        The gradients of `rows` [N K, H] and of `weight` [N, K] fp32.
     """
     return _implementation(rows).combine_backward(grad, rows, order, inverse, weight)
 
 
 def _implementation(tensor: Tensor) -> ModuleType:
-    """Return the module that computes on the tensor's device; tensors without memory only need shapes."""
+    """Return the module that computes with this tensor: Triton's kernels for a CUDA tensor, otherwise PyTorch's code.
+
+    PyTorch's code also serves empty tensors and FakeTensors, for which only the shapes of results matter.
+    """
     return TRITON if TRITON is not None and is_in_gpu_memory(tensor) else reference

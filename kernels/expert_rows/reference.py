@@ -1,4 +1,4 @@
-"""The operations of `expert_rows` with PyTorch: definitions for the other implementations, and used on CPUs."""
+"""Sorting and combining a mixture of experts' rows in plain PyTorch: the definition, which also serves CPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megazpp.kernels.expert_rows.formats import Sorted
 
 
 def sort_rows(experts: Tensor, num_experts: int) -> Sorted:
-    """Sort rows by expert; see `expert_rows.sort_rows`."""
+    """Sort the rows of a mixture of experts by expert, with PyTorch; see `expert_rows.sort_rows`."""
     order = experts.argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
@@ -18,12 +18,12 @@ def sort_rows(experts: Tensor, num_experts: int) -> Sorted:
 
 
 def take(x: Tensor, order: Tensor, copies: int) -> Tensor:
-    """Return rows of `x`; see `expert_rows.take`."""
+    """Copy tokens into rows that are sorted by expert, with PyTorch; see `expert_rows.take`."""
     return x[order // copies if copies > 1 else order]
 
 
 def combine(rows: Tensor, inverse: Tensor, weight: Tensor | None, copies: int) -> Tensor:
-    """Sum the rows of each token; see `expert_rows.combine`."""
+    """Sum the outputs of each token's experts, with PyTorch; see `expert_rows.combine`."""
     found = rows[inverse].view(-1, copies, rows.shape[-1])
     if weight is None:
         return found.sum(dim=1)
@@ -33,7 +33,7 @@ def combine(rows: Tensor, inverse: Tensor, weight: Tensor | None, copies: int) -
 def combine_backward(
     grad: Tensor, rows: Tensor, order: Tensor, inverse: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the rows and of the weight; see `expert_rows.combine_backward`."""
+    """Return the gradients of `combine` for rows and weight, with PyTorch; see `expert_rows.combine_backward`."""
     found = rows[inverse].view(*weight.shape, rows.shape[-1])
     of_weight = torch.bmm(found, grad.unsqueeze(2)).squeeze(2).to(weight.dtype)
     factors = weight.to(rows.dtype).flatten()[order].unsqueeze(1)

@@ -1,4 +1,4 @@
-"""The operations of `expert_rows` for CUDA tensors in Triton; reference.py defines the results.
+"""Sorting and combining a mixture of experts' rows on CUDA, in Triton; reference.py defines the results.
 
 Sorting is a counting sort. One kernel counts the rows of each expert in each block of rows. The programs of a second
 kernel, one per block, add up the counts of the blocks before their own. The host never waits.
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from megazpp.kernels.expert_rows.formats import Sorted
 
-_BLOCK, _CHUNK, _AT_ONCE = 512, tl.constexpr(32), tl.constexpr(32)  # rows of a program, of a step; blocks added at once
-_COLUMNS = 2048  # columns of a row that a program processes at once, at most
+_BLOCK, _CHUNK = 512, tl.constexpr(32)  # rows that one program of the sort handles, and rows per iteration of its loop
+_AT_ONCE = tl.constexpr(32)  # blocks of rows whose counts are added up per iteration
+_COLUMNS = 2048  # most elements of a token that a program processes per iteration
 NUM_WARPS = 4
 
 
 def sort_rows(experts: Tensor, num_experts: int) -> Sorted:
-    """Sort rows by expert; see `expert_rows.sort_rows`."""
+    """Sort the rows of a mixture of experts by expert, in Triton; see `expert_rows.sort_rows`."""
     size, device = len(experts), experts.device
     num_blocks, padded = triton.cdiv(size, _BLOCK), triton.next_power_of_2(num_experts)
     found = torch.empty(num_blocks, num_experts, dtype=torch.int32, device=device)
@@ -37,7 +38,7 @@ def sort_rows(experts: Tensor, num_experts: int) -> Sorted:
 
 
 def take(x: Tensor, order: Tensor, copies: int) -> Tensor:
-    """Return rows of `x`; see `expert_rows.take`."""
+    """Copy tokens into rows that are sorted by expert, in Triton; see `expert_rows.take`."""
     x, width = x.contiguous(), x.shape[-1]
     rows = torch.empty(len(order), width, dtype=x.dtype, device=x.device)
     _take_kernel[(len(order),)](x, order, rows, copies, **_columns(width))
@@ -45,7 +46,7 @@ def take(x: Tensor, order: Tensor, copies: int) -> Tensor:
 
 
 def combine(rows: Tensor, inverse: Tensor, weight: Tensor | None, copies: int) -> Tensor:
-    """Sum the rows of each token; see `expert_rows.combine`."""
+    """Sum the outputs of each token's experts, in Triton; see `expert_rows.combine`."""
     rows, width = rows.contiguous(), rows.shape[-1]
     total = torch.empty(len(inverse) // copies, width, dtype=rows.dtype, device=rows.device)
     factors = inverse if weight is None else weight
@@ -58,7 +59,7 @@ def combine(rows: Tensor, inverse: Tensor, weight: Tensor | None, copies: int) -
 def combine_backward(
     grad: Tensor, rows: Tensor, order: Tensor, inverse: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the rows and of the weight; see `expert_rows.combine_backward`."""
+    """Return the gradients of `combine` for rows and weight, in Triton; see `expert_rows.combine_backward`."""
     of_rows, of_weight = torch.empty_like(rows), torch.empty_like(weight)
     data = (grad.contiguous(), rows, order, weight, of_rows, of_weight)
     _combine_backward_kernel[(len(rows),)](*data, weight.shape[1], **_columns(rows.shape[-1]))
@@ -66,14 +67,14 @@ def combine_backward(
 
 
 def _columns(width: int) -> dict[str, int]:
-    """Return the compile-time constants for rows of this width."""
+    """Return the compile-time constants of kernels for tokens of `width` elements, and the number of warps."""
     columns = min(triton.next_power_of_2(width), _COLUMNS)
     return {"WIDTH": width, "COLUMNS": columns, "num_warps": max(1, min(NUM_WARPS, columns // 256))}
 
 
 @triton.jit
 def _count_kernel(experts, found, size, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Count the rows of each expert in one block of rows."""
+    """Count the rows of each expert in one block of rows, for the counting sort of `sort_rows`."""
     first, numbers = tl.program_id(0).to(tl.int64) * BLOCK, tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, BLOCK, _CHUNK):
@@ -88,10 +89,13 @@ def _place_kernel(
     experts, found, order, inverse, counts, ends, size, num_blocks, num_experts,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Give each row of one block its place; the first program also writes the counts of all rows."""
+    """Compute the sorted position of each row in one block, and write it into `order` and `inverse`.
+
+    The first program also writes the number of rows of each expert in all blocks, and its cumulative sum.
+    """
     own, numbers = tl.program_id(0), tl.arange(0, EXPERTS)
     total, before = tl.zeros((EXPERTS,), tl.int32), tl.zeros((EXPERTS,), tl.int32)
-    # ---- rows of each expert, in all blocks and in those before this one
+    # ---- number of rows of each expert, in all blocks and in the blocks before this program's block
     first = 0
     while first < num_blocks:  # not `for`: Triton 3.6's interpreter does not support a kernel argument as a range's end
         block = first + tl.arange(0, _AT_ONCE)
@@ -119,7 +123,7 @@ def _place_kernel(
 
 @triton.jit
 def _take_kernel(x, order, rows, copies, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Copy one row."""
+    """Copy the token of one row into the row; a program of `take`."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(order + row) // copies
     for start in range(0, WIDTH, COLUMNS):
@@ -133,7 +137,7 @@ def _combine_kernel(
     rows, inverse, weight, total,
     COPIES: tl.constexpr, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows of one token."""
+    """Sum the rows of one token, the outputs of its experts, times their factors if WEIGHTED."""
     token = tl.program_id(0).to(tl.int64)
     for start in range(0, WIDTH, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
@@ -152,7 +156,7 @@ def _combine_kernel(
 def _combine_backward_kernel(
     grad, rows, order, weight, of_rows, of_weight, copies, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Compute the gradients of one row and of its factor."""
+    """Compute the gradients of one row, an expert's output for a token, and of its factor in the token's sum."""
     row = tl.program_id(0).to(tl.int64)
     choice = tl.load(order + row)
     token = choice // copies

@@ -1,4 +1,4 @@
-"""Settings and results of the router's kernels."""
+"""Settings and results of the kernels that compute the router of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from torch import Tensor
 
 
 class RouterSettings(NamedTuple):
-    """The scores and factors of a router, and the coefficients of its losses.
+    """How a mixture of experts' router computes scores and the factors of outputs, and how it weights its losses.
 
     Attributes:
-        batch: number of samples B.
-        top_k: experts of a token K.
-        sigmoid: scores are sigmoids, normalized over the chosen experts; otherwise they are a softmax.
-        pre_softmax: factors of outputs come from the softmax over all experts, otherwise over the chosen ones.
-        scaling: factor of the outputs' factors.
-        balance: factor of sum_i c_i p_i in the loss of a sample, where c_i is how often its tokens chose expert i, and
-            p_i the sum of their normalized scores of expert i.
-        z: factor of the sum over a sample's tokens of logsumexp(logits)^2.
+        batch: number of samples B in the micro-batch.
+        top_k: number K of experts that each token chooses.
+        sigmoid: True if scores are sigmoids of the logits, and factors of outputs are scores divided by the sum over
+            the chosen experts (only for K > 1); False if scores are the softmax of the logits.
+        pre_softmax: True if factors of outputs come from the softmax over all experts; False if from a softmax over the
+            chosen experts only. Ignored with sigmoids.
+        scaling: number by which all factors of outputs are multiplied.
+        balance: coefficient of the load-balancing loss sum_i c_i p_i of a sample, where c_i is how often the sample's
+            tokens chose expert i, and p_i the sum of their normalized scores of expert i.
+        z: coefficient of the z loss, the sum over a sample's tokens of logsumexp(logits)^2.
     """
 
     batch: int
@@ -31,13 +33,13 @@ class RouterSettings(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """Results of a router for N tokens.
+    """Results of a mixture of experts' router for N tokens of B samples.
 
     Attributes:
-        choice: [N, K] int64, experts of each token.
-        weight: [N, K] fp32, factors of the experts' outputs.
-        chosen: [B, E] fp32, how often the tokens of each sample chose each expert.
-        loss: [B] fp32, losses of each sample.
+        choice: [N, K] int64, the experts that each token has chosen.
+        weight: [N, K] fp32, factors by which the outputs of these experts are multiplied.
+        chosen: [B, E] fp32, how often the tokens of each sample have chosen each expert.
+        loss: [B] fp32, load-balancing loss plus z loss of each sample, times their coefficients.
     """
 
     choice: Tensor

@@ -1,9 +1,10 @@
-"""The router of a mixture of experts for CUDA tensors in Triton: choices, factors, losses and totals of all tokens.
+"""The router of a mixture of experts on CUDA, in Triton: choices of experts, factors of outputs, losses and totals.
 
-Each program processes a block of tokens, with the E experts of a token in registers. Sums over tokens are computed per
-block first, without atomic operations, so two runs have the same bits. `Router` in model/router.py defines the results.
+Each program processes a block of tokens, with a token's logits for all E experts in registers. Sums over tokens are
+computed per block first, without atomic operations, so two runs have the same bits. `Router` in model/router.py defines
+the results.
 
-Tokens are numbered n = s B + b, where s is the place in the sequence and b the sample.
+Tokens are numbered n = s B + b, where s is the position in the sequence and b the sample.
 """
 # Compile-time constants are upper case, as is usual in Triton. mypy has no types for the arguments of kernels, which
 # are pointers and tensors on the device.
@@ -19,15 +20,15 @@ from torch import Tensor
 
 from megazpp.kernels.router.settings import Routed, RouterSettings
 
-_TILE = 4096  # elements [tokens, experts] of a program, at most
-_AT_ONCE = tl.constexpr(16)  # blocks that are added up at once
+_TILE = 4096  # most logits of a program: its tokens times the experts
+_AT_ONCE = tl.constexpr(16)  # blocks of tokens whose sums are added up per iteration
 NUM_WARPS = 4
 
 
 def route(
     logits: Tensor, bias: Tensor | None, choice: Tensor | None, totals: Tensor | None, settings: RouterSettings
 ) -> Routed:
-    """Choose experts; see `router.route`."""
+    """Choose the experts of all tokens, and compute factors, losses and totals; see `router.find_router`."""
     (tokens, num_experts), device = logits.shape, logits.device
     batch, shape = settings.batch, _shape(logits, settings)
     num_blocks = triton.cdiv(tokens, shape["BLOCK"])
@@ -53,7 +54,16 @@ def route(
 def route_backward(
     logits: Tensor, routed: Routed, of_weight: Tensor, of_loss: Tensor, settings: RouterSettings, dtype: torch.dtype
 ) -> Tensor:
-    """Return the gradient of the logits; see `router.route_backward`."""
+    """Return the gradient [N, E] of the router's logits in `dtype`; see `router.find_router`.
+
+    Args:
+        logits: [N, E] fp32, as for `route`.
+        routed: results of `route`.
+        of_weight: [N, K] gradient of the factors of the experts' outputs.
+        of_loss: [B] gradient of the samples' losses.
+        settings: settings of the router, as for `route`.
+        dtype: dtype of the result.
+    """
     shape = _shape(logits, settings)
     found = torch.empty(logits.shape, dtype=dtype, device=logits.device)
     data = (logits, routed.choice, routed.chosen, of_weight.contiguous(), of_loss, found)
@@ -64,7 +74,7 @@ def route_backward(
 
 
 def _shape(logits: Tensor, settings: RouterSettings) -> dict[str, int]:
-    """Return the compile-time constants."""
+    """Return the compile-time constants of the router's kernels, and the number of warps."""
     experts = triton.next_power_of_2(logits.shape[1])
     kinds = {"SIGMOID": settings.sigmoid, "PRE_SOFTMAX": settings.pre_softmax}
     block = max(1, min(32, _TILE // experts))
@@ -73,7 +83,12 @@ def _shape(logits: Tensor, settings: RouterSettings) -> dict[str, int]:
 
 @triton.jit
 def _load(logits, tokens, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
-    """Load this program's logits, with -inf for missing experts; return them, the tokens' numbers, and masks."""
+    """Load the logits [BLOCK, EXPERTS] of this program's tokens, with -inf for experts beyond `num_experts`.
+
+    Returns:
+        The logits; the numbers of the tokens [BLOCK] and of the experts [EXPERTS]; the mask of logits that exist; and
+        the logits' offsets in memory.
+    """
     token, expert = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EXPERTS)
     there = (token < tokens)[:, None] & (expert < num_experts)[None, :]
     index = token[:, None] * num_experts + expert[None, :]
@@ -83,7 +98,7 @@ def _load(logits, tokens, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexp
 
 @triton.jit
 def _softmax(x):
-    """Return the softmax over experts and its logsumexp."""
+    """Return the softmax of logits [BLOCK, EXPERTS] over the experts, and their logsumexp [BLOCK]."""
     highest = tl.max(x, axis=1)
     powers = tl.exp(x - highest[:, None])
     total = tl.sum(powers, axis=1)
@@ -92,7 +107,7 @@ def _softmax(x):
 
 @triton.jit
 def _sigmoid(x):
-    """Return the sigmoid; 0 for the logit -inf of a missing expert."""
+    """Return the elementwise sigmoid; 0 for the logit -inf, which stands for an expert that does not exist."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
@@ -102,14 +117,15 @@ def _route_kernel(
     GIVEN: tl.constexpr, BIASED: tl.constexpr, SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of one block of tokens."""
+    """Choose the experts of one block of tokens, and write choices, factors of outputs, and sums for the losses."""
     x, token, expert, there, _ = _load(logits, tokens, num_experts, BLOCK, EXPERTS)
     softmax, logsumexp = _softmax(x)
     scores = _sigmoid(x) if SIGMOID else softmax
-    ranked = scores if SIGMOID else x  # the same order as the probabilities, without ties by underflow
+    # Logits have the same order as their softmax. In the softmax, small probabilities could underflow and tie.
+    ranked = scores if SIGMOID else x
     if BIASED:
         ranked += tl.load(bias + expert, mask=expert < num_experts, other=0.0)[None, :]
-    # ---- the K largest, the first expert in a tie; `rank` is k + 1 for the k-th choice of a token
+    # ---- the K largest scores, the first expert in a tie; `rank` is k + 1 for the k-th choice of a token, else 0
     rank = tl.zeros((BLOCK, EXPERTS), tl.int32)
     for k in tl.static_range(TOP_K):
         place = choice + token * TOP_K + k
@@ -146,7 +162,11 @@ def _route_kernel(
 
 @triton.jit
 def _factors(x, scores, chosen, SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr, TOP_K: tl.constexpr):
-    """Return the factors of the chosen experts' outputs before scaling, and what the scores were divided by."""
+    """Return the factors of the chosen experts' outputs before scaling, and the divisor that normalized them.
+
+    All tensors are [BLOCK, EXPERTS]: x the logits, `scores` their sigmoids or softmax, and `chosen` True for the
+    experts that a token has chosen.
+    """
     if SIGMOID:
         total = tl.sum(tl.where(chosen, scores, 0.0), axis=1)[:, None] + 1e-20
         factors = scores / total if TOP_K > 1 else scores
@@ -165,7 +185,11 @@ def _sum_kernel(
     sums, chosen, loss, totals, num_blocks, tokens, num_experts, batch, balance, z,
     EXPERTS: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """Add up the sums of all blocks, in one program: losses of each sample [B], and the totals for the metrics."""
+    """Add up the sums of all blocks of tokens in one program.
+
+    Writes how often each sample chose each expert [B, E] and the losses [B]. With COUNTS it also adds to the router's
+    totals for the metrics.
+    """
     expert, size = tl.arange(0, EXPERTS), 2 * num_experts + 2
     inside = expert < num_experts
     all_counts, all_shares = tl.zeros((EXPERTS,), tl.float64), tl.zeros((EXPERTS,), tl.float64)
@@ -204,11 +228,11 @@ def _backward_kernel(
     logits, choice, chosen, of_weight, of_loss, found, tokens, num_experts, batch, stride, scaling, balance, z,
     SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of one block's logits."""
+    """Compute the gradient of the router's logits for one block of tokens."""
     x, token, expert, there, index = _load(logits, tokens, num_experts, BLOCK, EXPERTS)
     softmax, logsumexp = _softmax(x)
     scores = _sigmoid(x) if SIGMOID else softmax
-    # ---- gradient of the factors, spread over the experts
+    # ---- gradient of the outputs' factors, [BLOCK, EXPERTS] with 0 for experts that were not chosen
     rank, of_factors = tl.zeros((BLOCK, EXPERTS), tl.int32), tl.zeros((BLOCK, EXPERTS), tl.float32)
     for k in tl.static_range(TOP_K):
         best = tl.load(choice + token * TOP_K + k, mask=token < tokens, other=0).to(tl.int32)

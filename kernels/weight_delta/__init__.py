@@ -1,14 +1,15 @@
-"""Lossless deltas of 16-bit weights: an encoding of the changes since the last step, bit for bit.
+"""Lossless deltas of 16-bit weights: encode and decode how weights have changed since they were last sent.
 
 Between two optimizer steps most 16-bit weights are unchanged, and the others change by few units in the last place.
-Sender and receiver hold the same old weights. The message determines the new weights bit for bit.
+Sender and receiver hold the same old weights. From the message the receiver restores the new weights bit for bit.
 
-    message [M] uint8: | bytes needed, elements left out: int64 each | kinds [B] | halves [B], to 16 | bodies [C] |
+    message [M] uint8: | bytes needed, elements left out: int64 each | kinds [B] | halves [B] | bodies [C] |
 
-There are B blocks of 256 elements, regardless of parameter boundaries, and C bytes of capacity for their bodies. A
-block's body encodes its changes in one of several ways, its kind; `halves` are the lengths of the bodies / 2. A block
-whose body would end beyond the capacity is left out. Its weights then stay unchanged at every receiver and in the
-sender's own copy, so the next difference contains them.
+The weights are cut into B blocks of 256 elements, regardless of parameter boundaries. A block's body holds the encoded
+changes of its elements, and its kind says in which way they are encoded. `halves` are the bytes of the bodies / 2, and
+`kinds` and `halves` together are padded to a multiple of 16 bytes. The bodies of all blocks share a capacity of C
+bytes. A block whose body would end beyond the capacity is left out. Its weights then stay unchanged at every receiver
+and in the sender's copy of what receivers hold, so the next delta contains these changes.
 
 Three implementations agree bit for bit: `native` (C, for CPU tensors), `triton` (for CUDA tensors) and `reference`
 (which defines the bodies, and serves CPUs without a C compiler).
@@ -32,26 +33,28 @@ TRITON = triton_module(__name__)
 
 __all__ = ["decode", "encode", "message_bytes", "numbers"]
 
-NUMBERS = 16  # bytes of the two counters at the start of a message
+NUMBERS = 16  # bytes of the two int64 counters at the start of a message, see `numbers`
 
 
 def message_bytes(size: int, capacity: int | None = None) -> int:
-    """Return the bytes of a message for `size` elements.
+    """Return the number of bytes of a message with the lossless delta of `size` weights.
 
     Args:
-        size: number of elements.
-        capacity: bytes for the bodies; None is enough for any change.
+        size: number of weights.
+        capacity: bytes for the encoded changes; None reserves 2 bytes per weight, which suffices for any change.
     """
     return NUMBERS + align(2 * _num_blocks(size)) + align(2 * size if capacity is None else capacity)
 
 
 def encode(new: Tensor, old: Tensor, message: Tensor) -> None:
-    """Encode how weights have changed, as a message.
+    """Encode the lossless delta from `old` to `new` weights into a message.
+
+    Blocks whose changes do not fit into the message are left out; `numbers` tells how many elements that concerns.
 
     Args:
         new: [S] bf16 or fp16, contiguous, the new weights.
         old: [S] of the same dtype, contiguous, the weights that the receivers hold.
-        message: [M] uint8, with M from `message_bytes`; all of it is written.
+        message: [M] uint8, with M from `message_bytes`; all bytes are written.
     Raises:
         ValueError: a shape, dtype, stride or device does not match.
     """
@@ -65,11 +68,11 @@ def encode(new: Tensor, old: Tensor, message: Tensor) -> None:
 
 
 def decode(messages: Tensor, weights: Tensor) -> None:
-    """Turn the senders' old weights into their new ones, in place.
+    """Apply the lossless deltas of N senders to their old weights, which become the new weights in place.
 
     Args:
-        messages: [N, M] uint8, one message of each sender.
-        weights: [N, S] each sender's old weights, bit for bit; updated.
+        messages: [N, M] uint8, one message of each sender, written by `encode`.
+        weights: [N, S] bf16 or fp16, the old weights that each sender has encoded against, bit for bit; updated.
     Raises:
         ValueError: a shape, dtype, stride or device does not match.
     """
@@ -84,21 +87,28 @@ def decode(messages: Tensor, weights: Tensor) -> None:
 
 
 def numbers(messages: Tensor) -> Tensor:
-    """Return a view [N, 2] int64 of the two counters at the start of each of N messages.
+    """Return a view [N, 2] int64 of the two counters at the start of each of N messages with lossless deltas.
 
-    The first is the number of bytes that the encoded changes of all blocks needed. The second is the number of changed
-    elements that had no room in the message.
+    The first counter is the number of bytes that the encoded changes of all blocks needed. The second is the number of
+    changed elements that the message left out for lack of capacity.
     """
     return messages[:, :NUMBERS].view(torch.int64)
 
 
 def _num_blocks(size: int) -> int:
-    """Return the number of blocks of `size` elements."""
+    """Return the number of blocks of 256 elements that `size` elements are cut into."""
     return -(-size // BLOCK)
 
 
 def _parts(messages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return views of the parts of messages [N, M]: kinds [N, B], halves [N, B], bodies [N, C]."""
+    """Return the kinds [N, B], halves [N, B] and bodies [N, C] of messages [N, M] as views.
+
+    Args:
+        messages: [N, M] uint8 messages with lossless deltas.
+        weights: [..., S] weights of the messages, which determine B and the expected device.
+    Raises:
+        ValueError: the dtype, shape, strides or device of the messages do not match.
+    """
     num_blocks = _num_blocks(weights.shape[-1])
     start = NUMBERS + align(2 * num_blocks)
     _check("messages", messages, torch.uint8, messages.shape, weights.device)
@@ -114,7 +124,10 @@ def _parts(messages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise ValueError unless a tensor has this dtype, shape and device, and a contiguous last dim."""
+    """Raise ValueError unless a tensor has this dtype, shape and device, and a contiguous last dim.
+
+    `name` is the tensor's argument name for the error message. Weights must be bf16 or fp16, and messages uint8.
+    """
     if x.dtype not in (*EXPONENTS, torch.uint8) or x.dtype != dtype or x.shape != shape or x.device != device:
         raise ValueError(
             f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; expected {dtype} {tuple(shape)} on {device}"
@@ -124,11 +137,14 @@ def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], dev
 
 
 def _implementation(tensor: Tensor) -> ModuleType | None:
-    """Return the module of kernels for the tensor's device; None for a meta tensor and for an empty one."""
+    """Return the module of kernels for the tensor's device; None for a FakeTensor and for an empty tensor."""
     if isinstance(tensor, FakeTensor) or tensor.numel() == 0:
         return None
     if tensor.device.type == "cpu":
         return reference if native.library().missing else native
     if TRITON is None:
-        raise ValueError(f"weight deltas of {tensor.device.type} tensors need Triton: pip install triton")
+        raise ValueError(
+            f"lossless deltas of {tensor.device.type} tensors require Triton, which is not installed: pip install"
+            " triton"
+        )
     return TRITON

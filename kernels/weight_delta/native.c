@@ -1,8 +1,8 @@
-/* Lossless deltas of 16-bit weights in C: produces the same bytes as reference.py, which defines them.
+/* Lossless deltas of 16-bit weights in C: writes the same bytes as reference.py, which defines the encoding.
 
-A block is loaded, encoded and stored while it is in the L1 cache. Compilers vectorize the loops over all elements of a
-block for the CPU that -march=native selects. Loops that shift each element by its own count use 32-bit numbers, because
-AVX2 has no such shift for 16-bit lanes.
+A block of weights is loaded, encoded and stored while it is in the L1 cache. Compilers vectorize the loops over all
+elements of a block for the CPU that -march=native selects. Loops that shift each element by its own count use 32-bit
+numbers, because AVX2 has no such shift for 16-bit lanes.
 
 `extract` concatenates the low bits of all lanes of a 64-bit word, and `deposit` is its inverse. With BMI2 each of them
 is one instruction. Other CPUs use plain C, and so do all CPUs if the compiler's command defines MEGAZPP_PORTABLE
@@ -37,7 +37,8 @@ struct format {
 };
 static const struct format BF16 = {7, 0xFF, 0}, FP16 = {10, 0x1F, 96};
 
-/* A 16-bit number for each element of a block. In a pair, the low half belongs to the earlier element. */
+/* A 16-bit number for each weight of a block, which code may also read in pairs. In a pair, the low half belongs to the
+earlier weight. */
 union lanes {
     uint16_t one[BLOCK];
     uint32_t two[BLOCK / 2];
@@ -56,19 +57,20 @@ INLINE uint64_t load64(const void *at) {
     return word;
 }
 
-/* The Rice parameter k of an element. */
+/* Return the Rice parameter k, 0 to 15, of a weight with this exponent in a block with the exponent `c`. */
 INLINE int16_t parameter(int16_t c, int16_t exponent) {
     int16_t k = c - exponent;
     k = k < 0 ? 0 : k;
     return k > 15 ? 15 : k;
 }
 
-/* Masks of the low k bits, for a pair of Rice parameters. */
+/* Return masks of the low k bits for a pair of Rice parameters k, each in a 16-bit half. */
 INLINE uint32_t mask_pair(uint32_t k) { return (1u << (k & 0xFFFF) | 0x10000u << (k >> 16)) - 0x10001; }
 
 /* ---- bits of a 64-bit word */
 
-/* Concatenate the bits of `lanes` that are set in `masks`. Each lane of `width` bits has a mask of low bits. */
+/* Concatenate the bits of a 64-bit word that are set in `masks`, the lowest first. The word consists of lanes of
+`width` bits, and each lane's mask selects some of its low bits. */
 INLINE uint64_t extract(uint64_t lanes, uint64_t masks, int width) {
 #if USE_BMI2
     (void)width;
@@ -84,7 +86,8 @@ INLINE uint64_t extract(uint64_t lanes, uint64_t masks, int width) {
 #endif
 }
 
-/* Distribute bits among the lanes of a word: the inverse of `extract`. */
+/* Distribute bits among the lanes of a 64-bit word, as many to each lane as its mask has ones: the inverse of
+`extract`. */
 INLINE uint64_t deposit(uint64_t bits, uint64_t masks, int width) {
 #if USE_BMI2
     (void)width;
@@ -100,9 +103,9 @@ INLINE uint64_t deposit(uint64_t bits, uint64_t masks, int width) {
 #endif
 }
 
-static uint16_t places_of[256][8]; /* the positions of the ones in each byte */
+static uint16_t places_of[256][8]; /* for each value of a byte, the positions of its ones */
 
-/* Fill the table when the library is loaded, before any thread can read it. */
+/* Fill the table `places_of` when the library is loaded, before any thread can read it. */
 __attribute__((constructor)) static void fill_places(void) {
     for (int byte = 0; byte < 256; byte++)
         for (int bit = 0, n = 0; bit < 8; bit++)
@@ -123,14 +126,15 @@ INLINE int find_ones(const uint8_t *bits, int size, int count, uint16_t *places)
 
 /* ---- encoder */
 
-/* Writes bits to memory, from the lowest bit of a byte. `word` holds `used` bits, 0 to 7, that do not fill a byte. */
+/* A writer of bits to memory, from the lowest bit of each byte. `at` is the next byte, and `word` holds the `used`
+bits, 0 to 7, that do not fill a byte yet. */
 struct writer {
     uint8_t *at;
     uint64_t word;
     uint32_t used;
 };
 
-/* Append `width` bits, 0 to 63. Up to 8 bytes are written beyond the end. */
+/* Append `width` bits, 0 to 63, to a writer. This may overwrite up to 8 bytes after the appended bits. */
 INLINE void append(struct writer *w, uint64_t bits, uint32_t width) {
     const uint32_t total = w->used + width;
     w->word |= bits << w->used;
@@ -140,13 +144,13 @@ INLINE void append(struct writer *w, uint64_t bits, uint32_t width) {
     w->used = total % 8;
 }
 
-/* Write the remaining bits and return the next free byte. */
+/* Write the last bits of a writer, which do not fill a byte, and return the address of the next free byte. */
 INLINE uint8_t *finish(const struct writer *w) {
     memcpy(w->at, &w->word, 8);
     return w->at + (w->used + 7) / 8;
 }
 
-/* Append the quotients of 8 elements, some of which may be above 7.
+/* Append the unary Rice quotients of 8 weights, some of which may be above 7.
 
 bits: codes of the quotients, limited to 7. masks: a byte for each element, with as many low ones as its code has bits.
 large: the top bits of those bytes whose quotient is at least 7. values, low: the elements and their masks. */
@@ -166,10 +170,11 @@ static void append_large(
     append(w, bits >> done, __builtin_popcountll(masks) - done);
 }
 
-/* Write remainders, then quotients, and return the next free byte.
+/* Write the Rice code of `count` numbers at `at`: all remainders, then all quotients. Return the next free byte.
 
-values: the numbers to encode. masks: (1 << k) - 1 for each. ones: 1 << quotient for each, where the quotient is limited
-to 7. The arrays are padded to a multiple of 16 elements with value 0, mask 0 and one 1. */
+values: the numbers to encode. masks: (1 << k) - 1 for each number, where k is its Rice parameter. ones: 1 << quotient
+for each number, where the quotient is limited to 7. The arrays are padded to a multiple of 16 elements, with values 0,
+masks 0 and ones 1. */
 static __attribute__((noinline)) uint8_t *code(
     uint8_t *at, const uint16_t *values, const uint16_t *masks, const uint8_t *ones, int count
 ) {
@@ -202,7 +207,7 @@ static __attribute__((noinline)) uint8_t *code(
             append_large(&u, bits2, mask2, one2 & ONES << 7, values + i + 8, masks + i + 8);
         }
     }
-    /* ---- append the quotients to the remainders, without the padding's, which are one bit each */
+    /* ---- append the quotients to the remainders, without the padding's quotients, which are one bit each */
     at = finish(&w);
     finish(&u);
     const int64_t end = 8 * (u.at - unary) + u.used - (i - count);
@@ -211,8 +216,8 @@ static __attribute__((noinline)) uint8_t *code(
     return at + (end + 7) / 8;
 }
 
-/* Encode the changes of one block: write its body and its kind, and return the body's bytes. Elements from `valid` on
-are padding. `body` has ROOM bytes. */
+/* Encode the changes of one block of weights: write the body and its kind, and return the number of the body's bytes.
+Elements from `valid` on are padding. `body` has ROOM bytes. `changed` receives the number of changed elements. */
 INLINE int body_of(
     const uint16_t *new, const uint16_t *old, int valid, struct format f, uint8_t *kind, uint8_t *body, int64_t *changed
 ) {
@@ -231,7 +236,7 @@ INLINE int body_of(
     *changed = count;
     *kind = 0;
     if (!count) return 0;
-    /* ---- c from the mean change */
+    /* ---- c, the exponent that determines the block's Rice parameters, from the mean change */
     uint32_t total = 0, sums_k = 0, sum_h = 0;
     for (int i = valid; i < BLOCK; i++) e.one[i] = 255;
     for (int i = 0; i < BLOCK; i++) {
@@ -305,7 +310,7 @@ INLINE void encode(
     const uint16_t *new, const uint16_t *old, int64_t size, struct format f, uint8_t *kinds, uint8_t *halves,
     uint8_t *body, int64_t capacity, int64_t *numbers
 ) {
-    uint8_t buffer[ROOM]; /* for the bodies near the end of the message */
+    uint8_t buffer[ROOM]; /* a body near the message's end is written here first, because `body_of` needs ROOM bytes */
     int64_t offset = 0, written = 0, left_out = 0;
     for (int64_t start = 0; start < size; start += BLOCK) {
         int valid = size - start < BLOCK ? size - start : BLOCK;
@@ -337,7 +342,7 @@ INLINE void encode(
     numbers[1] = left_out;
 }
 
-/* Encode the difference between old and new weights; see `encode` in reference.py. */
+/* Encode the lossless delta from old to new weights; see `encode` in reference.py. */
 void megazpp_encode(
     const uint16_t *new, const uint16_t *old, int64_t size, int64_t fp16, uint8_t *kinds, uint8_t *halves,
     uint8_t *body, int64_t capacity, int64_t *numbers
@@ -350,18 +355,19 @@ void megazpp_encode(
 
 /* ---- decoder */
 
-/* Load at least 57 bits from a bit's offset. */
+/* Return at least 57 bits that start at bit number `offset` of the memory at `at`. */
 INLINE uint64_t load_bits(const uint8_t *at, uint32_t offset) { return load64(at + offset / 8) >> offset % 8; }
 
-/* Load 64 bits from a bit's offset. */
+/* Return the 64 bits that start at bit number `offset` of the memory at `at`. */
 INLINE uint64_t load_all_bits(const uint8_t *at, uint32_t offset) {
     return load_bits(at, offset) | (uint64_t)at[offset / 8 + 8] << 1 << (63 - offset % 8);
 }
 
-/* Decode the values of `count` elements from remainders and quotients. `masks` is (1 << k) - 1 for each element, padded
-with zeros to a multiple of 8. MOST_QUOTIENTS / 8 + 16 bytes after the remainders must be readable. */
+/* Decode a Rice code of `count` numbers, remainders and then quotients, into `values`. `masks` is (1 << k) - 1 for each
+number, where k is its Rice parameter, padded with zeros to a multiple of 8. MOST_QUOTIENTS / 8 + 16 bytes after the
+remainders must be readable. */
 static void decode_values(const uint8_t *at, const uint16_t *masks, int count, uint16_t *values) {
-    /* ---- remainders, 4 in a word */
+    /* ---- remainders, 4 in each 64-bit word */
     uint32_t offset = 0;
     for (int i = 0; i < count; i += 8) {
         const uint64_t mask = load64(masks + i), mask2 = load64(masks + i + 4);
@@ -437,7 +443,7 @@ INLINE void decode(
     }
 }
 
-/* Turn old weights into new ones, in place; see `decode` in reference.py. */
+/* Apply a lossless delta to old weights, which become the new weights in place; see `decode` in reference.py. */
 void megazpp_decode(
     const uint8_t *kinds, const uint8_t *halves, const uint8_t *body, int64_t capacity, int64_t size, int64_t fp16,
     uint16_t *weights

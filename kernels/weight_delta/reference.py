@@ -1,22 +1,23 @@
 """Lossless deltas of 16-bit weights in plain torch: the definition; C and Triton produce the same bytes.
 
-Sender and receiver hold the same `old` weights. Every block of 256 elements is encoded as the shortest of three bodies:
+Sender and receiver hold the same `old` weights. The changes of each block of 256 elements are encoded as the shortest
+of three bodies, each padded to an even number of bytes:
 
-    body     kind       bytes, to an even number                             encodes
+    body     kind       bytes                                                encodes
     sparse   n <= 63    c | n positions | remainders | quotients             z - 1 of the n elements that have changed
     dense    c >= 64    remainders | quotients                               z of all elements
     raw      255        2 per element                                        the new bits themselves
 
     z            zigzag of order(new) - order(old) modulo 2^16; order() numbers 16-bit floats by increasing value
     k            max(c - exponent of old, 0), at most 15: the Rice parameter of an element. AdamW changes all weights
-                 by about the learning rate, so small weights change by more units in the last place. Sender and
-                 receiver both know k
+                 by about the learning rate, so small weights change by more units in the last place. The receiver
+                 computes k from c and the old weight
     remainders   the low k bits of each value, concatenated
     quotients    value >> k in unary: that many zeros, then a one
     c            exponent at which the block's mean change is 1.6 to 3.2 units in the last place
 
-Bits are numbered from the lowest bit of a byte. PULSE (arXiv 2602.03839) observed that 16-bit weights hardly change in
-a step. The code is a Rice code with a parameter that depends on the context.
+Bits are numbered from the lowest bit of a byte. PULSE (arXiv 2602.03839) observed that few 16-bit weights change in a
+step. The encoding is a Rice code with a parameter that depends on the element's old exponent.
 """
 
 from __future__ import annotations
@@ -25,32 +26,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 256  # elements per block
-MOST_POSITIONS, DENSE, RAW = 63, 64, 255  # kinds: the highest sparse one, the lowest dense one, raw
-MOST_QUOTIENTS = 1024  # most bits that the unary quotients of a block may take
-# Per dtype: shift and mask of the exponent, and an offset that is added to it. A dense block stores such a sum as kind.
+BLOCK = 256  # weights that are encoded together
+MOST_POSITIONS, DENSE, RAW = 63, 64, 255  # kinds of a block's body: the highest sparse, the lowest dense, the raw one
+MOST_QUOTIENTS = 1024  # most bits of a body's unary quotients; a block that would need more is sent raw
+# For each dtype, the shift and mask that extract a weight's exponent, and an offset that is added to the exponent. It
+# moves fp16's exponents into the range of c, DENSE to RAW - 1, because a dense block stores c as its kind.
 EXPONENTS = {torch.bfloat16: (7, 0xFF, 0), torch.float16: (10, 0x1F, 96)}
 
 
 def order(bits: Tensor) -> Tensor:
-    """Map the int16 bit patterns of floats to int16 so that neighboring floats become neighboring integers.
+    """Map the bit patterns of 16-bit floats to int16 so that neighboring floats become neighboring integers.
 
-    -0.0 maps to the integer below 0.0. The function is its own inverse.
+    -0.0 becomes -1 and 0.0 becomes 0. The function is its own inverse.
     """
     return bits ^ ((bits >> 15) & 0x7FFF)
 
 
 def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor, numbers: Tensor) -> None:
-    """Encode the difference between old and new weights, block by block.
+    """Encode the lossless delta from old to new weights into the parts of a message, block by block.
 
     Args:
-        new: [S] new weights.
-        old: [S] old weights.
-        kinds: [B] uint8, written: the kind of each block's body, which holds its encoded changes.
-        halves: [B] uint8, written: the bytes of each block's body / 2.
-        body: [C] uint8, written: the bodies.
-        numbers: [2] int64, written: bytes that all bodies need, and changed elements of blocks whose body ends beyond
-            C, which are left out.
+        new: [S] bf16 or fp16, new weights.
+        old: [S] of the same dtype, old weights, which the receivers hold.
+        kinds: [B] uint8, receives for each block the kind of its body, that is of its encoded changes.
+        halves: [B] uint8, receives the bytes of each block's body / 2, modulo 256.
+        body: [C] uint8, receives the bodies one after another, without those that would end beyond C.
+        numbers: [2] int64, receives the bytes that the bodies of all blocks need, and the number of changed elements in
+            the blocks that were left out.
     """
     exponents = _exponents(old)
     difference = order(new.view(torch.int16)) - order(old.view(torch.int16))
@@ -73,13 +75,13 @@ def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor
 
 
 def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None:
-    """Turn old weights into new ones, in place.
+    """Apply one message with a lossless delta to old weights, which become the new weights in place.
 
     Args:
-        kinds: [B] uint8, written by `encode`.
-        halves: [B] uint8, written by `encode`.
-        body: [C] uint8, written by `encode`.
-        weights: [S] the old weights, updated.
+        kinds: [B] uint8, kind of each block's encoded changes, from `encode`.
+        halves: [B] uint8, bytes of each block's encoded changes / 2, from `encode`.
+        body: [C] uint8, the encoded changes of all blocks, from `encode`.
+        weights: [S] bf16 or fp16, the old weights, updated.
     """
     exponents, offset = _exponents(weights), 0
     for index, (kind, half) in enumerate(zip(kinds.tolist(), halves.tolist(), strict=True)):
@@ -113,23 +115,28 @@ def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None
 
 
 def _exponents(old: Tensor) -> Tensor:
-    """Return the exponents of 16-bit floats [S] in blocks [B, 256] int64.
+    """Return the exponents of 16-bit weights [S], plus their dtype's offset in EXPONENTS, in blocks [B, 256] int64.
 
-    Padding gets exponent 255, which makes its Rice parameter 0.
+    The last block is padded with exponent 255, which makes the Rice parameter 0.
     """
     shift, mask, above = EXPONENTS[old.dtype]
     return _blocks(((old.view(torch.int16).long() >> shift) & mask) + above, 255)
 
 
 def _blocks(x: Tensor, padding: int = 0) -> Tensor:
-    """Pad x [S] and view it as blocks [B, 256]."""
+    """Return x [S] in blocks [B, 256], with the last block filled up with the number `padding`."""
     return F.pad(x, (0, -len(x) % BLOCK), value=padding).view(-1, BLOCK)
 
 
 def _body(z: Tensor, exponents: Tensor) -> tuple[int, Tensor]:
-    """Encode the changes z [256] of a block as the shorter of a sparse and a dense body; returns its kind and bytes.
+    """Encode the changes of one block of weights as the shorter of a sparse and a dense body.
 
-    The kind is RAW if neither is possible.
+    Args:
+        z: [256] zigzag-encoded changes of the block's weights.
+        exponents: [256] exponents of the old weights, from `_exponents`.
+    Returns:
+        The kind of the body, and its bytes. The kind is RAW, with bytes that the caller replaces, if the block is too
+        irregular for both bodies.
     """
     # ---- c from the mean change of the block
     highest = int(exponents.where(exponents < 255, 0).max())
@@ -160,20 +167,20 @@ def _body(z: Tensor, exponents: Tensor) -> tuple[int, Tensor]:
 
 
 def _parameters(c: int, exponents: Tensor) -> Tensor:
-    """Return the Rice parameters k of elements with these exponents."""
+    """Return the Rice parameters, 0 to 15, of weights with these exponents in a block with the exponent `c`."""
     return (c - exponents).clamp(0, 15)
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Unpack bytes [n] uint8 into bits [8 n] int64."""
+    """Unpack bytes [n] uint8 into bits [8 n] int64, the lowest bit of each byte first."""
     return ((x.long()[:, None] >> torch.arange(8, device=x.device)) & 1).flatten()
 
 
 def _bytes(bits: Tensor) -> Tensor:
-    """Pack bits [n] into bytes [ceil(n / 8)] uint8."""
+    """Pack bits [n], each 0 or 1, into bytes [ceil(n / 8)] uint8, the first bit lowest."""
     return (F.pad(bits, (0, -len(bits) % 8)).view(-1, 8) << torch.arange(8, device=bits.device)).sum(1).to(torch.uint8)
 
 
 def _number(bits: Tensor) -> Tensor:
-    """Return the number with these bits, the lowest first."""
+    """Return a scalar tensor with the integer whose bits [n] are given, the lowest bit first."""
     return (bits << torch.arange(len(bits), device=bits.device)).sum()

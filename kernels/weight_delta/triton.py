@@ -1,8 +1,8 @@
-"""Lossless deltas of CUDA tensors in Triton: each program encodes one block; reference.py defines the bytes.
+"""Lossless deltas of CUDA tensors in Triton: each program encodes one block of weights; reference.py defines the bytes.
 
-The start of a body depends on the lengths of all bodies before it. So encoding takes three kernels: one measures the
-bodies, one program computes the prefix sum of their lengths, and one writes the bodies, by atomic or into zeroed words.
-The host never waits.
+A block's body, its encoded changes, starts where the bodies of all earlier blocks end. So encoding takes three kernels.
+The first measures the bodies, the second computes the prefix sum of their lengths in one program, and the third writes
+the bodies, by atomic or into zeroed words. The host never waits.
 """
 # Compile-time constants are upper case, as is usual in Triton. mypy has no types for the arguments of kernels, which
 # are pointers and tensors on the device.
@@ -24,13 +24,13 @@ NUM_WARPS = 4
 _BLOCK = tl.constexpr(BLOCK)
 _MOST_POSITIONS, _DENSE, _RAW = tl.constexpr(63), tl.constexpr(64), tl.constexpr(255)
 _MOST_QUOTIENTS = tl.constexpr(MOST_QUOTIENTS)
-_CHUNK = tl.constexpr(1024)  # blocks per iteration of a prefix sum
+_CHUNK = tl.constexpr(1024)  # blocks of weights per iteration of the prefix sum over the lengths of their bodies
 
 
 def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor, numbers: Tensor) -> None:
-    """Encode the difference between old and new weights; see `reference.encode`."""
+    """Encode the lossless delta from old to new weights, in Triton; see `reference.encode`."""
     num_blocks = len(kinds)
-    # Rows: kind, c, bytes of the body, changed elements, start of the body
+    # Rows of `plan`, with one number per block: kind, c, bytes of the body, changed elements, start of the body
     plan = torch.empty(5, num_blocks, dtype=torch.int32, device=new.device)
     data = (new.view(torch.int16), old.view(torch.int16), plan)
     constants = _constants(new.dtype)
@@ -40,9 +40,10 @@ def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor
 
 
 def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None:
-    """Turn rows of old weights into new ones, in place; see `reference.decode`.
+    """Apply the lossless deltas of N messages to rows of old weights in place, in Triton; see `reference.decode`.
 
-    Shapes: kinds and halves [N, B], body [N, C], weights [N, S].
+    Shapes, for N messages with B blocks, C bytes of bodies and S weights each: kinds and halves [N, B], body [N, C],
+    weights [N, S].
     """
     (nodes, num_blocks), size = kinds.shape, weights.shape[1]
     starts = torch.empty(nodes, num_blocks, dtype=torch.int32, device=weights.device)
@@ -56,19 +57,22 @@ def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None
 
 
 def _constants(dtype: torch.dtype) -> dict[str, int]:
-    """Return the compile-time constants for weights of this dtype."""
+    """Return the kernels' compile-time constants for weights of this dtype, from EXPONENTS, and the number of warps."""
     return {**dict(zip(("SHIFT", "MASK", "ABOVE"), EXPONENTS[dtype], strict=True)), "num_warps": NUM_WARPS}
 
 
 @triton.jit
 def _order(bits):
-    """Apply `reference.order` to sign-extended 16-bit patterns in int32."""
+    """Map sign-extended bit patterns of 16-bit floats in int32 to ordered integers; see `reference.order`."""
     return bits ^ ((bits >> 15) & 0x7FFF)
 
 
 @triton.jit
 def _load(new, old, size, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr):
-    """Load this program's block: z [256], exponents [256], and the new bit patterns [256]."""
+    """Load this program's block of weights, and return its changes z, old exponents and new bit patterns, each [256].
+
+    z is the zigzag-encoded change of a weight, as reference.py defines it. Padding has z = 0 and exponent 255.
+    """
     index = tl.program_id(0).to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
     inside = index < size
     after = tl.load(new + index, mask=inside, other=0).to(tl.int32)
@@ -80,7 +84,7 @@ def _load(new, old, size, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.con
 
 @triton.jit
 def _parameters(c, exponent):
-    """Return the Rice parameters k of elements with these exponents."""
+    """Return the Rice parameters, 0 to 15, of weights with these exponents in a block with the exponent `c`."""
     return tl.minimum(tl.maximum(c - exponent, 0), 15)
 
 
@@ -95,7 +99,7 @@ def _bit_length(x):
 
 @triton.jit
 def _bytes(bits):
-    """Return the bytes that hold this many bits."""
+    """Return the number of bytes that hold `bits` bits."""
     return (bits + 7) // 8
 
 
@@ -103,11 +107,11 @@ def _bytes(bits):
 def _measure_kernel(
     new, old, plan, size, num_blocks, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr
 ):  # fmt: skip
-    """Choose how one block is encoded.
+    """Choose the shortest body for the changes of one block: raw, dense or sparse.
 
-    Writes kind, c, bytes of its body and number of changed elements into `plan`.
+    Writes the body's kind, c, the body's bytes, and the number of changed elements into `plan`.
     """
-    # ---- c and the Rice parameters
+    # ---- c, the exponent that determines the block's Rice parameters, and these parameters
     z, exponent, _ = _load(new, old, size, SHIFT, MASK, ABOVE)
     changed = z != 0
     count = tl.sum(changed.to(tl.int32))
@@ -116,7 +120,7 @@ def _measure_kernel(
     total = tl.sum((z << 6) >> lower)
     c = tl.minimum(tl.maximum(highest + _bit_length((total >> 3) * 5) - 14, _DENSE), _RAW - 1)
     k = _parameters(c, exponent)
-    # ---- the shortest of the raw, the dense and the sparse body
+    # ---- bytes of the raw, the dense and the sparse body, and the shortest of the three
     raw_bytes = 2 * tl.minimum(size - tl.program_id(0) * _BLOCK, _BLOCK)
     bits = _BLOCK + tl.sum(z >> k)
     dense = (_bytes(tl.sum(k)) + _bytes(bits) + 1) // 2 * 2
@@ -138,9 +142,9 @@ def _measure_kernel(
 
 @triton.jit
 def _start_kernel(plan, kinds, halves, numbers, num_blocks, capacity):
-    """Compute where each block's body starts in the message, -1 if it is left out, and write it into `plan`.
+    """Compute where each block's body starts in the message, or -1 if the block is left out, and write that to `plan`.
 
-    It also writes the message's kinds, halves and counters. One program runs it for all blocks.
+    The kernel also writes the kinds, halves and counters of the message. One program handles all blocks.
     """
     first, wanted, left_out = 0, 0, 0
     while first < num_blocks:  # not `for`: Triton 3.6's interpreter does not support a kernel argument as a range's end
@@ -163,7 +167,10 @@ def _start_kernel(plan, kinds, halves, numbers, num_blocks, capacity):
 
 @triton.jit
 def _find_kernel(kinds, halves, starts, size, num_blocks, kinds_n, halves_n):
-    """Compute where each block's body starts in a received message; one program per message."""
+    """Compute where each block's body starts in a received message, from its kinds and halves; one program per message.
+
+    `starts` receives these offsets in bytes.
+    """
     node, first, end = tl.program_id(0).to(tl.int64), 0, 0
     while first < num_blocks:
         block = first + tl.arange(0, _CHUNK)
@@ -178,7 +185,10 @@ def _find_kernel(kinds, halves, starts, size, num_blocks, kinds_n, halves_n):
 
 @triton.jit
 def _put(words, bit, value, width, mask):
-    """Write `value` with `width` bits, at most 16, at bit number `bit` of zeroed 32-bit words."""
+    """Write the low `width` bits of `value`, at most 16, at bit number `bit` of zeroed 32-bit words, under a mask.
+
+    Several lanes may write to one word, so each write is an atomic or.
+    """
     word, shift = words + (bit >> 5), (bit & 31).to(tl.int32)
     tl.atomic_or(word, value << shift, mask=mask, sem="relaxed")
     rest = (value.to(tl.int64) << shift) >> 32
@@ -189,7 +199,7 @@ def _put(words, bit, value, width, mask):
 def _place_kernel(
     new, old, plan, words, size, num_blocks, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr
 ):  # fmt: skip
-    """Write one block's body, its encoded changes, into the message, unless the block is left out."""
+    """Write the body of one block, its encoded changes, into the message, unless the block is left out."""
     plan += tl.program_id(0)
     start = tl.load(plan + 4 * num_blocks).to(tl.int64)
     kind, c, length = tl.load(plan), tl.load(plan + num_blocks), tl.load(plan + 2 * num_blocks)
@@ -222,7 +232,10 @@ def _decode_kernel(
     kinds, halves, body, starts, weights, size, num_blocks, kinds_n, halves_n, body_n, weights_n,
     SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr,
 ):  # fmt: skip
-    """Turn one block of one row from old into new weights. Lanes work in parallel on the bits of the quotients."""
+    """Apply the encoded changes of one block of one message to the block's old weights, in place.
+
+    Each lane handles one bit of the unary quotients, so all values of the block are decoded in parallel.
+    """
     index, node = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind = tl.load(kinds + node * kinds_n + index).to(tl.int32)
     length = 2 * tl.load(halves + node * halves_n + index).to(tl.int32)
@@ -235,7 +248,7 @@ def _decode_kernel(
         high = tl.load(body + 2 * lane + 1, mask=lane < valid, other=0).to(tl.int32)
         tl.store(weights + lane, ((low | high << 8) << 16 >> 16).to(tl.int16), mask=lane < valid)
     elif length > 0:
-        # ---- the parts of the body
+        # ---- the parts of a sparse or dense body: c, positions, remainders, quotients
         sparse = kind <= _MOST_POSITIONS
         c, count, head = kind, _BLOCK, 0
         if sparse:
@@ -263,14 +276,20 @@ def _decode_kernel(
 
 @triton.jit
 def _places(body, rank, mask, sparse):
-    """Return the positions in the block of the stored values with the indices `rank`."""
+    """Return the positions in the block of the body's values with the indices `rank`.
+
+    A sparse body lists these positions; in a dense body value i belongs to element i.
+    """
     listed = mask & (rank < tl.where(sparse, _BLOCK, 0))
     return tl.where(sparse, tl.load(body + 1 + rank, mask=listed, other=0).to(tl.int32), rank)
 
 
 @triton.jit
 def _known(weights, place, mask, c, valid, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr):
-    """Return the Rice parameters of elements from their old weights; 0 after the end of the weights."""
+    """Return the Rice parameters of a block's weights at the positions `place`, computed from the old weights and `c`.
+
+    The result is 0 where `mask` is False and beyond the `valid` weights of the block.
+    """
     mask = mask & (place < valid)
     bits = tl.load(weights + place, mask=mask, other=0).to(tl.int32)
     return tl.where(mask, _parameters(c, ((bits >> SHIFT) & MASK) + ABOVE), 0)
@@ -278,14 +297,14 @@ def _known(weights, place, mask, c, valid, SHIFT: tl.constexpr, MASK: tl.constex
 
 @triton.jit
 def _bit(data, bit, num_bits):
-    """Return the bits with these numbers of a body; 0 outside of it."""
+    """Return the bits of `data` with the numbers `bit`, each 0 or 1; 0 for numbers outside of 0..num_bits - 1."""
     inside = (bit >= 0) & (bit < num_bits)
     return (tl.load(data + (bit >> 3), mask=inside, other=0).to(tl.int32) >> (bit & 7)) & 1
 
 
 @triton.jit
 def _read(data, bit, width):
-    """Return numbers of `width` bits, at most 15, that start at bit number `bit`; 0 for width 0."""
+    """Return the integers of `width` bits, at most 15, that start at bit number `bit` of `data`; 0 for width 0."""
     data += bit >> 3
     end = (bit & 7) + width
     word = tl.load(data, mask=width > 0, other=0).to(tl.int32)
@@ -296,5 +315,5 @@ def _read(data, bit, width):
 
 @triton.jit
 def _larger(a, b):
-    """Return the elementwise maximum, for a scan."""
+    """Return the elementwise maximum, as the function that `tl.associative_scan` combines elements with."""
     return tl.maximum(a, b)

@@ -99,14 +99,14 @@ def test_invalid_tensors_are_rejected_by_name():
         (torch.zeros(2, 65), {}, "x (2, 65) has rows of the wrong size; expected 40 elements"),
         (X, {"messages": SENT.view(torch.int8)}, "messages is torch.int8"),
         (X, {"messages": SENT[:1]}, "messages is torch.uint8 (1, 80)"),
-        (X, {"messages": torch.zeros(200, dtype=torch.uint8).as_strided((2, 80), (81, 1))}, "a multiple of 4"),
+        (X, {"messages": torch.zeros(200, dtype=torch.uint8).as_strided((2, 80), (81, 1))}, "multiples of 4 bytes"),
         (torch.zeros(40, 2).t(), {}, "has stride 2 in its last dim"),
         (torch.zeros(1, 1, 2, 40), {}, "4 dims"),
         (X, {"errors": Feedback.zeros((3,), table_of(40))}, "errors is torch.uint8"),
         (X, {"errors": Feedback.zeros((2,), table_of(41))}, "another layout"),
         (X, {"base": torch.zeros(2, 40, device="meta")}, "base is (2, 40) on meta"),
         (X, {"base": X.double()}, "base is torch.float64"),
-        (X, {"base": X, "errors": Feedback.zeros((2,), table_of(40))}, "errors and base are both given"),
+        (X, {"base": X, "errors": Feedback.zeros((2,), table_of(40))}, "both errors and base"),
         (X.to("meta"), {}, "no implementation for meta"),  # an error instead of a slow fallback
     ]
     assert not_refused(wrong, ask) == []
@@ -131,7 +131,7 @@ def test_backend_names_the_implementation_or_raises_without_one(monkeypatch):
     with pytest.raises(ValueError, match="no implementation for mps"):
         backend("mps")
     monkeypatch.setattr(block_quant, "TRITON", None)
-    with pytest.raises(ValueError, match="needs Triton"):
+    with pytest.raises(ValueError, match="requires Triton"):
         backend("cuda")
 
 

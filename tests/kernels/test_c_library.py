@@ -60,7 +60,7 @@ def test_threads_may_compile_the_same_library_at_once(cache, source):
 
 def test_missing_compiler_is_named_in_the_error(cache, source, monkeypatch):
     monkeypatch.setenv("PATH", str(source.parent))
-    assert reason(source) == "no C compiler found"
+    assert reason(source) == "no C compiler found (cc, gcc or clang)"
     monkeypatch.setenv("CC", "icx-2042 -O3")
     assert reason(source) == "CC=icx-2042 -O3 is not found"
     assert not cache.exists()
