@@ -1,1 +1,1 @@
-"""GPT model with the architectures of GPT-2/3, Llama and related models."""
+"""The GPT model, which covers the architectures of GPT-2/3, Llama, mixtures of experts and related models."""

@@ -5,7 +5,7 @@ context-parallel ranks. G is the number of query groups (key and value heads) on
 of query heads in each group. backends.py chooses the attention kernel.
 
 One matrix projects to queries, keys and values. Its rows are ordered [group, (Q queries, key, value), D], so that a
-tensor-parallel slice of the rows consists of whole groups. With context parallelism (Ulysses) each rank holds S/C
+tensor-parallel slice of the rows consists of complete groups. With context parallelism (Ulysses) each rank holds S/C
 tokens of the residual stream; inside attention it holds all S tokens of heads/C heads.
 """
 
@@ -28,24 +28,26 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megazpp.tensor_parallel.regions import exchange
 
-# --use-rope-scaling: channels that turn at most LOW_TURNS times over the original context are slowed down in full,
-# channels that turn at least HIGH_TURNS times are unchanged
+# Limits of --use-rope-scaling. Channels that turn at most LOW_TURNS times over the original context get their frequency
+# divided by the full factor. Channels that turn at least HIGH_TURNS times are unchanged.
 LOW_TURNS, HIGH_TURNS = 1.0, 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """Inputs of attention that the layers share in one forward pass. Attention is causal if only `rotary` is set.
+    """Inputs of attention that layers share in one forward. Without mask and documents, attention is plainly causal.
 
     Attributes:
-        rotary: (cos, sin) of the rotary angles, each [S, B or 1, 1, rotated channels] fp32; None without rotation.
+        rotary: (cos, sin) of the rotary angles, each [S, B or 1, 1, rotated channels] fp32; None without rotary
+            embeddings.
         mask: [B, 1, S, keys] bool, True where a query attends to a key, or the additive mask that `shared_mask`
-            returns.
-        document_starts: [documents + 1] int32 offsets of the documents in the B x S flattened tokens, for a document
-            kernel (see backends.py).
-        places: [B, S] int64 positions in the key-value cache at which new keys and values are stored.
+            returns; None without a mask.
+        document_starts: [documents + 1] int32 offsets of the documents in the B x S flattened tokens, for the kernel of
+            attention inside documents (see backends.py); None without documents or without this kernel.
+        places: [B, S] int64 positions in the key-value cache at which new keys and values are stored; None without a
+            cache.
         counted: tokens that the losses of routers include, for layers with experts: ([S, B] fp32, 1 for such a token;
-            [B] fp32, their number in the whole sequence). None if all tokens count.
+            [B] fp32, their number in the complete sequence). None if all tokens count.
     """
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None
@@ -55,9 +57,9 @@ class AttentionInputs:
     counted: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def mark_varying(self) -> None:
-        """Let one compiled graph accept any batch size, sequence length and number of keys.
+        """Tell torch.compile that batch size, sequence length and number of keys vary, so that one graph serves all.
 
-        `document_starts` is not marked here; callers mark it in any case.
+        `document_starts` is not marked here, because its size varies in every run and callers mark it themselves.
         """
         for angles in self.rotary or ():
             mark_varying(angles, 0, 1)
@@ -71,12 +73,12 @@ class SelfAttention(nn.Module):
     With sequence parallelism input and output are [S/T, B, H]. With context parallelism S/C replaces S.
 
     Collectives on tp: the collectives of one ColumnParallelLinear and one RowParallelLinear. Collectives on cp: 2
-    all-to-alls. The heads of a tensor-parallel rank share the weights of --qk-layernorm with the heads of other ranks,
-    so each rank computes a part of these weights' gradients (`ParameterSpec.partial`).
+    all-to-alls. The heads of all tensor-parallel ranks share the weights of --qk-layernorm. So each rank computes only
+    a partial sum of these weights' gradients (`ParameterSpec.partial`).
 
     Args:
         config: config of the model.
-        settings: axes and implementations.
+        settings: mesh axes and implementations that all layers share.
         output_std: standard deviation of the initial weights of the output projection.
         window: number of tokens that a token attends to, itself included; None for all earlier tokens.
     """
@@ -114,13 +116,15 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None, *, norm: Norm | None = None
     ) -> torch.Tensor:
-        """Return attention's output for norm(x), or for x if `norm` is None.
+        """Return attention's output, in the shape of x, for norm(x), or for x if `norm` is None.
 
         Args:
-            x: [S, B, H] slice of the residual stream; see the class for its size with parallelism.
-            inputs: mask, angles and documents of this kind of layer.
-            cache: keys and values of earlier tokens, to which the new ones are added; None without a cache.
-            norm: norm of the layer's input, which backward may recompute.
+            x: [S, B, H] residual stream. It is [S/T, B, H] with sequence parallelism, and with context parallelism S/C
+                replaces S.
+            inputs: attention mask, rotary angles and documents of this layer.
+            cache: key-value cache of this layer with earlier tokens, to which this call adds the tokens of x; None
+                without a cache.
+            norm: norm of the layer's input, which backward may recompute; None without a norm before attention.
         """
         # ---- queries, keys and values
         qkv = normed(norm, x, then=self.qkv, recompute=self.recompute_norm)
@@ -133,10 +137,10 @@ class SelfAttention(nn.Module):
         if inputs.rotary is not None:
             q, k = rotate(q, *inputs.rotary), rotate(k, *inputs.rotary)
             if self.q_norm is None and not self.context_parallel and torch.is_grad_enabled():
-                v = v.contiguous()  # autograd saves v for backward: as a view it would keep all of `qkv` in memory
+                v = v.contiguous()  # autograd saves v for backward, and a view would keep all of `qkv` in memory
         # ---- keys and values of earlier tokens
         if cache is not None:
-            assert inputs.places is not None, "a cache needs places"
+            assert inputs.places is not None, "a key-value cache needs `places`, the positions of the new tokens"
             k, v = cache.extend((k, v), inputs.places, inputs.mask)
         # ---- attention, with all tokens of some heads on each context-parallel rank
         if self.context_parallel:
@@ -146,9 +150,16 @@ class SelfAttention(nn.Module):
         return self.proj(tokens_for_heads(out, self.cp) if self.context_parallel else out)
 
     def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
-        """Compute attention by the kernel that `inputs` needs: q [S, B, heads, D] -> [S, B, heads x D].
+        """Compute attention by the kernel that the mask or the documents in `inputs` require.
 
-        Keys and values are [keys, B, groups, D].
+        Args:
+            q: [S, B, heads, D] queries.
+            k: [keys, B, groups, D] keys.
+            v: [keys, B, groups, D] values.
+            inputs: attention mask and documents.
+
+        Returns:
+            [S, B, heads x D].
         """
         if inputs.document_starts is not None:
             return self._inside_documents(q, k, v, inputs.document_starts)
@@ -165,14 +176,16 @@ class SelfAttention(nn.Module):
     def _inside_documents(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor
     ) -> torch.Tensor:
-        """Compute `_core` by the document kernel, on the rows of the batch concatenated into one sequence.
+        """Compute attention inside documents or a window by the variable-length kernel; shapes as in `_core`.
 
-        The concatenation copies queries, keys and values if the batch has more than one row.
+        The kernel takes one sequence, so the rows of the batch are concatenated. With more than one row this copies
+        queries, keys and values.
         """
-        assert self.document_kernel is not None, "document_starts need a document kernel"
+        assert self.document_kernel is not None, "document_starts are set, but this device has no document kernel"
         seq, batch = q.shape[:2]
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [B x S, heads, D]
-        # A row's length is an upper bound for documents. The host would have to wait for the device to get the longest.
+        # The kernel asks for the longest document's length. A row's length is an upper bound; reading the exact length
+        # would make the host wait for the device.
         out = self.document_kernel(q, k, v, starts, seq, self.window, self.scale)
         return out.view(batch, seq, -1).transpose(0, 1)
 
@@ -180,10 +193,10 @@ class SelfAttention(nn.Module):
 def heads_for_tokens(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: MeshAxis
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Exchange all heads of this rank's tokens for this rank's heads of all tokens, in 1 all-to-all (Ulysses).
+    """Exchange all heads of this cp rank's tokens for this rank's heads of all tokens, in 1 all-to-all (Ulysses).
 
-    If C does not divide G, keys and values are repeated up to lcm(G, C) heads first. Each rank then receives
-    G / gcd(G, C) heads of each token. An all-gather of keys and values would deliver all G.
+    If C does not divide G, keys and values are repeated to lcm(G, C) heads first. Each rank then receives G / gcd(G, C)
+    heads of each token, which is less than the G heads that an all-gather of keys and values would deliver.
 
     Args:
         q: [S/C, B, heads, D] queries.
@@ -204,22 +217,26 @@ def heads_for_tokens(
 
 
 def tokens_for_heads(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
-    """Exchange this rank's heads of all tokens for all heads of this rank's tokens, in 1 all-to-all.
+    """Exchange this cp rank's heads of all tokens for all heads of this rank's tokens, in 1 all-to-all (Ulysses).
 
-    The inverse of `heads_for_tokens`, for attention's output: [S, B, heads/C x D] -> [S/C, B, heads x D].
+    This is the inverse of `heads_for_tokens`. It applies to attention's output: [S, B, heads/C x D] ->
+    [S/C, B, heads x D] for C context-parallel ranks.
     """
     return exchange(x.unflatten(0, (cp.size, -1)), cp).movedim(0, 2).flatten(2)
 
 
 def config_angles(config: GPTConfig, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine of the rotary angles that the flags of `config` define, [S, B, 1, channels] fp32 each.
+    """Return the cosines and sines of the rotary angles for all positions of a batch.
 
-    Channels i and i + channels/2 of the rotated channels form a pair, which rotates by position x base^(-2i/channels)
-    radians. Source: RoFormer, with the half-split order of channels that Llama and Megatron-LM use.
+    Channels i and i + channels/2 of a head's rotated channels form a pair, which rotates by position x
+    base^(-2i/channels) radians. Source: RoFormer, with the half-split order of channels that Llama and Megatron-LM use.
 
     Args:
-        config: config of the model, with rotary embeddings.
-        position_ids: [B, S] int64 positions.
+        config: config of a model with rotary embeddings; its flags select the scaling of frequencies.
+        position_ids: [B, S] int64 position of each token.
+
+    Returns:
+        (cos, sin), each [S, B, 1, rotated channels] fp32.
     """
     # ---- unscaled frequencies [channels / 2], in radians per token
     channels, device, factor = int(config.head_size * config.rotary_percent), position_ids.device, 1.0
@@ -227,7 +244,7 @@ def config_angles(config: GPTConfig, position_ids: torch.Tensor) -> tuple[torch.
     if config.rope_type == "dynamic":
         scale, longest = config.rotary_scaling_factor, config.max_position_embeddings
         assert longest is not None
-        # the base stays a tensor on the device: the host does not wait for the longest position
+        # The base depends on the longest position. It stays a tensor on the device, so that the host need not wait.
         share = (position_ids.max() + 1).clamp(min=longest) / longest
         base = base * (scale * share - (scale - 1.0)) ** (channels / (channels - 2))
     frequency = base ** -(torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels)
@@ -251,17 +268,24 @@ def config_angles(config: GPTConfig, position_ids: torch.Tensor) -> tuple[torch.
 def yarn_frequencies(frequency: torch.Tensor, config: GPTConfig) -> torch.Tensor:
     """Return YaRN's rotary frequencies for a longer context (arXiv 2309.00071).
 
-    Low frequencies are divided by --rotary-scaling-factor and high frequencies are unchanged. Between them the two are
-    mixed along a linear ramp over the channels. The ramp starts and ends at whole channels, as in the authors' code.
+    Low frequencies are divided by --rotary-scaling-factor, and high frequencies are unchanged. Between these channels,
+    divided and unchanged frequencies are mixed along a linear ramp over the channels. The ramp starts and ends at
+    integer channels, as in the authors' code.
 
     Args:
-        frequency: [channels / 2] radians per token, unscaled.
-        config: config with the flags of YaRN.
+        frequency: [channels / 2] unscaled frequencies, in radians per token.
+        config: config of the model with the flags of YaRN.
+
+    Returns:
+        [channels / 2] scaled frequencies, in radians per token.
     """
     half, original = len(frequency), config.yarn_original_max_position_embeddings
 
     def channel(turns: float) -> float:
-        """Return the channel, as a real number, that makes `turns` full turns over the original context."""
+        """Return the index, as a real number, of the rotary channel that turns `turns` times over YaRN's context.
+
+        YaRN's context is the original one, --yarn-original-max-position-embeddings tokens.
+        """
         return half * math.log(original / (turns * 2.0 * math.pi)) / math.log(config.rotary_base)
 
     first = max(math.floor(channel(config.yarn_beta_fast)), 0)
@@ -272,16 +296,19 @@ def yarn_frequencies(frequency: torch.Tensor, config: GPTConfig) -> torch.Tensor
 
 
 def scaled_frequencies(frequency: torch.Tensor, factor: float, original: int) -> torch.Tensor:
-    """Return Llama 3.1's rotary frequencies for a longer context.
+    """Return Llama 3.1's rotary frequencies for a longer context (--use-rope-scaling).
 
-    Channels that turn less than once over the original context are slowed down by `factor`. Channels that turn more
-    than four times are unchanged. Between the two limits the frequencies are interpolated linearly in the number of
-    turns.
+    The frequencies of channels that turn less than once over the original context are divided by `factor`. Channels
+    that turn more than four times are unchanged. Between the two limits the frequencies are interpolated linearly in
+    the number of turns.
 
     Args:
-        frequency: [channels / 2] radians per token, unscaled.
+        frequency: [channels / 2] unscaled frequencies, in radians per token.
         factor: divisor of the lowest frequencies.
         original: length of the original context in tokens.
+
+    Returns:
+        [channels / 2] scaled frequencies, in radians per token.
     """
     turns = frequency * (original / (2.0 * math.pi))
     kept = ((turns - LOW_TURNS) / (HIGH_TURNS - LOW_TURNS)).clamp(0.0, 1.0)
@@ -289,12 +316,12 @@ def scaled_frequencies(frequency: torch.Tensor, factor: float, original: int) ->
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first channels of x by the given angles and return the other channels unchanged.
+    """Apply rotary embeddings: rotate the first channels of each head, and leave the other channels unchanged.
 
     Args:
         x: [S, B, heads, D] queries or keys.
-        cos: [S, B or 1, 1, rotated channels] fp32 cosines of the angles.
-        sin: sines of the angles, shaped like `cos`.
+        cos: [S, B or 1, 1, rotated channels] fp32 cosines of the rotary angles.
+        sin: fp32 sines of the rotary angles, shaped like `cos`.
 
     Returns:
         [S, B, heads, D] in the dtype of x; the rotation is computed in fp32.
@@ -318,9 +345,9 @@ def document_mask(document_starts: torch.Tensor, *, batch: int, seq: int) -> tor
     """Return the mask of causal attention inside documents, [B, 1, S, S] bool, True where a query attends to a key.
 
     Args:
-        document_starts: [documents + 1] ascending offsets of the documents in the B x S flattened tokens.
-        batch: number of rows B.
-        seq: tokens per row S.
+        document_starts: [documents + 1] ascending offsets of the documents in the B x S flattened tokens of the batch.
+        batch: number of rows B of the batch.
+        seq: number of tokens S per row.
     """
     position = torch.arange(batch * seq, device=document_starts.device)
     document = torch.bucketize(position, document_starts, right=True).view(batch, 1, seq)

@@ -1,6 +1,7 @@
-"""Choice of the model's implementations on a device: attention kernel, matrix product and torch.compile.
+"""Choose the model's implementations for a device: attention kernel, matrix products and torch.compile.
 
-In this table "plain" is torch's unfused attention, used where no other kernel applies. S is the sequence length.
+The table shows the attention kernels. "Plain" is torch's unfused attention, used where no other kernel applies. S is
+the sequence length.
 
 | attention                         | on CUDA                                            | on a CPU          |
 |-----------------------------------|----------------------------------------------------|-------------------|
@@ -30,22 +31,23 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import FLOAT8_CAPABILITY, MULTIPLE, float8_product
 from megazpp.tensor_parallel.layers import Product
 
-# Limits of the variable-length kernel (flash attention 2): channels per head, their divisor, and compute capability.
-# Some devices cannot train with more than 192 channels.
+# Limits of the variable-length attention kernel (flash attention 2): most channels per head, their divisor, and lowest
+# compute capability. Some devices cannot train with more than 192 channels.
 MOST_CHANNELS, CHANNELS_MULTIPLE, FIRST_CAPABILITY = 192, 8, (8, 0)
-# The first compute capability with a fast grouped product, and the multiple of channels that it takes (16 bytes).
+# Limits of torch's fast grouped matrix product: the lowest compute capability, and the divisor of the matrices' sizes
+# (16 bytes of bf16).
 GROUPED_CAPABILITY, GROUPED_MULTIPLE = (9, 0), 8
 _TRITON_CAPABILITY = (7, 0)  # lowest compute capability for which Triton compiles
 
 
 def mask_reason(config: GPTConfig, *, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
-    """Return the reason why attention inside documents or a window needs an S x S mask; None if it does not.
+    """Return why attention inside documents or a window needs an S x S mask, for the log; None if it needs none.
 
-    Without a reason, attention uses the kernel `variable_length`.
+    Without such a reason, attention uses the kernel `variable_length`.
 
     Args:
         config: config of the model.
-        capability: compute capability of the device; None for a device that is no NVIDIA GPU.
+        capability: compute capability of the device, such as (9, 0); None for a device that is no NVIDIA GPU.
         dtype: dtype in which attention computes.
     """
     if capability is None:
@@ -62,20 +64,20 @@ def mask_reason(config: GPTConfig, *, capability: tuple[int, int] | None, dtype:
 
 
 def find_document_kernel(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> DocumentKernel | None:
-    """Return the kernel for attention inside documents or a window on `device`; None if it needs a mask instead."""
+    """Return the kernel for attention inside documents or a window on `device`; None if a mask must be used instead."""
     return None if mask_reason(config, capability=capability(device), dtype=dtype) else variable_length
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA GPU; None for any other device, AMD GPUs included."""
+    """Return the compute capability of an NVIDIA GPU, such as (9, 0); None for any other device, even an AMD GPU."""
     nvidia = device.type == "cuda" and torch.version.cuda is not None
     return torch.cuda.get_device_capability(device) if nvidia else None
 
 
 def find_product(config: GPTConfig, device: torch.device) -> Product | None:
-    """Return the float8 product of the linear layers on `device`; None without --fp8-format.
+    """Return the float8 matrix product of the linear layers on `device`; None without --fp8-format.
 
-    With None the layers use their own 16-bit products.
+    With None the layers multiply in the dtype of their inputs.
 
     Raises:
         ValueError: --fp8-format is set, but the device does not support float8 or torchao is not installed.
@@ -94,27 +96,33 @@ def find_product(config: GPTConfig, device: torch.device) -> Product | None:
 
 
 def loop_reason(config: GPTConfig, *, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
-    """Return why the experts of a layer are multiplied one by one; None if torch's grouped product is used.
+    """Return why the matrices of a layer's experts are multiplied one by one, for the log.
 
-    Before compute capability 9.0, torch's grouped product is itself a loop, and it waits for the device each time.
+    None if torch's grouped matrix product can multiply them in one call. Before compute capability 9.0, that product is
+    itself a loop, in which the host waits for the device.
+
+    Args:
+        config: config of a model with experts.
+        capability: compute capability of the device; None for a device that is no NVIDIA GPU.
+        dtype: dtype in which the experts compute.
     """
     if capability is None:
-        return "only CUDA has a grouped product that is faster"
+        return "torch's grouped product is faster on NVIDIA GPUs only"
     if capability < GROUPED_CAPABILITY:
         return f"torch's grouped product needs compute capability 9.0 to be faster, not {capability[0]}.{capability[1]}"
     if dtype != torch.bfloat16:
         return f"torch's grouped product is fast in bf16, not in {dtype}"
     if config.hidden % GROUPED_MULTIPLE or config.expert_ffn_size % GROUPED_MULTIPLE:
         sizes = f"{config.hidden} and {config.expert_ffn_size}"
-        return f"torch's grouped product takes multiples of {GROUPED_MULTIPLE} channels, not {sizes}"
+        return f"torch's grouped product takes multiples of {GROUPED_MULTIPLE} channels, not {sizes} channels"
     return None
 
 
 def find_grouped_product(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the experts of a layer are multiplied in one product on `device`.
+    """Return True if one grouped matrix product multiplies the matrices of all experts of a layer on `device`.
 
-    Versions of torch return NaN or leave garbage for experts without tokens on some devices
-    (https://github.com/pytorch/pytorch/issues/172439). So one small case with such experts is computed here.
+    Some versions of torch return NaN or leave garbage for experts without tokens on some devices
+    (https://github.com/pytorch/pytorch/issues/172439). So this function also computes a small case with such experts.
     """
     if config.num_experts is None or loop_reason(config, capability=capability(device), dtype=dtype) is not None:
         return False
@@ -125,7 +133,8 @@ def find_grouped_product(config: GPTConfig, device: torch.device, dtype: torch.d
 def grouped_product_is_right(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if torch's grouped matrix product and its gradients are correct when some experts get no tokens."""
     rows, counts = 24, torch.tensor([0, 16, 0, 8], device=device)
-    torch.full((1 << 20,), math.nan, dtype=dtype, device=device)  # fills freed memory with NaN
+    # Fill memory with NaN and free it, so that results which the product leaves unwritten contain NaN.
+    torch.full((1 << 20,), math.nan, dtype=dtype, device=device)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, 16, generator=generator).to(device, dtype).requires_grad_()
     weight = torch.randn(4, 32, 16, generator=generator).to(device, dtype).requires_grad_()
@@ -138,28 +147,32 @@ def grouped_product_is_right(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def check_device(config: GPTConfig, device_type: str) -> None:
-    """Raise ValueError if --fp8-format is set for a CPU run.
+    """Raise ValueError if --fp8-format is set and the run uses CPUs.
 
-    The process that starts the workers calls this. Whether a GPU supports float8 is checked by its worker, in
-    `find_product`.
+    The process that starts the workers calls this function. Each worker checks in `find_product` whether its GPU
+    supports float8.
+
+    Args:
+        config: config of the model.
+        device_type: type of the run's devices, "cpu" or "cuda".
     """
     if device_type == "cpu":
         find_product(config, torch.device("cpu"))
 
 
 def check_products(config: GPTConfig, tp_size: int, device_type: str, *, bf16: bool) -> tuple[str, ...]:
-    """Check that the model's matrices have sizes that float8 products support.
+    """Check that float8 matrix products support the sizes of the model's matrices, if --fp8-format is set.
 
-    Whether the device supports float8 is checked by its worker, in `find_product`.
+    Each worker checks in `find_product` whether its GPU supports float8.
 
     Args:
         config: config of the model.
         tp_size: number of tensor-parallel ranks, over which the matrices are split.
-        device_type: "cuda" or "cpu".
-        bf16: True with --bf16.
+        device_type: type of the run's devices, "cuda" or "cpu".
+        bf16: True if --bf16 is set.
 
     Returns:
-        Notices for the log.
+        Notices for the log; () if there are none.
 
     Raises:
         ValueError: --fp8-format is set without --bf16, or with a size that is not a multiple of 16.
@@ -168,7 +181,7 @@ def check_products(config: GPTConfig, tp_size: int, device_type: str, *, bf16: b
         return ()
     asked = f"--fp8-format {config.fp8_format}"
     if not bf16:
-        raise ValueError(f"{asked} needs --bf16, the format of all other computations")
+        raise ValueError(f"{asked} needs --bf16, the format of all other computations: add --bf16")
     heads, groups, ranks = config.heads, config.query_groups, f"over {tp_size} tensor-parallel rank(s)"
     all_heads, with_keys = heads * config.head_size, (heads + 2 * groups) * config.head_size
     sizes = {
@@ -185,14 +198,17 @@ def check_products(config: GPTConfig, tp_size: int, device_type: str, *, bf16: b
 
 
 def compiles_layers(config: GPTConfig, device_type: str) -> tuple[bool, str]:
-    """Return whether layers are compiled on a device of this type, and the reason for the log.
+    """Return True if torch.compile is applied to the layers on a device of this type, and the reason for the log.
 
     --compile is the default on CUDA: small models spend more time on the host, launching kernels, than on the device,
-    and compiled layers launch fewer kernels. On a CPU, layers are eager by default, because compiling them takes time
+    and compiled layers launch fewer kernels. On a CPU, layers are not compiled by default, because compiling takes time
     and saves little.
 
+    Args:
+        config: config of the model.
+        device_type: type of the run's devices, "cpu" or "cuda".
     Raises:
-        ValueError: --compile is set, but torch.compile lacks a compiler.
+        ValueError: --compile is set, but torch.compile cannot generate code on this machine.
     """
     if config.compile is False:
         return False, "--no-compile"
@@ -207,7 +223,10 @@ def compiles_layers(config: GPTConfig, device_type: str) -> tuple[bool, str]:
 
 
 def missing_compiler(device_type: str) -> str | None:
-    """Return why torch.compile cannot generate code on this machine, such as a missing compiler; None if it can."""
+    """Return why torch.compile cannot generate code for devices of this type on this machine; None if it can.
+
+    The reason is a missing C or C++ compiler, a missing Triton, or a GPU that Triton does not support.
+    """
     if device_type != "cuda":
         compiler = os.environ.get("CXX", "g++")
         return None if shutil.which(compiler) else f"there is no C++ compiler ({compiler})"
@@ -226,13 +245,13 @@ def missing_compiler(device_type: str) -> str | None:
 def model_backends(
     config: GPTConfig, *, device: torch.device, dtype: torch.dtype, documents: bool
 ) -> list[tuple[str, str, str]]:
-    """Return the chosen implementations of the model for the log, as rows (part, implementation, reason).
+    """Return the chosen implementations of the model as rows (part, implementation, reason) of the log's table.
 
     Args:
         config: config of the model.
         device: device on which the model computes.
-        dtype: dtype in which it computes.
-        documents: True if tokens attend only to their own document.
+        dtype: dtype in which the model computes.
+        documents: True if tokens attend only to tokens of their own document.
     """
     attention = "torch scaled_dot_product_attention", "the first of torch's kernels that supports the inputs"
     if documents or config.window is not None:

@@ -1,8 +1,8 @@
 """Config of the GPT model: sizes, initialization, dropout, activation recomputation, float8 and compilation.
 
 The fields have the names of Megatron-LM's flags. Properties and methods compute derived values (head size, feed-forward
-size, padded vocabulary), which are never written back into the fields. This is one file of more than 300 lines, because
-a config is one class.
+size, padded vocabulary), which are never written back into the fields. The file has more than 300 lines, because the
+config is one class.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Literal
 from megazpp.base.flags import check_below_one, check_not_negative, check_positive, check_words, flag, spelling
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp_act"]
-ACTIVATIONS = ("swiglu", "squared_relu", "openai_gelu")  # fields that exclude each other; without one of them, GeLU
-MOST_LAYERS = 10_000
+ACTIVATIONS = ("swiglu", "squared_relu", "openai_gelu")  # flags of the MLP's activation, at most one; without one, GeLU
+MOST_LAYERS = 10_000  # limit of --num-layers, because a damaged model file may contain any number
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
     """Model.
 
-    The sizes, the initialization, the dropout and the recomputation of a GPT. Sizes that are None are not known yet.
+    The architecture, initialization, dropout, activation recomputation and compilation of a GPT model. A size that is
+    None is not known yet: a checkpoint or another flag may set it later.
     """
 
     num_layers: int | None = flag(None, "number of transformer layers", common=True)
@@ -46,7 +47,7 @@ class GPTConfig:
     use_rotary_position_embeddings: bool = flag(False, "older name of --position-embedding-type rope")
     rotary_base: float = flag(10000.0, "base of the rotary frequencies")
     rotary_percent: float = flag(
-        1.0, "share of each head's channels that rotary embeddings rotate, above 0 and up to 1"
+        1.0, "fraction of each head's channels that rotary embeddings rotate, above 0 and up to 1"
     )
     no_rope_freq: str | None = flag(
         None,
@@ -60,7 +61,9 @@ class GPTConfig:
     )
     rope_scaling_factor: float = flag(8.0, "divisor of the lowest rotary frequencies", needs="--use-rope-scaling")
     rope_scaling_original_length: int = flag(
-        8192, "sequence length, in tokens, of the training without --use-rope-scaling", needs="--use-rope-scaling"
+        8192,
+        "sequence length, in tokens, with which the model was trained before --use-rope-scaling",
+        needs="--use-rope-scaling",
     )
     rotary_seq_len_interpolation_factor: float | None = flag(
         None, "divisor of the positions from which rotary angles are computed (position interpolation)"
@@ -75,7 +78,9 @@ class GPTConfig:
         1.0, "ratio of the new context length to the original one with --rope-type yarn or dynamic"
     )
     yarn_original_max_position_embeddings: int = flag(
-        4096, "context length, in tokens, of the training before --rope-type yarn", needs="--rope-type yarn"
+        4096,
+        "context length, in tokens, with which the model was trained before --rope-type yarn",
+        needs="--rope-type yarn",
     )
     yarn_beta_fast: float = flag(
         32.0,
@@ -89,7 +94,8 @@ class GPTConfig:
     )
     yarn_attention_factor: float | None = flag(
         None,
-        "factor of the cosines and sines of the rotary angles (default: 1 + 0.1 ln --rotary-scaling-factor)",
+        "number by which the cosines and sines of the rotary angles are multiplied (default: 1 + 0.1 ln "
+        "--rotary-scaling-factor)",
         needs="--rope-type yarn",
     )
     window_size: str | None = flag(
@@ -110,28 +116,34 @@ class GPTConfig:
     )
     moe_layer_freq: str = flag(
         "1",
-        "layers with experts: every Nth layer from the first on, or a list with a 1 for each such layer, as [0,1,1,1]",
+        "layers with experts in place of the MLP: every Nth layer from the first on, or a list with 1 for each such "
+        "layer and 0 for each other layer, such as [0,1,1,1]",
         needs="--num-experts",
         metavar="N|LIST",
     )
-    moe_router_topk: int = flag(2, "experts that each token is sent to", needs="--num-experts")
+    moe_router_topk: int = flag(2, "number of experts that each token is sent to", needs="--num-experts")
     moe_ffn_hidden_size: int | None = flag(
-        None, "width inside one expert (default --ffn-hidden-size)", needs="--num-experts"
+        None, "width of one expert's hidden layer, in channels (default: --ffn-hidden-size)", needs="--num-experts"
     )
     moe_shared_expert_intermediate_size: int | None = flag(
-        None, "width of an MLP that all tokens pass in addition to their experts", needs="--num-experts"
+        None,
+        "width of the hidden layer, in channels, of an MLP that processes all tokens in addition to their experts",
+        needs="--num-experts",
     )
     moe_shared_expert_gate: bool = flag(
         False, "multiply the output of the shared MLP by a sigmoid gate", needs="--moe-shared-expert-intermediate-size"
     )
     moe_router_score_function: Literal["softmax", "sigmoid"] = flag(
-        "softmax", "scores of experts from the router's logits", needs="--num-experts"
+        "softmax", "function that turns the router's logits into scores of experts", needs="--num-experts"
     )
     moe_router_pre_softmax: bool = flag(
-        False, "apply the softmax to all experts before the choice, not to the chosen ones", needs="--num-experts"
+        False,
+        "weight experts' outputs by a softmax over all experts, computed before the choice, instead of a softmax over "
+        "the chosen experts",
+        needs="--num-experts",
     )
     moe_router_topk_scaling_factor: float | None = flag(
-        None, "factor of the weights of the chosen experts", needs="--num-experts"
+        None, "number by which the weights of the chosen experts' outputs are multiplied", needs="--num-experts"
     )
     moe_router_enable_expert_bias: bool = flag(
         False,
@@ -141,7 +153,7 @@ class GPTConfig:
     )
     moe_router_bias_update_rate: float = flag(
         1e-3,
-        "change of each expert's bias per optimizer step; 0 keeps the biases",
+        "change of each expert's bias per optimizer step; 0 keeps the biases constant",
         needs="--moe-router-enable-expert-bias",
     )
     moe_router_load_balancing_type: Literal["seq_aux_loss", "none"] = flag(
@@ -152,7 +164,9 @@ class GPTConfig:
     )
     moe_aux_loss_coeff: float = flag(0.0, "coefficient of the load-balancing loss", needs="--num-experts")
     moe_z_loss_coeff: float = flag(
-        0.0, "coefficient of the mean square of the log of the router's softmax denominators", needs="--num-experts"
+        0.0,
+        "coefficient of the z-loss, the mean square of the log of the router's softmax denominators",
+        needs="--num-experts",
     )
     make_vocab_size_divisible_by: int = flag(
         128, "pad the vocabulary to a multiple of this value times the tensor-parallel size"
@@ -168,12 +182,12 @@ class GPTConfig:
         "OLMo 2)",
     )
     norm_after_block: bool = flag(False, "normalize the outputs of attention and MLP instead of their inputs")
-    embedding_multiplier: float = flag(1.0, "factor of the word embeddings")
+    embedding_multiplier: float = flag(1.0, "number by which word embeddings are multiplied")
     residual_multiplier: float = flag(
-        1.0, "factor of the outputs of attention and MLP before they are added to the residual stream"
+        1.0, "number by which outputs of attention and MLP are multiplied before the residual stream adds them"
     )
     attention_multiplier: float | None = flag(
-        None, "factor of the attention scores before the softmax (default: 1 / sqrt(channels of a head))"
+        None, "number by which attention scores are multiplied before the softmax (default: 1 / sqrt(head's channels))"
     )
     logits_scaling: float = flag(1.0, "divisor of the logits")
     apply_layernorm_1p: bool = flag(
@@ -195,14 +209,14 @@ class GPTConfig:
     recompute_activations: bool = flag(False, "short for --recompute-granularity selective")
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None,
-        "activations that backward recomputes instead of keeping them: full recomputes each layer from its input; "
-        "selective recomputes the modules of --recompute-modules, and keeps the outputs of matrix products and "
+        "activations that backward recomputes instead of storing them: full recomputes each layer from its input; "
+        "selective recomputes the modules of --recompute-modules, and stores the outputs of matrix products and "
         "attention",
     )
     recompute_modules: tuple[RecomputeModule, ...] | None = flag(
         None,
         "modules that --recompute-granularity selective recomputes: layernorm, all norms whose output is the input of "
-        "a matrix product; mlp_act, the activation of the MLP; core_attn, the attention core, which keeps its scores "
+        "a matrix product; mlp_act, the activation of the MLP; core_attn, the attention core, which stores its scores "
         "only where no fused kernel computes it (default: layernorm mlp_act; Megatron-LM's default is core_attn)",
     )
     recompute_method: Literal["uniform", "block"] | None = flag(
@@ -220,7 +234,7 @@ class GPTConfig:
         "with compute capability 8.9 or later. e4m3 is used for all operands; hybrid uses e5m2 for gradients. "
         "Embedding, output layer, norms, adapters and communication do not change. Without --compile, each cast takes "
         "several passes over memory. With tensor parallelism, the collectives of backward no longer overlap with "
-        "products",
+        "matrix products",
     )
     compile: bool | None = flag(
         None,
@@ -229,12 +243,12 @@ class GPTConfig:
     )
 
     def __post_init__(self) -> None:
-        """Raise ValueError for invalid or conflicting flags. A check that needs a size which is None is skipped."""
+        """Raise ValueError for invalid or conflicting flags of the model; skip checks of sizes that are still None."""
         # ---- values of single flags
         check_words(self)
         check_positive(self, "num_attention_heads", "num_layers", "hidden_size", "ffn_hidden_size", "kv_channels")
         check_positive(self, "num_query_groups", "make_vocab_size_divisible_by")
-        most = f"--num-layers {self.num_layers} is more than {MOST_LAYERS}"  # a damaged file may have any number
+        most = f"--num-layers {self.num_layers} is more than {MOST_LAYERS}, the most that is supported"
         _require(self.num_layers is None or self.num_layers <= MOST_LAYERS, most)
         check_positive(self, "norm_epsilon", "init_method_std", "rotary_base")
         too_small = f"--hidden-size {self.hidden_size} makes the MLP 0 channels wide: raise it or set --ffn-hidden-size"
@@ -242,15 +256,16 @@ class GPTConfig:
         check_below_one(self, "hidden_dropout", "attention_dropout")
         # ---- heads
         groups = f"--num-query-groups {self.num_query_groups}"
-        _require(self.num_query_groups == 1 or self.group_query_attention, f"{groups} needs --group-query-attention")
+        alone = f"{groups} needs --group-query-attention: add it, or leave --num-query-groups out"
+        _require(self.num_query_groups == 1 or self.group_query_attention, alone)
         if (heads := self.num_attention_heads) is not None:
             hidden, given = self.hidden_size, f"--num-attention-heads {heads}"
             fits = self.kv_channels is not None or hidden is None or hidden % heads == 0
-            _require(fits, f"--hidden-size {hidden} is not divisible by {given}")
-            _require(heads % self.query_groups == 0, f"{given} is not divisible by {groups}")
+            _require(fits, f"--hidden-size {hidden} is not divisible by {given}: change one, or set --kv-channels")
+            _require(heads % self.query_groups == 0, f"{given} is not divisible by {groups}: change one of them")
         # ---- activations and the remaining groups of flags
         chosen = [spelling(self, name) for name in ACTIVATIONS if getattr(self, name)]
-        _require(len(chosen) < 2, f"{' and '.join(chosen)} exclude each other")
+        _require(len(chosen) < 2, f"{' and '.join(chosen)} exclude each other: choose one activation of the MLP")
         self._check_patterns()
         self._check_experts()
         self._check_blocks()
@@ -258,31 +273,36 @@ class GPTConfig:
         self._check_recompute()
 
     def _check_patterns(self) -> None:
-        """Raise ValueError for a wrong --window-size or a wrong list of layers."""
-        _ = self.window  # reads --window-size
+        """Raise ValueError for a malformed --window-size, and for a malformed or wrongly long list of layers.
+
+        The flags with lists of layers are --no-rope-freq, --window-attn-skip-freq and --moe-layer-freq.
+        """
+        _ = self.window  # parses --window-size, and raises an error if it is malformed
         for name in ("no_rope_freq", "window_attn_skip_freq", "moe_layer_freq"):
             given = f"{spelling(self, name)} {getattr(self, name)}"
             pattern = _pattern(given, getattr(self, name))
             fits = not isinstance(pattern, tuple) or self.num_layers in (None, len(pattern))
-            _require(fits, f"{given} does not have one entry for each of --num-layers {self.num_layers}")
+            _require(fits, f"{given} does not have one entry for each layer of --num-layers {self.num_layers}")
         unrotated = f"--no-rope-freq {self.no_rope_freq}"
         _require(
             self.no_rope_freq is None or self.positions == "rope", f"{unrotated} needs --position-embedding-type rope"
         )
 
     def _check_experts(self) -> None:
+        """Raise ValueError for invalid or conflicting flags of a mixture of experts (--num-experts)."""
         check_positive(self, "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_topk_scaling_factor")
         check_positive(self, "moe_shared_expert_intermediate_size")
         check_not_negative(self, "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
         if (experts := self.num_experts) is None:
             return
         topk = f"--moe-router-topk {self.moe_router_topk}"
-        _require(self.moe_router_topk <= experts, f"{topk} is more than --num-experts {experts}")
+        _require(self.moe_router_topk <= experts, f"{topk} is more than --num-experts {experts}: lower it")
         _require(self.swiglu, f"--num-experts {experts} needs --swiglu: experts are gated MLPs")
         _require(self.disable_bias_linear, f"--num-experts {experts} needs --disable-bias-linear: experts have no bias")
         _require(not self.norm_after_block, f"--norm-after-block with --num-experts {experts} is not supported")
         pre = f"--moe-router-pre-softmax with --moe-router-score-function {self.moe_router_score_function}"
-        _require(not self.moe_router_pre_softmax or self.moe_router_score_function == "softmax", f"{pre}: no softmax")
+        softmax = not self.moe_router_pre_softmax or self.moe_router_score_function == "softmax"
+        _require(softmax, f"{pre}: no softmax is computed; remove --moe-router-pre-softmax")
         score = self.moe_router_score_function
         fits = not self.moe_router_enable_expert_bias or score == "sigmoid"
         _require(fits, f"--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, not {score}")
@@ -291,10 +311,10 @@ class GPTConfig:
         _require(not balance, f"{coefficient} needs --moe-router-load-balancing-type seq_aux_loss, not none")
 
     def _check_blocks(self) -> None:
-        """Raise ValueError for multipliers that are not positive and for conflicting flags of norms and residuals."""
+        """Raise ValueError for multipliers that are not positive, and for conflicting flags of query and key norms."""
         check_positive(self, "embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")
         one_kind = not (self.qk_layernorm and self.qk_layernorm_all_heads)
-        _require(one_kind, "--qk-layernorm and --qk-layernorm-all-heads exclude each other")
+        _require(one_kind, "--qk-layernorm and --qk-layernorm-all-heads exclude each other: choose one")
         rms = self.normalization == "RMSNorm" and not self.apply_layernorm_1p
         _require(
             not self.qk_layernorm_all_heads or rms,
@@ -316,7 +336,7 @@ class GPTConfig:
             ),
         }
         asked = [name for name, there in kinds.items() if there]
-        _require(len(asked) < 2, f"{' and '.join(asked)} exclude each other")
+        _require(len(asked) < 2, f"{' and '.join(asked)} exclude each other: each changes the rotary frequencies")
         _require(not asked or self.positions == "rope", f"{' '.join(asked)} needs --position-embedding-type rope")
         # ---- flags of --rope-type
         scale = self.rotary_scaling_factor
@@ -324,7 +344,7 @@ class GPTConfig:
         _require(1.0 <= scale < math.inf, f"{scaled} is not a finite number of at least 1")
         _require(scale == 1.0 or self.rope_type != "rope", f"{scaled} needs --rope-type yarn or dynamic")
         known = self.rope_type != "dynamic" or self.max_position_embeddings is not None
-        _require(known, "--rope-type dynamic needs --max-position-embeddings")
+        _require(known, "--rope-type dynamic needs --max-position-embeddings, the context length without scaling")
         # ---- flags of plain and scaled rotary embeddings
         _require(0.0 < percent <= 1.0, f"--rotary-percent {percent} is not in (0, 1]")
         if self.positions != "rope":
@@ -337,7 +357,7 @@ class GPTConfig:
         _require(rotated % 2 == 0 and rotated > 0, f"{given}, which is not a positive even number")
 
     def _check_recompute(self) -> None:
-        """Raise ValueError for flags of recomputation that conflict or that the chosen granularity does not use."""
+        """Raise ValueError for --recompute-... flags that conflict, or that --recompute-granularity does not use."""
         method, count = self.recompute_method, self.recompute_num_layers
         modules = f"--recompute-modules {' '.join(self.recompute_modules or ())}"
         selects = self.recompute_modules is None or self.recompute == "selective"
@@ -347,50 +367,52 @@ class GPTConfig:
             need = "--recompute-method and --recompute-num-layers need --recompute-granularity full"
             _require(method is None and count is None, need)
         elif method == "block":
-            _require(count is not None, "--recompute-method block needs --recompute-num-layers")
+            missing = "--recompute-method block needs --recompute-num-layers, the number of layers to recompute"
+            _require(count is not None, missing)
             assert count is not None
             check_positive(self, "recompute_num_layers")
             known = self.num_layers is not None
             _require(not known or count <= self.layers, f"{given} is not between 1 and --num-layers {self.num_layers}")
         else:
-            _require(count in (None, 1), f"{given}: --recompute-method uniform supports only 1, layer by layer")
+            one = f"{given}: --recompute-method uniform recomputes layer by layer, so only 1 is supported"
+            _require(count in (None, 1), one)
 
     # ---- derived values ---------------------------------------------------------------------------------------
 
     @property
     def layers(self) -> int:
-        """Number of transformer layers; ValueError if --num-layers is not set."""
+        """Number of transformer layers; reading it raises ValueError if --num-layers is not set."""
         return _given("--num-layers", self.num_layers)
 
     @property
     def hidden(self) -> int:
-        """Width of the residual stream; ValueError if --hidden-size is not set."""
+        """Channels of the residual stream; reading it raises ValueError if --hidden-size is not set."""
         return _given("--hidden-size", self.hidden_size)
 
     @property
     def heads(self) -> int:
-        """Number of query heads; ValueError if --num-attention-heads is not set."""
+        """Number of query heads; reading it raises ValueError if --num-attention-heads is not set."""
         return _given("--num-attention-heads", self.num_attention_heads)
 
     @property
     def ffn_size(self) -> int:
-        """Width of the MLP's hidden layer: --ffn-hidden-size or its default."""
+        """Channels of the MLP's hidden layer: --ffn-hidden-size or its default."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return 4 * self.hidden * 2 // 3 // 64 * 64 if self.swiglu else 4 * self.hidden
 
     @property
     def dense_ffn_size(self) -> int | None:
-        """The width inside the MLP of the layers without experts; None if all layers have experts."""
+        """Channels of the MLP's hidden layer in layers without experts; None if all layers have experts."""
         return None if self.num_experts is not None and len(self.expert_layers) == self.layers else self.ffn_size
 
     @property
     def expert_ffn_size(self) -> int:
-        """The width inside one expert."""
+        """Channels of one expert's hidden layer, in a mixture of experts."""
         return self.moe_ffn_hidden_size or self.ffn_size
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether layer `layer`, counted from 0, has a mixture of experts in place of its MLP."""
+        """Return True if layer `layer`, counted from 0, has a mixture of experts in place of its MLP."""
         pattern = _pattern("--moe-layer-freq", self.moe_layer_freq)
         if self.num_experts is None or pattern is None:
             return False
@@ -398,7 +420,7 @@ class GPTConfig:
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """Layers with a mixture of experts, counted from 0."""
+        """Indices, from 0, of the layers that have a mixture of experts in place of the MLP."""
         return tuple(layer for layer in range(self.layers) if self.has_experts(layer))
 
     @property
@@ -408,12 +430,12 @@ class GPTConfig:
 
     @property
     def query_groups(self) -> int:
-        """Number of key and value heads; equal to `heads` without grouped-query attention."""
+        """Number of key and value heads; without grouped-query attention equal to the number of query heads."""
         return self.num_query_groups if self.group_query_attention else self.heads
 
     @property
     def positions(self) -> Literal["learned_absolute", "rope", "none"]:
-        """Kind of position embeddings, with the older flag --use-rotary-position-embeddings taken into account."""
+        """Kind of position embeddings: --position-embedding-type, or rope with --use-rotary-position-embeddings."""
         return "rope" if self.use_rotary_position_embeddings else self.position_embedding_type
 
     @property
@@ -423,7 +445,7 @@ class GPTConfig:
 
     @property
     def window(self) -> int | None:
-        """Number of tokens that a token attends to in layers with a window, itself included; None without a window.
+        """Number of tokens that a token attends to in layers with a sliding window, itself included; None for no limit.
 
         Raises:
             ValueError: --window-size is not LEFT,0.
@@ -452,17 +474,17 @@ class GPTConfig:
 
     @property
     def unrotated(self) -> tuple[int, ...]:
-        """Indices, from 0, of the layers that --no-rope-freq excludes from rotary embeddings."""
+        """Indices, from 0, of the layers that --no-rope-freq excludes from rotary embeddings; () without rotation."""
         return tuple(layer for layer in range(self.layers) if self.positions == "rope" and not self.rotates(layer))
 
     @property
     def tied(self) -> bool:
-        """True if the output layer uses the word embedding's weight."""
+        """True if the output layer uses the word embedding's weight instead of its own."""
         return not self.untie_embeddings_and_output_weights
 
     @property
     def linear_bias(self) -> bool:
-        """True if linear layers have a bias; see `qkv_bias` for the projection to queries, keys and values."""
+        """True if linear layers have a bias; `qkv_bias` says this for the projection to queries, keys and values."""
         return not self.disable_bias_linear
 
     @property
@@ -472,15 +494,21 @@ class GPTConfig:
 
     @property
     def recompute(self) -> Literal["full", "selective"] | None:
-        """Granularity of activation recomputation, with --recompute-activations taken into account; None for none."""
+        """Granularity of activation recomputation: --recompute-granularity, or selective with --recompute-activations.
+
+        None if backward recomputes nothing.
+        """
         return self.recompute_granularity or ("selective" if self.recompute_activations else None)
 
     def recomputes(self, module: RecomputeModule) -> bool:
-        """Return True if selective recomputation includes modules of the kind `module`."""
+        """Return True if --recompute-granularity is selective and includes modules of the kind `module`."""
         return self.recompute == "selective" and module in (self.recompute_modules or ("layernorm", "mlp_act"))
 
     def recomputes_layer(self, index: int) -> bool:
-        """Return True if layer `index` keeps only its input for backward, which runs the whole layer again."""
+        """Return True if --recompute-granularity full covers layer `index`, counted from 0.
+
+        Such a layer stores only its input, and backward runs its forward again.
+        """
         if self.recompute != "full":
             return False
         return self.recompute_method != "block" or index < (self.recompute_num_layers or self.layers)
@@ -495,35 +523,38 @@ class GPTConfig:
 
 
 def _pattern(given: str, value: str | None) -> int | tuple[int, ...] | None:
-    """Parse a pattern of layers: N (every Nth layer), or a list with a 0 or 1 for each layer; None stays None.
+    """Parse the value of a flag that selects layers, such as --moe-layer-freq.
 
     Args:
         given: flag and value, for the error message.
-        value: value of the flag.
+        value: "N" for every Nth layer, or a list such as "[0,1]" with a 0 or 1 for each layer; None if not set.
+
+    Returns:
+        The number N, the entries of the list, or None if `value` is None.
 
     Raises:
-        ValueError: `value` has neither form.
+        ValueError: `value` is neither a positive number nor such a list.
     """
     if value is None:
         return None
     items = re.fullmatch(r"\[([01](?:, *[01])*)\]", value)
     _require(
         items is not None or re.fullmatch(r"[1-9]\d*", value) is not None,
-        f"{given} is neither a number N nor a list such as [0,1]",
+        f"{given} is neither a positive number N nor a list such as [0,1]",
     )
     return tuple(map(int, items[1].split(","))) if items else int(value)
 
 
 def _marked(pattern: int | tuple[int, ...], layer: int, *, others: bool = False) -> bool:
-    """Return True if `pattern` marks `layer`: the Nth, 2Nth, ... layer for a number N, a 1 in its place for a list.
+    """Return True if a pattern of layers from `_pattern` selects the layer with index `layer`, from 0.
 
-    With `others`, a 0 in the list marks a layer instead of a 1; a number means the same as without.
+    A number N selects the Nth, 2Nth, ... layer. A list selects the layers with a 1, or with `others` those with a 0.
     """
     return (layer + 1) % pattern == 0 if isinstance(pattern, int) else bool(pattern[layer]) != others
 
 
 def _given(name: str, value: int | None) -> int:
-    """Return `value`, or raise ValueError if the flag `name` is not set."""
+    """Return `value`, the value of the flag `name`; raise ValueError if it is None, because the flag is not set."""
     if value is None:
         raise ValueError(f"{name} is required")
     return value

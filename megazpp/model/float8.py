@@ -29,13 +29,14 @@ MULTIPLE = 16  # all three sizes of a float8 matrix product must be multiples of
 
 
 def float8_product(fmt: Float8Format, *, emulate: bool = False) -> Product:
-    """Return a function that computes x W^T + b in float8: x [..., K], weight [N, K], bias [N] or None -> [..., N].
+    """Return a function that computes x W^T + b with a matrix product in float8, for linear layers with --fp8-format.
 
-    K and N must be multiples of 16, unless `emulate` is True.
+    The function maps x [..., K], weight [N, K] and bias [N] or None to [..., N]. K and N must be multiples of 16,
+    unless `emulate` is True.
 
     Args:
         fmt: "e4m3" for all operands, or "hybrid", which uses e5m2 for gradients: a larger range with coarser rounding.
-        emulate: round to float8, but multiply in fp32, which works on any device; for tests.
+        emulate: True to round operands to float8 but multiply in fp32, which works on any device; for tests.
 
     Raises:
         ValueError: torchao is not installed.
@@ -54,7 +55,8 @@ def float8_product(fmt: Float8Format, *, emulate: bool = False) -> Product:
     whole, padded = (_Settings(e4m3_dtype, grad_dtype, gemms(pad)) for pad in (False, True))
 
     def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows = x.shape[:-1].numel()  # the weight's gradient sums over the rows, so it needs padding to a multiple of 16
+        # The product for the weight's gradient sums over the rows of x, so their number is padded to a multiple of 16.
+        rows = x.shape[:-1].numel()
         y: torch.Tensor = _Float8Linear.apply(x, weight, padded if rows % MULTIPLE else whole)
         return y if bias is None else y + bias
 
@@ -62,13 +64,13 @@ def float8_product(fmt: Float8Format, *, emulate: bool = False) -> Product:
 
 
 class _Settings(NamedTuple):
-    """Float8 settings of a linear layer.
+    """Formats and torchao's settings for the three float8 matrix products of a linear layer.
 
     Attributes:
-        dtype: format of inputs and weights.
-        grad_dtype: format of the gradients of outputs.
-        gemms: torchao's `LinearMMConfig` for the products that give the output, the gradient of the input and the
-            gradient of the weight.
+        dtype: float8 dtype of inputs and weights.
+        grad_dtype: float8 dtype of the gradients of outputs.
+        gemms: torchao's `LinearMMConfig` for the matrix products that compute the output, the gradient of the input and
+            the gradient of the weight.
     """
 
     dtype: torch.dtype
@@ -78,14 +80,18 @@ class _Settings(NamedTuple):
 
 @torch.compiler.allow_in_graph
 class _Float8Linear(torch.autograd.Function):
-    """Product x W^T in float8, with its gradients: x [..., K], weight [N, K] -> [..., N]."""
+    """Autograd function of the matrix product x W^T in float8: x [..., K], weight [N, K] -> [..., N].
+
+    Its gradients are float8 matrix products too.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, settings: _Settings) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.settings = settings
         y = torch.mm(_cast(_rows(x), "INPUT", settings), _cast(weight.t(), "WEIGHT", settings))
-        # autograd does not allow in-place operations on a view that a custom function returns
+        # A plain view would forbid in-place operations on the result, such as the sum over tensor-parallel ranks:
+        # autograd does not allow them on a view that a custom function returns.
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
 
     @staticmethod
@@ -100,12 +106,18 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Flatten all dimensions but the last: [..., K] -> [rows, K]."""
+    """Flatten all dimensions except the last, for a matrix product: [..., K] -> [rows, K]."""
     return x.reshape(-1, x.shape[-1])
 
 
 def _cast(x: torch.Tensor, role: str, settings: _Settings) -> torch.Tensor:
-    """Return x as torchao's float8 tensor with its scale; `role` is the name of an operand in `GemmInputRole`."""
+    """Convert x to torchao's float8 tensor, which carries its scale, for use as an operand of a matrix product.
+
+    Args:
+        x: 16-bit or fp32 tensor.
+        role: name of the operand in torchao's `GemmInputRole`: "INPUT", "WEIGHT" or "GRAD_OUTPUT".
+        settings: float8 dtypes, and torchao's settings for the matrix products.
+    """
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
     from torchao.float8.float8_training_tensor import GemmInputRole
 

@@ -3,9 +3,9 @@
 Letters: S sequence length, B batch size, H hidden size, V padded vocabulary size, T tensor-parallel (tp) ranks, C
 context-parallel (cp) ranks. Activations are [S, B, H].
 
-Only leaf modules own parameters, so FSDP2's order of parameters equals the order of `named_parameters()`. The parallel
-layers are in megazpp/tensor_parallel. This is one file of more than 300 lines because
-`sharding_units` names all its modules.
+Only leaf modules own parameters, so FSDP2's order of parameters equals the order of `named_parameters()`. Column- and
+row-parallel layers are in megazpp/tensor_parallel. The file has more than 300 lines, because `sharding_units` names all
+its modules.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from megazpp.tensor_parallel.layers import VocabParallelEmbedding
 from megazpp.tensor_parallel.parameters import ParameterSpec, local, local_parameters, places_of
 from megazpp.tensor_parallel.regions import collect_sequence, enter_region, reduce_from_region_
 
-Masks = tuple[torch.Tensor | None, torch.Tensor | None]  # dropout masks after attention and after the MLP
-# Function that computes the output of a forward from the model, the hidden states [S/C, B, H] after the final norm, and
-# the losses of routers [B] fp32: the sums over layers for each sequence, times their coefficients. The losses are None
-# in evaluation, and without experts.
+Masks = tuple[torch.Tensor | None, torch.Tensor | None]  # a layer's dropout masks, after attention and after the MLP
+# Type of a function that computes the result of the model's forward. Its arguments are the model, the hidden states
+# [S/C, B, H] after the final norm, and each sequence's router losses [B] fp32, summed over layers and multiplied by
+# their coefficients. The router losses are None in evaluation and without experts.
 Head = Callable[["GPTModel", torch.Tensor, torch.Tensor | None], Any]
 
 
@@ -46,17 +46,18 @@ class GPTModel(nn.Module):
 
     Collectives on tp, in addition to those inside the layers:
 
-    - Forward: 1 all-reduce after the embedding, and 2 small ones in the loss. Backward: 1 before the output layer.
-    - With sequence parallelism: 1 reduce-scatter after the embedding and 1 all-gather before the output layer. Backward
-      has an all-gather and a reduce-scatter in their places.
+    - Forward: 1 all-reduce after the embedding, and 2 small ones in the loss. Backward: 1 all-reduce of the gradient of
+      the output layer's input.
+    - With sequence parallelism, forward instead has 1 reduce-scatter after the embedding and 1 all-gather before the
+      output layer. Backward has an all-gather and a reduce-scatter in their places.
 
     Collectives on cp, in addition to attention's: 1 all-gather of each output. All cp ranks receive the same
-    tokens, each computes S/C of them, and all return the outputs of the whole sequence. During generation, each cp rank
-    computes the whole sequence (see `evaluating` in inference/generate.py).
+    tokens, each computes S/C of them, and all return the outputs of the complete sequence. During generation, each cp
+    rank computes the complete sequence (see `evaluating` in inference/generate.py).
 
     Args:
         config: config of the model.
-        settings: axes and implementations; None for one rank.
+        settings: mesh axes and implementations that all layers share; None for one rank.
         vocab_size: number of tokens in the vocabulary, without padding.
         scalar_head: add a head that computes one number per token, for reward models and for the values of PPO.
     """
@@ -77,12 +78,12 @@ class GPTModel(nn.Module):
         self.output = None if config.tied else OutputLayer(config, vocab_size, self.tp)
         self.scalar_head = ScalarHead(config, self.tp) if scalar_head else None
         kinds = [(config.has_window(index), config.rotates(index)) for index in range(config.layers)]
-        self.kinds: list[tuple[bool, bool]] = kinds  # for each layer: has a window, applies rotary embeddings
+        self.kinds: list[tuple[bool, bool]] = kinds  # for each layer: has a sliding window, applies rotary embeddings
 
     @property
     def device(self) -> torch.device:
-        """The device that computes."""
-        return self.settings.device or self.embedding.word.weight.device  # frozen models have no parameters
+        """The device on which the model computes; its parameters may be in host memory."""
+        return self.settings.device or self.embedding.word.weight.device  # a frozen model has no parameters to ask
 
     def forward(
         self,
@@ -100,26 +101,27 @@ class GPTModel(nn.Module):
         Args:
             tokens: [B, S] int64 token ids.
             labels: [B, S] int64, the token that follows each token; None for logits or for a head.
-            position_ids: [B, S] int64 positions; None counts from 0 in every row.
-            document_starts: [documents + 1] offsets of the documents in the B x S flattened tokens, int32 for a
-                document kernel. Tokens then attend only within their own document.
+            position_ids: [B, S] int64 position of each token; None counts from 0 in every row.
+            document_starts: [documents + 1] offsets of the documents in the B x S flattened tokens, int32 for the
+                kernel of attention inside documents. Tokens then attend only to their own document.
             counted: [B, S] bool, True for tokens that the losses of routers include; None for all tokens.
-            cache: key-value cache with the earlier tokens of each row, to which this forward adds its tokens; for
-                generation. Not supported with sequence parallelism, `position_ids` or `document_starts`.
-            head: computes the result; None for losses or logits. It may call `token_losses`, `logits` and `values`.
+            cache: key-value cache with the earlier tokens of each row, to which this forward adds its tokens, for
+                generation. A cache is not supported with sequence parallelism, `position_ids` or `document_starts`.
+            head: function that computes the result from the hidden states; it may call `token_losses`, `logits` and
+                `values`. None for losses or logits.
 
         Returns:
-            Losses [B, S] fp32 with labels. Without labels, logits [B, S, V/T] of this tp rank's part of the padded
-            vocabulary. With a head, its result.
+            With labels, losses [B, S] fp32. Without labels, logits [B, S, V/T] of this tp rank's slice of the padded
+            vocabulary. With a head, the head's result.
         """
-        # ---- positions, and this rank's part of the sequence
+        # ---- positions of the tokens, and this cp rank's slice of the sequence
         (batch, seq), device = tokens.shape, tokens.device
         if cache is not None:
             position_ids = cache.positions(seq)
         elif position_ids is None:
             position_ids = torch.arange(seq, device=device).expand(batch, seq)
         if self.context_parallel:
-            assert cache is None, "context parallelism does not support a cache"
+            assert cache is None, "context parallelism does not support a key-value cache"
             tokens, position_ids = self._part(tokens), self._part(position_ids)
         # ---- inputs of attention for each kind of layer
         if counted is not None:
@@ -151,16 +153,17 @@ class GPTModel(nn.Module):
     def token_losses(
         self, x: torch.Tensor, labels: torch.Tensor, *, temperature: float = 1.0, with_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the cross entropy of each label from hidden states, and the entropy of its predicted distribution.
+        """Return the cross entropy of each label, and the entropy of the distribution that the model predicts for it.
 
         Args:
-            x: [S/C, B, H] hidden states that a forward passes to its head.
+            x: [S/C, B, H] hidden states after the final norm, which `forward` passes to its head.
             labels: [B, S] int64, the token that follows each token.
             temperature: divisor of the logits.
-            with_entropy: whether to compute entropies.
+            with_entropy: True to compute entropies.
 
         Returns:
-            [B, S] fp32 each. The entropies have no gradient; they are None without `with_entropy`.
+            The cross entropies and the entropies, [B, S] fp32 each, in nats. The entropies have no gradient, and are
+            None without `with_entropy`.
         """
         compute = functools.partial(
             linear_cross_entropy,
@@ -175,38 +178,47 @@ class GPTModel(nn.Module):
         return self._by_rows(losses), None if entropy is None else self._whole(entropy).t()
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this tp rank's part of the logits, [B, S, V/T], from hidden states [S/C, B, H] of a forward."""
+        """Compute the logits [B, S, V/T] of this tp rank's slice of the vocabulary from hidden states [S/C, B, H].
+
+        The hidden states are those after the final norm, which `forward` passes to its head.
+        """
         return self._by_rows(self._multiplied(x, F.linear))
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of the scalar head, [B, S] fp32, from hidden states [S/C, B, H] of a forward."""
-        assert self.scalar_head is not None, "values need a scalar head"
+        """Compute the outputs [B, S] fp32 of the scalar head (rewards or PPO's values) from hidden states [S/C, B, H].
+
+        The hidden states are those after the final norm, which `forward` passes to its head.
+        """
+        assert self.scalar_head is not None, "the model was built without a scalar head, so it has no values"
         return self._by_rows(self.scalar_head(x))
 
     def _part(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this cp rank's slice of a sequence: [B, S] -> [B, S/C]."""
+        """Return this context-parallel (cp) rank's slice of all sequences: [B, S] -> [B, S/C]."""
         return x.chunk(self.cp.size, dim=1)[self.cp.rank] if self.context_parallel else x
 
     def _summed(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Sum router losses [B] over layers, and over the tp and cp ranks, because each rank has computed a part."""
+        """Sum router losses [B] over layers, and over tp and cp ranks, each of which has computed a partial sum."""
         total = torch.stack(parts).sum(dim=0)
         for axis in (self.tp, self.cp):
             total = reduce_from_region_(total, axis) if axis.size > 1 else total
         return total
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather the slices of the sequence from all cp ranks: [S/C, ...] -> [S, ...]."""
+        """Gather the slices of the sequence from all context-parallel (cp) ranks: [S/C, ...] -> [S, ...]."""
         return collect_sequence(x, self.cp) if self.context_parallel else x
 
     def _by_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather an output over cp and put the batch first: [S/C, B, ...] -> [B, S, ...].
+        """Gather an output of the model over cp ranks, and put the batch first: [S/C, B, ...] -> [B, S, ...].
 
         The result is a copy, not a view, because FSDP2 registers hooks on the tensors that its root module returns.
         """
         return self._whole(x).transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
     def _multiplied(self, x: torch.Tensor, head: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
-        """Return head(x, weight) for the weight of the output layer, with x divided by --logits-scaling."""
+        """Call head(x, weight) with the output layer's weight and hidden states x, and return the result.
+
+        x is divided by --logits-scaling first. With tied embeddings the weight is the word embedding's.
+        """
         if self.config.logits_scaling != 1.0:
             x = x / self.config.logits_scaling
         return head(x, local(self.embedding.word.weight)) if self.output is None else self.output(x, head)
@@ -216,7 +228,8 @@ class GPTModel(nn.Module):
 
         Each unit is a list of modules whose parameters are gathered together. Parameters outside all lists belong to
         the unit of the root module: a scalar head, and tied embeddings, whose weight is used at both ends of the model.
-        With a scalar head the output layer is a unit alone, because a forward for values only does not use it.
+        In a model with a scalar head the output layer is a unit of its own, because a forward that computes only values
+        does not use it.
         """
         layers: list[list[nn.Module]] = [[layer] for layer in self.layers]
         if self.output is None:
@@ -226,7 +239,10 @@ class GPTModel(nn.Module):
         return [[self.embedding], *layers, [self.final_norm, self.output]]
 
     def expert_units(self) -> list[nn.Module]:
-        """Return the experts of each layer. They are separate sharding units, on the mesh axes of experts."""
+        """Return the experts of each layer with a mixture of experts; [] without experts.
+
+        The experts of a layer are a separate sharding unit (FSDP2's parameter group), on the mesh axes of experts.
+        """
         return [layer.mlp.experts for layer in self.layers if isinstance(layer, MixtureLayer)]
 
     def _attention_inputs(
@@ -237,7 +253,15 @@ class GPTModel(nn.Module):
         seq: int,
         counted: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> dict[tuple[bool, bool], AttentionInputs]:
-        """Make the attention inputs of each kind of layer, see `kinds`; `counted` is their field of this name."""
+        """Make the inputs of attention for each kind of layer: (has a sliding window, applies rotary embeddings).
+
+        Args:
+            position_ids: [B, S/C] int64 position of each token.
+            starts: offsets of the documents, the argument `document_starts` of `forward`.
+            cache: key-value cache of all layers, or None.
+            seq: number of tokens S per row, on all cp ranks together.
+            counted: the field `counted` of `AttentionInputs`.
+        """
         rotates = any(rotated for _, rotated in self.kinds)
         rotary = config_angles(self.config, position_ids) if rotates else None
         limits = {windowed: self._limits(position_ids, starts, cache, seq, windowed) for windowed, _ in self.kinds}
@@ -255,14 +279,18 @@ class GPTModel(nn.Module):
     def _limits(
         self, position_ids: torch.Tensor, starts: torch.Tensor | None, cache: KVCache | None, seq: int, windowed: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return what limits causal attention further: a mask, or the documents for the document kernel, or neither."""
+        """Return how attention is limited beyond being causal: (mask, offsets of documents), at most one not None.
+
+        The offsets are for the kernel of attention inside documents. With `windowed`, the sliding window of
+        --window-size applies. The other arguments are those of `_attention_inputs`.
+        """
         window, batch, device = self.config.window if windowed else None, len(position_ids), position_ids.device
         if cache is not None:
             return cache.mask(position_ids, window), None
         window = None if window is not None and seq <= window else window
         if self.settings.document_kernel is not None:
             if window is not None and starts is None:
-                # the kernel applies the window itself; it takes each row as one document
+                # The document kernel applies the window itself. It requires documents, so each row becomes one.
                 starts = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=device)
             return None, starts
         mask = None if starts is None else document_mask(starts, batch=batch, seq=seq)
@@ -284,7 +312,7 @@ class TransformerLayer(nn.Module):
 
     Args:
         config: config of the model.
-        settings: axes and implementations.
+        settings: mesh axes and implementations that all layers share.
         index: index of the layer, from 0.
     """
 
@@ -292,11 +320,11 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: GPTConfig, settings: LayerSettings, *, index: int) -> None:
         super().__init__()
-        # Megatron-LM's scaled initialization: the residual stream is a sum of 2 x num_layers outputs
+        # Megatron-LM's scaled initialization: the residual stream is the sum of 2 x num_layers outputs
         output_std = config.init_method_std / math.sqrt(2.0 * config.layers)
         self.recompute, self.settings = config.recomputes_layer(index), settings
         window = config.window if config.has_window(index) else None
-        # the order of the modules is the order of their parameters in the unit's messages
+        # The order in which these modules are created is the order of their parameters in ZeRO++'s messages.
         self.attention_norm = Norm(config, config.hidden, tp=settings.tp, split=settings.sequence_parallel)
         self.attention = SelfAttention(config, settings, output_std=output_std, window=window)
         self.mlp_norm = Norm(config, config.hidden, tp=settings.tp, split=settings.sequence_parallel)
@@ -307,9 +335,19 @@ class TransformerLayer(nn.Module):
         self.run = compile_layer(self._run) if settings.compiled else self._run
 
     def forward(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> Any:
-        """Run the layer on x with attention's `inputs`, with a key-value cache or with full recomputation if needed."""
+        """Run the layer on the residual stream x [S, B, H], or [S/T, B, H] with sequence parallelism.
+
+        Args:
+            x: residual stream before this layer.
+            inputs: attention mask, rotary angles and documents.
+            cache: key-value cache of this layer, for generation; None in training.
+
+        Returns:
+            The residual stream after this layer; a `MixtureLayer` may add router losses.
+        """
         if cache is not None:
-            # Prompts are read only once, so compiling for them does not pay. A compiled graph cannot hold a host cache.
+            # A forward without a mask reads prompts. This happens only once, so compiling for it does not pay. A
+            # compiled graph cannot contain a cache in host memory.
             eager = inputs.mask is None or cache.on_host
             return self._run(x, inputs, cache=cache) if eager else self._marked_and_run(x, inputs, cache=cache)
         if not (self.recompute and self.training):
@@ -319,11 +357,14 @@ class TransformerLayer(nn.Module):
         return checkpoint(self._drawn_and_run, x, inputs, *self._kept(), use_reentrant=False, context_fn=contexts)
 
     def _kept(self) -> tuple[Any, ...]:
-        """Return further arguments of `_run`, which the forward fills in and the recomputation reads."""
+        """Return further arguments of `_run`: objects that forward fills in and full recomputation reads."""
         return ()
 
     def _drawn_and_run(self, x: torch.Tensor, inputs: AttentionInputs, *kept: Any) -> Any:
-        """Sample the two dropout masks outside of compiled code, and run the layer with them."""
+        """Sample the layer's two dropout masks, and run the layer with them.
+
+        Compiled code cannot use the generator that tensor-parallel ranks share, so the masks are sampled outside of it.
+        """
         return self._marked_and_run(x, inputs, (self.dropout.draw(x), self.dropout.draw(x)), None, *kept)
 
     def _marked_and_run(
@@ -334,7 +375,10 @@ class TransformerLayer(nn.Module):
         cache: LayerCache | None = None,
         *kept: Any,
     ) -> Any:
-        """Run the layer, compiled or not; tell torch.compile first which sizes vary."""
+        """Run the layer, compiled or not. Before a compiled run, tell torch.compile which sizes vary.
+
+        Arguments and result are those of `_run`.
+        """
         if self.settings.compiled:
             mark_varying(inputs.document_starts, 0)  # the number of documents differs between batches
         if self.settings.compiled and (self.settings.varying_sizes or cache is not None):
@@ -348,22 +392,25 @@ class TransformerLayer(nn.Module):
 
     @functools.cached_property
     def places(self) -> list[tuple[dict[str, Any], str]] | None:
-        """The DTensor parameters that the compiled layer reads as local tensors (`local_parameters`).
+        """Modules' dicts and names of the DTensor parameters that a compiled layer reads as local tensors.
 
-        None if the layer is not compiled, or if there is no tensor parallelism.
+        `local_parameters` uses them. None if the layer is not compiled, or if there is no tensor parallelism.
         """
         return places_of(self) if self.settings.compiled and self.settings.tp.size > 1 else None
 
     def _run(
         self, x: torch.Tensor, inputs: AttentionInputs, masks: Masks = (None, None), cache: LayerCache | None = None
     ) -> torch.Tensor:
-        """Compute the layer: attention, then the MLP."""
+        """Compute the layer from the residual stream x: attention, then the MLP, each added to the residual stream."""
         before = (None, None) if self.norm_after else (self.attention_norm, self.mlp_norm)
         first = x + self._added(self.attention(x, inputs, cache, norm=before[0]), self.attention_norm, masks[0])
         return first + self._added(self.mlp(first, norm=before[1]), self.mlp_norm, masks[1])
 
     def _added(self, x: torch.Tensor, norm: Norm, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return the addend of the residual stream for the output x of attention or MLP: norm, multiplier, dropout."""
+        """Return what the residual stream adds for the output x of attention or MLP.
+
+        x passes the norm (with --norm-after-block), --residual-multiplier and dropout, with `mask` as its mask.
+        """
         if self.norm_after:
             x = norm(x)
         if self.multiplier != 1.0:
@@ -372,11 +419,11 @@ class TransformerLayer(nn.Module):
 
 
 class MixtureLayer(TransformerLayer):
-    """A transformer layer with a mixture of experts (`MoE`) in place of the MLP.
+    """Transformer layer with a mixture of experts (`MoE`) in place of the MLP.
 
-    In training with router losses, forward returns (x, this rank's part of each sequence's router losses [B]). They are
-    an output because FSDP2 registers its backward hooks on the outputs of a layer. --compile compiles only the
-    attention and the norms.
+    In training with router losses, forward returns (x, this rank's partial sum of each sequence's router losses [B]).
+    The losses must be an output, because FSDP2 registers its backward hooks on the outputs of a layer. --compile
+    compiles only the attention and the norms.
     """
 
     mlp: MoE
@@ -389,7 +436,10 @@ class MixtureLayer(TransformerLayer):
 
     @functools.cached_property
     def places(self) -> list[tuple[dict[str, Any], str]] | None:
-        """The DTensor parameters of attention and norms; the experts are another sharding unit, gathered later."""
+        """Modules' dicts and names of the DTensor parameters of attention and norms, as in `TransformerLayer.places`.
+
+        The experts are left out: they are another sharding unit, which FSDP2 gathers later.
+        """
         if not (self.settings.compiled and self.settings.tp.size > 1):
             return None
         return [*places_of(self.attention_norm), *places_of(self.attention), *places_of(self.mlp_norm)]
@@ -421,7 +471,7 @@ class MixtureLayer(TransformerLayer):
 class Embedding(nn.Module):
     """Sum of word and learned position embeddings, with dropout: tokens [B, S] -> [S, B, H].
 
-    The output is [S/T, B, H] with sequence parallelism. Collectives on tp: only VocabParallelEmbedding's.
+    The output is [S/T, B, H] with sequence parallelism. Collectives on tp: those of VocabParallelEmbedding.
     """
 
     def __init__(self, config: GPTConfig, settings: LayerSettings, *, vocab_size: int) -> None:
@@ -465,10 +515,10 @@ class PositionEmbedding(nn.Module):
 
 
 class OutputLayer(nn.Module):
-    """Output layer with its own weight, whose rows are split over tp like the word embedding's.
+    """Output layer with its own weight, whose rows are split over tp ranks like those of the word embedding.
 
-    `forward` calls the function `head`, which computes logits or losses from x and the weight. FSDP2 gathers the weight
-    only for this module's forward, so the computation must take place inside it.
+    `forward` calls the function `head`, which computes logits or losses from hidden states and the weight. FSDP2
+    gathers the weight only for this module's forward, so logits and losses must be computed inside it.
     """
 
     def __init__(self, config: GPTConfig, vocab_size: int, tp: MeshAxis) -> None:
@@ -484,8 +534,8 @@ class OutputLayer(nn.Module):
 class ScalarHead(nn.Module):
     """Linear head that computes one fp32 number per token: [S, B, H] -> [S, B].
 
-    It is used for reward models and for the values of PPO. Every tp rank holds the whole weight and multiplies its own
-    slice of the channels. Collectives on tp: 1 all-reduce of the [S, B] partial sums in forward.
+    Reward models and PPO's values use this head. Every tp rank holds the complete weight, and multiplies its own slice
+    of the channels. Collectives on tp: 1 all-reduce of the partial sums [S, B] in forward.
     """
 
     def __init__(self, config: GPTConfig, tp: MeshAxis) -> None:

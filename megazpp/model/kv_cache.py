@@ -1,10 +1,11 @@
-"""Key-value cache for generation: a forward computes only new tokens and reads earlier keys and values from here.
+"""Key-value cache for generation: a forward computes only new tokens, and reads earlier keys and values from the cache.
 
-Letters: B rows of the batch, S new tokens per row in one forward, C places per row (the cache's capacity), G key and
+Letters: B rows of the batch, S new tokens per row in one forward, C the cache's capacity in tokens per row, G key and
 value heads and D channels per head on this tensor-parallel rank.
 
-Every row starts at place 0, and token i of a row is stored at place i. Rows may differ in length. The padding tokens of
-a shorter row are stored behind its last token; its next tokens overwrite them before any query can attend to them.
+The keys and values of token i of a row are stored at place i, from 0 to C - 1. Rows may differ in length. In a forward,
+a shorter row has padding tokens, which are stored after its last token. The row's next tokens overwrite this padding
+before any query can attend to it.
 """
 
 from __future__ import annotations
@@ -14,25 +15,26 @@ from typing import Any
 
 import torch
 
-# On CUDA the mask's length is rounded up to a multiple of this, so that tensor shapes change only once in 128 tokens. A
-# length that is no multiple of 16 would make torch copy the mask into aligned memory in each layer.
+# On CUDA the number of keys that attention reads is rounded up to a multiple of this, so that tensor shapes change only
+# once in 128 tokens. In each layer, torch would copy a mask whose length is no multiple of 16 into aligned memory.
 CUDA_MASK_MULTIPLE = 128
 
 
 class KVCache:
-    """Key-value cache of all layers of a model.
+    """Key-value cache of all layers of a model, for generation.
 
     Args:
         num_layers: number of layers.
-        batch: number of rows.
+        batch: number of rows of the batch.
         capacity: most tokens per row; rounded up to a multiple of `mask_multiple`.
         device: device on which the model computes.
-        on_host: keep the cache in host memory; each layer's keys and values are copied to the device when it runs.
-        mask_multiple: the number of keys that attention reads is rounded up to a multiple of this. None chooses
+        on_host: True to store the cache in host memory and copy a layer's keys and values to the device when the layer
+            runs.
+        mask_multiple: number to a multiple of which the number of keys that attention reads is rounded up. None chooses
             CUDA_MASK_MULTIPLE on CUDA without `on_host`, and otherwise 1.
 
     Attributes:
-        lengths: number of tokens of each row, counted on the host.
+        lengths: number of cached tokens of each row, counted on the host.
         layers: cache of each layer.
     """
 
@@ -55,12 +57,12 @@ class KVCache:
         self.layers = [LayerCache(capacity, on_host=on_host) for _ in range(num_layers)]
 
     def positions(self, seq: int) -> torch.Tensor:
-        """Return the places of the next `seq` tokens of each row, [B, S] int64."""
+        """Return the positions in the cache, [B, S] int64, for the next S = `seq` tokens of each row."""
         start = self._next.unsqueeze(1)
         return start if seq == 1 else start + torch.arange(seq, device=start.device)
 
     def mask_length(self, seq: int) -> int:
-        """Return the number of keys that attention reads in a forward of `seq` new tokens."""
+        """Return the number of keys per row that attention reads in a forward of `seq` new tokens, rounded up."""
         return self._rounded(max(self.lengths) + seq)
 
     def mask(self, positions: torch.Tensor, window: int | None = None) -> torch.Tensor | None:
@@ -69,7 +71,7 @@ class KVCache:
         None means that plain causal attention among the new tokens is correct, because the cache is empty.
 
         Args:
-            positions: [B, S] places of the new tokens.
+            positions: [B, S] positions of the new tokens in the cache.
             window: number of tokens that a token attends to, itself included; None for all earlier tokens.
         """
         seq = positions.shape[1]
@@ -80,7 +82,7 @@ class KVCache:
         return (mask if window is None else mask & (places > own - window)).unsqueeze(1)
 
     def add(self, counts: Sequence[int]) -> None:
-        """Advance each row by `counts[row]` tokens after a forward; its other tokens in that forward were padding."""
+        """Add `counts[row]` to the length of each row after a forward, whose further tokens in the row were padding."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         if len(set(counts)) == 1:  # a single number needs no copy from host to device
             self._next += counts[0]
@@ -88,7 +90,7 @@ class KVCache:
             self._next += torch.tensor(counts).to(self._next.device)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep only the given rows, in the given order, and drop all others."""
+        """Keep only the rows of the batch with these indices, in this order, and drop all others from the cache."""
         self.lengths = [self.lengths[row] for row in rows]
         index = torch.tensor(rows).to(self._next.device)
         self._next = self._next[index]
@@ -101,14 +103,15 @@ class KVCache:
 
 
 class LayerCache:
-    """Key-value cache of one layer.
+    """Key-value cache of one layer, for generation.
 
     Args:
-        capacity: most tokens per row, C.
-        on_host: keep the cache in host memory.
+        capacity: most tokens C per row.
+        on_host: True to store the cache in host memory, False on the device of the keys.
 
     Attributes:
-        kept: keys and values, [C, B, G, D] each; None until the first call of `extend` allocates them.
+        kept: cached keys and values, [C, B, G, D] each, for B rows, G key and value heads and D channels per head; None
+            until the first call of `extend` allocates them.
     """
 
     def __init__(self, capacity: int, *, on_host: bool = False) -> None:
@@ -116,7 +119,7 @@ class LayerCache:
         self.kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Keep only the given rows, in the given order."""
+        """Keep only the rows of the batch with these indices, in this order, and drop all others from the cache."""
         if self.kept is not None:
             keys, values = (x.index_select(1, rows.to(x.device)) for x in self.kept)
             self.kept = keys, values
@@ -124,15 +127,16 @@ class LayerCache:
     def extend(
         self, new: tuple[torch.Tensor, torch.Tensor], places: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys and values, and return the keys and values that attention reads.
+        """Store the keys and values of new tokens, and return the keys and values that attention reads.
 
         Args:
             new: keys and values of the new tokens, [S, B, G, D] each.
-            places: [B, S] int64 places at which they are stored.
-            mask: [..., keys] attention mask of this forward, or None for causal attention among the new tokens.
+            places: [B, S] int64 positions in the cache at which they are stored.
+            mask: [..., keys] attention mask of this forward; None for causal attention among the new tokens.
 
         Returns:
-            Keys and values [keys, B, G, D] of the cache for the mask's keys; without a mask only the new ones.
+            Keys and values [keys, B, G, D] of the first `keys` positions in the cache. Without a mask these are only
+            the new tokens' keys and values.
         """
         if self.kept is None:
             on_host: dict[str, Any] = {"device": "cpu", "pin_memory": new[0].is_cuda} if self.on_host else {}

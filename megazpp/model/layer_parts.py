@@ -1,14 +1,15 @@
-"""The parts of a layer besides attention: norms, the MLP, dropout, and their recomputation in backward.
+"""Norms, MLP and dropout of a transformer layer, and their recomputation in backward.
 
 Recomputation: selective recomputation puts a norm (or an activation) and the matrix product that follows it into one
-checkpoint. Autograd then keeps only the norm's input. Backward recomputes the norm but not the product: non-reentrant
-checkpointing stops once it has recomputed all saved tensors, and the last one is the product's input. A checkpoint
-inside torch.compile recomputes everything that it contains, so there the product is left outside.
+checkpoint. Autograd then stores only the norm's input. Backward recomputes the norm but not the matrix product:
+non-reentrant checkpointing stops once it has recomputed all saved tensors, and the last one is the input of the matrix
+product. A checkpoint inside torch.compile recomputes everything that it contains, so there the matrix product is left
+outside.
 
 Dropout: tensor-parallel (tp) ranks hold different attention heads and, with sequence parallelism, different slices of
-the sequence. Their dropout masks must differ there. The masks come from torch's default generator, which has another
-seed on each rank. Without sequence parallelism tp ranks hold the same residual stream, so their masks must be equal
-there. These masks come from a `SharedGenerator`.
+the sequence. The dropout masks of such tensors must differ between ranks. They come from torch's default generator,
+which has another seed on each rank. Without sequence parallelism tp ranks hold the same residual stream, whose masks
+must be equal on all tp ranks. These masks come from a `SharedGenerator`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from megazpp.tensor_parallel.layers import ColumnParallelLinear, Product, RowPar
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import copy_to_region, reduce_from_region_
 
-# Compiled graphs that torch may keep of the layers' common forward function. Torch's limit of 8 is too low: it needs a
-# graph for each combination of model (up to four), gradients, training mode, one row or several, and decoding.
+# Most compiled graphs that torch may store for the forward function that all layers share. Torch's limit of 8 is too
+# low: each combination of model (up to four), gradients, training mode, one or several rows, and decoding needs one.
 MOST_GRAPHS = 64
 
 
@@ -44,15 +45,17 @@ class LayerSettings:
         tp: tensor-parallel axis.
         cp: context-parallel axis.
         ep: expert-parallel axis.
-        sequence_parallel: whether the residual stream is split along the sequence over tp.
-        generator: generator of the dropout masks that must be equal on all tp ranks; None if masks may differ.
-        document_kernel: kernel for attention inside documents; None if masks are used instead.
-        product: matrix product of the linear layers; None for 16-bit products that overlap with collectives on tp.
-        grouped: whether one grouped kernel multiplies the rows of all experts of a layer (`find_grouped_product`).
-        compiled: whether to compile the layers; None compiles them only if --compile is set explicitly.
-        varying_sizes: whether to compile the layers at once for any batch size and sequence length, instead of once for
+        sequence_parallel: True if the residual stream is split along the sequence over tp ranks.
+        generator: generator of the dropout masks that must be equal on all tp ranks; None if all masks may differ.
+        document_kernel: kernel for attention inside documents or a window; None if masks are used instead.
+        product: function that computes the matrix products of linear layers, such as float8's; None for torch's
+            products in the dtype of the inputs, which overlap with collectives on tp.
+        grouped: True if one grouped kernel multiplies the matrices of all experts of a layer (`find_grouped_product`).
+        compiled: True to apply torch.compile to the layers; None compiles them only if --compile is set explicitly.
+        varying_sizes: True to compile the layers at once for any batch size and sequence length, instead of once for
             each of the first few sizes.
-        device: device that computes; None for the device of the parameters, which may also be in host memory.
+        device: device on which the model computes; None for the device of the parameters. The two differ if parameters
+            are in host memory.
     """
 
     tp: MeshAxis = field(default_factory=lambda: MeshAxis("tp"))
@@ -68,8 +71,12 @@ class LayerSettings:
     device: torch.device | None = None
 
     def used_by(self, config: GPTConfig) -> LayerSettings:
-        """Return the settings in which a model of `config` uses only what it needs on these axes."""
-        # with sequence parallelism tp ranks hold different parts of the residual stream, and need different masks
+        """Return these settings without what a model of `config` does not use.
+
+        Sequence parallelism is off for one tp rank, the shared generator is None where masks may differ, and `compiled`
+        is True or False.
+        """
+        # With sequence parallelism tp ranks hold different slices of the residual stream, so their masks must differ.
         splits = self.sequence_parallel and self.tp.size > 1
         generator = self.generator if self.tp.size > 1 and not splits else None
         compiled = config.compile is True if self.compiled is None else self.compiled
@@ -77,14 +84,14 @@ class LayerSettings:
 
     @property
     def linear(self) -> dict[str, Any]:
-        """The arguments of column- and row-parallel layers."""
+        """Keyword arguments for the constructors of ColumnParallelLinear and RowParallelLinear."""
         return {"tp": self.tp, "sequence_parallel": self.sequence_parallel, "product": self.product}
 
 
 class Norm(nn.Module):
     """LayerNorm or RMSNorm over the last dimension: [..., size] -> [..., size].
 
-    Collectives on tp: none. With `split` each tp rank computes a part of the gradients of weight and bias.
+    Collectives on tp: none. With `split` each tp rank computes only a partial sum of the gradients of weight and bias.
 
     Args:
         config: config of the model, which selects LayerNorm or RMSNorm.
@@ -105,29 +112,31 @@ class Norm(nn.Module):
             self.specs["bias"] = ParameterSpec(partial=partial)
 
     def forward(self, x: torch.Tensor, weights: tuple[torch.Tensor, ...] | None = None) -> torch.Tensor:
-        """Normalize x, with `weights` (a result of `read_weights`) or, if None, with the module's parameters."""
+        """Normalize x with `weights`, a result of `read_weights`; None reads the weights of this module."""
         weight, *bias = self.read_weights() if weights is None else weights
         if self.kind == "RMSNorm":
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
         return F.layer_norm(x, weight.shape, weight, bias[0], self.epsilon)
 
     def read_weights(self) -> tuple[torch.Tensor, ...]:
-        """Return the weight, and the bias of a LayerNorm, as local tensors.
+        """Return the factors of the norm, and the bias if it is a LayerNorm, as local tensors for `forward`.
 
-        A checkpoint inside a compiled graph cannot take DTensors, so callers pass these tensors into it.
+        An activation checkpoint inside a compiled graph cannot take DTensors, so callers pass local tensors into it.
+        With --apply-layernorm-1p the factors are the stored weight plus 1.
         """
         weight = local(self.weight) + 1.0 if self.one_plus else local(self.weight)
         return (weight,) if self.kind == "RMSNorm" else (weight, local(self.bias))
 
 
 class HeadsNorm(nn.Module):
-    """RMSNorm over the channels of all heads together, which are split over tp: [..., heads, D] -> [..., heads, D].
+    """RMSNorm over the channels of all heads together, for --qk-layernorm-all-heads: [..., heads, D] -> same shape.
 
-    Collectives on tp: 1 all-reduce of one fp32 number per token in forward, and 1 in backward.
+    The heads are split over tp ranks. Collectives on tp: 1 all-reduce of one fp32 number per token in forward, and 1 in
+    backward.
 
     Args:
         config: config of the model.
-        size: number of channels of all heads of all tp ranks.
+        size: number of channels of all heads on all tp ranks together.
         tp: tensor-parallel axis.
     """
 
@@ -147,13 +156,13 @@ class HeadsNorm(nn.Module):
 
 
 def normed(norm: Norm | None, x: torch.Tensor, *, then: Callable[[torch.Tensor], Any], recompute: bool) -> Any:
-    """Return then(norm(x)), or then(x) if `norm` is None.
+    """Apply a norm and the linear layer that follows it: return then(norm(x)), or then(x) if `norm` is None.
 
     Args:
-        norm: norm to apply, or None.
+        norm: norm to apply; None for no norm.
         x: input of the norm.
-        then: matrix product after the norm.
-        recompute: True if backward recomputes the norm instead of keeping its output.
+        then: function that computes the matrix product of the linear layer from the norm's output.
+        recompute: True if backward recomputes the norm instead of storing its output.
     """
     if norm is None:
         return then(x)
@@ -168,14 +177,16 @@ def recomputed(
     draws: bool = False,
     in_graph: bool = True,
 ) -> Any:
-    """Return then(cheap(*args)); backward may recompute `cheap` instead of keeping its intermediate results.
+    """Return then(cheap(*args)), for selective recomputation.
+
+    With `when`, autograd stores only the arguments of `cheap`, and backward calls `cheap` again.
 
     Args:
-        cheap: function to recompute, such as a norm or an activation.
+        cheap: function to recompute, such as a norm, an activation or the attention core.
         args: arguments of `cheap`.
-        then: matrix product after it, which is not recomputed; None for none.
-        when: True to recompute.
-        draws: True if `cheap` samples from torch's default generator. The recomputation then restores its state.
+        then: function with the matrix product that follows, which is not recomputed; None if there is none.
+        when: True to recompute; False to store the results as usual.
+        draws: True if `cheap` samples from torch's default generator, whose state the recomputation must then repeat.
         in_graph: True if torch.compile may put the checkpoint of `cheap` into its graph. Attention with DTensor
             parameters must stay outside: torch 2.13 passes the generator's state to the recomputation, and confuses it
             with a DeviceMesh.
@@ -194,7 +205,10 @@ def recomputed(
 
 
 def _checkpointed(function: Callable[..., Any], *args: object, draws: bool) -> Any:
-    """Call `function` in a non-reentrant checkpoint, which with `draws` restores the state of torch's generator."""
+    """Call `function` in a non-reentrant activation checkpoint.
+
+    With `draws`, the recomputation starts with the state that torch's default generator had in forward.
+    """
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws)
 
 
@@ -214,9 +228,9 @@ class MLP(nn.Module):
 
     Args:
         config: config of the model.
-        settings: axes and implementations.
-        output_std: standard deviation of the initial weights of the second matrix.
-        inner: feed-forward size, F; None for the config's.
+        settings: mesh axes and implementations that all layers share.
+        output_std: standard deviation of the initial weights of the output matrix `fc2`.
+        inner: feed-forward size F, as for the shared MLP of a mixture of experts; None for the size in `config`.
     """
 
     def __init__(
@@ -241,7 +255,7 @@ class MLP(nn.Module):
         return recomputed(self._inside, *parts, then=self.fc2, when=self.recompute_activation)
 
     def _inside(self, up: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply the activation function to `up` [S, B, F/T]; SwiGLU multiplies by `gate`, of the same shape."""
+        """Apply the MLP's activation function to `up` [S, B, F/T]; SwiGLU is silu(gate) * up, with equal shapes."""
         if gate is not None:
             return F.silu(gate) * up
         if self.squared_relu:
@@ -250,7 +264,9 @@ class MLP(nn.Module):
 
 
 class SharedGenerator:
-    """Random generator with the same state on all tp ranks of a data rank, and a different state on each data rank.
+    """Random generator of dropout masks that must be equal on all tensor-parallel ranks of a data-parallel rank.
+
+    Its state differs between data-parallel ranks.
 
     Args:
         device: device on which dropout masks are drawn.
@@ -263,13 +279,14 @@ class SharedGenerator:
         self.seed(seed, data_rank=data_rank)
 
     def seed(self, seed: int, *, data_rank: int) -> None:
-        """Seed the generator for a data rank."""
+        """Reset the generator to the state that the run's seed determines for this data-parallel rank."""
         self.generator.manual_seed(seed_for(f"dropout on data rank {data_rank}", seed=seed))
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the two contexts that `torch.utils.checkpoint` expects from its argument `context_fn`.
 
-        They make the recomputation sample the same masks as the forward, and restore the generator's state after it.
+        The second context surrounds the recomputation, which then samples the same dropout masks as the forward.
+        Afterwards this context restores the generator's state.
         """
         state = self.generator.get_state()
 
@@ -289,9 +306,9 @@ class Dropout(nn.Module):
     """Dropout: in training, set each element to zero with probability `rate` and scale the others by 1 / (1 - rate).
 
     Args:
-        rate: probability that an element is set to zero.
-        shared: generator that gives all tp ranks the same masks; None for torch's default generator, with which the
-            masks of tp ranks differ.
+        rate: probability with which an element is set to zero.
+        shared: generator that gives all tensor-parallel ranks the same masks; None for torch's default generator, with
+            which the masks of these ranks differ.
     """
 
     def __init__(self, rate: float, shared: SharedGenerator | None) -> None:
@@ -299,13 +316,13 @@ class Dropout(nn.Module):
         self.rate, self.shared = rate, shared
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply dropout to x, with `mask` (a result of `draw`) or, if it is None, with a newly sampled mask."""
+        """Apply dropout to x with `mask`, a result of `draw`; None samples a new mask."""
         if not self._agrees():
             return F.dropout(x, self.rate, self.training)
         return x * (_draw(x, self.rate, self.shared) if mask is None else mask)
 
     def draw(self, like: torch.Tensor) -> torch.Tensor | None:
-        """Sample the mask for a tensor that is shaped like `like`.
+        """Sample a dropout mask for a tensor in the shape of `like` from the generator that tp ranks share.
 
         A compiled layer cannot use the shared generator, so its caller samples the mask beforehand and passes it to
         `forward`. Returns None if no shared generator is used; `forward` then calls torch's dropout.
@@ -313,24 +330,27 @@ class Dropout(nn.Module):
         return _draw(like, self.rate, self.shared) if self._agrees() else None
 
     def _agrees(self) -> bool:
-        """Return True if dropout is active and its masks come from the shared generator."""
+        """Return True if dropout is active and all tp ranks must have equal masks, from the shared generator."""
         return self.shared is not None and self.rate > 0.0 and self.training
 
 
 @torch.compiler.disable
 def _draw(like: torch.Tensor, rate: float, shared: SharedGenerator | None) -> torch.Tensor:
-    """Sample a mask of 0 and 1 / (1 - rate), with the shape and dtype of `like`."""
+    """Sample a dropout mask with the values 0 and 1 / (1 - rate), in the shape and dtype of `like`."""
     assert shared is not None
     return torch.empty_like(like).bernoulli_(1.0 - rate, generator=shared.generator).div_(1.0 - rate)
 
 
 def compile_layer(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Apply `torch.compile`, and raise torch's recompile limit to the number of graphs that a process may need."""
+    """Apply `torch.compile` to a layer's function, and raise torch's limit of graphs per function to MOST_GRAPHS."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     return torch.compile(function)
 
 
 def mark_varying(tensor: torch.Tensor | None, *dims: int) -> None:
-    """Let one compiled graph accept `tensor` with any size above 1 in the dimensions `dims`; None is ignored."""
+    """Tell torch.compile that these dimensions of `tensor` vary, so that one graph serves all their sizes above 1.
+
+    If `tensor` is None, nothing happens.
+    """
     if tensor is not None:
         torch._dynamo.maybe_mark_dynamic(tensor, dims)

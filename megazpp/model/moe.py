@@ -1,17 +1,17 @@
-"""Mixture of experts in place of an MLP: dispatch over expert-parallel ranks, products, combination.
+"""Mixture of experts in place of an MLP: dispatch over expert-parallel ranks, matrix products, combination.
 
 The router is in router.py.
 
 Symbols: S sequence length, B batch size, T tensor-parallel ranks; N tokens of this rank, K experts per token, E experts
-per layer; P expert-parallel (ep) ranks with E / P experts each; H hidden size, F width inside an expert; R rows that
-a rank receives, where a row is a token's vector for one of its experts.
+per layer; P expert-parallel (ep) ranks with E / P experts each; H hidden size, F size of an expert's hidden layer; R
+rows that a rank receives, where a row is a token's vector for one of its experts.
 
     x [N, H] --router--> choice [N, K] and weight [N, K]
     rows by expert [N K, H] --all-to-all over ep--> rows by source [R, H] --sort--> rows by expert [R, H]
     --gated MLP of each expert--> [R, H] --the same way back--> [N K, H] --weighted sum over K--> [N, H]
 
 No token is dropped, because experts have no capacity limit. Tensor parallelism does not split experts. Instead, each tp
-rank dispatches a part of the tokens.
+rank dispatches another slice of the tokens.
 
 The experts of a layer share one parameter [E F, H] per matrix, which concatenates the experts' rows. This parameter is
 split over ep as a column-parallel weight is split over tp. The experts of a layer form a separate sharding unit
@@ -43,12 +43,14 @@ from megazpp.tensor_parallel.regions import enter_region, exchange_rows, leave_r
 
 
 class Routes(NamedTuple):
-    """Permutations and sizes that send each row to its expert and back.
+    """Permutations and sizes with which a mixture of experts sends each row to its expert and back.
+
+    A row is a token's vector for one of its experts.
 
     Attributes:
-        rows: order of all choices by expert. Choice i belongs to token i // K.
-        received: [P, E / P] int64, rows that each expert of this rank receives from each ep rank.
-        sizes: function that returns the numbers of rows. It blocks until they have been copied to the host.
+        rows: order of this rank's N K choices by expert. Choice i belongs to token i // K.
+        received: [P, E / P] int64, number of rows that each expert of this rank receives from each ep rank.
+        sizes: function that returns the numbers of rows to exchange. It blocks until they are on the host.
     """
 
     rows: Sorted
@@ -63,10 +65,10 @@ class Experts(nn.Module):
     forward pass, and two in the backward pass.
 
     Args:
-        config: shape of the model.
-        settings: the expert-parallel axis, and the implementations. A grouped kernel needs no row counts on the host.
-            Otherwise a loop multiplies expert by expert.
-        output_std: standard deviation of the initial values of `fc2`.
+        config: config of the model.
+        settings: mesh axes and implementations that all layers share. With `grouped`, one kernel multiplies the
+            matrices of all experts, and needs no row counts on the host. Otherwise a loop multiplies expert by expert.
+        output_std: standard deviation of the initial weights of the output matrices `fc2`.
     """
 
     gate: nn.Parameter
@@ -77,10 +79,10 @@ class Experts(nn.Module):
         super().__init__()
         ep = settings.ep
         assert config.num_experts is not None
-        assert config.num_experts % ep.size == 0, f"{config.num_experts} experts over {ep.size} ranks"
+        assert config.num_experts % ep.size == 0, f"{config.num_experts} experts cannot be split over {ep.size} ranks"
         self.ep, self.num_experts, self.inner = ep, config.num_experts // ep.size, config.expert_ffn_size
         self.grouped, self.gated = settings.grouped, Gating(compiled=bool(settings.compiled))
-        self.adapter = nn.ModuleDict()  # adapters by the names of the matrices
+        self.adapter = nn.ModuleDict()  # LoRA adapters, by the name of the matrix that they adapt: gate, fc1 or fc2
         self.specs = {}
         for name, std in {"gate": config.init_method_std, "fc1": config.init_method_std, "fc2": output_std}.items():
             self.register_parameter(name, nn.Parameter(torch.empty(self.num_experts * self.inner, config.hidden)))
@@ -88,9 +90,15 @@ class Experts(nn.Module):
             self.specs[name] = ParameterSpec(split=0, std=std, expert=True, **matrices)
 
     def forward(self, x: torch.Tensor, routes: Routes) -> torch.Tensor:
-        """Send rows to their experts, apply the experts, and send the results back in the order of `routes.rows`.
+        """Send rows to their experts, apply the experts, and send the results back.
 
-        The result is a new tensor and not a view, because FSDP2 attaches a backward hook to it.
+        Args:
+            x: [N, H] vectors of this rank's tokens.
+            routes: permutations and sizes from `plan_routes`.
+
+        Returns:
+            [N K, H] outputs of the experts in the order of `routes.rows`. The result is a new tensor and not a view,
+            because FSDP2 attaches a backward hook to it.
         """
         sent, received = routes.rows, routes.received
         # ---- send rows to their experts and sort them by expert
@@ -125,24 +133,24 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Mixture-of-experts layer: [S, B, H] -> [S, B, H], or [S/T, B, H] -> [S/T, B, H] with sequence parallelism.
+    """Mixture of experts of a layer: [S, B, H] -> [S, B, H], or [S/T, B, H] -> [S/T, B, H] with sequence parallelism.
 
     Collectives on tp without sequence parallelism: one all-reduce in the forward pass, one in the backward pass. With
-    sequence parallelism there are none of these. The router and the shared MLP add their own. Collectives on ep: one
-    all-to-all of counts in the forward pass, and the all-to-alls of `Experts`. If ep has several ranks, the host waits
-    once per forward pass for the numbers of rows.
+    sequence parallelism there are none of these. The router and the shared MLP have further collectives. Collectives on
+    ep: one all-to-all of row counts in the forward pass, and the all-to-alls of `Experts`. If ep has several ranks, the
+    host waits once per forward pass for the numbers of rows.
 
     Args:
-        config: shape of the model.
-        settings: axes and implementations.
-        output_std: standard deviation of the initial values of output matrices.
+        config: config of the model.
+        settings: mesh axes and implementations that all layers share.
+        output_std: standard deviation of the initial weights of output matrices.
     """
 
     def __init__(self, config: GPTConfig, settings: LayerSettings, *, output_std: float) -> None:
         super().__init__()
         tp, self.sequence_parallel = settings.tp, settings.sequence_parallel
         self.tp, self.ep = tp, settings.ep
-        self.planned_load = 1.0  # load of this rank's experts, relative to the mean, that --plan assumes
+        self.planned_load = 1.0  # ratio of rows that --plan assumes: this rank's experts to the mean expert
         self.length_factor = settings.cp.size * (tp.size if self.sequence_parallel else 1)
         self.router = Router(config, tp=tp, cp=settings.cp)
         self.experts = Experts(config, settings, output_std=output_std)
@@ -160,16 +168,18 @@ class MoE(nn.Module):
         kept: Kept | None = None,
         counted: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Apply the layer.
+        """Apply the mixture of experts to the output of a norm.
 
         Args:
             x: [S, B, H], or [S/T, B, H] with sequence parallelism, the output of a norm.
-            kept: router decisions to repeat in a recomputation, or an empty `Kept` to store them in.
-            counted: tokens that the router's losses include, as in `AttentionInputs`; None if all tokens count. Its
-                mask has the tokens of all tp ranks.
+            kept: an empty `Kept` in which a forward stores the router's decisions, or the filled one, whose decisions a
+                recomputation repeats. None without recomputation.
+            counted: tokens that the router's losses include, as in `AttentionInputs`, with the tokens of all tp ranks;
+                None if all tokens count.
 
         Returns:
-            the output in the shape of `x`; this rank's part of each sequence's router losses [B] fp32, or None.
+            The output in the shape of `x`, and this rank's partial sum of each sequence's router losses, [B] fp32;
+            None in evaluation and without such losses.
         """
         tp, splits = self.tp, self.tp.size > 1 and not self.sequence_parallel
 
@@ -190,7 +200,7 @@ class MoE(nn.Module):
         rows = self.experts(mine.flatten(0, 1), routes)  # [N K, H], by expert
         y = weighted_sum(routing.weight, rows, routes.rows).view_as(mine)
 
-        # ---- sum over tp, where each rank has zeros for the tokens of other ranks
+        # ---- sum over tp ranks, after each rank has filled in zeros for the tokens of the other ranks
         if splits:
             before = sum(len(part) for part in parts[: tp.rank])
             y = F.pad(y, (0, 0, 0, 0, before, len(whole) - before - len(mine)))
@@ -204,13 +214,13 @@ class MoE(nn.Module):
 
 
 class SharedGate(nn.Module):
-    """Sigmoid gate that scales the output of the shared MLP per token: [S, B, H] -> [S, B, 1].
+    """Sigmoid gate by which the output of a mixture of experts' shared MLP is multiplied: [S, B, H] -> [S, B, 1].
 
     Args:
-        config: shape of the model.
+        config: config of the model.
         tp: tensor-parallel axis.
-        split: whether each tp rank has different tokens (sequence parallelism). The weight's gradient on each rank is
-            then a partial sum over tp.
+        split: True if tp ranks have different tokens (sequence parallelism). The weight's gradient on each rank is then
+            a partial sum over tp ranks.
     """
 
     def __init__(self, config: GPTConfig, *, tp: MeshAxis, split: bool) -> None:
@@ -225,14 +235,15 @@ class SharedGate(nn.Module):
 def plan_routes(
     choice: torch.Tensor, ep: MeshAxis, num_experts: int, kept: Kept, *, planned_load: float = 1.0
 ) -> Routes:
-    """Compute the routes of all rows, and exchange their counts between ep ranks with one all-to-all.
+    """Plan how a mixture of experts sends rows to their experts, and exchange row counts in one all-to-all over ep.
 
     Args:
         choice: [N, K] int64, experts of each token.
         ep: expert-parallel axis.
-        num_experts: experts per ep rank.
-        kept: numbers of rows to reuse in a recomputation. In the forward pass they are stored there.
-        planned_load: load of this rank's experts, relative to the mean over experts, if tensors have no values.
+        num_experts: number of experts per ep rank.
+        kept: object in which a forward stores the numbers of rows, and from which a recomputation takes them.
+        planned_load: rows of this rank's experts, divided by the mean over all experts. Used only by --plan, whose
+            tensors have no values.
     """
     rows = sort_rows(choice.flatten(), ep.size * num_experts)
     counts = rows.counts.view(ep.size, num_experts)
@@ -243,7 +254,7 @@ def plan_routes(
     def copy() -> HostCopy:
         return HostCopy(torch.cat([counts.sum(dim=1), received.sum(dim=1), received.sum(dim=0)]))
 
-    # Exchanges of rows always need their sizes on the host, so the copy starts early. Grouped products do not.
+    # An all-to-all of rows needs their numbers on the host, so with several ep ranks the copy starts here already.
     copied = copy() if kept.sizes is None and ep.size > 1 else None
 
     def sizes() -> Sizes:
@@ -256,20 +267,28 @@ def plan_routes(
 
 
 def has_values(x: torch.Tensor) -> bool:
-    """Return whether a tensor has values; in `--plan` tensors have only shapes."""
+    """Return True if a tensor has values; False for the meta and fake tensors of `--plan`, which have only shapes."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def _planned_sizes(rows: int, ranks: int, num_experts: int, load: float) -> Sizes:
-    """Return the numbers of rows for `--plan`, where each rank divides `rows` rows over experts as evenly as possible.
+    """Return the numbers of rows that `--plan` assumes for the exchange between expert-parallel ranks.
 
-    With a load above 1, this rank's experts receive `load` times as many rows as the mean expert, but at most all rows.
+    Each rank divides its rows over all experts as evenly as possible. With a load above 1, this rank's experts receive
+    `load` times as many rows as the mean expert, but at most all rows.
+
+    Args:
+        rows: number of rows per rank: tokens times experts per token.
+        ranks: number of expert-parallel ranks.
+        num_experts: number of experts per rank.
+        load: rows of this rank's experts, divided by the mean over all experts.
     """
     least, more = divmod(rows, ranks * num_experts)
     each = [least + (expert < more) for expert in range(ranks * num_experts)]
     send = [sum(each[rank * num_experts : (rank + 1) * num_experts]) for rank in range(ranks)]
     if load > 1.0 and ranks > 1:
-        busy = min(round(load * rows / (ranks * num_experts)), rows // num_experts)  # of one source and one expert
+        # rows that each rank sends to each expert of this rank
+        busy = min(round(load * rows / (ranks * num_experts)), rows // num_experts)
         return Sizes(send, [busy * num_experts] * ranks, [busy * ranks] * num_experts)
     return Sizes(send, send, [least * ranks + more // num_experts] * num_experts)
 
@@ -282,20 +301,23 @@ def _looped_products(
     sizes: list[int],
     gated: Gating,
 ) -> torch.Tensor:
-    """Apply each expert to its rows: (silu(x gate^T) * (x fc1^T)) fc2.
+    """Apply each expert to its rows x in a loop over experts: (silu(x gate^T) * (x fc1^T)) fc2.
 
     The matrices may be packed weights, which support only `split`, `F.linear` and `torch.mm`.
 
     Args:
-        rows: [R, H], sorted by expert.
-        gate: [experts F, H].
-        fc1: [experts F, H].
-        fc2: [experts F, H], the transposed output matrices.
+        rows: [R, H] rows of all experts of this rank, sorted by expert.
+        gate: [experts F, H] gate matrices of the experts, one below the other.
+        fc1: [experts F, H] up matrices.
+        fc2: [experts F, H] transposed output matrices.
         sizes: number of rows of each expert.
-        gated: silu(gate) * up.
+        gated: function that returns silu(gate) * up.
+
+    Returns:
+        [R, H].
     """
     inner = len(gate) // len(sizes)
-    if not has_values(rows) and len(set(sizes)) == 1:  # batched products with the same operations, for --plan
+    if not has_values(rows) and len(set(sizes)) == 1:  # for --plan: batched products, which count as many operations
         even = rows.view(len(sizes), -1, rows.shape[-1])
         gate, fc1, fc2 = (weight.view(len(sizes), inner, -1) for weight in (gate, fc1, fc2))
         return torch.ops.aten._unsafe_view(gated(even @ gate.mT, even @ fc1.mT) @ fc2, rows.shape)
@@ -311,7 +333,10 @@ def _grouped_products(
     ends: torch.Tensor,
     gated: Gating,
 ) -> torch.Tensor:
-    """Compute the result of `_looped_products` with torch's grouped matmul; `ends` are the last rows + 1 of experts."""
+    """Compute the result of `_looped_products` with torch's grouped matrix product, for all experts at once.
+
+    `ends` [experts] int32 has the index after the last row of each expert. The matrices are [experts, F, H].
+    """
     inside = gated(F.grouped_mm(rows, gate.mT, offs=ends), F.grouped_mm(rows, fc1.mT, offs=ends))
     return F.grouped_mm(inside, fc2, offs=ends)
 
@@ -325,20 +350,21 @@ def _adapted_products(
     gated: Gating,
     adapters: dict[str, ExpertAdapter],
 ) -> torch.Tensor:
-    """Compute the result of the other products, with the output of an adapter added to each matrix that has one.
+    """Compute the result of `_looped_products` for experts with LoRA adapters, whose outputs are added.
 
     Args:
-        rows: [R, H], sorted by expert.
-        gate: [experts F, H].
-        fc1: [experts F, H].
-        fc2: [experts F, H].
-        sizes_or_ends: number of rows of each expert for a loop, or their cumulative sum [experts] for grouped products.
-        gated: silu(gate) * up.
-        adapters: adapters by the name of the matrix.
+        rows: [R, H] rows of all experts of this rank, sorted by expert.
+        gate: [experts F, H] gate matrices.
+        fc1: [experts F, H] up matrices.
+        fc2: [experts F, H] transposed output matrices.
+        sizes_or_ends: list of the number of rows of each expert, for a loop over experts; or the cumulative sum of
+            these numbers [experts], for torch's grouped matrix product.
+        gated: function that returns silu(gate) * up.
+        adapters: adapters by the name of the matrix that they adapt: gate, fc1 or fc2.
     """
 
     def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Multiply the rows of each expert by its matrix: x [R, m] and weight [experts, m, n] -> [R, n]."""
+        """Multiply the rows of each expert by the expert's matrix: x [R, m] and weight [experts, m, n] -> [R, n]."""
         if isinstance(sizes_or_ends, torch.Tensor):
             return F.grouped_mm(x, weight, offs=sizes_or_ends)
         return torch.cat([part @ each for part, each in zip(x.split(sizes_or_ends), weight, strict=True)])
@@ -353,36 +379,36 @@ def _adapted_products(
 
 
 class ExpertAdapter(Adapter):
-    """Base class of the adapters of one matrix of all experts of a layer.
+    """Base class of LoRA adapters for the experts of a layer; one adapter serves one matrix of all experts.
 
-    `forward` receives the rows [R, inputs], sorted by expert, and a function that multiplies the rows of each expert by
-    a matrix of this expert, see `_adapted_products`.
+    `forward` receives the rows [R, inputs] of all experts, sorted by expert, and the function `multiply` of
+    `_adapted_products`, which multiplies the rows of each expert by a matrix of this expert.
     """
 
 
 class Gating:
-    """Callable that returns silu(gate) * up for gate and up [R, F], compiled if requested.
+    """Function that returns silu(gate) * up for gate and up [R, F] of a mixture of experts, compiled on request.
 
-    One compiled graph accepts any number of rows, because the numbers of experts' rows differ from step to step.
+    The numbers of experts' rows differ from step to step, so one compiled graph serves any number R of rows.
     """
 
     def __init__(self, *, compiled: bool) -> None:
         self._run, self._compiled = compile_layer(_gated) if compiled else _gated, compiled
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) * up."""
+        """Return silu(gate) * up, [R, F] like both arguments."""
         for tensor in (gate, up) if self._compiled else ():
             mark_varying(tensor, 0)
         return self._run(gate, up)
 
 
 def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up."""
+    """Return silu(gate) * up, the hidden layer of a gated MLP."""
     return F.silu(gate) * up
 
 
 class _WeightedSum(torch.autograd.Function):
-    """The autograd function of `weighted_sum`."""
+    """Autograd function of `weighted_sum`, the sum of the outputs of each token's experts."""
 
     @staticmethod
     def forward(
@@ -401,9 +427,9 @@ def weighted_sum(weight: torch.Tensor, rows: torch.Tensor, by_expert: Sorted) ->
     """Sum the outputs of each token's experts, multiplied by the router's factors.
 
     Args:
-        weight: [N, K] fp32 factors.
+        weight: [N, K] fp32 factors of the outputs, from the router.
         rows: [N K, H] outputs of the experts, sorted by expert.
-        by_expert: the order of the rows.
+        by_expert: the order in which the choices of all tokens were sorted by expert.
 
     Returns:
         [N, H], in the dtype of `rows`.

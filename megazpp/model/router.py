@@ -1,7 +1,7 @@
-"""The router of a mixture of experts: choice of experts, their weights, losses of balance, and the expert bias.
+"""The router of a mixture of experts: choice of experts, factors of their outputs, router losses, and the expert bias.
 
 Symbols: S sequence length, B batch size; N tokens of this rank, K experts per token, E experts per layer; H hidden
-size.
+size; P expert-parallel (ep) ranks.
 
 Sources: Switch Transformer (arXiv 2101.03961) for the balance loss, ST-MoE (arXiv 2202.08906) for the z-loss,
 DeepSeek-V3 (arXiv 2412.19437) for sigmoid scores, Wang et al. (arXiv 2408.15664) for the expert bias.
@@ -24,13 +24,13 @@ from megazpp.tensor_parallel.parameters import ParameterSpec, local
 
 
 class Routing(NamedTuple):
-    """The experts that the router chose for N tokens.
+    """The experts that a mixture of experts' router has chosen for N tokens, and its losses.
 
     Attributes:
-        choice: [N, K] int64, experts of each token.
+        choice: [N, K] int64, the K experts of each token.
         weight: [N, K] fp32, factors by which the experts' outputs are multiplied.
-        loss: [B] fp32, this rank's part of the balance loss and z-loss of each sequence, multiplied by their
-            coefficients. None in evaluation, or if both coefficients are 0.
+        loss: [B] fp32, balance loss plus z-loss of each sequence, multiplied by their coefficients. On each rank it is
+            a partial sum over the ranks that share the sequence. None in evaluation, or if both coefficients are 0.
     """
 
     choice: torch.Tensor
@@ -39,12 +39,14 @@ class Routing(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers of rows in a dispatch, as Python ints on the host.
+    """Numbers of rows that a mixture of experts exchanges between ep ranks, as Python ints on the host.
+
+    A row is a token's vector for one of its experts.
 
     Attributes:
-        send: rows that this rank sends to each ep rank, [P].
-        receive: rows that this rank receives from each ep rank, [P].
-        rows: rows of each expert of this rank, [E / P].
+        send: [P] number of rows that this rank sends to each ep rank.
+        receive: [P] number of rows that this rank receives from each ep rank.
+        rows: [E / P] number of rows of each expert of this rank.
     """
 
     send: list[int]
@@ -53,14 +55,15 @@ class Sizes(NamedTuple):
 
 
 class Kept:
-    """Decisions of a layer's forward pass, which activation recomputation in the backward pass must repeat.
+    """Router decisions of a layer's forward, which activation recomputation in backward must repeat.
 
     Rounding may differ in the recomputation. If a token then chose another expert, the shapes of saved tensors and the
     gradients would change.
 
     Attributes:
-        choice: experts of each token; None before the forward pass.
-        sizes: numbers of rows, kept so that the host waits for them only once; None before they are known.
+        choice: [S, B, K] int64, the experts of each token; None before the forward.
+        sizes: numbers of rows that are exchanged, stored so that the host waits for them only once; None before they
+            are known.
     """
 
     choice: torch.Tensor | None = None
@@ -68,14 +71,19 @@ class Kept:
 
 
 class Router(nn.Module):
-    """Router that chooses K experts for each token: x [S, B, H] -> `Routing`.
+    """Router of a mixture of experts, which chooses K experts for each token: x [S, B, H] -> `Routing`.
 
-    Logits, scores and losses are fp32. In training with the balance loss, the forward pass all-reduces counts [B, E]
-    over tp and over cp, because their ranks have parts of a sequence.
+    Logits, scores and losses are fp32. In training with the balance loss, forward all-reduces counts [B, E] over tp and
+    over cp, because their ranks hold different tokens of a sequence.
 
     On CUDA the kernels of kernels/router compute the same in few launches. They do not support `counted`, nor a balance
-    loss whose sequences are split over ranks. There the gradient of the logits is rounded to the dtype of x before the
-    products with x and with the weight, as in all other layers.
+    loss whose sequences are split over ranks. With these kernels the gradient of the logits is rounded to the dtype of
+    x before the matrix products with x and with the weight, as in all other layers.
+
+    Args:
+        config: config of the model.
+        tp: tensor-parallel axis.
+        cp: context-parallel axis.
 
     Attributes:
         expert_bias: [E] fp32, added to the scores for the choice only; the factors of the outputs come from the scores.
@@ -114,12 +122,12 @@ class Router(nn.Module):
         """Choose the experts of each token, and compute the factors of their outputs and the router's losses.
 
         Args:
-            x: [S, B, H], tokens of this rank.
-            kept: decisions to repeat in a recomputation, or an empty `Kept` to store them in. None without
-                recomputation.
-            length: tokens of a complete sequence, over all ranks of tp and cp; [B] if sequences have different numbers
-                of counted tokens.
-            counted: [S, B] fp32, 1 for tokens that the losses include, 0 for others; None if all tokens count.
+            x: [S, B, H], vectors of the tokens of this rank.
+            kept: an empty `Kept` in which a forward stores its decisions, or the filled one, whose decisions a
+                recomputation repeats. None without recomputation.
+            length: number of tokens of a complete sequence, on all tp and cp ranks together; [B] if sequences have
+                different numbers of counted tokens.
+            counted: [S, B] fp32, 1 for tokens that the losses include, 0 for other tokens; None if all tokens count.
         """
         if counted is None and (kernels := self._kernels(x)) is not None:
             return self._fused(kernels, x, kept or Kept(), length)
@@ -144,12 +152,19 @@ class Router(nn.Module):
         return Routing(choice.flatten(0, 1), self._weight(logits, scores, choice).flatten(0, 1), loss)
 
     def _kernels(self, x: torch.Tensor) -> ModuleType | None:
-        """Return the module with the kernels for tokens `x`; None if plain operations compute the routing."""
+        """Return the module with Triton's router kernels for tokens `x`; None if PyTorch's operations must be used."""
         splits = any(axis.size > 1 for axis in self.sequence_axes)
         return None if splits and self.balance_coefficient > 0.0 else find_router(x, self.num_experts)
 
     def _fused(self, kernels: ModuleType, x: torch.Tensor, kept: Kept, length: int | torch.Tensor) -> Routing:
-        """Compute what `forward` returns by kernels."""
+        """Compute the result of `forward` by Triton's kernels, which support only an integer `length`.
+
+        Args:
+            kernels: module with the kernels, from `_kernels`.
+            x: [S, B, H], as for `forward`.
+            kept: as for `forward`; in a call without recomputation a new `Kept`.
+            length: number of tokens of a complete sequence.
+        """
         assert isinstance(length, int)
         totals: torch.Tensor | None = None
         if self.training and kept.choice is None and torch.is_grad_enabled():
@@ -176,37 +191,49 @@ class Router(nn.Module):
         return Routing(choice, weight, loss if has_loss else None)
 
     def take_totals(self) -> torch.Tensor | None:
-        """Return the sums over the training tokens of this rank since the last call, and reset them.
+        """Return this router's sums over the training tokens of this rank since the last call, and reset them.
 
         Returns:
             [2 E + 2] fp64: how often each expert was chosen [E]; the sum of each expert's normalized scores [E]; the
-            number of tokens; the sum of the entropies of the tokens' normalized scores, in nats. None if no training
-            tokens were processed.
+            number of tokens; and the sum of the entropies of the tokens' normalized scores, in nats. None if this
+            router has processed no training tokens.
         """
         totals, self._totals = self._totals, None
         return totals
 
     def add_summed_totals(self, totals: torch.Tensor) -> None:
-        """Add the totals of a step [2 E + 2], already summed over ranks, to those that `take_summed_totals` returns."""
+        """Add a training step's totals [2 E + 2], summed over ranks, to those that `take_summed_totals` returns.
+
+        The metrics use these sums if the expert bias has already consumed the totals of `take_totals`.
+        """
         self._summed = totals if self._summed is None else self._summed + totals
 
     def take_summed_totals(self) -> torch.Tensor | None:
-        """Return the sum of the totals given to `add_summed_totals` since the last call; None if there were none."""
+        """Return the sum of all totals [2 E + 2] that `add_summed_totals` got since the last call, and reset it.
+
+        None if `add_summed_totals` was not called.
+        """
         summed, self._summed = self._summed, None
         return summed
 
     def _ranked(self, scores: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return the values [S, B, E] whose K largest select the experts.
+        """Return the values [S, B, E] whose K largest select a token's experts: the scores plus the expert bias.
 
-        With softmax these are the logits, which have the same order. Unlike probabilities, they do not tie at 0 by
-        underflow.
+        Without a bias, softmax scores are replaced by the logits, which have the same order. Unlike probabilities,
+        logits do not tie at 0 by underflow.
         """
         if self.expert_bias is not None:
             return scores + self.expert_bias
         return scores if self.sigmoid else logits
 
     def _weight(self, logits: torch.Tensor, scores: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        """Return the factors [S, B, K] by which the outputs of the chosen experts are multiplied."""
+        """Return the factors [S, B, K] fp32 by which the outputs of the chosen experts are multiplied.
+
+        Args:
+            logits: [S, B, E] fp32 logits of the router.
+            scores: [S, B, E] sigmoids or softmax of the logits.
+            choice: [S, B, K] int64, chosen experts.
+        """
         if self.sigmoid:
             weight = scores.gather(-1, choice)
             if self.top_k > 1:
@@ -225,17 +252,17 @@ class Router(nn.Module):
         length: int | torch.Tensor,
         counted: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Return this rank's part of each sequence's losses [B], multiplied by their coefficients; None without losses.
+        """Return the router's losses of each sequence [B], multiplied by their coefficients; None without losses.
 
         The balance loss of a sequence is E sum_i f_i P_i. f_i is the fraction of choices that select expert i, and P_i
-        is the mean normalized score of expert i. f is summed over the ranks that have parts of the sequence, and has no
+        is the mean normalized score of expert i. f is summed over the ranks that share the sequence, and has no
         gradient. P contains only this rank's tokens, so that the losses of these ranks add up to the complete loss.
 
         Args:
-            logits: [S, B, E] fp32.
+            logits: [S, B, E] fp32 logits of the router.
             shares: [S, B, E] fp32, normalized scores, 0 for tokens that do not count.
             choice: [S, B, K] int64, chosen experts.
-            length: counted tokens of a complete sequence, a number or [B].
+            length: number of counted tokens of a complete sequence, an int or [B].
             counted: [S, B] fp32, 1 for tokens that the losses include; None if all tokens count.
         """
         loss: torch.Tensor | None = None
@@ -256,7 +283,13 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _count(self, choice: torch.Tensor, shares: torch.Tensor, counted: torch.Tensor | None) -> None:
-        """Add the choices [S, B, K] and the normalized scores [S, B, E], 0 for uncounted tokens, to the totals."""
+        """Add a micro-batch to this router's totals, which `take_totals` describes.
+
+        Args:
+            choice: [S, B, K] int64, chosen experts.
+            shares: [S, B, E] fp32, normalized scores, 0 for tokens that do not count.
+            counted: [S, B] fp32, 1 for tokens that count; None if all tokens count.
+        """
         counts = torch.zeros(self.num_experts, dtype=torch.float64, device=choice.device)
         chosen = torch.ones_like(choice, dtype=torch.float64)
         tokens = counts.new_full((), shares[..., 0].numel())
@@ -271,7 +304,10 @@ class Router(nn.Module):
 
 
 class _FusedRouter(torch.autograd.Function):
-    """The router by kernels: tokens x [N, H] and weight [E, H] -> factors [N, K], losses [B] and choices [N, K]."""
+    """Autograd function of the router in Triton's kernels.
+
+    It maps tokens x [N, H] and the router's weight [E, H] to factors of outputs [N, K], losses [B] and choices [N, K].
+    """
 
     @staticmethod
     def forward(
@@ -284,14 +320,14 @@ class _FusedRouter(torch.autograd.Function):
         settings: RouterSettings,
         kernels: ModuleType,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # exact products of 16-bit values, summed in fp32
+        # With an fp32 result, the products of 16-bit numbers are exact and are summed in fp32.
         mixed: dict[str, Any] = {"out_dtype": torch.float32} if x.is_cuda and x.dtype != torch.float32 else {}
         logits = torch.mm(x, weight.to(x.dtype).t(), **mixed)
         routed = kernels.route(logits, bias, choice, totals, settings)
         ctx.save_for_backward(x, weight, logits, *routed)
         ctx.settings, ctx.kernels = settings, kernels
         ctx.mark_non_differentiable(routed.choice)
-        ctx.set_materialize_grads(False)  # zeros for the choices would take a launch
+        ctx.set_materialize_grads(False)  # a gradient of zeros for `choice` would take a kernel launch
         return routed.weight, routed.loss, routed.choice
 
     @staticmethod
@@ -308,7 +344,7 @@ class _FusedRouter(torch.autograd.Function):
 
 
 def biased_routers(model: nn.Module) -> list[Router]:
-    """Return the routers of `model` whose expert bias changes with each step.
+    """Return the routers of `model` whose expert bias changes with each optimizer step; [] if there are none.
 
     A bias is constant if its update rate is 0. It is also constant in a frozen model, which registers no buffers.
     """
@@ -320,16 +356,17 @@ def biased_routers(model: nn.Module) -> list[Router]:
 def update_expert_bias_(
     routers: Sequence[Router], sum_over_ranks_: Callable[[torch.Tensor], torch.Tensor], *, factor: torch.Tensor | float
 ) -> None:
-    """Move each expert's bias towards an even load: bias += rate sign(mean over experts of counts - counts).
+    """Change each expert's bias so that the load of experts evens out, once per optimizer step.
 
-    The counts cover all training tokens since the last call, over all ranks. They are integers in fp64, so every
-    layout computes the same bias. One all-reduce covers all layers. Megatron-LM has the same rule, but it also applies
-    it in a step that is skipped because of an overflow.
+    The rule is bias += rate * sign(mean over experts of counts - counts), where an expert's count is the number of
+    tokens that have chosen it. Counts cover all training tokens since the last call, on all ranks. They are integers in
+    fp64, so every layout of ranks computes the same bias. One all-reduce covers all layers. Megatron-LM has the same
+    rule, but also applies it in a step that is skipped because of an overflow.
 
     Args:
-        routers: routers with a bias. Each has processed training tokens since the last call.
-        sum_over_ranks_: function that sums a tensor in place over all ranks and returns it.
-        factor: 1 to update; 0 for a skipped step, whose counts are only logged.
+        routers: routers with an expert bias, all of which have processed training tokens since the last call.
+        sum_over_ranks_: function that sums a tensor in place over all ranks, and returns it.
+        factor: 1 to update the biases; 0 for a skipped step, whose counts are only logged.
     """
     own = [totals for router in routers if (totals := router.take_totals()) is not None]
     totals = sum_over_ranks_(torch.stack(own))  # [layers, 2 E + 2]
@@ -344,20 +381,21 @@ def update_expert_bias_(
 def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
     """Return metrics of how evenly routers distributed the training tokens since the last call; {} without experts.
 
-    max_expert_load: choices of the busiest expert, divided by the mean over experts; 1 if balanced. The maximum over
-        layers. The other metrics are means over layers.
-    idle_experts: fraction of the experts that received no tokens.
+    max_expert_load: number of tokens that chose the busiest expert, divided by the mean over experts; 1 if balanced.
+        This is the maximum over layers. The other metrics are means over layers.
+    idle_experts: fraction of the experts that no token chose.
     router_entropy: mean entropy of the tokens' normalized scores in nats; at most log(number of experts).
-    expert_balance: E sum_i f_i P_i over all tokens, with the symbols of `Router._loss`; 1 if balanced.
+    expert_balance: E sum_i f_i P_i over all tokens; 1 if balanced. E is the number of experts, f_i the fraction of
+        choices that select expert i, and P_i its mean normalized score.
 
     Each metric also appears per layer, with the suffix "/layer_N". Layers whose routers have counted no token are left
     out.
 
     Args:
-        model: model whose routers are read. Their sums are reset.
-        sum_over_ranks_: function that sums a tensor in place over all ranks and returns it.
+        model: model whose routers are read. Their totals are reset.
+        sum_over_ranks_: function that sums a tensor in place over all ranks, and returns it.
     """
-    # ---- sum the totals of all routers over ranks; routers with a bias have been summed in each step
+    # ---- the totals of all routers, summed over ranks; for an expert bias, each step has already summed them
     routers = [(name, module) for name, module in model.named_modules() if isinstance(module, Router)]
     summed = {name: totals for name, router in routers if (totals := router.take_summed_totals()) is not None}
     found = summed or {name: totals for name, router in routers if (totals := router.take_totals()) is not None}

@@ -95,7 +95,7 @@ def test_experts_on_a_gpu_match_the_loop_and_do_not_wait():
 @pytest.mark.parametrize(
     ("capability", "dtype", "changes", "reason"),
     [
-        (None, torch.bfloat16, {}, "only CUDA"),
+        (None, torch.bfloat16, {}, "NVIDIA GPUs only"),
         ((8, 0), torch.bfloat16, {}, "needs compute capability 9.0 to be faster, not 8.0"),
         ((9, 0), torch.float16, {}, "is fast in bf16, not in torch.float16"),
         ((9, 0), torch.bfloat16, {"moe_ffn_hidden_size": 20}, "multiples of 8 channels, not 24 and 20"),
