@@ -94,7 +94,7 @@ class ByteRange:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageLayout:
-    """Where a message holds the elements of a rank's flat shard, as byte ranges.
+    """Layout of a message: the byte ranges that hold the elements of a rank's flat shard.
 
     Attributes:
         size: number of elements of the flat shard.

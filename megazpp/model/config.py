@@ -1,8 +1,8 @@
 """Config of the GPT model: sizes, initialization, dropout, activation recomputation, float8 and compilation.
 
 The fields have the names of Megatron-LM's flags. Properties and methods compute derived values (head size, feed-forward
-size, padded vocabulary), which are never written back into the fields. The file has more than 300 lines, because the
-config is one class.
+size, padded vocabulary), which are never written back into the fields. This is one file of more than 300 lines, because
+the config is one class.
 """
 
 from __future__ import annotations

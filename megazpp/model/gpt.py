@@ -4,8 +4,8 @@ Letters: S sequence length, B batch size, H hidden size, V padded vocabulary siz
 context-parallel (cp) ranks. Activations are [S, B, H].
 
 Only leaf modules own parameters, so FSDP2's order of parameters equals the order of `named_parameters()`. Column- and
-row-parallel layers are in megazpp/tensor_parallel. The file has more than 300 lines, because `sharding_units` names all
-its modules.
+row-parallel layers are in megazpp/tensor_parallel. This is one file of more than 300 lines, because `sharding_units`
+names all its modules.
 """
 
 from __future__ import annotations
