@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class RouterSettings(NamedTuple):
-    """How a mixture of experts' router computes scores and the factors of outputs, and how it weights its losses.
+    """Settings of a mixture of experts' router: its scores, factors of outputs, and coefficients of losses.
 
     Attributes:
         batch: number of samples B in the micro-batch.
