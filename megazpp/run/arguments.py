@@ -1,7 +1,7 @@
-"""The complete configuration of a run, and its parser.
+"""All flags of a training run as config dataclasses, and the parser that reads them from the command line.
 
 `RunConfig` holds one config of each class of the core, and the configs of optional features. `parse_run_config` reads
-them from the command line. run/checks.py then checks combinations of flags.
+these configs from the command line. run/checks.py then checks combinations of flags.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ if TYPE_CHECKING:
 
 Section = TypeVar("Section", bound="FeatureConfig")
 DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"
-OF_THE_DEVICE = {"fp8_format"}  # fields that are not taken from a checkpoint: this device may not support them
-# Parts of RunConfig that describe a model and its training data. Flags for the devices and for the sharding are not
-# taken, because the program that loads the checkpoint may run on another cluster.
+# Names of fields that no program takes from a checkpoint, because its device may not support them
+OF_THE_DEVICE = {"fp8_format"}
+# Fields of `RunConfig` with the model and its training data, which a program can take from a checkpoint. Flags for the
+# devices and for the sharding are not taken, because the program may run on another cluster than the checkpoint's run.
 TAKEN = ("model", "batches", "data", "tokenizer", "precision", "evaluation")
-_EXCLUSIVE = (  # groups of fields that exclude each other; their configs reject two fields of one group
+# Groups of names of flags that exclude each other. The configs reject a run that sets two flags of one group.
+_EXCLUSIVE = (
     ("train_iters", "train_samples"),
     ("lr_decay_iters", "lr_decay_samples"),
     ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
@@ -66,8 +68,9 @@ _EXCLUSIVE = (  # groups of fields that exclude each other; their configs reject
     ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
     *(("data_path", "text_path", "mock_data", f"{use}_data_path") for use in ("train", "valid", "test")),
 )
-_PARTS = ("decay", "warmup", "wsd_decay")  # schedule phases, given in iterations or samples like the run's length
-# (a, b): field `a` on the command line or in a later file overrides field `b` of an earlier flag file
+# Phases of the learning-rate schedule. Their lengths are in iterations or in samples, like the length of the run.
+_PARTS = ("decay", "warmup", "wsd_decay")
+# Pairs of names (a, b): flag `a`, on the command line or in a later flag file, overrides flag `b` of an earlier file.
 MUTUALLY_EXCLUSIVE = (
     *(pair for group in _EXCLUSIVE for pair in itertools.permutations(group, 2)),
     *(("train_iters", f"lr_{part}_samples") for part in _PARTS),
@@ -78,11 +81,11 @@ MUTUALLY_EXCLUSIVE = (
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureConfig:
-    """Base class for the flags of an optional feature (run/feature.py), a section of `RunConfig`."""
+    """Base class of the config with the flags of an optional feature; run/feature.py explains features."""
 
     @property
     def distinguishes_nodes(self) -> bool:
-        """True if these flags need to know which ranks share a node, so that the cluster must be detected exactly."""
+        """True if these flags depend on which ranks share a node, so that the run must detect the nodes exactly."""
         return False
 
     @property
@@ -93,13 +96,13 @@ class FeatureConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All flags of a run, grouped into one config per class.
+    """All flags of a run, as one config dataclass per group of flags.
 
-    The file that defines a config's class documents its fields.
+    The file that defines a config's class documents the fields of the config.
 
     Attributes:
         features: installed optional features, each a `Feature` of run/feature.py.
-        sections: configs of the features that have flags.
+        sections: configs with the flags of optional features, one for each feature that has flags.
     """
 
     model: GPTConfig
@@ -128,30 +131,34 @@ class RunConfig:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """All configs: first the core's, in the order of the fields, then the sections of features."""
+        """All configs of the run: first the core's, in the order of the fields, then those of optional features."""
         own = [field.name for field in dataclasses.fields(self) if field.name not in ("features", "sections")]
         return (*(getattr(self, name) for name in own), *self.sections)
 
     def values(self) -> dict[str, Any]:
-        """Return the value of every flag, by field name."""
+        """Return the value of every flag of the run, by the field name of the flag, such as "micro_batch_size"."""
         return _values(self.parts)
 
     def section(self, kind: type[Section]) -> Section:
-        """Return the feature config of class `kind`, or one with default values if the feature is not installed."""
+        """Return the feature config of class `kind`, or a config with default values if no feature has this class."""
         return next((section for section in self.sections if isinstance(section, kind)), None) or kind()
 
     @property
     def jobs(self) -> int:
-        """The number of jobs that train the run's model together, each on its share of every batch; usually 1."""
+        """Number of jobs that train the model together, each on a part of every batch; 1 without elastic DiLoCo."""
         return max((feature.num_jobs(self) for feature in self.features), default=1)
 
     def with_section(self, section: FeatureConfig) -> RunConfig:
-        """Return a copy in which `section` replaces the feature config of the same class."""
+        """Return a copy of the run's flags in which `section` replaces the feature config of the same class."""
         sections = (section if type(section) is type(other) else other for other in self.sections)
         return dataclasses.replace(self, sections=tuple(sections))
 
     def detect_cluster(self, world_size: int, env: Mapping[str, str]) -> Cluster:
-        """Return the cluster of `world_size` ranks that the flags and the launcher's environment variables describe.
+        """Return the nodes and ranks of the cluster that the flags and the launcher's environment variables describe.
+
+        Args:
+            world_size: number of ranks.
+            env: environment variables; {} to ignore the launcher's.
 
         Raises:
             ValueError: the flags do not fit the number of ranks or the environment variables.
@@ -161,15 +168,15 @@ class RunConfig:
         return detect_cluster(world_size, self.cluster, env, tp=tp, distinguishes_nodes=nodes)
 
     def states(self) -> type[DeviceStates] | None:
-        """Return the class of the states that a feature keeps elsewhere than on the device; None for the device."""
+        """Return a feature's class for training states that are not on the device; None if they are on the device."""
         return next((found for feature in self.features if (found := feature.states(self)) is not None), None)
 
     def model_spec(self, vocab_size: int, wire: CommPlan) -> ModelSpec:
-        """Return the arguments from which the run's model is built.
+        """Return the inputs of `build_model`: shape, vocabulary, sharding, precision and seed of the run's model.
 
         Args:
-            vocab_size: unpadded vocabulary size of the tokenizer.
-            wire: the run's plan for replacing FSDP2's collectives.
+            vocab_size: number of tokens of the tokenizer, without padding.
+            wire: formats and hops of the collectives with which ZeRO++ replaces FSDP2's.
         """
         return ModelSpec(
             config=self.model,
@@ -184,7 +191,7 @@ class RunConfig:
 
 
 def _values(parts: Iterable[Any]) -> dict[str, Any]:
-    """Return the fields of several configs in one dict; their names are unique."""
+    """Return the values of all fields of several configs in one dict, by field name; the names are unique."""
     return {field.name: getattr(part, field.name) for part in parts for field in dataclasses.fields(part)}
 
 
@@ -192,23 +199,23 @@ def _values(parts: Iterable[Any]) -> dict[str, Any]:
 class ShowConfig:
     """Information.
 
-    Flags that print information instead of training. The first line is the group's title in --help.
+    Flags that print information instead of training. The first line above is the title of these flags in --help.
     """
 
     print_config: bool = flag(False, "print every flag with its value and origin, and stop", common=True)
 
 
 class ParsedRun(NamedTuple):
-    """A parsed command line.
+    """Parsed command line of a program that trains.
 
     Attributes:
-        config: configuration of the run.
+        config: flags of the run.
         origins: origin of each flag that is set, by field name: "command line", "file:line" or "checkpoint".
         notices: lines to show the user, for example about ignored flags.
-        name: name of the last flag file, without folder and suffix; "run" if there is none.
+        name: name of the last flag file, without folder and suffix; "run" if there is no flag file.
         show: flags that print information instead of training.
-        extra: configs that only this program has, for example the post-training flags.
-        tokenizer: tokenizer of `config.tokenizer`; None unless a check has already loaded it.
+        extra: configs of flags that only this program has, for example the flags of post-training.
+        tokenizer: tokenizer that the flags name, if a check has already loaded it; None otherwise.
     """
 
     config: RunConfig
@@ -220,31 +227,31 @@ class ParsedRun(NamedTuple):
     tokenizer: Tokenizer | None = None
 
     def values(self) -> dict[str, Any]:
-        """Return the value of every flag, by field name."""
+        """Return the value of every flag of the program, by the field name of the flag."""
         return _values(self.parts)
 
     def report(self) -> str:
-        """Return every flag with its value and origin, as the text of a flag file."""
+        """Return the text of a flag file with every flag of the program, its value and its origin."""
         return render_flags(self.parts, self.origins)
 
     def answers(self) -> bool:
-        """Return False, or print what --print-config asks for instead of training and return True."""
+        """Print all flags and return True if --print-config is set, which ends the program; otherwise return False."""
         if self.show.print_config:
             say_notices(self.notices)
             print(self.report())
         return self.show.print_config
 
     def notes(self) -> str:
-        """Return the notices as lines that each end in a line break, for a program that prints instead of training."""
+        """Return the notices as text, a line "note: ..." for each, for a program that prints instead of training."""
         return "".join(f"note: {notice}\n" for notice in self.notices)
 
     def with_checkpoint(self, names: Iterable[str], notices: Iterable[str] = (), **parts: Any) -> ParsedRun:
-        """Return a copy with values from a checkpoint.
+        """Return a copy of the parsed command line in which some flags have a checkpoint's values.
 
         Args:
-            names: fields that have the checkpoint's values. Their origin becomes "checkpoint".
+            names: names of the fields with the checkpoint's values. The origin of these flags becomes "checkpoint".
             notices: additional lines to show the user.
-            **parts: new configs, by field name of `RunConfig`.
+            **parts: new configs with the checkpoint's values, by field name of `RunConfig`.
         """
         return self._replace(
             config=dataclasses.replace(self.config, **parts),
@@ -253,12 +260,15 @@ class ParsedRun(NamedTuple):
         )
 
     def check_needs(self) -> None:
-        """Raise ValueError for flags without effect (`FlagSpec.needs`), when a checkpoint has completed the flags."""
+        """Raise a ValueError for set flags that lack effect, because the flag that they need (`FlagSpec.needs`) is off.
+
+        A program calls this after a checkpoint has completed the flags, because a checkpoint may turn such a flag on.
+        """
         check_needs(self.parts, self.origins)
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """All configs: first the `extra` configs of the program, then the configs of the run."""
+        """All configs of the command line: first the `extra` configs of the program, then the configs of the run."""
         return (*self.extra, *self.config.parts)
 
 
@@ -294,12 +304,13 @@ def parse_run_config(
         program: program name in --help.
         description: first line of --help; None selects the text of pretrain_gpt.py.
         features: installed optional features, each a `Feature` of run/feature.py.
-        extra: config classes that only this program has. --help lists all of their flags.
-        common: names of the other fields whose flags --help lists; None for the flags that a first training run needs.
-        default_file: flag file, with its `@`, that is read first if `argv` has neither a flag file nor --num-layers.
-        defaults: this program's defaults by field name, where they differ from those of the configs.
-        taken: names of the fields of `RunConfig` that a checkpoint completes, if there is one. The caller then calls
-            `ParsedRun.check_needs` afterwards, as with --use-checkpoint-args.
+        extra: classes of configs that only this program has. --help lists all of their flags.
+        common: names of further fields whose flags --help lists; None for the flags that a first training run needs.
+        default_file: flag file, with its `@`, that is read first if `argv` has neither a flag file nor --num-layers;
+            None for no such file.
+        defaults: defaults of this program, by field name, where they differ from the defaults of the configs.
+        taken: names of the fields of `RunConfig` that a checkpoint completes after parsing; () if no checkpoint does.
+            The caller then calls `ParsedRun.check_needs` itself, as with --use-checkpoint-args.
 
     Raises:
         ValueError: a flag or its value is wrong; the message has one line per problem.
@@ -327,7 +338,7 @@ def parse_run_config(
     )
     (*configs, show), origins, notices = parser.read(argv, script_dir, read_megatron_flags(), complete=False)
 
-    # ---- distribute the configs, which are in the order of `classes`
+    # ---- assign the parsed configs, which are in the order of `classes`
     own, rest = configs[: len(extra)], configs[len(extra) :]
     parts = dict(zip(kinds, rest, strict=False))
     if origins.get("zero_weight_delta") == COMMAND_LINE:
@@ -336,7 +347,7 @@ def parse_run_config(
     files = [text[1:] for text in argv if text.startswith("@")]
     name = Path(files[-1]).stem if files else "run"
     if implied is not None and config.checkpoint.load is not None and config.checkpoint.finetune:
-        notices = (*notices, f"--finetune without a flag file: flags that are not set come from {implied[1:]}")
+        notices = (*notices, f"--finetune without a flag file: flags that are not set have the values of {implied[1:]}")
     parsed = ParsedRun(config, origins, notices, name, show, extra=tuple(own))
     if not taken and not config.checkpoint.use_checkpoint_args:
         parsed.check_needs()
@@ -344,9 +355,9 @@ def parse_run_config(
 
 
 def _check_choice(zero: ZeroConfig) -> None:
-    """Raise a ValueError if --zero-weight-delta auto, set on the command line, has no format to choose.
+    """Raise a ValueError if --zero-weight-delta auto has no format of weights to choose.
 
-    Flag files are not checked, because the args.txt of every run has --zero-weight-delta.
+    The caller checks only a flag of the command line, because the args.txt of every run has --zero-weight-delta.
     """
     if zero.zero_weight_delta != "auto" or zero.chooses_weight_delta:
         return

@@ -23,21 +23,21 @@ from megazpp.zero.plan import default_weight_delta
 def with_checkpoint_flags(
     parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder, parts_taken: Sequence[str] = TAKEN
 ) -> ParsedRun:
-    """Return `parsed` with the checkpoint's flags about model, data, tokenizer, precision, evaluation, and the seed.
+    """Return the command line with the checkpoint's flags about model, data, tokenizer, precision, evaluation and seed.
 
-    A flag that is set explicitly keeps its value. Recorded flags that exclude such a flag (`MUTUALLY_EXCLUSIVE`) are
-    not taken.
+    A flag that the user has set keeps its value. Flags of the checkpoint that exclude such a flag
+    (`MUTUALLY_EXCLUSIVE`) are not taken.
 
     Args:
-        parsed: command line of this program.
-        record: metadata of the checkpoint.
+        parsed: command line of a program that loads a trained model.
+        record: metadata of the checkpoint, with the flags of its run.
         folder: folder that contains the checkpoint.
-        parts_taken: fields of `RunConfig` to take instead of `TAKEN`.
+        parts_taken: names of the fields of `RunConfig` whose flags are taken.
 
     Raises:
         DamagedError: a recorded value has the wrong type, or the tokenizer's files are damaged.
     """
-    # ---- select the fields: neither set here, nor excluded by a flag that is set here, nor device-specific
+    # ---- select the checkpoint's flags that the user has not set, that no set flag excludes, and that fit any device
     parsed = with_checkpoint_tokenizer(parsed, record, folder)
     config = parsed.config
     taken = [name for name in parts_taken if name != "tokenizer" or not names_tokenizer(config.tokenizer)]
@@ -54,13 +54,13 @@ def with_checkpoint_flags(
 
 
 def with_checkpoint_args(parsed: ParsedRun, record: CheckpointMetadata | None) -> ParsedRun:
-    """Return `parsed` with the model's shape from the checkpoint if --use-checkpoint-args is set.
+    """Return the command line with the checkpoint's flags about the model's shape, if --use-checkpoint-args is set.
 
-    A notice reports each explicitly set flag that the checkpoint overrides.
+    A notice reports each flag of the user that the checkpoint overrides.
 
     Args:
-        parsed: command line of this program.
-        record: metadata of the checkpoint in --load; None if there is no checkpoint.
+        parsed: command line of a training run.
+        record: metadata of the checkpoint in --load; None if the folder has no checkpoint.
 
     Raises:
         ValueError: --use-checkpoint-args is set, and `record` is None.
@@ -69,7 +69,10 @@ def with_checkpoint_args(parsed: ParsedRun, record: CheckpointMetadata | None) -
     if not config.checkpoint.use_checkpoint_args:
         return parsed
     if record is None:
-        raise ValueError(f"--use-checkpoint-args: --load {config.checkpoint.load} has no checkpoint")
+        raise ValueError(
+            f"--use-checkpoint-args: --load {config.checkpoint.load} has no checkpoint to take the model's shape from; "
+            "correct --load, or set the flags of the model instead"
+        )
     shape, own = shape_of(record.flags), parsed.values()
     notices = [
         f"{spelling(config.model, name)} {own[name]} gives way to the checkpoint's {shape[name]}"
@@ -82,10 +85,15 @@ def with_checkpoint_args(parsed: ParsedRun, record: CheckpointMetadata | None) -
 
 
 def with_resumed_features(parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder) -> ParsedRun:
-    """Return `parsed` with the `resumed_fields` of the features' configs from the checkpoint.
+    """Return the command line of a resumed run with the checkpoint's values of the features' `resumed_fields`.
 
     Defaults of these fields depend on the length of the run. A resumed run with another length must keep the values
-    with which it started. Fields that are set explicitly are not changed.
+    with which the run started. Flags that the user has set are not changed.
+
+    Args:
+        parsed: command line of the resumed run.
+        record: metadata of the checkpoint.
+        folder: folder that contains the checkpoint.
     """
     where = folder.of(record.progress.iteration) / RECORD
     for section in parsed.config.sections:
@@ -97,10 +105,16 @@ def with_resumed_features(parsed: ParsedRun, record: CheckpointMetadata, folder:
 
 
 def with_resumed_weight_delta(parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder) -> ParsedRun:
-    """Return `parsed` with the checkpoint's format of weights between nodes, in place of --zero-weight-delta auto.
+    """Return the command line of a resumed run with the checkpoint's format of weights for --zero-weight-delta auto.
 
-    Nothing is replaced if other flags set the format, if the checkpoint's run had no format to choose, or if it sent
-    lossless deltas and this run computes in fp32.
+    The format is the one in which the checkpoint's run sent weights between nodes. The command line is unchanged if
+    other flags set the format, if the checkpoint's run had no format to choose, or if that run sent lossless deltas and
+    this run computes in fp32.
+
+    Args:
+        parsed: command line of the resumed run.
+        record: metadata of the checkpoint.
+        folder: folder that contains the checkpoint.
     """
     zero = parsed.config.zero
     kept = record.flags.get("zero_weight_delta", "auto")
@@ -115,13 +129,19 @@ def with_resumed_weight_delta(parsed: ParsedRun, record: CheckpointMetadata, fol
 
 
 def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder) -> ParsedRun:
-    """Return `parsed` with the tokenizer of a checkpoint and its settings.
+    """Return the command line with the flags of a checkpoint's tokenizer.
 
-    Without flags that name a tokenizer, this is the tokenizer stored in the checkpoint folder. A tokenizer that flags
-    name gets the checkpoint's settings if both are identical. Otherwise `parsed` is returned unchanged.
+    If no flag names a tokenizer, the result names the tokenizer that is stored in the checkpoint folder. If flags name
+    a tokenizer that is identical with the checkpoint's, this tokenizer gets the checkpoint's settings. If flags name
+    another tokenizer, the command line is unchanged.
 
-    The settings are the vocabulary size, and whether texts get special tokens. --add-special-tokens and
-    --no-add-special-tokens override the latter.
+    The settings are the vocabulary size, and whether texts get special tokens. The flags --add-special-tokens and
+    --no-add-special-tokens override the checkpoint's setting of special tokens.
+
+    Args:
+        parsed: command line of a program that loads the checkpoint.
+        record: metadata of the checkpoint.
+        folder: folder that contains the checkpoint.
     """
     # ---- find the tokenizer
     given = found = parsed.config.tokenizer
@@ -133,7 +153,7 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, fol
         if given.vocab_size not in (None, record.vocab_size):
             notices.append(f"--vocab-size {given.vocab_size} gives way to the checkpoint's {record.vocab_size}")
 
-    # ---- load it with the checkpoint's settings, and compare it with the recorded one
+    # ---- load the tokenizer with the checkpoint's settings, and compare it with the checkpoint's tokenizer
     adds = record.adds_special_tokens
     found = dataclasses.replace(found, add_special_tokens=adds, model_vocab_size=given.model_vocab_size, eos_token=None)
     opened, tokenizer = found, load_tokenizer(found) if names_tokenizer(found) else None
@@ -143,7 +163,7 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, fol
         found = dataclasses.replace(found, model_vocab_size=record.vocab_size)
         names.add("model_vocab_size")
 
-    # ---- explicit flags override the checkpoint
+    # ---- flags of the user override the checkpoint
     if "add_special_tokens" in parsed.origins:
         found = dataclasses.replace(found, add_special_tokens=given.add_special_tokens)
         names.remove("add_special_tokens")
@@ -155,7 +175,16 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, fol
 
 
 def _updated(part: Any, values: dict[str, Any], where: Path) -> Any:
-    """Return the config `part` with new `values`; a DamagedError names the file `where` if a type is wrong."""
+    """Return a copy of a config with values of a checkpoint.
+
+    Args:
+        part: config dataclass.
+        values: values decoded from JSON, by field name. Names that are not fields of `part` are ignored.
+        where: file of the checkpoint that has the values, for the error message.
+
+    Raises:
+        DamagedError: a value has the wrong type.
+    """
     names = {field.name for field in dataclasses.fields(part)}
     values = {name: value for name, value in values.items() if name in names}
     if problems := wrong_types(type(part), values):

@@ -1,7 +1,7 @@
-"""Checks of all flags against each other and against the cluster, and the plan of the run that results from them.
+"""Checks of a run's flags against each other and against the cluster, and the plan that results from them.
 
-A config checks its own fields in its `__post_init__`. This file checks combinations of configs and the cluster, before
-any process group, file or tensor is created. Each error names the flags and their values.
+A config checks its own fields in its `__post_init__`. This file checks combinations of configs, and configs against the
+cluster, before any process group, file or tensor is created. Each error names the flags and their values.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ T = TypeVar("T")
 
 
 class RunPlan(NamedTuple):
-    """Everything about a run that its flags and its cluster determine.
+    """Plan of a run: everything that its flags and its cluster determine before anything is allocated.
 
     Attributes:
-        layout: coordinates of all ranks on the parallelism axes.
-        wire: formats and hops of the weight and gradient collectives.
+        layout: coordinates of all ranks on the parallel axes.
+        wire: formats and hops of the collectives of weights and gradients.
         batches: batch sizes and length of the run.
         schedule: schedule of learning rate and weight decay.
-        notices: lines to show the user.
-        features: plans of optional features, each a `FeaturePlan` of run/feature.py.
+        notices: lines to show the user, for example about flags without effect.
+        features: plans of the optional features in use, each a `FeaturePlan` of run/feature.py.
     """
 
     layout: Layout
@@ -53,29 +53,31 @@ class RunPlan(NamedTuple):
         return next((plan for plan in self.features if isinstance(plan, kind)), None)
 
     def weight_delta(self, config: ZeroConfig) -> str:
-        """Return the value of --zero-weight-delta that a checkpoint of this run records.
+        """Return the value of --zero-weight-delta that checkpoints of this run record.
 
-        For auto this is the chosen format, with which a resumed run continues. It stays auto if no weights cross nodes
-        in two hops, so that a resumed run on more nodes may choose.
+        In place of "auto" they record the chosen format, "lossless" or "none", with which a resumed run continues. If
+        no weights cross nodes in two hops, they record "auto", so that a resumed run on more nodes can choose.
         """
         if not config.chooses_weight_delta or self.wire.gather is None:
             return config.zero_weight_delta
         return "lossless" if self.wire.gather.differences else "none"
 
 
-ModelPlan = tuple[CommPlan, tuple[str, ...]]  # wire and notices of a `RunPlan`, enough for inference
+ModelPlan = tuple[CommPlan, tuple[str, ...]]  # `RunPlan.wire` and `RunPlan.notices`, which are enough for inference
 
 
 def lay_out(config: RunConfig, cluster: Cluster) -> Layout:
-    """Return the layout of the cluster's ranks on the parallelism axes that the flags request.
+    """Return the layout of the cluster's ranks on the parallel axes that the flags request.
 
     Raises:
         ValueError: flags do not fit the cluster or each other.
     """
     if config.parallel.hsdp and cluster.num_local_domains == 1:
-        raise ValueError("--hsdp makes one copy of the model per node, and there is only one node")
+        raise ValueError("--hsdp makes one copy of the model per node, and there is only one node: leave --hsdp out")
     if config.zero.use_distributed_optimizer and config.zero.stage == 0:
-        raise ValueError("--use-distributed-optimizer shards the moments, --zero-stage 0 shards nothing")
+        raise ValueError(
+            "--use-distributed-optimizer shards the moments, and --zero-stage 0 shards nothing: leave one of them out"
+        )
     groups = max((feature.num_replica_groups(config, cluster) for feature in config.features), default=1)
     return plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, num_replica_groups=groups)
 
@@ -83,20 +85,21 @@ def lay_out(config: RunConfig, cluster: Cluster) -> Layout:
 def plan_model(
     config: RunConfig, layout: Layout, *, device_type: str, weight_delta: WeightDelta | None = None
 ) -> ModelPlan:
-    """Check the model against the layout; return its communication plan and notices.
+    """Check the model's flags against the layout, and return the plan of its collectives with notices for the user.
 
     Args:
-        config: configuration of the run.
-        layout: result of `lay_out`.
+        config: flags of the run.
+        layout: layout of the ranks from `lay_out`.
         device_type: "cuda" or "cpu".
-        weight_delta: choice of --zero-weight-delta auto; None for a program that does not train and sends int8 weights.
+        weight_delta: format that --zero-weight-delta auto has chosen; None for a program that does not train and sends
+            int8 weights.
 
     Raises:
         ValueError: flags contradict each other or do not fit the cluster or the device.
     """
     seq_length = config.data.seq_length
     if seq_length is None:
-        raise ValueError("--seq-length is missing")
+        raise ValueError("--seq-length, the number of tokens per sample, is missing: add it")
 
     # ---- shapes of the model and of the samples
     check_model(config.model, layout.tp, seq_length, cp_size=layout.cp)
@@ -106,7 +109,7 @@ def plan_model(
     if seq_length % (layout.cp * split):
         sizes = [f"--context-parallel-size {layout.cp}"] if layout.cp > 1 else []
         sizes += [f"--tensor-model-parallel-size {split}, which --sequence-parallel needs"] if split > 1 else []
-        raise ValueError(f"--seq-length {seq_length} is not divisible by {' x '.join(sizes)}")
+        raise ValueError(f"--seq-length {seq_length} is not divisible by {' x '.join(sizes)}: change one of them")
 
     # ---- communication
     lossless = weight_delta is not None and weight_delta.lossless
@@ -128,15 +131,16 @@ def plan_run(
 ) -> RunPlan:
     """Check all flags together and return the plan of the run, without creating process groups, files or tensors.
 
-    Each worker makes the run's plan once. Before that, a program calls this function only for its checks, with the
-    cluster that flags and launcher describe, so that wrong flags are reported before anything starts.
+    Each worker makes the run's plan once. Before workers start, a program calls this function only for its checks, with
+    the cluster that flags and launcher describe. So wrong flags are reported before anything starts.
 
     Args:
-        config: configuration of the run.
-        cluster: ranks, nodes and links.
+        config: flags of the run.
+        cluster: nodes, ranks and links.
         device_type: "cuda" or "cpu".
         start: progress from which the run resumes; zero for a new run.
-        weight_delta: choice of --zero-weight-delta auto; None for the choice without knowledge of links and devices.
+        weight_delta: format that --zero-weight-delta auto has chosen; None for the choice without known links and
+            devices.
 
     Raises:
         ValueError: flags are missing, contradict each other, or do not fit the cluster or the device. The message
@@ -145,13 +149,13 @@ def plan_run(
     weight_delta = weight_delta or default_weight_delta(config.precision.param_dtype)
     problems, saves = Problems(), config.checkpoint.saves
 
-    # ---- flags that are checked by themselves
+    # ---- flags that need neither layout nor plan for their checks
     with problems:
         _check_required(config)
     complete = not problems
     with problems:
         if config.anomalies.loss_spike_action == "rewind" and not saves:
-            raise ValueError("--loss-spike-action rewind needs --save")
+            raise ValueError("--loss-spike-action rewind needs --save, because it returns to the last checkpoint")
     with problems:
         if config.optimizer.optimizer_backend == "apex":
             check_apex(device_type)
@@ -181,12 +185,13 @@ def plan_run(
     notices += observed
     if config.optimizer.muon_full_interval and layout.cross == 1:
         notices += (
-            f"--muon-full-interval {config.optimizer.muon_full_interval}: no matrix spans nodes, all are whole",
+            f"--muon-full-interval {config.optimizer.muon_full_interval} has no effect: no matrix is sharded over "
+            "several nodes, so every step orthogonalizes whole matrices",
         )
     if (interval := config.checkpoint.save_interval) is not None and not saves:
-        notices += (f"--save-interval {interval} without --save: nothing is saved",)
+        notices += (f"--save-interval {interval} without --save FOLDER: no checkpoints are saved",)
     left = batches.dataset_samples - batches.total_samples
-    if left > 0 and batches.start_iteration > 0:  # other runs drop this rest without a notice, as in Megatron-LM
+    if left > 0 and batches.start_iteration > 0:  # a run that starts anew drops them without a notice, as Megatron-LM
         notices += (
             f"--train-samples {config.batches.train_samples}: the last {left} are too few for a global batch of "
             f"{batches.batch_size_at(batches.total_samples)}, and no step takes them",
@@ -194,7 +199,10 @@ def plan_run(
 
     # ---- optional features
     if config.zero.optimizer_cpu_offload and config.states() is None:
-        raise ValueError("--optimizer-cpu-offload needs the optional feature host_states, which was removed")
+        raise ValueError(
+            "--optimizer-cpu-offload needs the optional feature megazpp/host_states, which this installation lacks: "
+            "leave the flag out, or restore the folder"
+        )
     plan, plans = RunPlan(layout, wire, batches, schedule, notices), list[Any]()
     for feature in config.features:
         with problems:
@@ -206,7 +214,7 @@ def plan_run(
 
 
 def _check_required(config: RunConfig) -> None:
-    """Raise a ValueError that lists all required flags that are missing."""
+    """Raise a ValueError that lists all missing flags without which no run can start."""
     model, data, batches = config.model, config.data, config.batches
     learned = model.positions == "learned_absolute"
     tokenizer = "" if names_tokenizer(config.tokenizer) else " and --tokenizer-model"
@@ -229,21 +237,24 @@ def _check_required(config: RunConfig) -> None:
 
 
 def check_uses(config: RunConfig, origins: Mapping[str, str]) -> tuple[str, ...]:
-    """Check that pretraining has data to train on, and return a notice if there is none for the evaluations asked for.
+    """Check that pretraining has training data, and that it has validation data if the flags request evaluations.
 
     Args:
-        config: configuration of the run.
+        config: flags of the run.
         origins: origins of the flags that are set, by field name.
 
+    Returns:
+        a notice if --eval-interval or --eval-iters is set and there is no validation data; otherwise ().
+
     Raises:
-        ValueError: there is no data to train on, and --skip-train is not set.
+        ValueError: there is no training data, and --skip-train is not set.
     """
     data, found = config.data, uses_with_data(config.data)
     split = f"--split {data.split}"
     if data.train_data_path or data.valid_data_path or data.test_data_path:
         split = "the flags --train-data-path, --valid-data-path and --test-data-path"
     if not found.train and not config.stop.skip_train:
-        raise ValueError(f"{split}: no data for training; give it some, or pass --skip-train")
+        raise ValueError(f"{split}: no data for training; assign data to training, or pass --skip-train")
     evaluation, names = config.evaluation, ("eval_interval", "eval_iters")
     asked = [f"{spelling(evaluation, name)} {getattr(evaluation, name)}" for name in names if name in origins]
     if asked and evaluation.eval_iters and not found.valid:
@@ -252,16 +263,16 @@ def check_uses(config: RunConfig, origins: Mapping[str, str]) -> tuple[str, ...]
 
 
 def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int = 1) -> None:
-    """Check that the model's sizes are divisible by the parallelism, and that it can process the samples' length.
+    """Check that tensor and context parallelism divide the model's sizes, and that the model can process a sample.
 
     Args:
-        model: shape of the model.
-        tp_size: tensor-parallel degree.
-        seq_length: tokens of a sample.
-        cp_size: context-parallel degree.
+        model: config of the model.
+        tp_size: number of tensor-parallel ranks.
+        seq_length: number of tokens per sample.
+        cp_size: number of context-parallel ranks.
 
     Raises:
-        ValueError: a size does not fit; the message names the flags and their values.
+        ValueError: a size is not divisible, or a sample is too long. The message names the flags and their values.
     """
     # ---- sizes that tensor and context parallelism divide
     sizes = {"num_attention_heads": model.heads, "ffn_hidden_size": model.dense_ffn_size}
@@ -279,25 +290,34 @@ def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int
     longest, scaled = model.max_position_embeddings, ""
     if model.rope_type == "dynamic":
         if cp_size > 1:
-            raise ValueError(f"--rope-type dynamic: ranks of --context-parallel-size {cp_size} see parts of a sequence")
+            raise ValueError(
+                f"--rope-type dynamic needs whole sequences, and a rank of --context-parallel-size {cp_size} has a "
+                "part of each sequence: use another --rope-type, or --context-parallel-size 1"
+            )
         longest = round((longest or 0) * model.rotary_scaling_factor)
         scaled = f" x --rotary-scaling-factor {model.rotary_scaling_factor:g}"
     if longest is None and model.positions == "learned_absolute":
-        raise ValueError("--max-position-embeddings is required")
+        raise ValueError("--max-position-embeddings is missing, which learned position embeddings need: add it")
     if longest is not None and seq_length > longest:
         limit = f"--max-position-embeddings {model.max_position_embeddings}{scaled}"
-        raise ValueError(f"--seq-length {seq_length} is longer than {limit}")
+        raise ValueError(f"--seq-length {seq_length} is longer than {limit}: change one of them")
 
 
 def check_experts(model: GPTConfig, layout: Layout, *, zero_stage: int) -> None:
-    """Raise a ValueError that names the flags if the layout does not fit the model's mixture of experts."""
+    """Raise a ValueError if the parallel sizes or the ZeRO stage do not fit a model with experts.
+
+    Args:
+        model: config of the model.
+        layout: sizes of the parallel axes.
+        zero_stage: ZeRO stage, 0 to 3.
+    """
     parallel, experts = f"--expert-model-parallel-size {layout.ep}", f"--num-experts {model.num_experts}"
     if model.num_experts is None:
         if layout.ep > 1:
-            raise ValueError(f"{parallel} needs --num-experts")
+            raise ValueError(f"{parallel} needs --num-experts, and this model has no experts: leave one of them out")
         return
     if model.num_experts % layout.ep:
-        raise ValueError(f"{experts} is not divisible by {parallel}")
+        raise ValueError(f"{experts} is not divisible by {parallel}: change one of them")
     if layout.tp > layout.cluster.local_domain_size:
         raise ValueError(
             f"{experts} with --tensor-model-parallel-size {layout.tp}, more than the "
@@ -322,9 +342,18 @@ def _check_observers(
 ) -> tuple[str, ...]:
     """Raise a ValueError for timeline and profiler flags that would record nothing in this run.
 
-    Such flags name steps that a run from iteration `start` does not reach or ranks that do not exist, or need a device
-    of another type. Flags for steps that earlier attempts have taken are no error, because a resumed job keeps its
-    command line; the function returns a notice for each of them.
+    Such flags name steps after the end of the run or ranks that do not exist, or need another type of device. Flags for
+    steps before the start are no error, because a resumed job keeps its command line.
+
+    Args:
+        config: flags of the run.
+        total_iterations: last iteration of the complete run.
+        world_size: number of ranks.
+        device_type: "cuda" or "cpu".
+        start: iteration after which the run starts or resumes.
+
+    Returns:
+        a notice for each flag whose step lies before the start.
     """
     timeline, profiler, interval = config.timing.timeline_step, config.profiler, config.stop.exit_interval
     first, last = profiler.profile_step_start, total_iterations
@@ -332,31 +361,38 @@ def _check_observers(
         last = min(last, (start // interval + 1) * interval)
     for flag, given in ((f"--timeline-step {timeline}", timeline), ("--profile", profiler.profile)):
         if given and config.stop.skip_train:
-            raise ValueError(f"{flag}: --skip-train takes no step")
+            raise ValueError(f"{flag} records training steps, and --skip-train takes no step: leave one of them out")
     end = f"the run ends with iteration {last}"
     if last != total_iterations:
         end = f"--exit-interval {interval} ends the run" + (f" after iteration {last}" if last != interval else "")
     if timeline is not None and timeline > last:
-        raise ValueError(f"--timeline-step {timeline}: {end}")
+        raise ValueError(f"--timeline-step {timeline} is not reached: {end}; choose an earlier step")
     if profiler.profile and first >= last:
-        raise ValueError(f"--profile-step-start {first}: {end}")
+        raise ValueError(f"--profile-step-start {first} is not reached: {end}; choose an earlier step")
     if profiler.record_memory_history and device_type != "cuda":
-        raise ValueError(f"--record-memory-history needs CUDA, not {device_type}; --profile works on all devices")
+        raise ValueError(
+            f"--record-memory-history needs CUDA, and this run uses {device_type}; use --profile, which works on all "
+            "devices"
+        )
     for rank in profiler.profile_ranks if profiler.profile or profiler.record_memory_history else ():
         if not 0 <= rank < world_size:
-            raise ValueError(f"--profile-ranks {rank}: the ranks are 0 to {world_size - 1}")
+            raise ValueError(f"--profile-ranks {rank} does not exist: the ranks of this run are 0 to {world_size - 1}")
     recorded = {f"--timeline-step {timeline}": timeline}
     if profiler.profile:
         recorded[f"--profile-step-end {profiler.profile_step_end}"] = profiler.profile_step_end
     return tuple(
-        f"{flag}: nothing is recorded, because the run resumes after iteration {start}"
+        f"{flag}: this step is not recorded, because the run resumes after iteration {start}"
         for flag, step in recorded.items()
         if step is not None and step <= start
     )
 
 
 def wire_backends(plan: CommPlan, device_type: str) -> list[tuple[str, str, str]]:
-    """Return rows (piece, implementation, reason) for the log's table of back ends; none if nothing is quantized.
+    """Return the back end of block quantization, as rows (piece, implementation, reason) for the log's table.
+
+    Args:
+        plan: formats of the collectives of weights and gradients. If it quantizes nothing, the result is [].
+        device_type: "cuda" or "cpu".
 
     Raises:
         ValueError: block quantization is not implemented for a device of this type.

@@ -1,11 +1,11 @@
-"""Hooks through which optional features extend a run.
+"""Hooks through which optional features, such as DiLoCo or LoRA, extend a training run.
 
 The core imports no optional feature. A feature is a folder whose feature.py defines `FEATURE`, an instance of a
-subclass of `Feature`, and megazpp/features.py lists these folders. If a folder and its line in that list are removed,
-the rest of the program still works.
+subclass of `Feature`. megazpp/features.py lists these folders. If a folder and its line in that list are removed, the
+rest of the program still works.
 
-A feature.py imports the modules that import torch inside its hooks, so that the flags of all features can be checked
-before torch is imported, which takes seconds, and so that a feature that is not used costs no import.
+The hooks of a feature.py import modules that need torch only when they run. So a program can check the flags of all
+features before it imports torch, which takes seconds, and an unused feature costs no import.
 """
 
 from __future__ import annotations
@@ -34,37 +34,39 @@ if TYPE_CHECKING:
 
 
 class FeaturePlan(Protocol):
-    """The plan that a feature derives from the flags before workers start; the run logs its notices and description."""
+    """Plan that an optional feature derives from the flags of a run, before anything is allocated."""
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Lines to show the user when the run starts."""
+        """Lines about the feature's flags to show the user when the run starts."""
         ...
 
     def describe(self) -> str:
-        """Return one line that describes the plan, for the log."""
+        """Return one line for the log that describes what the feature will do in the run."""
 
 
 @dataclass(kw_only=True)
 class TrainerParts:
-    """The parts of a trainer that `Feature.attach` receives. A feature may change only `states` and `flags`.
+    """Parts of a trainer that `Feature.attach` passes to an optional feature.
+
+    A feature may change only `states` and `flags`.
 
     Attributes:
-        config: configuration of the run.
-        plan: plan of the run.
+        config: flags of the run.
+        plan: layout, wire formats, batch sizes and schedule of the run.
         run: process groups, device, log and run folder.
-        built: model and its sharding.
+        built: the trained model and its sharding.
         tokenizer: tokenizer of the model.
-        objective: loss of the run.
-        guard: decides for each step whether the optimizer may update the weights.
-        values: state that is not stored in tensors, such as the loss scale.
-        states: tensors of a checkpoint, in parts. A feature may add, wrap or replace parts of this list. Parts that the
-            program adds to it are not in the list.
-        flags: flag values that checkpoints record, by field name. A feature may add to them.
+        objective: loss that the run minimizes.
+        guard: object that decides for each step whether the optimizer may update the weights.
+        values: training state that is not stored in tensors, such as the loss scale.
+        states: groups of tensors that checkpoints store. A feature may add, wrap or replace elements of this list. The
+            program itself adds further groups later (`TrainingParts.states`).
+        flags: values of flags that checkpoints record, by field name. A feature may add entries.
         samples: description of the training and held-out samples, see data/identity.py.
         stopped: function that returns True once this rank has caught a stop signal.
-        save, validate: functions of the progress that save a checkpoint and evaluate the validation data, for a feature
-            with `Attached.schedules_actions`.
+        save: function that saves a checkpoint of the given progress, for a feature with `Attached.schedules_actions`.
+        validate: function that evaluates the validation data at the given progress, for such a feature.
     """
 
     config: RunConfig
@@ -85,22 +87,23 @@ class TrainerParts:
 
 @dataclass(kw_only=True)
 class Attached:
-    """Functions of a feature that the trainer calls. The defaults do nothing.
+    """Functions of an optional feature that the trainer calls during a run. The defaults do nothing.
 
     Attributes:
-        after_step: actions after steps, run after the trainer's checkpoints. A checkpoint therefore does not have what
-            these actions change after its step.
-        synchronize: function that synchronizes DiLoCo's replica groups; see `Synchronize` in training/loop.py. The
-            trainer uses the first feature that provides it.
-        begin: called before the first step with the progress; returns the progress with which the training starts.
+        after_step: actions that run after optimizer steps. They run after the trainer has saved a checkpoint of the
+            step, so the checkpoint does not contain their changes.
+        synchronize: function that synchronizes DiLoCo's replica groups, see `Synchronize` in training/loop.py. The
+            trainer uses the function of the first feature that has one.
+        begin: function that the trainer calls before the first step with the progress of the loaded checkpoint. It
+            returns the progress with which training starts.
         loader: function that wraps the loader of training samples.
-        schedules_actions: True if the feature calls `TrainerParts.save` and `validate` itself, and the trainer does not
-            call them by iterations.
-        evaluation_weights: returns a context in which the model has the weights to evaluate, for a feature that
-            evaluates other weights than it trains.
-        wait: called after the last step; waits for the feature's background work.
-        finish: called after the last evaluation with two arguments. The first is a function that returns a context in
-            which the model has the weights to evaluate. The second is the last iteration.
+        schedules_actions: True if the feature itself calls `TrainerParts.save` and `validate`; False if the trainer
+            calls them every so many iterations.
+        evaluation_weights: function that returns a context in which the model has the weights to evaluate, for a
+            feature that evaluates other weights than it trains.
+        wait: function that the trainer calls after the last step. It waits for the feature's background work.
+        finish: function that the trainer calls after the last evaluation, with two arguments. The first is a function
+            that returns a context in which the model has the weights to evaluate. The second is the last iteration.
     """
 
     after_step: Sequence[AfterStep] = ()
@@ -116,62 +119,72 @@ class Attached:
 
 
 class Feature:
-    """Base class of optional features. Each method is a hook that does nothing by default.
+    """Base class of optional features. Each method is a hook, whose default does nothing.
 
     Attributes:
-        config: class of the feature's flags, which become a section of `RunConfig`; None if it has no flags.
-        opens_weights: whether the feature saves weights in a form that only its `weight_opener` can open.
+        config: class of the config with the feature's flags, which becomes a section of `RunConfig`; None for a feature
+            without flags.
+        opens_weights: True if the feature's checkpoints store weights in a form that only its `weight_opener` can open.
     """
 
     config: type[FeatureConfig] | None = None
     opens_weights: bool = False
 
     def weight_opener(self, sections: Sequence[Any]) -> WeightOpener:
-        """Return the opener of weights of checkpoints, if `opens_weights`; `sections` has the feature's config."""
+        """Return the opener of the weights in the feature's checkpoints. Only called if `opens_weights` is True.
+
+        Args:
+            sections: configs of all features that have flags, one of which is this feature's.
+        """
         raise NotImplementedError
 
     def num_replica_groups(self, config: RunConfig, cluster: Cluster) -> int:
-        """Return the number of groups of nodes that each train a separate copy of the model.
+        """Return the number of replica groups: groups of nodes that each train a separate copy of the model.
 
         Raises:
-            ValueError: the nodes do not divide into the groups that the flags request.
+            ValueError: the flags request a number of groups that does not divide the nodes.
         """
         return 1
 
     def num_jobs(self, config: RunConfig) -> int:
-        """Return the number of jobs, each with its own process groups, that train the run's model together."""
+        """Return the number of jobs, each with separate process groups, that train the run's model together."""
         return 1
 
     def as_one_job(self, config: RunConfig) -> RunConfig:
-        """Return the run of all jobs together as one job on the nodes of all of them, for estimates."""
+        """Return flags with which one job on all nodes trains like the run's several jobs, for the planner."""
         return config
 
     def choose_weight_delta(
         self, config: RunConfig, cluster: Cluster, *, device_type: str, gigabytes: float | None
     ) -> WeightDelta | None:
-        """Choose the format of the weights that cross nodes, for --zero-weight-delta auto and 16-bit compute.
+        """Choose the format in which weights cross nodes, for --zero-weight-delta auto and 16-bit compute.
 
         Only rank 0 calls this, after all flags were checked.
 
         Args:
-            config: configuration of the run.
-            cluster: cluster, with the measured links if --measure-links is set.
+            config: flags of the run.
+            cluster: nodes and ranks, with links and device from the cluster file or from measurements.
             device_type: "cuda" or "cpu".
             gigabytes: memory of a rank's device in 1e9 bytes; None if it is unknown.
+
         Returns:
-            the choice; None if the feature cannot estimate it.
+            the chosen format with its reason; None if the feature has no estimate for this choice.
         """
         return None
 
     def states(self, config: RunConfig) -> type[DeviceStates] | None:
-        """Return the class that keeps weights, moments and gradients in another place than the device, or None."""
+        """Return the class that keeps weights, moments and gradients off the device; None if the device keeps them."""
         return None
 
     def check(self, config: RunConfig, plan: RunPlan) -> FeaturePlan | None:
         """Check the feature's flags against all other flags and the run's plan.
 
+        Args:
+            config: flags of the run.
+            plan: plan of the run, still without the plans of features.
+
         Returns:
-            the plan of the feature; None if its flags are not used.
+            the plan of the feature; None if the flags do not enable the feature.
 
         Raises:
             ValueError: flags contradict each other. The message names them and their values.
@@ -179,16 +192,27 @@ class Feature:
         return None
 
     def attach(self, parts: TrainerParts) -> Attached:
-        """Connect the feature to a trainer. Every rank calls this, before a checkpoint is loaded."""
+        """Prepare the feature for training, and return the functions that the trainer will call.
+
+        Every rank calls this before a checkpoint is loaded.
+
+        Args:
+            parts: model, plan, state and functions of the trainer.
+        """
         return Attached()
 
     def command(self, parsed: ParsedRun) -> int | None:
-        """Run a command that replaces training, such as --plan; return its exit status, or None to train."""
+        """Run the command of a flag that replaces training, such as --plan, and return its exit status.
+
+        The result is None if no such flag is set, so that the program trains.
+        """
         return None
 
 
 def weight_opener(features: Sequence[Feature], sections: Sequence[Any]) -> WeightOpener:
-    """Return the opener of weights of the first feature that has one, otherwise the opener of whole weights.
+    """Return the object that opens the weights of checkpoints: the first feature's that has one, or the default.
+
+    The default opener reads checkpoints that store every weight, as pretraining writes them.
 
     Args:
         features: optional features of the program.

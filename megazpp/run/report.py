@@ -1,4 +1,4 @@
-"""Reports of a run at its start and end: its records, its description in the log, and commands to run next."""
+"""Reports about a training run at its start and end: run folder, description in the log, and commands to run next."""
 
 from __future__ import annotations
 
@@ -32,17 +32,23 @@ from megazpp.training.tracking import Tracker
 def open_tracker(
     parsed: ParsedRun, plan: RunPlan, continued: CheckpointMetadata | None, device: torch.device
 ) -> Tracker:
-    """Open the run folder and the other sinks for records, such as wandb; write flags and layout to the folder.
+    """Open the run folder and other sinks of records, such as wandb, and write flags and layout to the folder.
 
-    Only rank 0 calls this. A resumed run continues the wandb run named in `continued`, the metadata of its checkpoint.
-    It also continues that run's folder, unless --run-dir names another folder. The metadata may come from elsewhere and
-    name any folder of this disk, so only a folder with a run's flags counts.
+    Only rank 0 calls this. A resumed run continues the wandb run of its checkpoint. It also continues the checkpoint's
+    run folder, unless --run-dir names another folder. The checkpoint may come from another machine and name any folder
+    of this disk, so the folder is continued only if it has the flags of a run (args.json).
+
+    Args:
+        parsed: command line of the run.
+        plan: plan of the run, whose layout is recorded.
+        continued: metadata of the checkpoint whose records the run continues; None for new records.
+        device: device of rank 0.
     """
     tracking = parsed.config.tracking
     before = None if continued is None else continued.run_dir
     if before is not None and not (Path(before) / FLAGS).is_file():
         before = None
-    held = os.environ.get(RUN_DIR)  # the launcher's choice, which stays the same after a restart
+    held = os.environ.get(RUN_DIR)  # the folder that the launching process has chosen for all restarts of its workers
     folder = RunFolder(tracking.run_dir or before or held or default_run_dir(parsed.name, datetime.datetime.now()))
     if continued is not None and continued.wandb_run_id is not None:
         folder.keep_wandb_run_id(continued.wandb_run_id)
@@ -57,12 +63,17 @@ def open_tracker(
 
 
 def introduce(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:
-    """Log the description of a run: sizes, notices, flags, layout, communication, and the back end of each part.
+    """Log the description of a run: sizes, notices, flags, layout, communication, and the implementation of each part.
+
+    Args:
+        parsed: command line of the run.
+        plan: plan of the run.
+        run: log, run folder and device.
 
     Raises:
-        ValueError: a back end that the flags request is not available.
+        ValueError: an implementation that the flags request is not available.
     """
-    # ---- sizes, in Megatron-LM's words
+    # ---- sizes, in the words of Megatron-LM's log
     layout, config = plan.layout, parsed.config
     run.log(
         f"using world size: {layout.cluster.world_size}, data-parallel size: {layout.data}, "
@@ -97,14 +108,14 @@ def introduce(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:
 
 
 def conclude(parsed: ParsedRun, run: RunContext, progress: TrainingProgress, *, loaded: bool, generates: bool) -> None:
-    """Log where the records of a run are, and what to run next.
+    """Log at the end of a run where its records are, and which commands the user can run next.
 
     Args:
         parsed: command line of the run.
         run: log and run folder.
         progress: progress at the end of the run.
-        loaded: whether a checkpoint was loaded.
-        generates: whether the trained model can generate text.
+        loaded: True if the run has loaded a checkpoint.
+        generates: True if the trained model can generate text.
     """
     config = parsed.config
     if config.checkpoint.load is not None and not loaded:
@@ -114,23 +125,26 @@ def conclude(parsed: ParsedRun, run: RunContext, progress: TrainingProgress, *, 
         run.log(f"tokenizer and data indices: {cache_dir(config.data)}", short="")
         stopped = progress.stop_reason is not None
         commands = what_next(parsed, run.folder.path, stopped=stopped, generates=generates)
-        run.log(commands, short=commands)  # not wrapped on a terminal, so that they can be pasted
+        run.log(commands, short=commands)  # a terminal does not wrap `short`, so the user can paste the commands
 
 
 def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool) -> str:
-    """Return lines with commands for the user to run next.
+    """Return lines with commands that the user can run after a training run.
+
+    For a run that ended early, the only command resumes the run. For a complete run, the commands show its curves,
+    generate text, and train on other text.
 
     Args:
         parsed: command line of the run.
         folder: run folder.
-        stopped: whether the run ended early. The command then resumes it.
-        generates: whether the trained model can generate text.
+        stopped: True if the run ended early.
+        generates: True if the trained model can generate text.
     """
     # ---- an interrupted run
     save, home = parsed.config.checkpoint.save, Path(megazpp.__file__).parents[1]
 
     def tool(name: str) -> str:
-        """Return the command that runs a tool, in a checkout or with an installed package."""
+        """Return the command that runs the program tools/NAME.py of this checkout, or of the installed package."""
         script = home / "tools" / f"{name}.py"
         return f"python {os.path.relpath(script)}" if script.exists() else f"python -m megazpp.tools.{name}"
 
@@ -138,11 +152,11 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool
         return "nothing was saved: only a run with --save FOLDER can be resumed"
     if stopped:
         program, *flags = sys.argv
-        # a run that began with another checkpoint resumes from its own if the command is the same
+        # A command that already has --load stays as it is: the run then resumes from its own checkpoints in --save.
         there = f" --load {shlex.quote(save)}" if save is not None and parsed.config.checkpoint.load is None else ""
         to = f" --save {shlex.quote(save)}" if save is not None and "save" not in parsed.origins else ""
         launched = None if LAUNCHER_PID in os.environ else find_launcher()
-        # "..." are the launcher's own flags, which may differ between hosts
+        # "..." stands for the flags of the launcher, which may differ between hosts.
         start = "python" if launched is None else f"{launched.launcher} ..."
         command = f"to resume: {start} {shlex.join([program, *flags])}{to}{there}"
         if parsed.config.launch.num_nodes > 1:

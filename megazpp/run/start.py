@@ -1,9 +1,9 @@
 """Start of every distributed program, before its workers exist.
 
-A program's `main` is decorated with `distributed_program`. It reads and checks its flags, and then either starts the
+A program's `main` is decorated with `distributed_program`. `main` reads and checks its flags. It then either starts the
 workers (`start_workers`), each of which runs the same `main`, or becomes a worker itself (`worker_process` in
-parallel/worker.py). The functions for the cluster use only flags and environment variables, because the workers that
-could discover it have not started.
+parallel/worker.py). The functions that return a cluster use only flags and environment variables, because the workers
+that could discover the cluster have not started.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from megazpp.topology.cluster_file import read_cluster
 from megazpp.training.config import TrackingConfig
 from megazpp.training.context import default_run_dir
 
-# Ends of the names of fields with paths, and other fields whose values may differ between hosts.
+# Names of fields whose values may differ between hosts, so that ranks do not compare them: PATHS has the ends of the
+# names of fields with paths, OF_THE_HOST has the names of other fields.
 PATHS = ("path", "file", "dir", "folder", "model", "save", "load", "store", "patches")
 OF_THE_HOST = (
     "lora_base",
@@ -58,7 +59,7 @@ OF_THE_HOST = (
     "node_rank",
     "master_addr",
 )
-# Environment variables that change results, or that NCCL needs to be equal on all ranks.
+# Environment variables that all ranks compare, because they change results or because NCCL needs equal values.
 VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
@@ -66,18 +67,19 @@ VARIABLES = (
     "NCCL_ALGO",
     "NCCL_PROTO",
 )
-# Environment variable with the run folder, set by a launcher that may restart its workers.
+# Environment variable with the run folder, which a launching process sets for all restarts of its workers.
 RUN_DIR = "MEGAZPP_RUN_DIR"
 
 
 def distributed_program(main: Callable[[list[str]], int]) -> Callable[..., int]:
     """Turn a `main` function into the entry point of a program with workers, which returns the exit status.
 
-    It prepares the environment for CUDA and Triton before `main` uses torch, and prints errors as `program` does. On
-    ranks that a launcher has started, one rank of each host prints them, and the ranks of other hosts end too.
+    The entry point prepares the environment for CUDA and Triton before `main` uses torch, and prints errors as
+    `program` does. If a launcher such as torchrun has started this process as one of several ranks, one rank of each
+    host prints an error, and the ranks of other hosts end too.
 
     Args:
-        main: takes the arguments without the program name, and returns the exit status.
+        main: function that takes the arguments without the program name, and returns the exit status.
     """
 
     @program
@@ -104,17 +106,24 @@ def distributed_program(main: Callable[[list[str]], int]) -> Callable[..., int]:
 
 
 def facts_of(parsed: ParsedRun) -> dict[str, str]:
-    """Return what must be equal on all ranks before they start: flags, versions, and variables of the environment."""
+    """Return the flags, versions and environment variables that must be equal on all ranks before they start.
+
+    The keys are the names that error messages use, such as "--lr", and the values are texts.
+    """
     return facts_of_flags(parsed.parts)
 
 
 def facts_of_flags(parts: Sequence[Any]) -> dict[str, str]:
-    """Return flags, versions, and variables of the environment, by the names that messages use.
+    """Return the flags, versions and environment variables that must be equal on all ranks, for given configs.
 
-    Paths may differ between hosts. What the files contain is compared once they are open.
+    Paths are left out, because they may differ between hosts. The ranks compare the contents of data files later
+    (`facts_of_data`).
 
     Args:
-        parts: the configs of a run.
+        parts: configs whose flags must be equal.
+
+    Returns:
+        values as text, by the names that error messages use, such as "--lr" or "the version of torch".
     """
     flags = {}
     for part in parts:
@@ -132,7 +141,12 @@ def facts_of_flags(parts: Sequence[Any]) -> dict[str, str]:
 
 
 def facts_of_data(tokenizer: Tokenizer, samples: Mapping[str, Any]) -> dict[str, str]:
-    """Return the facts about a tokenizer and about samples (data/identity.py) that must be equal on all ranks."""
+    """Return digests of the tokenizer and of the data that must be equal on all ranks, by names for error messages.
+
+    Args:
+        tokenizer: tokenizer of the data.
+        samples: description of the training and held-out samples from data/identity.py; {} if ranks do not compare.
+    """
     digests = [digest for _, digest, *_ in samples.get("sources", [])]
     return {
         "the tokenizer": str(tokenizer.identity),
@@ -143,7 +157,7 @@ def facts_of_data(tokenizer: Tokenizer, samples: Mapping[str, Any]) -> dict[str,
 
 
 def _digest_of_sources() -> str:
-    """Return a digest of the program's source files, because a stale checkout has the same version."""
+    """Return a digest of MegaZ++'s source files. Ranks compare it, because a stale checkout has the same version."""
     digest = hashlib.sha256()
     for folder in (Path(megazpp.__file__).parent, Path(formats.__file__).parent):
         for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".c")):
@@ -152,11 +166,11 @@ def _digest_of_sources() -> str:
 
 
 def start_workers(place: RankInfo, launch: LaunchConfig, main: Callable[[], int]) -> int:
-    """Start the workers on this machine, wait for them, and return the exit status.
+    """Start the workers on this machine, wait until they have ended, and return the exit status of the program.
 
     Args:
-        place: number of workers.
-        launch: flags of the launch.
+        place: number of workers to start.
+        launch: flags about the launch, such as --max-restarts and --nnodes.
         main: entry point of this program, which each worker runs with the same arguments.
     """
     size = place.launched_size or place.world_size
@@ -168,9 +182,10 @@ def start_workers(place: RankInfo, launch: LaunchConfig, main: Callable[[], int]
 
 
 def hold_run_dir(parsed: ParsedRun) -> None:
-    """Choose the run folder now if this process may restart workers, so that they all use the same one.
+    """Choose the run folder before workers start if this process may restart them, so that all attempts share it.
 
-    Call it in the launching process, after all checks.
+    The launching process calls this after all checks. The name of the folder is put into the environment variable
+    RUN_DIR. Nothing happens if --run-dir names the folder or if --max-restarts is 0.
     """
     config = parsed.config
     if config.launch.max_restarts and config.tracking.run_dir is None and LAUNCHER_PID not in os.environ:
@@ -180,13 +195,17 @@ def hold_run_dir(parsed: ParsedRun) -> None:
 def own_checkpoints(
     checkpoint: CheckpointConfig, tracking: TrackingConfig, *, restarted: bool, env: Mapping[str, str] = os.environ
 ) -> CheckpointConfig:
-    """Return the flags by which a job finds its own checkpoints after a restart: --save-to-run-dir sets --save.
+    """Return the checkpoint flags of a job that may have been restarted: --save-to-run-dir then sets --save.
+
+    A restarted job must find the checkpoints of its earlier attempts, which are in its run folder. In a first attempt
+    the flags are unchanged, because the run folder does not exist yet.
 
     Args:
-        checkpoint: checkpoint flags.
+        checkpoint: flags about checkpoints.
         tracking: flags with the run folder.
-        restarted: True if a fault ended an earlier attempt of this job.
-        env: environment of this process.
+        restarted: True if a fault has ended an earlier attempt of this job.
+        env: environment variables of this process.
+
     Raises:
         ValueError: torchrun may restart this job, and a restarted job would not find the run folder.
     """
@@ -196,7 +215,7 @@ def own_checkpoints(
     if run_dir is None and (restarted or (restarts.isdecimal() and int(restarts) > 0)):
         raise ValueError(
             f"--save-to-run-dir with torchrun's --max-restarts {restarts}: a restarted job would not find its "
-            "checkpoints, because the name of the run folder has the time; add --run-dir or --save"
+            "checkpoints, because the name of the run folder contains the time of the start; add --run-dir or --save"
         )
     if not restarted or run_dir is None:
         return checkpoint
@@ -204,17 +223,25 @@ def own_checkpoints(
 
 
 def announced_cluster(config: RunConfig, place: RankInfo) -> Cluster:
-    """Return the cluster that the flags and the launcher's environment describe, as known before workers start."""
-    launcher_env = os.environ if place.started and place.world_size > 1 else {}  # ignore a batch script's variables
+    """Return the nodes and ranks that the flags and the launcher's environment variables describe.
+
+    The workers later discover the actual nodes (`resolve_cluster`).
+
+    Args:
+        config: flags of the run.
+        place: rank of this process and number of ranks, as the launcher has set them.
+    """
+    # A process that no launcher has started ignores the environment variables of a surrounding batch script.
+    launcher_env = os.environ if place.started and place.world_size > 1 else {}
     if place.launched_size is not None:
         launcher_env = {"LOCAL_WORLD_SIZE": str(place.launched_size)}
     return config.detect_cluster(place.world_size, launcher_env)
 
 
 def planned_cluster(config: RunConfig) -> Cluster:
-    """Return the cluster for a program that starts no workers, such as --plan.
+    """Return the nodes and ranks for an estimate that starts no workers, such as --plan.
 
-    It is the cluster of --cluster-file, or without the flag the ranks that this command would start.
+    They are those of --cluster-file. Without this flag they are the ranks that the command would start for training.
     """
     path = config.cluster.cluster_file
     if path is None:

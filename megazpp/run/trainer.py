@@ -1,12 +1,12 @@
-"""The training run of one worker, in one file and in the order in which a program calls it.
+"""The training run of one worker, in one file and in the order in which a program such as pretrain_gpt.py calls it.
 
-`open_run`    finds the cluster, verifies the checkpoint to load, chooses the formats, makes the plan, opens the records
-`Trainer`     builds optimizer, guard, features, checkpoints, step and recorders around the program's own parts
-  .load       fills the model and the optimizer from the checkpoint
-  .train      runs the steps
-  .finish     evaluates and logs the results
+`open_run`    detects the cluster, verifies the checkpoint to load, chooses wire formats, makes the plan, opens records
+`Trainer`     builds optimizer, guard, features, checkpoints, step and recorders around the program's `TrainingParts`
+  .load       loads the checkpoint into the model and the optimizer
+  .train      runs the training steps
+  .finish     evaluates held-out data and logs the results
 
-The program builds its own parts, such as the model and the data, between the first two (`TrainingParts`).
+Between `open_run` and `Trainer`, the program builds its own parts, such as the model and the data (`TrainingParts`).
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ from megazpp.zero.verify import verify_weights
 
 @dataclass(frozen=True, kw_only=True)
 class OpenRun:
-    """A run on this rank before its model is built: everything that is built follows from it.
+    """A training run on this rank before its model is built: flags, plan, process groups, checkpoint and records.
 
     Attributes:
-        parsed: command line. Its --save is the folder of the checkpoints, also with --save-to-run-dir.
-        plan: the only plan of the run.
+        parsed: command line. Its --save is the folder of the run's checkpoints, also with --save-to-run-dir.
+        plan: layout, wire formats, batch sizes and schedule of the run.
         context: process groups, device, log and run folder.
-        checkpoint: verified checkpoint to load; None for a run that loads nothing.
-        save: locked folder of --save; None for a run that saves nothing.
-        files: axis over all ranks for checkpoint files.
-        tracker: writes the run's records; None on all ranks except rank 0.
-        stops: conditions for an early stop. Signals are caught from `Trainer.train` on; until then they end the process
-            at once, because nothing would be lost.
+        checkpoint: verified checkpoint to load; None for a run that starts from random weights.
+        save: locked folder of --save; None for a run that saves no checkpoints.
+        files: axis over all ranks for the collectives of reading and writing checkpoints.
+        tracker: writer of the run's records on rank 0; None on other ranks.
+        stops: conditions for an early stop. `Trainer.train` begins to catch signals; before that, a signal ends the
+            process at once, because no training would be lost.
         opened: contexts that end with the run.
-        profiler: records steps and allocations.
-        worker: this process.
+        profiler: recorder of profiled steps and of memory allocations.
+        worker: this process, with its rank and device.
     """
 
     parsed: ParsedRun
@@ -95,34 +95,41 @@ class OpenRun:
 
     @property
     def config(self) -> RunConfig:
-        """The configuration of the run."""
+        """Flags of the run."""
         return self.parsed.config
 
     @property
     def needs_samples(self) -> bool:
-        """True if the samples have to be described, because ranks or a checkpoint compare them."""
+        """True if the data's samples need a description, because ranks or checkpoints compare descriptions."""
         several = self.worker.world_size > 1 or self.config.jobs > 1
         return self.save is not None or self.checkpoint is not None or several
 
     def compare_data(self, tokenizer: Tokenizer, samples: Mapping[str, Any]) -> None:
-        """Raise a UserError on all ranks if tokenizers or samples differ between them."""
+        """Raise a UserError on all ranks if the ranks have different tokenizers or samples.
+
+        Args:
+            tokenizer: tokenizer of this rank's data.
+            samples: description of this rank's samples from data/identity.py.
+        """
         self.worker.compare(facts_of_data(tokenizer, samples), name="data")
 
 
 @contextmanager
 def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: LoadSource | None) -> Iterator[OpenRun]:
-    """Find out what only the workers can know, plan the run once, and open its records until the end of the block.
+    """Detect the cluster, verify the checkpoint, plan the run, and open its records until the end of the block.
+
+    All workers call this. They detect the nodes and measure the links, which the launching process cannot do.
 
     Args:
-        worker: this process.
+        worker: this process, with its rank and device.
         parsed: command line of the run.
-        announced: cluster that the flags and the launcher's environment describe.
+        announced: nodes and ranks that the flags and the launcher's environment describe.
         source: checkpoint to load weights from (--finetune) or to resume from; None to start from random weights.
 
     Raises:
         UserError: flags or files cannot be used.
     """
-    # ---- the cluster, and this rank's axes on it
+    # ---- the cluster, and this rank's mesh axes
     config, console = parsed.config, Console(enabled=worker.rank == 0)
     with user_errors():
         on_one_machine = functools.partial(config.detect_cluster, worker.world_size, {})
@@ -144,10 +151,11 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
             save = CheckpointFolder(checkpoint.save, "--save")
             take_folder(save, files, console.log, shared=config.jobs > 1)
             if config.jobs > 1:
-                save.unlock()  # `Checkpoints` locks it for each save, because another job may save the next one
+                save.unlock()  # `Checkpoints` locks the folder for each save, because another job may write the next
                 if save.num_separate > 1:
                     raise ValueError(
-                        f"{save.name}: the hosts of a job with --diloco-coordinator need one shared folder"
+                        f"{save.name} is a separate folder on each host, and --diloco-coordinator needs one folder "
+                        "that all hosts of the job share: choose a folder of a shared file system"
                     )
         verified = verify(source, files, console.log)
         start = TrainingProgress() if verified is None else verified.start
@@ -196,10 +204,16 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
 def measure_cluster(
     config: RunConfig, cluster: Cluster, dims: ParallelDims, device: torch.device
 ) -> tuple[Cluster, list[str]]:
-    """Measure the links and, unless a cluster file describes it, the device; all ranks call this.
+    """Measure the links between ranks and, unless a cluster file describes the device, the device. All ranks call this.
+
+    Args:
+        config: flags of the run, which give the sizes of the measured matrix products.
+        cluster: nodes and ranks, with the device of the cluster file if there is one.
+        dims: mesh axes of the job.
+        device: device of this rank.
 
     Returns:
-        `cluster` with the measured figures, and lines for the log.
+        `cluster` with the measured rates of links and device, and lines for the log.
     """
     links, lines = measure_links(dims, device)
     assert config.model.hidden_size is not None
@@ -224,16 +238,19 @@ def measure_cluster(
 def choose_weight_delta(
     config: RunConfig, cluster: Cluster, dims: ParallelDims, device: torch.device
 ) -> WeightDelta | None:
-    """Return the weight format that rank 0 chooses for --zero-weight-delta auto; None if there is nothing to choose.
+    """Choose the format in which weights cross nodes, for --zero-weight-delta auto. All ranks call this.
 
-    If there is neither a cluster file nor a measurement of --measure-links, links and device are measured first. The
-    plan of the run does not use these figures.
+    Rank 0 chooses for all ranks. Without a cluster file and --measure-links, all ranks first measure links and device
+    for this choice only: the plan of the run does not use these measurements.
 
     Args:
-        config: configuration of the run.
-        cluster: cluster, with the measured links if --measure-links is set.
+        config: flags of the run.
+        cluster: nodes and ranks, with the measured links if --measure-links is set.
         dims: mesh axes of the job.
         device: device of this rank.
+
+    Returns:
+        the chosen format with its reason; None if there is nothing to choose, or no feature can estimate the formats.
 
     Raises:
         ValueError: flags contradict each other or do not fit the cluster or the device; on all ranks.
@@ -245,7 +262,7 @@ def choose_weight_delta(
         cluster, _ = measure_cluster(config, cluster, dims, device)
 
     def estimate() -> WeightDelta | None:
-        """Return the choice of the first feature that can estimate it."""
+        """Return the choice of the first feature that estimates both formats, which is the planner; None without it."""
         gigabytes = torch.cuda.get_device_properties(device).total_memory / GIGA if device.type == "cuda" else None
         found = (
             feature.choose_weight_delta(config, cluster, device_type=device.type, gigabytes=gigabytes)
@@ -259,24 +276,28 @@ def choose_weight_delta(
 
 @dataclass(kw_only=True)
 class TrainingParts:
-    """The parts that differ between pretraining and post-training. `Trainer` builds all others from the flags.
+    """Parts of a training run that differ between pretraining and post-training.
+
+    A program builds these parts. `Trainer` builds all other parts of the run from the flags.
 
     Attributes:
         tokenizer: tokenizer of the trained model.
         built: the trained model and its sharding.
-        objective: loss to minimize.
-        batches: context that yields the loader of this rank's batches; None without training data.
+        objective: loss that the run minimizes.
+        batches: context that yields the loader of this rank's training batches; None without training data.
         validation: evaluation of the validation data; None without such data.
         test: evaluation of the test data; None without such data.
         validation_metric: metric of both evaluations, "lm_loss" or "reward".
-        has_perplexity: whether the metric "lm_loss" is a mean of nats per token.
-        whole_samples: whether every sample has --seq-length tokens.
-        flags: values that checkpoints record in addition to the command line's flags, or that replace them.
-        states: additional parts of a checkpoint's state.
-        observers: context managers around each step, entered before the run's own.
-        generates: whether the trained model can generate text (a reward model cannot).
-        has_weights: whether the model is already built with the weights of the checkpoint that the run starts from.
-        evaluates_first: whether to validate before the first step.
+        has_perplexity: True if the metric "lm_loss" is a mean in nats per token, so that its exponential is a
+            perplexity.
+        whole_samples: True if every sample has --seq-length tokens; False if lengths differ.
+        flags: values of flags, by field name, that checkpoints record in addition to the command line's values or in
+            their place.
+        states: groups of tensors that checkpoints store in addition to model and optimizer.
+        observers: context managers around each training step, entered before those of the trainer.
+        generates: True if the trained model can generate text; False for a reward model.
+        has_weights: True if `built` already has the weights of the checkpoint from which the run starts.
+        evaluates_first: True to evaluate the validation data before the first step of a new run.
         samples: description of the training and held-out samples, see data/identity.py; {} unless
             `OpenRun.needs_samples`.
     """
@@ -300,14 +321,21 @@ class TrainingParts:
 
 
 class Trainer:
-    """All parts of a training run on this rank.
+    """Training run on this rank: it builds all parts of the run, loads a checkpoint, trains and evaluates.
 
     Args:
-        run: the run.
-        parts: the parts that the program has built.
+        run: flags, plan, process groups, checkpoint and records of the run.
+        parts: model, data, loss and evaluations, which the program has built.
+
+    Attributes:
+        attached: functions of the optional features that the run calls, one element per feature.
+        checkpoints: writer and reader of the run's checkpoints.
+        step: optimizer step.
+        step_recorder: recorder of timers and timelines of steps.
+        recorder: recorder of metrics and evaluations.
 
     Raises:
-        UserError: a feature's files or flags cannot be used, or --save has too little space.
+        UserError: a feature's files or flags cannot be used, or the folder of --save has too little space.
     """
 
     def __init__(self, run: OpenRun, parts: TrainingParts) -> None:
@@ -320,7 +348,7 @@ class Trainer:
         optimizer = build_optimizer(model, config.optimizer, **settings)
         scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
         losses, flags = LossHistory(), run.parsed.values() | {"zero_weight_delta": plan.weight_delta(config.zero)}
-        rewinds = config.anomalies.loss_spike_action == "rewind"  # to the last checkpoint
+        rewinds = config.anomalies.loss_spike_action == "rewind"  # a loss spike loads the last checkpoint again
         values = RunValues(optimizer, scaler, losses)
         states = training_parts(model, sharding, optimizer, dims, values, seed=config.launch.seed)
         guard = Guard(
@@ -355,7 +383,7 @@ class Trainer:
         with user_errors():
             self.attached = [feature.attach(open_parts) for feature in config.features]
 
-        # ---- checkpoints: metadata, in which `flags` has the value of every flag, and state
+        # ---- checkpoints: their metadata, with the value of every flag, and their tensors
         samples = {"global_batch_size": plan.batches.global_batch_size, "ranks": plan.layout.data, **parts.samples}
         flags = {**open_parts.flags, **parts.flags, SAMPLES: samples}
         folder = context.folder
@@ -428,7 +456,7 @@ class Trainer:
         )
 
     def load(self) -> Resumed:
-        """Load the run's checkpoint; return the progress and the schedule with which training starts.
+        """Load the run's checkpoint, if there is one; return the progress and the schedule with which training starts.
 
         Raises:
             UserError: the checkpoint cannot be loaded.
@@ -438,16 +466,16 @@ class Trainer:
         if checkpoint is not None and (checkpoint.source.continues or not self.parts.has_weights):
             with user_errors():
                 start = self.checkpoints.load(checkpoint, run.plan.schedule)
-        # --load without a checkpoint: the run may have stopped before its first one
+        # A job that stopped before its first checkpoint also continues its earlier records.
         restarted = run.worker.restarts > 0 or (run.config.checkpoint.load and not run.config.checkpoint.finetune)
         if run.tracker is not None and (start.progress.iteration > 0 or restarted):
             run.tracker.resume(start.progress)
         return start
 
     def train(self, start: Resumed) -> TrainingProgress:
-        """Run all training steps and return the progress at the end.
+        """Run all training steps, and return the progress at their end.
 
-        Without training data or with --skip-train this runs no step and returns the progress of `start`.
+        Without training data or with --skip-train, no step runs, and the result is the progress of `start`.
 
         Args:
             start: progress from which the run starts or resumes, and schedule of learning rate and weight decay.
@@ -462,7 +490,7 @@ class Trainer:
             return start.progress
 
         # ---- kernels, actions after steps, observers of steps
-        if context.device.type == "cuda":  # the CPU kernels are already compiled
+        if context.device.type == "cuda":  # kernels for the CPU are compiled before the run
             context.log("loading the communication kernels; Triton compiles them once per machine, which takes seconds")
             self.parts.built.sharding.compile_kernels(context.device)
         after, observers = list[AfterStep](), [*self.parts.observers]
@@ -505,14 +533,14 @@ class Trainer:
         return progress
 
     def validate(self, progress: TrainingProgress) -> None:
-        """Evaluate the validation data, unless a signal has ended the training."""
+        """Evaluate the validation data at `progress`, unless a stop signal has ended the training."""
         if not self.run.stops.hurried:
             self.recorder.validate(progress)
 
     def finish(self, progress: TrainingProgress, *, unigram_entropy: float | None = None) -> None:
-        """Evaluate held-out data once more, log and record the results of the run, and say what to run next.
+        """Evaluate held-out data at the end of a run, record the results, and log commands that the user can run next.
 
-        After a signal that ends the run, nothing is evaluated or generated.
+        After a stop signal has ended the training, nothing is evaluated or generated.
 
         Args:
             progress: progress at the end of training.
@@ -535,7 +563,10 @@ class Trainer:
 
     @contextmanager
     def weights_for_evaluation(self) -> Iterator[None]:
-        """Provide a context in which the model has the weights to evaluate: the trained weights, or a feature's."""
+        """Give the model the weights to evaluate inside the context: the trained weights, or those of a feature.
+
+        DiLoCo, for example, evaluates its outer weights.
+        """
         with ExitStack() as contexts:
             for attached in self.attached:
                 contexts.enter_context(attached.evaluation_weights())

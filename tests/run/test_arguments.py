@@ -175,6 +175,6 @@ def test_finetuning_without_a_flag_file_names_the_implied_file():
         return "\n".join(parse_run_config([*words], ROOT, features=FEATURES).notices)
 
     said = notices("--load", "x", "--finetune", "--lr", "1e-2")
-    assert "--finetune without a flag file: flags that are not set come from configs/gpt_tiny.args" in said
+    assert "--finetune without a flag file: flags that are not set have the values of configs/gpt_tiny.args" in said
     for words in ((), ("--load", "x"), ("@configs/gpt_tiny.args", "--load", "x", "--finetune")):
         assert "without a flag file" not in notices(*words)

@@ -33,7 +33,7 @@ REFUSED = """
 1 | --position-embedding-type rope --rope-type yarn --use-rope-scaling | --use-rope-scaling and --rope-type yarn exclude
 1 | --rotary-seq-len-interpolation-factor 2 | interpolation-factor 2.0 needs --position-embedding-type rope
 1 | --rope-scaling-original-length 99 | --rope-scaling-original-length 99 needs --use-rope-scaling
-2 | --position-embedding-type rope --rope-type dynamic --context-parallel-size 2 | --rope-type dynamic: ranks of --conte
+2 | --position-embedding-type rope --rope-type dynamic --context-parallel-size 2 | --rope-type dynamic needs whole sequences
 1 | --qk-layernorm-all-heads | --qk-layernorm-all-heads needs --normalization RMSNorm
 1 | --normalization RMSNorm --qk-layernorm --qk-layernorm-all-heads | --qk-layernorm-all-heads exclude
 1 | --logits-scaling 0 | --logits-scaling 0.0 is not
@@ -80,15 +80,15 @@ REFUSED = """
 1 | --optimizer-backend apex | --optimizer-backend apex
 1 | --no-muon-use-nesterov | --no-muon-use-nesterov needs --optimizer muon, not adam
 1 | --loss-spike-sigma 5 --loss-spike-action rewind | --loss-spike-action rewind needs --save
-1 | --timeline-step 11 | --timeline-step 11: the run ends with iteration 10
-1 | --timeline-step 5 --exit-interval 4 | --timeline-step 5: --exit-interval 4 ends the run
-1 | --timeline-step 5 --skip-train | --timeline-step 5: --skip-train takes no step
-1 | --record-memory-history | --record-memory-history needs CUDA, not cpu
-4 | --profile --profile-step-start 1 --profile-ranks 4 | --profile-ranks 4: the ranks are 0 to 3
+1 | --timeline-step 11 | --timeline-step 11 is not reached: the run ends with iteration 10
+1 | --timeline-step 5 --exit-interval 4 | --timeline-step 5 is not reached: --exit-interval 4 ends the run
+1 | --timeline-step 5 --skip-train | --timeline-step 5 records training steps, and --skip-train takes no step
+1 | --record-memory-history | --record-memory-history needs CUDA, and this run uses cpu
+4 | --profile --profile-step-start 1 --profile-ranks 4 | --profile-ranks 4 does not exist: the ranks of this run are
 1 | --profile --profile-step-start 1 --profile-step-end 1 | --profile-step-start 1 is not below --profile-step-end 1
-1 | --profile | --profile-step-start 10: the run ends with iteration 10
-1 | --profile --profile-step-start 1 --exit-interval 1 | --profile-step-start 1: --exit-interval 1 ends the run
-1 | --profile --profile-step-start 1 --skip-train | --profile: --skip-train takes no step
+1 | --profile | --profile-step-start 10 is not reached: the run ends with iteration 10
+1 | --profile --profile-step-start 1 --exit-interval 1 | --profile-step-start 1 is not reached: --exit-interval 1 ends the run
+1 | --profile --profile-step-start 1 --skip-train | --profile records training steps, and --skip-train takes no step
 """
 
 
@@ -151,9 +151,9 @@ def test_exit_interval_ends_a_resumed_run_at_the_next_multiple():
 
     check_at(5, 8)
     rows = [
-        ((0, 8), "--timeline-step 8: --exit-interval 4 ends the run"),
-        ((5, 9), "--timeline-step 9: --exit-interval 4 ends the run after iteration 8"),
-        ((9, 11), "--timeline-step 11: the run ends with iteration 10"),
+        ((0, 8), "--timeline-step 8 is not reached: --exit-interval 4 ends the run"),
+        ((5, 9), "--timeline-step 9 is not reached: --exit-interval 4 ends the run after iteration 8"),
+        ((9, 11), "--timeline-step 11 is not reached: the run ends with iteration 10"),
     ]
     assert not not_refused(rows, lambda at: check_at(*at))
 
@@ -164,7 +164,7 @@ def test_resumed_run_notes_steps_to_record_that_it_has_passed():
     for iteration in (2, 3, 4):
         start = TrainingProgress(iteration, 2 * iteration)
         plan = plan_run(config, Cluster(num_nodes=1, ranks_per_node=1), device_type="cpu", start=start)
-        notes.append([notice.partition(":")[0] for notice in plan.notices if "nothing is recorded" in notice])
+        notes.append([notice.partition(":")[0] for notice in plan.notices if "is not recorded" in notice])
     assert notes == [[], ["--timeline-step 3"], ["--timeline-step 3", "--profile-step-end 4"]]
 
 
