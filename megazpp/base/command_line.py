@@ -2,11 +2,11 @@
 
     expand    replaces each `@path` by the words of that flag file
     split     groups each flag with the words up to the next flag
-    sift      ignores Megatron-LM's other flags with a notice, or rejects them with a reason
+    sift      ignores flags that only Megatron-LM has with a notice, or rejects them with a reason
     parse     converts values to the types of their fields, and resolves flags that exclude each other
 
-Each word carries its origin through all steps, so that messages can name it, for example `configs/gpt_125m.args:7`.
-If a flag is given several times, the last value counts.
+Each word carries its origin through all steps, so that messages can name the origin, such as
+`configs/gpt_125m.args:7`. If a flag is given several times, the last value counts.
 
 A flag file has shell-style lines with quotes and `#` comments, and may include other files with `@path`. A backslash at
 the end of a line is accepted but not necessary.
@@ -56,7 +56,7 @@ Word = tuple[str, str]  # (text, origin); the origin is `COMMAND_LINE` or "file:
 
 
 class Given(NamedTuple):
-    """One flag of the command line or of a flag file: its name, the words up to the next flag, and its origin."""
+    """One flag of the command line or of a flag file: name, values (the words up to the next flag), and origin."""
 
     name: str
     values: tuple[str, ...]
@@ -64,39 +64,40 @@ class Given(NamedTuple):
 
 
 class MegatronFlag(NamedTuple):
-    """One line of `megatron_flags.txt`; this module's docstring explains the verdicts."""
+    """Flag of Megatron-LM that this program does not implement: one line of `megatron_flags.txt`."""
 
     name: str
     arity: str  # number of values as in argparse: a number, "?", "*" or "+"
-    verdict: str
+    verdict: str  # "ignored", "unsupported" or "only=VALUE", which the module's docstring explains
     reason: str
 
 
 class Parsed(NamedTuple):
-    """The result of parsing: one config of each class, in the order of the classes."""
+    """Parsed command line."""
 
-    configs: tuple[Any, ...]
-    origins: dict[str, str]  # field name -> origin, for each flag that is set
-    notices: tuple[str, ...] = ()  # one line per ignored or overridden flag
+    configs: tuple[Any, ...]  # one config of each of the parser's classes, in the order of the classes
+    origins: dict[str, str]  # origin of each flag that is set, by field name
+    notices: tuple[str, ...] = ()  # one line for the user per ignored or overridden flag
 
 
 class FlagParser:
     """Parser for the flags of several config dataclasses.
 
-    --help groups the flags by class. With `shown` it lists only a selection, and --help-all lists all flags.
+    --help groups the flags by config class. With `shown`, --help lists only a selection, and --help-all lists all
+    flags.
 
     Args:
-        configs: config classes. Field names and flags must be unique among them.
+        configs: config classes. Field names and flags must be unique among all classes.
         program: program name in --help.
-        description: first line of --help.
+        description: first lines of --help.
         epilog: last lines of --help.
-        shown: config classes whose flags --help lists completely. For other classes it lists only common flags. None:
-            --help lists all flags of all classes.
-        common: names of the fields whose flags are common in this program; None for those that `flag` marks.
-        mutually_exclusive: pairs of field names (a, b). Flag `a`, on the command line or in a later file, overrides `b`
-            in an earlier file.
-        defaults: this program's defaults by field name, where they differ from the fields' defaults.
-        from_checkpoint: names of the fields whose defaults are a checkpoint's values; only --help needs them.
+        shown: config classes whose flags --help lists completely, while it lists only common flags of other classes.
+            None: --help lists all flags of all classes.
+        common: names of the fields whose flags count as common; None for the fields with `FlagSpec.common`.
+        mutually_exclusive: pairs of field names (a, b). Flag `a`, on the command line or in a later flag file,
+            overrides flag `b` of an earlier flag file.
+        defaults: defaults of this program, by field name, where they differ from the defaults of the fields.
+        from_checkpoint: names of the fields that take a checkpoint's value by default, which only --help shows.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class FlagParser:
         defaults: Mapping[str, Any] = types.MappingProxyType({}),
         from_checkpoint: Collection[str] = (),
     ) -> None:
-        # ---- argparse, used for single flags and for the text of --help
+        # ---- argparse, which converts the values of single flags and writes the text of --help
         self.configs, self._shown, self._common = tuple(configs), shown, common
         self._mutually_exclusive, self._defaults = mutually_exclusive, defaults
         self._argparse = _RaisingParser(
@@ -143,13 +144,14 @@ class FlagParser:
 
     @property
     def spellings(self) -> frozenset[str]:
-        """All accepted flags, including aliases, `--no-` forms and --help."""
+        """All flags that the parser accepts, including aliases, `--no-` flags, --help and --help-all."""
         return frozenset(self._actions) | HELP | {HELP_ALL}
 
     def help_text(self, *, everything: bool) -> str:
-        """Return the text of --help-all if `everything` is true, otherwise the text of --help.
+        """Return the text of --help-all if `everything` is True, otherwise the text of --help.
 
-        The text of --help hides flags in this parser for good.
+        After the text of --help, this parser can no longer return the text of --help-all, because argparse keeps flags
+        hidden.
         """
         fields = [(config, field) for config in self.configs for field in dataclasses.fields(config)]
         if everything or self._shown is None:
@@ -168,13 +170,13 @@ class FlagParser:
         *,
         complete: bool = True,
     ) -> Parsed:
-        """Parse a command line: expand, split, sift and parse, as this module's docstring describes.
+        """Parse a command line: expand flag files, split into flags, sift Megatron-LM's flags, and convert values.
 
         Args:
             argv: command line without the program name.
             script_dir: folder in which flag files are searched if the working directory does not contain them.
             megatron_flags: Megatron-LM's flags that this program ignores or rejects, by name.
-            complete: False if other flags are still unknown; the caller then calls `check_needs` itself.
+            complete: False if a checkpoint will set further flags. The caller then calls `check_needs` itself.
 
         Raises:
             ValueError: flags are wrong. The message has one line per problem, with the origin of the flag.
@@ -188,7 +190,7 @@ class FlagParser:
             raise SystemExit(0)
         # ---- sift
         kept, notices, problems = sift_flags(flags, self.spellings, megatron_flags)
-        # ---- text that records of the run could not contain
+        # ---- values and paths with characters that files in the locale's encoding, such as records, cannot contain
         texts = [(f"{given.origin}: {given.name}", value) for given in flags for value in given.values]
         texts = [*texts, ("the working directory", str(Path.cwd()))]
         problems += [f"{what} {problem}" for what, text in texts if (problem := encoding_problem(text))]
@@ -230,7 +232,11 @@ class FlagParser:
         return parsed
 
     def _read(self, given: Given) -> dict[str, Any]:
-        """Return {field name: value} of one flag; a ValueError reports a wrong value."""
+        """Convert the words of one flag to the type of its field, and return {field name: value}.
+
+        Raises:
+            ValueError: the flag has too many or too few values, or a value of the wrong type.
+        """
         action = self._actions[given.name]
         if given.values == ("none",) and action.dest in self._may_be_none:
             return {action.dest: None}
@@ -249,20 +255,30 @@ class FlagParser:
 
 
 def expand_flag_files(argv: Sequence[str], script_dir: Path) -> list[Word]:
-    """Return the words of `argv`, with every `@path` replaced by the words of that file.
+    """Return the words of a command line, with every `@path` replaced by the words of that flag file.
 
-    A path in `argv` is relative to the working directory, or to `script_dir` if the working directory lacks the file. A
-    path inside a file is relative to the folder of that file.
+    A path on the command line is relative to the working directory, or to `script_dir` if the working directory lacks
+    the file. A path inside a flag file is relative to the folder of that file.
+
+    Args:
+        argv: command line without the program name.
+        script_dir: folder of the program.
 
     Raises:
-        ValueError: a file cannot be read, or files include each other in a circle.
+        ValueError: a flag file cannot be read, or flag files include each other in a circle.
     """
     folders = (Path.cwd(), script_dir)
     return [word for text in argv for word in _expand((text, COMMAND_LINE), folders, ())]
 
 
 def _expand(word: Word, folders: Sequence[Path], chain: tuple[Path, ...]) -> Iterator[Word]:
-    """Yield `word`, or the words of its flag file; `chain` has the files that are being expanded."""
+    """Yield a word of the command line or, if it is `@path`, the words of that flag file.
+
+    Args:
+        word: the word with its origin.
+        folders: folders in which a relative path is searched, in this order.
+        chain: flag files that include this word, the outermost first, to detect a circle.
+    """
     text, origin = word
     if not text.startswith("@") or text == "@":
         yield word
@@ -282,16 +298,20 @@ def _expand(word: Word, folders: Sequence[Path], chain: tuple[Path, ...]) -> Ite
 
 
 def _read_words(path: Path) -> Iterator[Word]:
-    """Yield the words of a flag file; a ValueError names the file and line of an error."""
+    """Yield the words of a flag file, each with its origin "file:line".
+
+    Raises:
+        ValueError: the file cannot be read, or a quote is not closed. The message names the file and the line.
+    """
     try:
         lines = read_small_file(path).decode("utf-8-sig").split("\n")  # keeps line breaks inside quotes
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{_shown(path)}: cannot be read: {cause(error)}") from None
-    first = 0  # first line of a group that is split together, because a quoted word may span lines
+    first = 0  # first line of a group of lines that is split as one text, because a quoted word may span lines
     for last in range(len(lines)):
         origin, text = f"{_shown(path)}:{first + 1}", "\n".join(lines[first : last + 1])
         try:
-            # a flag's values may be on the next lines anyway, so a backslash at the end of a line can be dropped
+            # A backslash at the end of a line is dropped, because the values of a flag may span lines without it.
             words = shlex.split(text.rstrip().removesuffix("\\"), comments=True)
         except ValueError as error:
             if last + 1 < len(lines):
@@ -302,12 +322,16 @@ def _read_words(path: Path) -> Iterator[Word]:
 
 
 def _shown(path: Path) -> str:
-    """Return `path` for a message, relative to the working directory if that contains it."""
+    """Return a path as text for a message, relative to the working directory if that contains the path."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def split_into_flags(words: Sequence[Word]) -> list[Given]:
-    """Group each flag with its values, also from `--name=value`; raise a ValueError for a value before any flag."""
+    """Group the words of a command line into flags with their values, and split `--name=value`.
+
+    Raises:
+        ValueError: a word before the first flag is not a flag.
+    """
     flags: list[Given] = []
     for text, origin in words:
         if text == "-h" or re.match(r"--[A-Za-z]", text):
@@ -320,12 +344,12 @@ def split_into_flags(words: Sequence[Word]) -> list[Given]:
     return flags
 
 
-# ---- Megatron's other flags ---------------------------------------------------------------------------------------
+# ---- flags that only Megatron-LM has ------------------------------------------------------------------------------
 
 
 @functools.cache
 def read_megatron_flags() -> Mapping[str, MegatronFlag]:
-    """Return the flags of `megatron_flags.txt` by name."""
+    """Return the flags of Megatron-LM that this program does not implement, from `megatron_flags.txt`, by name."""
     lines = [line for line in MEGATRON_TABLE.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
     return {flag.name: flag for flag in (MegatronFlag(*line.split(maxsplit=3)) for line in lines)}
 
@@ -333,16 +357,16 @@ def read_megatron_flags() -> Mapping[str, MegatronFlag]:
 def sift_flags(
     flags: Sequence[Given], supported: Collection[str], known: Mapping[str, MegatronFlag]
 ) -> tuple[list[Given], list[str], list[str]]:
-    """Separate this program's flags from Megatron-LM's other flags and from unknown flags.
+    """Separate this program's flags from flags that only Megatron-LM has, and from unknown flags.
 
     Args:
         flags: all flags of the command line.
         supported: names of this program's flags.
-        known: Megatron-LM's other flags by name.
+        known: flags that only Megatron-LM has, by name.
 
     Returns:
-        the supported flags; one notice per ignored flag; one problem per rejected or unknown flag. If several known
-        flags are rejected, the problems end with a summary of all flags by verdict.
+        this program's flags; one notice per ignored flag; one problem per rejected or unknown flag. If several of
+        Megatron-LM's flags are rejected, the problems end with a summary of all flags by verdict.
     """
     kept, notices, problems, refused, ignored = list[Given](), list[str](), list[str](), list[str](), list[str]()
     for given in flags:
@@ -362,14 +386,19 @@ def sift_flags(
         else:
             notices.append(f"{given.origin}: {given.name} is ignored: {flag.reason}")
             ignored.append(given.name)
-    if len(refused) > 1:  # probably a complete command line of Megatron-LM
+    if len(refused) > 1:  # the user probably tries a complete command line of Megatron-LM, so a summary helps
         table = {"taken": [given.name for given in kept], "ignored": ignored, "not supported, see above": refused}
         problems += [f"{verdict}: {' '.join(dict.fromkeys(names))}" for verdict, names in table.items() if names]
     return kept, notices, problems
 
 
 def _refusal(given: Given, flag: MegatronFlag) -> str | None:
-    """Return the reason why the Megatron-LM flag `given` is an error; None if it can be ignored."""
+    """Return the reason why a flag that only Megatron-LM has is an error; None if the flag can be ignored.
+
+    Args:
+        given: the flag with its values on the command line.
+        flag: the line of `megatron_flags.txt` about it.
+    """
     if flag.verdict == "unsupported":
         return f"{given.name} is a Megatron flag that is not supported: {flag.reason}"
     count, arity = len(given.values), flag.arity
@@ -386,7 +415,7 @@ def _refusal(given: Given, flag: MegatronFlag) -> str | None:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Formatter of --help: lines of at most 110 characters, which do not break inside a flag."""
+    """Formatter of --help: lines have at most 110 characters, and no line breaks inside a flag."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=110, max_help_position=40)
@@ -401,11 +430,11 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class _OffSwitch(argparse.BooleanOptionalAction):
-    """A switch that is off by default, so that --help need not list its `--no-` form."""
+    """argparse action of a switch that is off by default, whose `--no-` flag --help does not list."""
 
 
 class _RaisingParser(argparse.ArgumentParser):
-    """argparse's parser, except that an error raises a ValueError instead of ending the program."""
+    """argparse's parser with one change: an error raises a ValueError instead of ending the program."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
@@ -414,7 +443,17 @@ class _RaisingParser(argparse.ArgumentParser):
 def _add_flag(
     group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any, default: Any
 ) -> tuple[argparse.Action, bool]:
-    """Add a field with annotation `hint` to argparse; return the action, and whether the field may be None."""
+    """Add the flag of a config's field to an argparse group.
+
+    Args:
+        group: argparse group of the config class.
+        field: dataclass field with its `FlagSpec`.
+        hint: type annotation of the field.
+        default: default that --help shows.
+
+    Returns:
+        argparse's action of the flag; and True if the field may be None, so that the flag accepts the word "none".
+    """
     spec: FlagSpec = field.metadata["flag"]
     help_text = spec.help + (f"; needs {spec.needs}" if spec.needs else "")
     if default is not None and default is not False and default not in ("", ()):
@@ -434,16 +473,16 @@ def _add_flag(
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union type, or the type itself."""
+    """Return the member types of a union annotation, or a tuple with the annotation itself if it is no union."""
     return typing.get_args(hint) if is_union(hint) else (hint,)
 
 
 def _one_value(parts: Sequence[Any], optional: bool, metavar: str | None) -> dict[str, Any]:
-    """Return argparse's settings `type` and `metavar` for one value.
+    """Return argparse's settings `type` and `metavar` for one value of a flag.
 
     Args:
-        parts: members of the field's type: at most one type, and literals.
-        optional: whether the value may be None.
+        parts: member types of the field's annotation: at most one class, any number of `Literal` types, and NoneType.
+        optional: True if the value may be None.
         metavar: name of the value in --help; None selects a name by type.
     """
     words = {str(word): word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part)}

@@ -1,8 +1,8 @@
-"""Atomic and durable writes of files and folders, and file locks.
+"""Atomic and durable writes of files and folders, file locks, and checks of paths.
 
-A writer writes under a temporary name, flushes the data to disk, renames it, and flushes the folder that has the new
-name. Readers therefore never see an incomplete file, and a visible file survives a power failure. Locks are kernel
-locks (flock), which are released when their process ends for any reason.
+A writer creates a file under a temporary name, flushes the file to disk, renames the file, and flushes the folder to
+disk. Readers therefore never see an incomplete file, and a visible file survives a power failure. Locks are kernel
+locks (flock), which the kernel releases when their process ends for any reason.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-HOME = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent  # the folder of configs/, in a wheel or not
-LOCK_SECONDS = 5.0  # wait for a lock whose holder may be about to end; a line is printed before a longer wait
-MOST_BYTES = 64 << 20  # largest size of a file that is read as a whole for its text
+HOME = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent  # folder with configs/, also in a wheel
+# Seconds to wait for a lock whose holder may be about to end, before a line about the wait is printed
+LOCK_SECONDS = 5.0
+MOST_BYTES = 64 << 20  # largest flag file or other text file that `read_small_file` reads
 
 
 class DamagedError(ValueError):
-    """A stored file is missing, truncated or corrupt. The message names the file."""
+    """Error about a stored file that is missing, truncated or corrupt. The message names the file."""
 
 
 def find_file(path: str | Path) -> Path:
-    """Return a file that a flag names; one that the working directory lacks may be in `HOME`, like a flag file."""
+    """Return the path of a file that a flag names.
+
+    A relative path that the working directory lacks is searched in `HOME`, the folder with the shipped configs.
+    """
     given = Path(path).expanduser()
     return HOME / given if not given.exists() and (HOME / given).exists() else given
 
@@ -41,23 +45,26 @@ def read_small_file(path: Path) -> bytes:
     """Return the content of a regular file of at most `MOST_BYTES`.
 
     Raises:
-        OSError: the file cannot be read, is larger, or is no regular file. A FIFO would block for ever.
+        OSError: the file cannot be read, is larger, or is not a regular file. (Reading a FIFO could block forever.)
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     if status.st_size > MOST_BYTES:
-        raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than {MOST_BYTES}", str(path))
+        raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than the allowed {MOST_BYTES}", str(path))
     return path.read_bytes()
 
 
 def cause(error: BaseException) -> str:
-    """Return the text of an error, without the number and the path of an OSError, for a message with the path."""
+    """Return the text of an error, without errno and path if it is an OSError, for a message that has the path."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def encoding_problem(text: str) -> str | None:
-    """Return why files in the locale's encoding cannot contain `text`, such as a path; None if they can."""
+    """Return why a file in the locale's encoding cannot contain `text`, for a message that begins with its origin.
+
+    None: the file can contain the text. The text is a path or a flag's value, which the records of a run contain.
+    """
     encoding = locale.getpreferredencoding(False)
     try:
         text.encode(encoding)
@@ -68,10 +75,11 @@ def encoding_problem(text: str) -> str | None:
 
 
 def cache_folder() -> Path:
-    """Return the folder for caches: `$XDG_CACHE_HOME/megazpp` or `~/.cache/megazpp`. It may not exist.
+    """Return the folder for caches, `$XDG_CACHE_HOME/megazpp` or `~/.cache/megazpp`, without creating it.
 
     Raises:
-        ValueError: there is no home directory, and XDG_CACHE_HOME is not set; or files cannot contain the path.
+        ValueError: there is no home directory, and XDG_CACHE_HOME is not set; or the path has characters that the
+            locale's encoding lacks.
     """
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megazpp"
@@ -83,7 +91,15 @@ def cache_folder() -> Path:
 
 
 def cache_name(path: Path, flag: str) -> str:
-    """Return what has chosen the cache folder `path`, for a message: a variable of the environment, or else `flag`."""
+    """Return the setting that has chosen the cache folder `path`, for an error message about the folder.
+
+    Args:
+        path: the cache folder.
+        flag: flag that can choose a cache folder.
+
+    Returns:
+        XDG_CACHE_HOME or HOME with its value if `path` is inside the default folder; otherwise `flag`.
+    """
     variable = "XDG_CACHE_HOME" if os.environ.get("XDG_CACHE_HOME") else "HOME"
     with contextlib.suppress(ValueError):
         if path.is_relative_to(cache_folder()):
@@ -92,15 +108,15 @@ def cache_name(path: Path, flag: str) -> str:
 
 
 def check_writable(path: Path, flag: str, *, overwrite: bool) -> None:
-    """Check that an output file can be created, before the work for it begins.
+    """Check that an output file can be created, before a program computes its content.
 
     Args:
         path: the output file.
         flag: flag whose value is `path`, for the error message.
-        overwrite: whether an existing file may be replaced. An existing folder is always an error.
+        overwrite: True if an existing file may be replaced. An existing folder is always an error.
 
     Raises:
-        ValueError: the parent directory is missing or not writable, or `path` exists.
+        ValueError: the parent directory is missing or not writable, or `path` exists and may not be replaced.
     """
     if not os.access(path.parent, os.W_OK | os.X_OK):
         reason = "cannot be written to" if path.parent.is_dir() else "is no directory"
@@ -110,7 +126,7 @@ def check_writable(path: Path, flag: str, *, overwrite: bool) -> None:
 
 
 def first_free(name: Callable[[int], Path]) -> Path:
-    """Return the first of the paths `name(1)`, `name(2)`, ... that does not exist."""
+    """Return the first path that does not exist among `name(1)`, `name(2)`, and so on."""
     return next(path for number in itertools.count(1) if not (path := name(number)).exists())
 
 
@@ -123,13 +139,13 @@ def remove(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically: readers see the complete new content or the previous file."""
+    """Write a file atomically and durably: readers see either the complete new content or the previous file."""
     with renamed_when_done(path.with_name(path.name + ".unfinished"), path) as unfinished:
         write_synced(unfinished, content)
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and flush it to disk, without the protection against readers that `write_whole` has."""
+    """Write a file and flush it to disk. Unlike with `write_whole`, readers can see an incomplete file meanwhile."""
     with path.open("wb") as file:
         file.write(content)
         sync(file)
@@ -137,15 +153,15 @@ def write_synced(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def renamed_when_done(unfinished: Path, path: Path, *, synced: bool = True) -> Iterator[Path]:
-    """Rename `unfinished` to `path` when the block ends, or delete it if the block raises an exception.
+    """Rename the file or folder `unfinished` to `path` when the block has written it.
 
-    The block writes the file or folder `unfinished`. An existing file or empty folder at `path` is replaced.
+    An existing file or empty folder at `path` is replaced. If the block raises an exception, `unfinished` is deleted.
 
     Args:
-        unfinished: temporary name, in the same folder as `path`.
-        path: final name.
-        synced: whether to flush directory entries to disk. The block itself must `sync` the content of its files. A
-            cache needs neither, because it can be rebuilt.
+        unfinished: temporary path that the block writes, in the same folder as `path`.
+        path: final path.
+        synced: True to flush directory entries to disk; the block itself must `sync` the contents of its files. False
+            is enough for a cache, which can be rebuilt after a power failure.
     """
     try:
         yield unfinished
@@ -161,7 +177,7 @@ def renamed_when_done(unfinished: Path, path: Path, *, synced: bool = True) -> I
 
 
 def sync(file: BinaryIO) -> None:
-    """Flush an open file to disk."""
+    """Flush the content of an open file to disk, so that it survives a power failure."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -177,9 +193,10 @@ def sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on the file `path` during the block, after waiting for other holders.
+    """Hold an exclusive lock on the file `path` during the block. The call waits until no other process holds it.
 
-    The file is never deleted. Otherwise one process could lock a deleted file and another a new file of that name.
+    The lock file is created if needed, and never deleted. Otherwise one process could lock the deleted file while
+    another process locks a new file of that name.
     """
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -189,16 +206,19 @@ def locked(path: Path) -> Iterator[None]:
 def lock_for_this_job(
     path: Path, name: str, *, patience_seconds: float = LOCK_SECONDS, say: Callable[[str], None] | None = None
 ) -> IO[str]:
-    """Lock the file `path` until it is closed, and write this process into it, so that another job can name it.
+    """Lock a folder for this job, by a lock file, and return the open lock file. Closing the file releases the lock.
+
+    The file contains process, host and time, so that the error message of another job can name the holder.
 
     Args:
         path: lock file; it is created if needed, and never deleted.
-        name: flag and path of the folder that the lock protects, for the message.
+        name: flag and path of the folder that the lock protects, for the error message.
         patience_seconds: seconds to wait for another job that holds the lock and may be about to end.
-        say: function that prints one line if the wait is longer than LOCK_SECONDS; None: no line.
+        say: function that prints a line if the wait is longer than LOCK_SECONDS; None to print nothing.
+
     Raises:
         OSError: the file cannot be opened, or the file system does not support locks.
-        ValueError: another job holds the lock.
+        ValueError: another job still holds the lock after `patience_seconds`.
     """
     file, began = path.open("a+"), time.monotonic()
     while not try_lock(file):
@@ -220,7 +240,10 @@ def lock_for_this_job(
 
 
 def try_lock(file: IO[Any] | int) -> bool:
-    """Try to lock an open file or folder until it is closed; return False if another process holds the lock.
+    """Try to lock an open file or folder until it is closed. Return False if another process holds the lock.
+
+    Args:
+        file: open file, or file descriptor of a folder.
 
     Raises:
         OSError: the file system does not support locks.

@@ -28,21 +28,22 @@ from typing import Any, Literal, NamedTuple
 DEFAULT = "default"
 COMMAND_LINE = "command line"  # origin of flags that the user has typed
 CHECKPOINT = "checkpoint"  # origin of flags that a checkpoint has set
-_WIDEST = 60  # maximum width to which flags in the log are padded before their origin
+_WIDEST = 60  # largest number of characters to which the log pads a flag before its origin
 
 
 class FlagSpec(NamedTuple):
-    """Description of a flag, which `flag()` stores in the field's metadata.
+    """Description of a command-line flag, which `flag()` stores in the metadata of a config's field.
 
     Attributes:
-        help: help text: meaning, unit, cost.
-        name: name of the flag; None for the field name with dashes.
+        help: text for --help: meaning, unit, cost.
+        name: name of the flag, with `--`; None for the field's name with dashes.
         aliases: further names of the flag.
-        nargs: number of values of a tuple field: a fixed count, "*" or "+".
+        nargs: number of values of a tuple field: a fixed count, "*" or "+"; None for the number by type.
         metavar: placeholder for the value in --help; None for a placeholder by type.
-        needs: flag without which this flag has no effect, such as `--plan`, optionally with the values that it must
-            have, such as `--optimizer sgd`. Setting this flag is an error if the needed flag is off.
-        common: whether --help lists the flag; --help-all lists all flags.
+        needs: another flag without which this flag has no effect, such as `--plan`, optionally followed by the values
+            that the other flag must have, such as `--optimizer sgd`. Setting this flag is an error if the other flag is
+            off.
+        common: True if --help lists the flag; --help-all lists all flags.
     """
 
     help: str
@@ -55,18 +56,18 @@ class FlagSpec(NamedTuple):
 
 
 def flag(default: Any, help: str, **spec: Any) -> Any:
-    """Return a dataclass field that is a command-line flag.
+    """Return a field for a config dataclass that is also a command-line flag.
 
     Args:
         default: default value of the field.
-        help: help text of the flag.
-        **spec: further attributes of `FlagSpec`.
+        help: text for --help: meaning, unit, cost.
+        **spec: further attributes of `FlagSpec`, such as `needs`.
     """
     return dataclasses.field(default=default, metadata={"flag": FlagSpec(help, **spec)})
 
 
 def flag_name(field: dataclasses.Field[Any]) -> str:
-    """Return the main name of a field's flag, including `--`."""
+    """Return the main name of a config field's flag, including `--`, such as `--micro-batch-size`."""
     spec: FlagSpec = field.metadata["flag"]
     return spec.name or "--" + field.name.replace("_", "-")
 
@@ -77,22 +78,29 @@ def config_title(config: type) -> str:
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raise a ValueError for those of the fields `names` that are neither None nor a finite number above 0."""
+    """Raise a ValueError for each of the config's fields `names` that is neither None nor a finite number above 0."""
     _check(config, names, lambda value: 0 < value < math.inf, "is not positive")
 
 
 def check_not_negative(config: Any, *names: str) -> None:
-    """Raise a ValueError for those of the fields `names` that are neither None nor at least 0."""
+    """Raise a ValueError for each of the config's fields `names` that is neither None nor a number of at least 0."""
     _check(config, names, lambda value: value >= 0, "is negative")
 
 
 def check_below_one(config: Any, *names: str) -> None:
-    """Raise a ValueError for those of the fields `names` that are neither None nor at least 0 and below 1."""
+    """Raise a ValueError for each of the config's fields `names` that is neither None nor a number in [0, 1)."""
     _check(config, names, lambda value: 0 <= value < 1, "is not in [0, 1)")
 
 
 def _check(config: Any, names: Sequence[str], holds: Callable[[Any], bool], problem: str) -> None:
-    """Raise a ValueError with flag, value and `problem` for each field that is not None and does not hold."""
+    """Raise a ValueError about the fields of a config whose value fails a condition; None always passes.
+
+    Args:
+        config: config dataclass.
+        names: names of the fields to check.
+        holds: the condition, a function of a field's value.
+        problem: end of the message, after the flag and its value.
+    """
     values = {name: getattr(config, name) for name in names}
     wrong = [name for name, value in values.items() if value is not None and not holds(value)]
     if wrong:
@@ -100,22 +108,25 @@ def _check(config: Any, names: Sequence[str], holds: Callable[[Any], bool], prob
 
 
 def spelling(config: Any, name: str) -> str:
-    """Return the flag, such as `--micro-batch-size`, of the field `name` of a config or config class."""
+    """Return the flag of the field `name` of a config or config class, such as `--micro-batch-size`."""
     return next(flag_name(field) for field in dataclasses.fields(config) if field.name == name)
 
 
 def in_use(config: Any, name: str, value: Any) -> str:
-    """Return a flag with the value in use, for a message; the text says so if the user has not set this value."""
+    """Return the flag of a config's field with the value in use, for an error message.
+
+    The text ends with "(derived, not set)" if the program has derived the value and the field has another one.
+    """
     return f"{spelling(config, name)} {value}" + ("" if getattr(config, name) == value else " (derived, not set)")
 
 
 def asks(value: Any) -> bool:
-    """Return whether a flag's value enables something: every value except None, False and (), so also the number 0."""
+    """Return True if a flag's value enables something: every value except None, False and (). The number 0 does."""
     return not (value is None or value is False or value == ())
 
 
 def check_words(config: Any) -> None:
-    """Raise a ValueError for the first field with a `Literal` type whose value is not one of the literals."""
+    """Raise a ValueError for the first field of a config whose value is not among the words of its `Literal` type."""
     for name, hint in type_hints(config.__class__).items():
         value, words = getattr(config, name), _words(hint)
         if words and not _has_type(value, hint):
@@ -126,20 +137,20 @@ type_hints = functools.cache(typing.get_type_hints)
 
 
 def _words(hint: Any) -> list[Any]:
-    """Return all literals in a type annotation."""
+    """Return all words of the `Literal` types in a type annotation; [] without `Literal`."""
     parts = typing.get_args(hint)
     return [*parts] if typing.get_origin(hint) is Literal else [word for part in parts for word in _words(part)]
 
 
 def shown(value: Any) -> str:
-    """Return the start of a value's `repr`, in time and memory that do not depend on the value's size."""
+    """Return the first 80 characters of a value's `repr`, in bounded time and memory even if the value is large."""
     bounded = reprlib.Repr()
     bounded.maxstring = bounded.maxother = 80
     return f"{bounded.repr(value):.80}"
 
 
 def wrong_types(config: type, values: dict[str, Any]) -> list[str]:
-    """Return one line per value whose type does not match the dataclass field of the same name.
+    """Return one line of an error message per stored value whose type does not match its dataclass field.
 
     Args:
         config: dataclass with annotated fields.
@@ -154,9 +165,9 @@ def wrong_types(config: type, values: dict[str, Any]) -> list[str]:
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Return whether `value`, decoded from JSON, has the type `hint`.
+    """Return True if a value decoded from JSON has the type of the annotation `hint`.
 
-    An int is accepted as a float and a list as a tuple. A bool is not accepted as a number.
+    An int is accepted as a float, and a list is accepted as a tuple. A bool is not accepted as a number.
     """
     kind, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
@@ -178,15 +189,15 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 
 def is_union(hint: Any) -> bool:
-    """Return whether an annotation is a union, written as `X | Y` or `Optional[X]`."""
+    """Return True if a type annotation is a union, written as `X | Y` or `Optional[X]`."""
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 def render_flags(configs: Sequence[Any], origins: Mapping[str, str]) -> str:
-    """Return the text of a flag file with all flags: one line `--name value  # origin` each, grouped by config.
+    """Return the text of a flag file with all flags of several configs: a line `--name value  # origin` per flag.
 
     Args:
-        configs: configs to render.
+        configs: configs whose flags are written, each as a group of lines under its title.
         origins: origin of each flag that is set, by field name: "command line", "file:line" or "checkpoint". Other
             flags are marked as "default".
     """
@@ -202,9 +213,11 @@ def render_flags(configs: Sequence[Any], origins: Mapping[str, str]) -> str:
 
 
 def render_arguments_block(configs: Sequence[Any], origins: Mapping[str, str]) -> str:
-    """Return the log's block of flags that differ from their defaults, framed by Megatron-LM's two dashed lines.
+    """Return the flags that differ from their defaults, as a block for the log between Megatron-LM's two dashed lines.
 
-    Each line is `--name value  # origin`, with `origins` as in `render_flags`.
+    Args:
+        configs: configs whose flags are shown, one line `--name value  # origin` per flag.
+        origins: origin of each flag that is set, by field name. Other flags are marked as "default".
     """
     fields = [(config, field) for config in configs for field in dataclasses.fields(config)]
     changed = [(config, field) for config, field in fields if getattr(config, field.name) != field.default]
@@ -217,14 +230,14 @@ def render_arguments_block(configs: Sequence[Any], origins: Mapping[str, str]) -
 
 
 def check_needs(configs: Sequence[Any], origins: Mapping[str, str]) -> None:
-    """Raise a ValueError for flags that have no effect because the flag that they need is off (`FlagSpec.needs`).
+    """Raise a ValueError for set flags that have no effect, because the flag that they need is off (`FlagSpec.needs`).
 
-    Only flags that the user has set are checked, not the values of a checkpoint or of an objective. Two kinds of such
-    flags in flag files are accepted. If the command line itself sets the needed flag, a file's dependent flags may
-    remain. Flags with their default values may remain too, because the args.txt of a run has them.
+    Only flags that the user has set are checked, not values from a checkpoint or from an objective's defaults. Flags in
+    flag files are accepted in two cases. First, a flag with its default value is accepted, because the args.txt of a
+    run has all flags. Second, a flag is accepted if the command line itself turns the needed flag off.
 
     Args:
-        configs: the configs, in which every flag has its final value.
+        configs: configs in which every flag has its final value.
         origins: origin of each flag that is set, by field name.
     """
     problems = []
@@ -246,7 +259,7 @@ def check_needs(configs: Sequence[Any], origins: Mapping[str, str]) -> None:
 
 
 def as_written(config: Any, field: dataclasses.Field[Any]) -> str:
-    """Return the flag of a field with its value in flag-file syntax, such as `--lr 0.0003` or `--no-bf16`."""
+    """Return the flag of a config's field with its value, as a flag file has it: `--lr 0.0003` or `--no-bf16`."""
     name, value = flag_name(field), getattr(config, field.name)
     if isinstance(value, bool):
         return name if value else name.replace("--", "--no-", 1)
@@ -257,7 +270,7 @@ def as_written(config: Any, field: dataclasses.Field[Any]) -> str:
 
 
 def as_words(value: Any) -> str:
-    """Return a flag's value as text, without shell quotes; None becomes `none`."""
+    """Return a flag's value as text, without shell quotes: `none` for None, words with spaces between for a tuple."""
     if value is None:
         return "none"
     return " ".join(map(as_words, value)) if isinstance(value, tuple) else str(value)

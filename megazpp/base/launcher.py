@@ -14,13 +14,13 @@ Supported launchers and their variables:
 | mpiexec (PALS)            | PMI_RANK, PMI_SIZE           | PMI_LOCAL_RANK, _SIZE or PALS_LOCAL_RANKID, _SIZE  |
 | srun                      | SLURM_PROCID, _STEP_NUM_TASKS| SLURM_LOCALID, SLURM_NTASKS_PER_NODE               |
 
-A job of one rank does not count as launched, and the program then starts its own workers. Only torchrun's variables
-count with one rank too. A rank above 0 without a number of ranks is an error: each process of such a job would train
-alone.
+A job of one rank does not count as launched, so the program then starts its own workers. Only torchrun's variables
+count with one rank too. A rank above 0 without a number of ranks is an error, because each process of such a job would
+train alone.
 
-The order of the checks matters, because variables of two launchers can be set. On Slurm, mpirun starts one daemon per
-node with srun, and its ranks inherit the daemon's SLURM_PROCID. srun's PMI plugins set PMI_RANK and PMI_SIZE to the
-same values as Slurm's variables.
+The order of the checks matters, because the variables of two launchers can be set together. On Slurm, mpirun starts one
+daemon per node with srun, and mpirun's ranks inherit the SLURM_PROCID of the daemon. srun's PMI plugins set PMI_RANK
+and PMI_SIZE to the same values as Slurm's variables.
 
 Sources: "Environment variables set for MPI applications" of Open MPI; "Environment Variables Not Propagated by Hydra"
 of Intel MPI; Lightning's LSFEnvironment (jsrun); the manual pages flux-run(1), srun(1) and pals(7).
@@ -34,17 +34,18 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 LOOPBACK = "127.0.0.1"
-_RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MP_CHILD")  # may be set without a number of ranks
-# Variables with the id of the job, which is equal on all ranks.
+# Variables with a rank for which the launcher may set no variable with the number of ranks
+_RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MP_CHILD")
+# Variables with the id of the job, which is equal on all ranks of the job
 _JOB_IDS = ("PMIX_NAMESPACE", "FLUX_JOB_ID", "PALS_APID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
 class Launched(NamedTuple):
-    """The rank of a process that a launcher has started.
+    """Rank of a process that a launcher such as torchrun has started.
 
     Attributes:
         launcher: command of the launcher, such as "mpirun".
-        variable: environment variable with the number of ranks, for messages.
+        variable: name of the environment variable with the number of ranks, for messages.
         rank: rank of this process.
         world_size: number of ranks of the job.
         local_rank: rank of this process among the ranks of its node.
@@ -60,18 +61,18 @@ class Launched(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """Environment variables of a launcher. Where a field has several names, the first variable that is set counts."""
+    """Names of a launcher's environment variables. If a field has several names, the first set variable counts."""
 
-    launcher: str
+    launcher: str  # command of the launcher
     rank: str
-    size: str
+    size: str  # number of ranks
     local_rank: tuple[str, ...]
-    local_size: tuple[str, ...] = ()
-    nodes: tuple[str, ...] = ()
+    local_size: tuple[str, ...] = ()  # number of ranks on this node
+    nodes: tuple[str, ...] = ()  # number of nodes
 
 
 def _of_prefix(launcher: str, prefix: str) -> _Names:
-    """Return the variables PREFIX_RANK, PREFIX_SIZE, PREFIX_LOCAL_RANK and PREFIX_LOCAL_SIZE of a launcher."""
+    """Return the names of the variables PREFIX_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE of a launcher."""
     local = f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE"
     return _Names(launcher, f"{prefix}_RANK", f"{prefix}_SIZE", local[:1], local[1:])
 
@@ -97,21 +98,21 @@ _RANKS = (*(names.rank for names in (_TORCHRUN, *_MPI, _PMI, _SRUN)), "MPI_LOCAL
 
 
 def find_launcher(env: Mapping[str, str] = os.environ) -> Launched | None:
-    """Return this process's rank as its launcher set it; None if no launcher started this process as one of several.
+    """Return this process's rank from its launcher's variables; None if no launcher started it as one of several ranks.
 
     Raises:
         ValueError: a variable is not a number, or the environment has a rank but no number of ranks.
     """
-    if _TORCHRUN.rank in env and _TORCHRUN.size in env:  # a single rank counts too, unlike below
+    if _TORCHRUN.rank in env and _TORCHRUN.size in env:  # torchrun's variables count for a single rank too
         return _read(_TORCHRUN, env)
     srun, pmi = _several(_SRUN, env), _several(_PMI, env)
     if srun is not None and pmi is not None and srun[2:4] == pmi[2:4]:
-        pmi = None  # set by srun's PMI plugin: report srun
+        pmi = None  # srun's PMI plugin has set the variables of PMI, so the launcher is srun
     for found in (*(_several(names, env) for names in _MPI), pmi, srun):
         if found is not None:
             return found
 
-    # no launcher found: a rank without a number of ranks is an error
+    # No launcher was found. A variable with a rank, but none with a number of ranks, is then an error.
     sizes = [names.size for names in (*_MPI, _PMI, _SRUN) if names.size in env]
     later = [name for name in _RANKS if env.get(name, "").isdecimal() and int(env[name]) > 0]
     alone = [name for name in _RANKS_ALONE if name in env and not sizes]
@@ -127,11 +128,16 @@ def find_launcher(env: Mapping[str, str] = os.environ) -> Launched | None:
 def find_address(launched: Launched, env: Mapping[str, str]) -> dict[str, str]:
     """Return MASTER_ADDR and MASTER_PORT for launchers that do not set them, such as mpirun; {} for torchrun and srun.
 
-    Variables that are already set keep their values. For a job on one node, the defaults are the loopback address and a
-    port that is computed from the job id.
+    Variables that are already set keep their values. On a single node, the defaults are the loopback address and a port
+    that is computed from the id of the job.
+
+    Args:
+        launched: rank of this process, from its launcher.
+        env: environment variables of this process.
 
     Raises:
-        ValueError: a variable is missing, because the ranks may be on several nodes or the job has no id.
+        ValueError: a variable is not set and has no default, because the ranks may be on several nodes or the job has
+            no id.
     """
     if launched.launcher in ("torchrun", "srun"):
         return {}
@@ -145,21 +151,21 @@ def find_address(launched: Launched, env: Mapping[str, str]) -> dict[str, str]:
     if missing:
         started = f"{launched.launcher} has started {launched.world_size} ranks ({launched.variable})"
         raise ValueError(
-            f"{started}, and lacks {missing}: export the host of rank 0 as MASTER_ADDR and a free port of it as "
-            f"MASTER_PORT on all ranks, or use torchrun. Where {launched.launcher} has not started this program, unset "
+            f"{started}, and lacks {missing}: export the host of rank 0 as MASTER_ADDR and a free port of this host as "
+            f"MASTER_PORT on all ranks, or use torchrun. If {launched.launcher} has not started this program, unset "
             f"{launched.variable}"
         )
     return known
 
 
 def _several(names: _Names, env: Mapping[str, str]) -> Launched | None:
-    """Return the rank from a launcher's variables; None if they are missing or the job has only one rank."""
+    """Return this process's rank from a launcher's variables; None if rank or size is not set, or the size is 1."""
     found = _read(names, env) if names.rank in env and names.size in env else None
     return None if found is None or found.world_size == 1 else found
 
 
 def _read(names: _Names, env: Mapping[str, str]) -> Launched:
-    """Return the rank from a launcher's variables, which must be set."""
+    """Return this process's rank from a launcher's variables, of which at least rank and size must be set."""
     rank, world_size = _number(names.rank, env), _number(names.size, env)
     local_rank, local_size, nodes = (
         next((_number(name, env) for name in each if env.get(name)), None)
@@ -171,8 +177,8 @@ def _read(names: _Names, env: Mapping[str, str]) -> Launched:
 
 
 def _number(name: str, env: Mapping[str, str]) -> int:
-    """Return an environment variable as a number; raise a ValueError if it is not a number."""
+    """Return the environment variable `name` as an integer; raise a ValueError with its value if it is no integer."""
     try:
         return int(env[name])
     except ValueError:
-        raise ValueError(f"the environment has {name}={env[name]}, which is not a number") from None
+        raise ValueError(f"the environment has {name}={env[name]}, which is not a number: correct it") from None

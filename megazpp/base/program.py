@@ -1,4 +1,4 @@
-"""Common parts of all programs: entry point, flags, exit codes, error messages, and text output.
+"""Functions that all programs share: entry point, flags, exit codes, error messages, and text output.
 
     @program
     def main(argv: list[str]) -> int | None: ...
@@ -7,7 +7,7 @@
         raise SystemExit(main())
 
 A program whose flags are config dataclasses decorates a function of these configs with `@program_of(Config, ...)`.
-This file does not import torch, because programs use it before that slow import.
+This file does not import torch, because programs call its functions before the slow import of torch.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from megazpp.base.files import cause, encoding_problem
 from megazpp.base.launcher import find_launcher
 
 T = TypeVar("T")
-EXIT_ERROR, EXIT_USER_ERROR, EXIT_SECONDARY, EXIT_HANG = 1, 2, 3, 4  # secondary: another rank failed first
+# Exit codes of programs; EXIT_SECONDARY is for a rank that ends because another rank has failed.
+EXIT_ERROR, EXIT_USER_ERROR, EXIT_SECONDARY, EXIT_HANG = 1, 2, 3, 4
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # shells report death by signal n as 128 + n
 EXIT_READER_GONE = 128 + signal.SIGPIPE
-LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"  # set in the environment of workers that this program starts
+LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"  # environment variable of the workers that a launching process of MegaZ++ starts
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 MEGA, GIGA, TERA = 1e6, 1e9, 1e12
 
@@ -43,12 +44,12 @@ MEGA, GIGA, TERA = 1e6, 1e9, 1e12
 def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
     """Turn a `main` function into a program's entry point, which returns the exit status.
 
-    The entry point takes the arguments from the command line unless they are passed to it. It prints OSError,
+    The entry point reads the arguments from the command line, unless its caller passes them. It prints OSError,
     ValueError and JobError as one line per problem, without a traceback. If the reader of stdout has exited, as in
-    `program | head`, it ends silently.
+    `program | head`, the program ends silently.
 
     Args:
-        main: takes the arguments without the program name, and returns the exit status or None.
+        main: function that takes the arguments without the program name, and returns the exit status or, for 0, None.
     """
     name = Path(inspect.getfile(inspect.unwrap(main))).name
 
@@ -56,7 +57,8 @@ def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
     def run(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else list(argv)
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
-            sys.stdout.reconfigure(errors="backslashreplace")  # another encoding lacks characters of texts
+            # Texts may have characters that this encoding lacks, which would raise UnicodeEncodeError.
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             try:
                 return main(words) or 0
@@ -81,12 +83,13 @@ def program_of(
 ) -> Callable[[Callable[..., None]], Callable[..., int]]:
     """Return a decorator that turns a function of configs into a program's entry point.
 
-    SIGTERM and SIGHUP raise SystemExit in the function, so that it removes incomplete output.
+    SIGTERM and SIGHUP raise SystemExit in the function, so that the function can remove incomplete output.
 
     Args:
         *configs: config classes. The function receives one config of each class, parsed from the command line.
         description: first lines of --help; None for the docstring of the function's module.
-        megatron_flags: flags of the Megatron-LM tool with this name that are ignored or rejected, by name.
+        megatron_flags: flags of the Megatron-LM program of the same name that this program ignores or rejects, by
+            name.
     """
 
     def decorate(work: Callable[..., None]) -> Callable[..., int]:
@@ -96,7 +99,7 @@ def program_of(
             parser = FlagParser(configs, program=Path(inspect.getfile(work)).name, description=text)
             parsed = parser.read(argv, Path.cwd(), megatron_flags or {})
             say_notices(parsed.notices)
-            exit_on_signals()  # so that incomplete output is removed
+            exit_on_signals()  # `work` can then remove incomplete output
             try:
                 work(*parsed.configs)
             except KeyboardInterrupt:
@@ -116,22 +119,28 @@ def flags_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def announce(*names: str) -> None:
-    """Print on a terminal that the program starts, because importing torch takes seconds.
+    """Print on a terminal that the program starts, because the following import of torch takes seconds.
 
-    Nothing is printed if the script is not one of `names`, or if this process is a worker or not rank 0.
+    Nothing is printed in a worker, and on other ranks than rank 0.
+
+    Args:
+        *names: file names of the running script for which the line is printed.
     """
     if Path(sys.argv[0]).name in names and launched_rank() == 0 and LAUNCHER_PID not in os.environ:
         say_at_terminal(f"MegaZ++ {megazpp.__version__} starts: importing torch")
 
 
 def answer_flags(parse: Callable[[list[str]], T], answers: Callable[[T], bool] = lambda parsed: False) -> None:
-    """Exit if flags are wrong or ask only for information. A program calls it before imports that take seconds.
+    """End the program at once if its flags are wrong or ask only for information, such as --help.
 
-    Workers and the launchers of --nnodes skip it: `main` finds the same mistakes, and also tells the other hosts.
+    A program calls this before imports that take seconds. Ranks of a job and launching processes with --nnodes skip
+    this check, because `main` makes the same check and also reports the error to the other hosts.
 
     Args:
-        parse: parses the arguments without the program name; it raises ValueError or OSError if they are wrong.
-        answers: prints what the flags ask for instead of the program's work, and returns True if they ask for it.
+        parse: function that parses the arguments without the program name. It raises ValueError or OSError if they are
+            wrong.
+        answers: function that gets the result of `parse`. If flags ask for information instead of the program's work,
+            it prints the information and returns True.
     """
     try:
         is_one_of_many = LAUNCHER_PID in os.environ or "RANK" in os.environ or find_launcher(os.environ) is not None
@@ -150,7 +159,10 @@ def answer_flags(parse: Callable[[list[str]], T], answers: Callable[[T], bool] =
 
 
 def launched_rank(env: Mapping[str, str] = os.environ) -> int:
-    """Return this process's rank from its launcher's variables, so that only rank 0 prints; 0 if it is unknown."""
+    """Return this process's rank from its launcher's environment variables, by which only rank 0 prints.
+
+    The rank is 0 if no launcher has started this process, or if the variables are not numbers.
+    """
     try:
         if "RANK" in env:
             return int(env["RANK"])
@@ -172,7 +184,7 @@ def exit_on_signals() -> None:
 
 @contextlib.contextmanager
 def handling(signals: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call `handler` at each of the signals in the block; the earlier handlers come back after it."""
+    """Let `handler` handle the signals during the block. At its end the previous handlers are restored."""
     before = {signum: signal.signal(signum, handler) for signum in signals}
     try:
         yield
@@ -182,7 +194,7 @@ def handling(signals: Iterable[signal.Signals], handler: Callable[[int, FrameTyp
 
 
 def leave(code: int) -> NoReturn:
-    """Flush the output and exit the process immediately with `os._exit`.
+    """Flush stdout and stderr, and exit the process immediately with `os._exit(code)`.
 
     `sys.exit` would race with gloo's threads, and would take seconds on a busy machine.
     """
@@ -193,9 +205,12 @@ def leave(code: int) -> NoReturn:
 
 
 def end_with(launcher: int) -> None:
-    """Make the kernel kill this process when its launcher, the parent process `launcher`, dies for any reason.
+    """Make the kernel kill this process when its launching process dies for any reason.
 
-    Only Linux supports this. Other systems only check once that the launcher still lives.
+    Only Linux supports this. On other systems, the function only checks once that the launching process still runs.
+
+    Args:
+        launcher: process id of the launching process, which is the parent of this process.
     """
     with contextlib.suppress(OSError, AttributeError):  # other systems have no prctl
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
@@ -207,25 +222,29 @@ def end_with(launcher: int) -> None:
 
 
 class JobError(Exception):
-    """An error that all ranks detect together and that ends the job. It is shown without a traceback."""
+    """Error that all ranks detect together and that ends the job. A program prints it without a traceback."""
 
     exit_code = EXIT_ERROR
 
     def show(self, program: str = "") -> None:
-        """Print the error to stderr, one line per problem, each with the name of the program (default: the script)."""
+        """Print the error to stderr, one line per problem, each with the name of the program.
+
+        Args:
+            program: name of the program; "" for the file name of the running script.
+        """
         for line in str(self).splitlines():
             print(f"{program or Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
 
 
 class UserError(JobError):
-    """An error in flags or files. Restarting the job cannot help, so --max-restarts does not apply."""
+    """Error in the user's flags or files. A restart of the job would fail again, so --max-restarts does not apply."""
 
     exit_code = EXIT_USER_ERROR
 
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Convert a ValueError in the block, which checks flags or files, to a UserError."""
+    """Convert a ValueError of a block that checks flags or files to a UserError, which is printed without traceback."""
     try:
         yield
     except ValueError as error:
@@ -234,10 +253,10 @@ def user_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def errors_as(message: str, kinds: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
-    """Convert an error in the block to a ValueError whose text is `message`, a colon, and the text of the error.
+    """Convert an error of the block to a ValueError with the text "`message`: text of the error".
 
     Args:
-        message: description of what failed, with the flag or the file.
+        message: description of the failed action, with the flag or the file.
         kinds: type or types of the errors to convert.
     """
     try:
@@ -247,13 +266,14 @@ def errors_as(message: str, kinds: type[Exception] | tuple[type[Exception], ...]
 
 
 def in_words(error: BaseException, command_line: Sequence[str] | None = None) -> str:
-    """Return a message for users that describes an error.
+    """Return a message for users about an error, which a program prints in place of a traceback.
 
-    For an OSError about a file, the message names the flag whose value is the file or a parent or child of it.
+    For an OSError about a file, the message also names the flag whose value is this file, a folder that contains the
+    file, or a path inside it.
 
     Args:
         error: the error.
-        command_line: arguments in which to search for that flag; None for the arguments of this program.
+        command_line: arguments in which to search for the flag; None for the arguments of this program.
     """
     if isinstance(error, UnicodeEncodeError):
         if (problem := encoding_problem(error.object)) and error.encoding != "utf-8":
@@ -272,9 +292,10 @@ def in_words(error: BaseException, command_line: Sequence[str] | None = None) ->
 
 
 class Problems:
-    """The errors of checks that are independent of each other, so that one report has all of them.
+    """Collector of the errors of independent checks, so that the user sees all of them at once.
 
-    Each check is a `with` block of this object. `raise_all` then raises one ValueError if any of them has failed.
+    Each check is a `with` block of this object, which suppresses an OSError or ValueError and keeps its text.
+    `raise_all` then raises one ValueError with all texts. The object is true if any check has failed.
     """
 
     def __init__(self) -> None:
@@ -291,7 +312,7 @@ class Problems:
         return bool(self._lines)
 
     def raise_all(self) -> None:
-        """Raise a ValueError with a line for each different problem, if there are any."""
+        """Raise a ValueError with one line for each different problem; do nothing if no check has failed."""
         if self._lines:
             raise ValueError("\n".join(dict.fromkeys(self._lines)))
 
@@ -300,12 +321,12 @@ class Problems:
 
 
 def say(line: Any) -> None:
-    """Print a line to stderr, so that it does not mix with results on stdout."""
+    """Print a line to stderr, where the line does not mix with results on stdout."""
     print(line, file=sys.stderr, flush=True)
 
 
 def say_notices(notices: Iterable[str]) -> None:
-    """Print notices to stderr, for example about ignored flags, so that they do not mix with results on stdout."""
+    """Print notices to stderr as lines "note: ...", for example about ignored flags."""
     for notice in notices:
         say(f"note: {notice}")
 
@@ -317,12 +338,15 @@ def say_at_terminal(line: str) -> None:
 
 
 def times_fewer(sent_bytes: float, other_bytes: float) -> str:
-    """Return text such as "7.7 x fewer" for two byte counts; "" if `sent_bytes` is 0 or less than 5 % is saved."""
+    """Return text such as "7.7 x fewer" that compares two numbers of sent bytes.
+
+    The text is "" if `sent_bytes` is 0, or if `other_bytes` is less than 5 % larger.
+    """
     return f"{other_bytes / sent_bytes:.1f} x fewer" if sent_bytes and other_bytes > 1.05 * sent_bytes else ""
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Yield one line per row of cells, with columns padded to the width of their widest cell."""
+    """Yield the lines of a text table, one per row, with each column padded to the width of its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

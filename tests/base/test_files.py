@@ -65,5 +65,5 @@ def test_small_file_is_regular_and_bounded(monkeypatch, tmp_path):
     monkeypatch.setattr(files, "MOST_BYTES", 8)
     assert read_small_file(path) == b"12345678"
     path.write_bytes(b"123456789")
-    rows = [(path, "it has 9 bytes, more than 8"), (fifo, "no regular file"), (tmp_path, "no regular file")]
+    rows = [(path, "it has 9 bytes, more than the allowed 8"), (fifo, "no regular file"), (tmp_path, "no regular file")]
     assert not not_refused(rows, read_small_file, OSError)

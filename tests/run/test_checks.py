@@ -33,7 +33,7 @@ REFUSED = """
 1 | --position-embedding-type rope --rope-type yarn --use-rope-scaling | --use-rope-scaling and --rope-type yarn exclude
 1 | --rotary-seq-len-interpolation-factor 2 | interpolation-factor 2.0 needs --position-embedding-type rope
 1 | --rope-scaling-original-length 99 | --rope-scaling-original-length 99 needs --use-rope-scaling
-2 | --position-embedding-type rope --rope-type dynamic --context-parallel-size 2 | --rope-type dynamic needs whole sequences
+2 | --position-embedding-type rope --rope-type dynamic --context-parallel-size 2 | --rope-type dynamic needs whole seq
 1 | --qk-layernorm-all-heads | --qk-layernorm-all-heads needs --normalization RMSNorm
 1 | --normalization RMSNorm --qk-layernorm --qk-layernorm-all-heads | --qk-layernorm-all-heads exclude
 1 | --logits-scaling 0 | --logits-scaling 0.0 is not
@@ -87,7 +87,7 @@ REFUSED = """
 4 | --profile --profile-step-start 1 --profile-ranks 4 | --profile-ranks 4 does not exist: the ranks of this run are
 1 | --profile --profile-step-start 1 --profile-step-end 1 | --profile-step-start 1 is not below --profile-step-end 1
 1 | --profile | --profile-step-start 10 is not reached: the run ends with iteration 10
-1 | --profile --profile-step-start 1 --exit-interval 1 | --profile-step-start 1 is not reached: --exit-interval 1 ends the run
+1 | --profile --profile-step-start 1 --exit-interval 1 | --profile-step-start 1 is not reached: --exit-interval 1 ends
 1 | --profile --profile-step-start 1 --skip-train | --profile records training steps, and --skip-train takes no step
 """
 
