@@ -1,12 +1,12 @@
-"""Gradient accumulation in which the sums of a node wait for the last backward of a step.
+"""Gradient accumulation for programs that use `megazpp.zeropp`: gradients cross nodes once per optimizer step.
 
-Inside `Handle.accumulate` a backward reduces gradients inside the node only. The node's sums wait, and `.grad` stays as
-it was. The first backward outside of it adds its own gradients to the sums, sends them across nodes, and completes
-`.grad`.
+Inside `Handle.accumulate` a backward reduces gradients only inside the node. The resulting partial sums wait in the
+node, and `.grad` stays as it was. The first backward outside of `accumulate` adds its own gradients to the partial
+sums, sends them across nodes, and completes `.grad`.
 
-The sums of a shard are on ranks of all nodes. So if one rank discards them, or leaves `accumulate` by an exception, all
-ranks have to. It tells them in the votes of its next forward (writes.py). The same votes show whether all ranks run
-this forward inside `accumulate`, or all outside of it.
+Every node has partial sums of each shard. So if one rank discards its partial sums, or leaves `accumulate` by an
+exception, all ranks must discard theirs. The rank tells the other ranks in the votes of its next forward (writes.py).
+The same votes show whether all ranks run this forward inside `accumulate`, or all outside of it.
 """
 
 from __future__ import annotations
@@ -21,58 +21,62 @@ from megazpp.drop_in.units import ProgramUnit
 from megazpp.parallel.comm_queue import Work
 from megazpp.zero.schedule import in_backward
 
-# A vote about gradients is the sum of some of these: this forward is inside `accumulate`, it is outside of it, and this
-# rank has discarded sums since its last vote.
+# A rank's vote about gradients is the sum of some of these bits. INSIDE: the forward runs inside `Handle.accumulate`.
+# OUTSIDE: the forward runs outside of it. DISCARDED: the rank has discarded partial sums since its last vote.
 INSIDE, OUTSIDE, DISCARDED = 1, 2, 4
 
 
 class Ballot:
-    """The votes of one forward.
+    """The votes of all ranks before one forward: which weights to send between nodes, and whether gradients wait.
 
     Args:
-        own: this rank's votes: for each unit, which weights it must send between nodes, and one vote about gradients.
-        work: returns the bitwise or of all ranks' votes.
+        own: votes of this rank: for each unit, which weights this rank must send, and at the end one vote about
+            gradients.
+        work: task that exchanges the votes and returns the bitwise or of all ranks' votes.
     """
 
     def __init__(self, own: Sequence[int], work: Work[list[int]]) -> None:
         self.own, self._work = own, work
 
     def result(self) -> list[int]:
-        """Return the bitwise or of all ranks' votes; waits until every rank has voted."""
+        """Wait until every rank has voted, and return the bitwise or of all ranks' votes."""
         return self._work.join()
 
 
 class Sums(Protocol):
-    """The sums of a unit's gradients that may wait on this node; see `RestoringReduce`."""
+    """A unit's partial sums of gradients that may wait on this node; see `RestoringReduce`."""
 
     unit: ProgramUnit
-    waiting: tuple[int, ...]
+    waiting: tuple[int, ...]  # indices of the parameters whose partial sums wait now
 
     def drop(self) -> None: ...
 
 
 class Accumulation:
-    """The sums of gradients that wait for the last backward of a step, in all units of a model.
+    """The partial sums of gradients that wait for the last backward of a step, in all units of a program's model.
 
     Attributes:
-        sums: the sums of each unit.
+        sums: partial sums of each unit.
         is_open: True inside `Handle.accumulate`.
-        ballots: votes whose results were not read yet.
+        ballots: votes of forwards whose results this rank has not read yet.
     """
 
     def __init__(self) -> None:
         self.sums: list[Sums] = []
         self.is_open = False
         self.ballots: list[Ballot] = []
-        self._discarded = False  # whether this rank has discarded sums since its last vote
-        self._completing: int | None = None  # the backward that completes `.grad`, by autograd's number
+        self._discarded = False  # True if this rank has discarded partial sums since its last vote
+        self._completing: int | None = None  # autograd's number of the last backward that completes `.grad`
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Let gradients wait in the backwards inside this context; an exception discards the sums."""
+        """Return the context of `Handle.accumulate`: gradients of backwards inside it wait in the node.
+
+        If an exception leaves the context, all waiting partial sums are discarded.
+        """
         if self.is_open or in_backward():
             where = "another accumulate()" if self.is_open else "a backward"
-            raise RuntimeError(f"accumulate() was entered inside {where}: enter it between backwards")
+            raise RuntimeError(f"accumulate() was entered inside {where}: enter it once, and between backwards")
         self.is_open = True
         try:
             yield
@@ -83,14 +87,14 @@ class Accumulation:
             self.is_open = False
 
     def discard(self) -> None:
-        """Drop the sums on this rank now, and on all other ranks in the next forward."""
+        """Drop all waiting partial sums of gradients on this rank now, and on all other ranks in the next forward."""
         if in_backward():
             raise RuntimeError("discard() was called inside a backward: call it between backwards")
         self._discarded, self._completing = True, None
         self._drop()
 
     def vote(self) -> int:
-        """Return this rank's vote about gradients for the forward that begins."""
+        """Return this rank's vote about gradients for the next forward, a sum of INSIDE, OUTSIDE and DISCARDED."""
         vote = DISCARDED if self._discarded else 0
         if torch.is_grad_enabled():
             vote |= INSIDE if self.is_open else OUTSIDE
@@ -98,10 +102,11 @@ class Accumulation:
         return vote
 
     def settle(self) -> None:
-        """Read the results of the last votes, and drop the sums if any rank has discarded them.
+        """Read the results of votes, and drop this rank's waiting partial sums if any rank has discarded its own.
 
         Raises:
-            RuntimeError: some ranks ran the forward inside `accumulate` and others outside of it; raised on all ranks.
+            RuntimeError: some ranks have run the forward inside `Handle.accumulate`, others outside of it. All ranks
+                raise this error.
         """
         ballots, self.ballots = self.ballots, []
         for votes in [ballot.result()[-1] for ballot in ballots]:
@@ -114,26 +119,31 @@ class Accumulation:
                 )
 
     def begin_reduction(self) -> None:
-        """Raise RuntimeError if sums of an earlier step could become part of the reduction that begins."""
+        """Check that no partial sums of an earlier, abandoned step can enter the reduction of a unit that begins.
+
+        Raises:
+            RuntimeError: the program has discarded partial sums after this backward's forward, or an exception has
+                interrupted the backward that was to complete the gradients.
+        """
         self.settle()
         if self._discarded:
             raise RuntimeError(
-                "discard() was called after the forward of this backward: run a forward first, in which all ranks "
-                "discard their sums of gradients"
+                "discard() was called between a forward and its backward: run another forward before the backward, so "
+                "that all ranks discard their sums of gradients"
             )
         backward = torch._C._current_graph_task_id()
         if self._completing not in (None, backward) and any(sums.waiting for sums in self.sums):
             raise RuntimeError(
-                "an exception interrupted the backward that completes gradients after accumulate(): call discard() "
-                "and clear the gradients"
+                "an exception has interrupted the backward that completes gradients after accumulate(), so sums of "
+                "gradients of that step still wait: call discard() and clear the gradients"
             )
         self._completing = None if self.is_open else backward
 
     def waits_for(self, held: set[int] | None) -> str | None:
-        """Return the name of a parameter whose gradient waits, or None if there is none.
+        """Return the name of one parameter whose gradient waits since `Handle.accumulate`; None if no gradient waits.
 
         Args:
-            held: `id`s of the parameters to consider; None means all.
+            held: `id`s of the sharded parameters to consider, those of an optimizer; None considers all parameters.
         """
         for sums in self.sums:
             for index in sums.waiting:
@@ -142,6 +152,6 @@ class Accumulation:
         return None
 
     def _drop(self) -> None:
-        """Drop all sums on this rank."""
+        """Drop the waiting partial sums of all units on this rank."""
         for sums in self.sums:
             sums.drop()

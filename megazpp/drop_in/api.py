@@ -1,6 +1,6 @@
-"""ZeRO++ for FSDP2 models of other frameworks.
+"""ZeRO++ for FSDP2 models of other frameworks, by one call in the program: `megazpp.zeropp(model)`.
 
-`megazpp.zeropp(model)` installs it, and the training loop stays unchanged.
+The program's training loop stays unchanged.
 """
 
 from __future__ import annotations
@@ -46,42 +46,43 @@ def zeropp(
 ) -> Handle:
     """Replace the all-gathers and reduce-scatters of an FSDP2 model with ZeRO++'s quantized two-hop collectives.
 
-    Call it on all ranks before training. A second call for the same model with equal arguments returns the same handle
-    and changes nothing.
+    Call this function on all ranks before training. A second call for the same model with equal arguments returns the
+    same handle and changes nothing.
 
     The training loop stays unchanged. Create the optimizer after the call, because wrapping replaces the parameters.
     Gradients are means over ranks as in FSDP2, and `set_gradient_divide_factor` still applies. Gradients cross nodes
     when FSDP2 reduces them: in each backward, except after `set_requires_gradient_sync(False)` and inside
-    `Handle.accumulate`. A write to weights before a forward is detected, and the written weights are sent again
+    `Handle.accumulate`. ZeRO++ detects a write to weights before the next forward, and sends the written weights again
     (writes.py).
 
     Args:
-        model: a model that `fully_shard` has wrapped on a mesh [data] or [data, tensor parallel] of all ranks. Experts
+        model: model that `fully_shard` has wrapped on a mesh [data] or [data, tensor parallel] of all ranks. Experts
             may be on another mesh [data, expert parallel] of all ranks. If the model is not wrapped yet, `zeropp` wraps
             each repeated block and then the rest of the model, over all ranks.
         ranks_per_node: number of consecutive ranks that share a node. None reads the environment variable
-            MEGAZPP_RANKS_PER_NODE; if that is not set either, the ranks find out which of them share a host.
-        config: message formats and switches. The default is `ZeroConfig(zeropp=True, zero_error_feedback=False)`. With
-            error feedback, the program must call `Handle.end_step` after each optimizer step. Weights cross nodes as
-            int8 blocks also with `zero_weight_delta="auto"`, because the speed of the links is unknown here. With
-            16-bit mixed precision, "lossless" sends exact weights. For lossless deltas and for error feedback, a
-            resumed run is bit-identical only with `Handle.save` and `Handle.load`.
+            MEGAZPP_RANKS_PER_NODE. If that is not set either, the ranks find out which of them share a host.
+        config: formats in which weights and gradients are sent, and further settings of ZeRO++. The default is
+            `ZeroConfig(zeropp=True, zero_error_feedback=False)`. With error feedback, the program must call
+            `Handle.end_step` after each optimizer step. With `zero_weight_delta="auto"`, weights cross nodes as int8
+            blocks, because the speed of the links is unknown here. With 16-bit mixed precision, "lossless" sends exact
+            weights. For lossless deltas and for error feedback, a resumed run is bit-identical only with `Handle.save`
+            and `Handle.load`.
         fsdp: keyword arguments of `fully_shard` for a model that is not wrapped yet, such as `mp_policy`.
     Returns:
-        The handle to the sharded model. The model keeps a reference to it, so the caller may discard it.
+        The handle to the sharded model. The model keeps a reference to the handle, so the caller may discard it.
     Raises:
-        TypeError: an argument has another type, or FSDP1 or DDP has wrapped the model.
-        RuntimeError: there is no process group, or a gradient hook needs gradients before they are reduced. Such a
+        TypeError: an argument has a wrong type, or FSDP1 or DDP has wrapped the model.
+        RuntimeError: there is no process group, or a gradient hook would see gradients before they are reduced. Such a
             hook works only with `ZeroConfig(overlap_grad_reduce=False)`.
         ValueError: the mesh does not number ranks node by node, `config` selects another stage than 3, FSDP2 uses an
             option that ZeRO++ does not support, or a forward or backward is running. The model is unchanged then,
-            except that it may have been wrapped.
+            except that `zeropp` may have wrapped it.
     """
     # ---- return the handle of an earlier call
     config = ZeroConfig(zeropp=True, zero_error_feedback=False) if config is None else config
     _check_arguments(model, config)
     if isinstance(getattr(model, "_orig_mod", None), FSDPModule):
-        model = model.get_submodule("_orig_mod")  # torch.compile's wrapper; FSDP2's hooks are on the inner module
+        model = model.get_submodule("_orig_mod")  # FSDP2 has hooked the module inside torch.compile's wrapper
     ranks_per_node = _ranks_per_node(ranks_per_node)
     fields = {f"config.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
@@ -90,7 +91,7 @@ def zeropp(
         installed.check(asked)
         return installed.handle
 
-    # ---- check the model, wrap it if it is not wrapped
+    # ---- check the model, and wrap it with FSDP2 if the program has not done so
     _check_model(model)
     replaced: ReplacedParameters | None = None
     if isinstance(model, FSDPModule):
@@ -107,16 +108,16 @@ def zeropp(
     else:
         mesh = mesh_to_wrap(model, fsdp)
         cluster = _find_cluster(mesh, ranks_per_node)
-        # Called only for its checks: an invalid config must be refused before the model is wrapped.
+        # This call only checks `config`: an invalid config must raise its error before the model is wrapped.
         plan_comm(config, plan_layout(cluster, tp=1, replicas=1), dtype_when_wrapped(model, fsdp))
         replaced = wrap_model(model, mesh, fsdp)
         mesh, expert_mesh = _meshes_of(model)
 
-    # ---- plan the layout, the units and the messages
+    # ---- plan the layout of ranks, the sharding units and the formats of messages
     layout = _plan_layout(cluster, mesh, expert_mesh)
     units = find_program_units(model)
     _check_units(units)
-    # The dtypes of the first unit with floating-point weights count; other units may differ.
+    # The plan assumes the dtypes of the first floating-point weights; units with other dtypes have codecs of their own.
     dtypes = [dtype for unit in units for dtype in unit.gather_dtypes if dtype in QUANTIZABLE]
     if not dtypes:
         raise ValueError("the model has no parameters in fp32, bf16 or fp16, so ZeRO++ has nothing to reduce")
@@ -147,8 +148,18 @@ def _install_comms(
     precision: Dtypes,
     replaced: ReplacedParameters | None,
 ) -> Handle:
-    """Replace FSDP2's collectives in a model that `fully_shard` has wrapped over the mesh of `dims`."""
-    # ---- mesh axes, whose groups all ranks create in the same order
+    """Replace FSDP2's collectives in all units of a program's model, and return the handle to the model.
+
+    Args:
+        model: model that `fully_shard` has wrapped over the meshes of `dims`.
+        units: sharding units of the model.
+        dims: mesh axes of the program's meshes.
+        wire: plan of the collectives that replace FSDP2's.
+        zero: settings of ZeRO++.
+        precision: compute and reduction dtypes of the model.
+        replaced: parameters of the model before `zeropp` wrapped it; None if the program has wrapped it.
+    """
+    # ---- mesh axes; all ranks create their process groups in the same order
     two_hops, hosts = wire.gather is not None or wire.reduce is not None, list[MeshAxis]()
     if two_hops:
         hosts = dims.host_axes("local", "cross", *(["tp"] if dims.layout.tp > 1 else []))
@@ -170,7 +181,10 @@ def _install_comms(
 
 
 def _axes_of_hops(dims: GuestDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
-    """Return the axes cross, local and shard for the planned collectives."""
+    """Return the axes cross, local and shard that the collectives of the plan `wire` use.
+
+    If no collective runs in two hops, the axis `shard` stands for all three, so that no further groups are created.
+    """
     shard = dims.own_shard if wire.gather is None or wire.reduce is None else dims.shard
     if wire.gather is None and wire.reduce is None:
         return shard, shard, shard
@@ -178,7 +192,7 @@ def _axes_of_hops(dims: GuestDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxis, 
 
 
 def _make_comms(unit: ProgramUnit, context: ProgramContext) -> Comms:
-    """Make the all-gather and the reduce-scatter of one unit as the plan in `context` says."""
+    """Return the all-gather and the reduce-scatter that replace FSDP2's for one unit, as `context.plan` says."""
     plan = context.plan
     two_hops = WatchedGather if plan.gather is not None and plan.gather.keep else ProgramGather
     gather = ProgramRingGather(unit, context) if plan.gather is None else two_hops(unit, context)
@@ -188,43 +202,53 @@ def _make_comms(unit: ProgramUnit, context: ProgramContext) -> Comms:
 
 
 class _Installed(NamedTuple):
-    """The handle of a model, and the settings of the `zeropp` call that created it."""
+    """The handle that `zeropp` has created for a model, and the arguments of that call."""
 
     handle: Handle
-    ranks_per_node: int  # ranks of a node, given by the caller or discovered
-    asked: dict[str, Any]  # the caller's arguments by name, with one entry per field of the config
+    ranks_per_node: int  # number of ranks per node, from the caller or discovered
+    asked: dict[str, Any]  # arguments of the call by name, with one entry per field of the config
 
     def check(self, asked: Mapping[str, Any]) -> None:
-        """Raise ValueError if a later `zeropp` call passes other settings than the first one."""
+        """Raise ValueError if a later `zeropp` call for the same model passes other arguments than the first call.
+
+        Args:
+            asked: arguments of the later call by name.
+        """
         before = dict(self.asked)
         if before["ranks_per_node"] is None and asked["ranks_per_node"] is not None:
             before["ranks_per_node"] = self.ranks_per_node
         differ = [name for name in {**before, **asked} if before.get(name) != asked.get(name)]
         if differ:
             settings = "; ".join(f"{name} was {before.get(name)}, now {asked.get(name)}" for name in differ)
-            raise ValueError(f"megazpp.zeropp was already called for this model with other settings: {settings}")
+            raise ValueError(
+                f"megazpp.zeropp was already called for this model with other settings: {settings}. Call it once, or "
+                "with equal arguments"
+            )
 
 
 def _refuse_later_comms(units: Sequence[ProgramUnit]) -> None:
-    """Make each forward of a unit raise RuntimeError if the program has replaced ZeRO++'s collectives by its own."""
+    """Make each forward of a unit check that the program has not replaced ZeRO++'s collectives since `zeropp`.
+
+    If it has, the forward raises RuntimeError.
+    """
     for unit in units:
         if unit.has_our_comms:
 
             @torch.compiler.disable
             def check(*_: Any, unit: ProgramUnit = unit) -> None:
-                """Check the unit; its modules call this before each forward."""
+                """Raise RuntimeError if the unit has other collectives; torch calls this hook before each forward."""
                 unit.refuse_other_comms()
 
             for module in unit.modules:
                 assert isinstance(module, nn.Module)
-                module.register_forward_pre_hook(check, prepend=True)  # before FSDP2's hook, which gathers
+                module.register_forward_pre_hook(check, prepend=True)  # must run before FSDP2's hook, which gathers
 
 
 def _check_arguments(model: object, config: object) -> None:
-    """Raise TypeError or ValueError for arguments of `zeropp` that cannot be used with any model."""
+    """Raise TypeError or ValueError if `zeropp` cannot use these arguments with any model."""
     if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise TypeError(f"megazpp.zeropp needs an nn.Module, not {given}")
+        raise TypeError(f"megazpp.zeropp requires an nn.Module as its first argument, not {given}: pass the model")
     if not isinstance(config, ZeroConfig):
         raise TypeError(f"config is a {type(config).__name__}: pass megazpp.ZeroConfig(zeropp=True, ...)")
     if config.stage != 3:
@@ -233,11 +257,14 @@ def _check_arguments(model: object, config: object) -> None:
 
 
 def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Return the meshes on which `fully_shard` has placed the model's parameters.
+    """Return the device meshes on which `fully_shard` has placed the model's parameters.
 
     Returns:
-        The mesh [data] or [data, tensor parallel] of the first parameter, which is dense, and the mesh [data, expert
-        parallel] of experts. The latter is None if there are none, or if they are sharded over the same ranks.
+        Two meshes. The first one, [data] or [data, tensor parallel], has the model's first parameter, which is no
+        expert's. The second one, [data, expert parallel], has the parameters of experts. It is None if the model has no
+        experts, or if they are sharded over the same ranks as all other parameters.
+    Raises:
+        ValueError: parameters are placed in a way that ZeRO++ does not support, or none is sharded.
     """
     meshes: dict[tuple[int, ...], tuple[str, DeviceMesh]] = {}
     for name, parameter in model.named_parameters():
@@ -246,9 +273,9 @@ def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
         mesh = parameter.device_mesh
         if getattr(parameter.placements[0], "dim", None) != 0 or mesh.ndim > 2:
             raise ValueError(
-                f"{name} is placed as {parameter.placements} on {mesh}: ZeRO++ needs Shard(0) over a mesh [data], "
-                "[data, tensor parallel] or [data, expert parallel]; HSDP, further mesh dims, and experts that are "
-                "sharded over more ranks than there are experts are not supported"
+                f"the parameter {name} is placed as {parameter.placements} on {mesh}: ZeRO++ requires Shard(0) over a "
+                "mesh [data], [data, tensor parallel] or [data, expert parallel]. HSDP, further mesh dims, and experts "
+                "that are sharded over more ranks than there are experts are not supported"
             )
         ranks = tuple(dist.get_process_group_ranks(mesh.get_group(0)))
         first, known = meshes.get(ranks, (name, mesh))
@@ -258,23 +285,32 @@ def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
     if len(meshes) > 2 or (len(meshes) == 2 and len({mesh.size() for _, mesh in meshes.values()}) > 1):
         (some, (first, _)), (others, (second, _)) = list(meshes.items())[:: len(meshes) - 1]
         raise ValueError(
-            f"{first} is sharded over ranks {list(some)}, {second} over {list(others)}: ZeRO++ needs one mesh, or one "
-            "more for experts, [data, expert parallel] of all ranks; pass the same mesh to every fully_shard call, and "
-            "make experts DTensors on the expert-parallel dim before it"
+            f"the parameter {first} is sharded over ranks {list(some)}, {second} over {list(others)}: ZeRO++ requires "
+            "one mesh of all ranks, and allows one more mesh of all ranks for experts, [data, expert parallel]. Pass "
+            "the same mesh to every fully_shard call, and make experts DTensors on the expert-parallel dim before it"
         )
-    # torch may give a new parameter an older mesh that is equal to the one of `fully_shard`, but has other groups
+    # The mesh of a parameter may be an older mesh that equals the mesh of `fully_shard`, but has other process groups.
+    # ZeRO++ must use FSDP2's own groups.
     of_fsdp2 = {unit.ranks: unit.mesh for unit in find_program_units(model)}
     dense, *experts = [mesh if mesh.ndim == 2 else of_fsdp2[ranks] for ranks, (_, mesh) in meshes.items()]
     return dense, experts[0] if experts else None
 
 
 def _plan_layout(cluster: Cluster, mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> Layout:
-    """Return the layout of the ranks; raise ValueError if the meshes do not fit the cluster."""
+    """Return the layout of ranks for a program's meshes on a cluster.
+
+    Args:
+        cluster: number of nodes, and of ranks per node.
+        mesh: mesh [data] or [data, tensor parallel] of parameters that are not experts'.
+        expert_mesh: mesh [data, expert parallel] of experts' parameters; None if there is none.
+    Raises:
+        ValueError: the meshes do not number ranks node by node, or experts are split over several nodes.
+    """
     tp, ep = (1 if each is None or each.ndim == 1 else each.size(1) for each in (mesh, expert_mesh))
     if cluster.local_domain_size % ep:
         fitting = [size for size in range(1, cluster.local_domain_size) if cluster.local_domain_size % size == 0]
         raise ValueError(
-            f"expert parallelism across nodes is not supported: experts are split over {ep} ranks, and a node has "
+            f"expert parallelism across nodes is not supported: experts are split over {ep} ranks, but a node has "
             f"{cluster.local_domain_size}, so tokens would cross nodes in every layer. Set the expert-parallel degree "
             "(ep_size of transformers, expert_parallel_degree of torchtitan) to "
             f"{' or '.join(map(str, [*fitting, cluster.local_domain_size]))}"
@@ -283,15 +319,21 @@ def _plan_layout(cluster: Cluster, mesh: DeviceMesh, expert_mesh: DeviceMesh | N
     for each in (mesh, *(() if expert_mesh is None else (expert_mesh,))):
         if each.mesh.flatten().tolist() != list(layout.mesh_ranks()):
             raise ValueError(
-                f"the mesh has the ranks in the order {each.mesh.flatten().tolist()}, but ZeRO++ needs the order "
-                f"{list(layout.mesh_ranks())}: number ranks node by node, and build the mesh from all of them, with "
-                "the tensor-parallel or expert-parallel dim last"
+                f"the device mesh has the ranks in the order {each.mesh.flatten().tolist()}, but ZeRO++ requires the "
+                f"order {list(layout.mesh_ranks())}: number ranks node by node, and build the mesh from all of them, "
+                "with the tensor-parallel or expert-parallel dim last"
             )
     return layout
 
 
 def _ranks_per_node(given: int | None) -> int | None:
-    """Return the argument of `zeropp`, or the value of MEGAZPP_RANKS_PER_NODE if it is None; None if neither is set."""
+    """Return the number of ranks per node that the caller of `zeropp` or MEGAZPP_RANKS_PER_NODE sets.
+
+    Args:
+        given: argument of `zeropp`, which has priority over the environment variable.
+    Returns:
+        The number of ranks per node, or None if neither is set.
+    """
     if given is not None and not isinstance(given, int):
         raise TypeError(f"ranks_per_node is {given!r}, a {type(given).__name__}: pass a whole number such as 8")
     if given is not None or (said := os.environ.get(RANKS_PER_NODE)) is None:
@@ -302,23 +344,39 @@ def _ranks_per_node(given: int | None) -> int | None:
 
 
 def _find_cluster(mesh: DeviceMesh, ranks_per_node: int | None) -> Cluster:
-    """Return the cluster with this many ranks per node; None discovers which ranks share a host."""
+    """Return the nodes of the job and the number of ranks on each of them.
+
+    Args:
+        mesh: mesh of the model; it must have all ranks.
+        ranks_per_node: number of consecutive ranks that share a node. If it is None, the ranks tell each other on which
+            hosts they run.
+    Raises:
+        ValueError: the mesh lacks ranks, or `ranks_per_node` does not divide their number.
+    """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if mesh.size() != world_size:
-        raise ValueError(f"the mesh has {mesh.size()} of {world_size} ranks: ZeRO++ needs a mesh of all ranks")
+        raise ValueError(
+            f"the device mesh has {mesh.size()} of {world_size} ranks: ZeRO++ requires a mesh of all ranks of the job"
+        )
     if ranks_per_node is not None:
         if ranks_per_node < 1 or world_size % ranks_per_node:
-            raise ValueError(f"ranks_per_node {ranks_per_node} does not divide the {world_size} ranks of the job")
+            raise ValueError(
+                f"ranks_per_node {ranks_per_node} does not divide the {world_size} ranks of the job: pass the number "
+                "of ranks that share a node"
+            )
         return Cluster(num_nodes=world_size // ranks_per_node, ranks_per_node=ranks_per_node)
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    # FSDP2 also uses the current device. A process may see only one GPU, whatever its local rank is.
+    # The device is the current one, as for FSDP2, not number `local_rank`: a process may see only one GPU.
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else 0)
     return share_survey(_get_default_store(), rank, world_size, describe_host(local_rank, device))
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise TypeError or ValueError for a model that is wrapped in a way that ZeRO++ does not support."""
-    # ---- ZeRO++ must not be installed in a part of the model, or in a larger model that contains it
+    """Raise TypeError or ValueError if `zeropp` cannot install ZeRO++ in this model now.
+
+    The reason may be the way in which the model is wrapped, or that a forward or backward is running.
+    """
+    # ---- ZeRO++ must not be installed already in a submodule of the model, or in a larger model that contains it
     wrapped = (module for module in model.modules() if isinstance(module, FSDPModule))
     for unit in (unit for module in wrapped for unit in find_program_units(module)):
         if unit.has_our_comms:
@@ -329,14 +387,17 @@ def _check_model(model: nn.Module) -> None:
     # ---- wrappers of the model
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
-            raise TypeError(f"{type(module).__name__} has wrapped the model: ZeRO++ needs FSDP2 (fully_shard)")
+            raise TypeError(
+                f"{type(module).__name__} has wrapped the model, which ZeRO++ does not support: wrap the model with "
+                "FSDP2 (fully_shard) instead"
+            )
     if next(model.parameters(), None) is None:
-        raise ValueError(f"{type(model).__name__} has no parameters")
+        raise ValueError(f"the model, a {type(model).__name__}, has no parameters that ZeRO++ could shard")
     inner = [name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]
     if inner and not isinstance(model, FSDPModule):
         raise ValueError(
-            f"{inner[0]} is wrapped by fully_shard, and the model is not: call fully_shard(model) after wrapping its "
-            "blocks, or pass the FSDP2 root module"
+            f"the submodule {inner[0]} is wrapped by fully_shard, but the model is not: call fully_shard(model) after "
+            "wrapping its blocks, or pass the FSDP2 root module to megazpp.zeropp"
         )
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):
         raise ValueError("the model is compiled: call megazpp.zeropp(model) first, then torch.compile(model)")
@@ -348,9 +409,9 @@ def _check_model(model: nn.Module) -> None:
 def _in_forward(model: nn.Module) -> bool:
     """Return True if this thread is inside a call of one of the model's modules.
 
-    Resharding then would free parameters that the running forward still needs.
+    `zeropp` must not reshard the model then, because the running forward still needs its gathered parameters.
     """
-    # FSDP2's training state is not reliable here: after an exception in a forward it keeps its last value. So walk
+    # FSDP2's training state is not reliable here: after an exception in a forward it keeps its last value. So search
     # the Python stack for a module call.
     modules, frame = set(model.modules()), inspect.currentframe()
     while frame is not None:
@@ -361,7 +422,7 @@ def _in_forward(model: nn.Module) -> bool:
 
 
 def _check_units(units: Sequence[ProgramUnit]) -> None:
-    """Raise ValueError for units that ZeRO++ does not support, and for a parameter that two units share."""
+    """Raise ValueError if ZeRO++ does not support a unit's FSDP2 options, or if two units share a parameter."""
     for unit in units:
         unit.check_fsdp2()
     first: dict[object, str] = {}
@@ -369,6 +430,6 @@ def _check_units(units: Sequence[ProgramUnit]) -> None:
         for name, uid in unit.origins():
             if first.setdefault(uid, name) != name:
                 raise ValueError(
-                    f"{name} and {first[uid]} are the same parameter in two FSDP2 units: wrap their modules together "
-                    "with fully_shard([a, b])"
+                    f"{name} and {first[uid]} are one shared parameter, but belong to two FSDP2 units: wrap their "
+                    "modules together with fully_shard([a, b])"
                 )

@@ -16,26 +16,27 @@ from megazpp.drop_in.handle import Handle
 class trainer_callback:  # noqa: N801, because it is called like a function
     """A callback for the Trainer of transformers or TRL that calls `zeropp` when training begins.
 
-    After training has begun, its attribute `sharding` is the handle that `zeropp` returned. The callback saves what
-    ZeRO++ keeps in the Trainer's checkpoints, and loads it when the Trainer resumes from a checkpoint in `output_dir`.
+    After training has begun, the callback's attribute `sharding` is the handle that `zeropp` has returned. The callback
+    saves the state of ZeRO++ (`Handle.save`) in the Trainer's checkpoints. It loads this state when the Trainer resumes
+    from a checkpoint in `output_dir`.
 
-    It is a class, because the Trainer calls a class in `callbacks` to make the callback. So `callbacks=` also accepts
-    `trainer_callback` without parentheses. Its keyword arguments are those of `zeropp`.
+    `trainer_callback` is a class, because the Trainer calls a class in `callbacks` to make the callback. So
+    `callbacks=` also accepts `trainer_callback` without parentheses. The keyword arguments are those of `zeropp`.
     """
 
     def __new__(cls, **arguments: Any) -> Any:
-        """Return the callback, whose class derives from the one of transformers."""
+        """Return the callback, an instance of a class that derives from transformers' `TrainerCallback`."""
         return _make_callback(arguments)
 
 
 def _make_callback(arguments: Mapping[str, Any]) -> Any:
-    """Return the callback of `trainer_callback` for these keyword arguments of `zeropp`."""
-    # an optional dependency, imported only where it is used
+    """Return the Trainer callback that calls `zeropp` with these keyword arguments."""
+    # transformers is an optional dependency, so this function imports it
     from transformers import TrainerCallback
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
     class Zeropp(TrainerCallback):
-        """The callback: installs ZeRO++ in the model that the Trainer has wrapped."""
+        """The callback that installs ZeRO++ in the model that the Trainer has wrapped with FSDP2."""
 
         sharding: Handle | None = None
 
@@ -44,7 +45,7 @@ def _make_callback(arguments: Mapping[str, Any]) -> Any:
             model: nn.Module = given["model"]
             if not isinstance(model, FSDPModule):
                 raise TypeError(
-                    f"the Trainer trains a {type(model).__name__}, and ZeRO++ needs FSDP2: pass TrainingArguments "
+                    f"the Trainer trains a {type(model).__name__}, but ZeRO++ requires FSDP2: pass TrainingArguments "
                     'fsdp=True and fsdp_config={"version": 2}. On CPUs, accelerate uses DDP and ignores these arguments'
                 )
             compiled = getattr(model, "_orig_mod", None)
@@ -55,12 +56,12 @@ def _make_callback(arguments: Mapping[str, Any]) -> Any:
                 self.sharding.load(self._folder(args, state))
 
         def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            """Save what ZeRO++ keeps in the checkpoint that the Trainer has just written."""
+            """Add the state of ZeRO++ to the checkpoint that the Trainer has just written; the Trainer calls this."""
             if self.sharding is not None and not args.save_only_model:
                 self.sharding.save(self._folder(args, state))
 
         def _folder(self, args: Any, state: Any) -> Path:
-            """Return the folder of the Trainer's checkpoint after the current step."""
+            """Return the folder of the Trainer's checkpoint of step `state.global_step`."""
             return Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
     return Zeropp()

@@ -1,6 +1,6 @@
-"""Checksums of a shard, which detect every write to it.
+"""Checksums of this rank's shards of a unit, with which `megazpp.zeropp` detects a program's writes to weights.
 
-Version counters miss writes through views and `parameter.data`.
+Tensors' version counters miss writes through views and `parameter.data`; checksums do not.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-WORD = 8  # bytes
-# Odd multipliers as int64: one for the position of a word, and MurmurHash3's two for the mix
+WORD = 8  # bytes of the integers that `mixed_sum` hashes
+# Odd multipliers as int64 for `mixed_sum`: PLACE for the position of a word, MIX from the final mix of MurmurHash3
 PLACE, *MIX = (-0x61C8864680B583EB, -0xAE502812AA7333, -0x3B314601E57A13AD)
 
 
 def checksum(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a checksum of the bits of 1-D tensors, which depends on their order; an int64 scalar on their device.
+    """Return a checksum of the bits of 1-D tensors in their order, as an int64 scalar tensor on their device.
 
-    On the CPU it is CRC-32, at 3 GB/s; it misses a write with probability 2^-32. On other devices it is `mixed_sum`,
-    which misses a write with probability about 2^-64.
+    On the CPU the checksum is CRC-32, at 3 GB/s; a changed bit leaves it equal with probability 2^-32. On other devices
+    it is `mixed_sum`, with probability about 2^-64.
     """
     if shards[0].device.type != "cpu":
         return mixed_sum(shards)
@@ -31,14 +31,15 @@ def checksum(shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def mixed_sum(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum modulo 2^64 of a hash of each 8-byte word and its position. It takes about ten kernels.
+    """Return the sum modulo 2^64 of a hash of each 8-byte word of the tensors and its position, an int64 scalar.
 
-    The hash is the final mix of MurmurHash3: each input bit changes each output bit with probability 1/2.
+    The hash is the final mix of MurmurHash3: each input bit changes each output bit with probability 1/2. On a GPU the
+    function launches about ten kernels, and the host does not wait.
     """
     flat = torch.cat([shard.view(torch.uint8) for shard in shards])
     words = F.pad(flat, (0, -len(flat) % WORD)).view(torch.int64)
     mixed = torch.arange(1, len(words) + 1, device=words.device).mul_(PLACE).add_(words)
     for factor in MIX:
-        # `>>` of int64 copies the sign bit; the mask makes it a logical shift
+        # `>>` of int64 copies the sign bit; the mask clears the copies, as a logical shift would
         mixed.bitwise_xor_((mixed >> 33).bitwise_and_(2**31 - 1)).mul_(factor)
     return mixed.bitwise_xor_((mixed >> 33).bitwise_and_(2**31 - 1)).sum()

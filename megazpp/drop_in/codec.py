@@ -1,4 +1,7 @@
-"""The codec of units whose parameters have several dtypes, and the byte ranges of parameters in a message."""
+"""The codec of sharding units whose parameters have several dtypes, and the byte ranges of parameters in a message.
+
+Only models of `megazpp.zeropp` have such units, because there the program decides the dtypes.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,19 @@ from megazpp.zero.wire import Codec, Segment
 
 
 class MixedCodec(Codec):
-    """The codec of a unit whose parameters have several dtypes; FSDP2 gathers such a unit as bytes, so S counts bytes.
+    """The codec of a sharding unit whose parameters have several dtypes.
+
+    FSDP2 gathers such a unit as bytes, so the size S of its flat shard counts bytes. A message consists of:
 
         | message of the fp32 parameters | message of the bf16 parameters | ... | unchanged bytes of all others |
 
-    The fp32, bf16 and fp16 parameters are quantized as in separate units.
+    The parameters in fp32, in bf16 and in fp16 are quantized as if each dtype formed a unit of its own.
 
     Args:
-        segments: segments of the unit's parameters, in elements.
+        segments: segments of the unit's parameters, counted in elements.
         dtypes: dtype of each parameter.
-        fmt: quantization format; None quantizes nothing.
-        codec: makes the codec for segments of one dtype, see `CommContext.codec`.
+        fmt: block format of quantized segments; None quantizes no segment.
+        codec: function that makes the codec of the segments of one dtype, see `CommContext.codec`.
     """
 
     def __init__(
@@ -34,7 +39,7 @@ class MixedCodec(Codec):
         fmt: BlockFormat | None,
         codec: Callable[[Sequence[Segment], BlockFormat | None, torch.dtype], Codec],
     ) -> None:
-        # ---- group the parameters by dtype; `spans` are their bytes in the flat shard
+        # ---- group the parameters by dtype; `spans` has their byte ranges in the flat shard
         self.dtype = torch.uint8
         spans: dict[torch.dtype, list[tuple[int, int]]] = {}
         chosen: dict[torch.dtype, list[Segment]] = {}
@@ -48,9 +53,9 @@ class MixedCodec(Codec):
             before.append(Segment(name=segment.name, start=place, size=segment.size, exact=segment.exact))
             start = stop
 
-        # ---- one part of the message per dtype: bytes in the shard, codec, bytes in the message
+        # ---- for each dtype: its byte ranges in the flat shard, its codec, and its bytes in the message
         self._parts: list[tuple[list[tuple[int, int]], Codec | None, slice]] = []
-        self._segments = list(chosen.values())  # the segments of each part
+        self._segments = list(chosen.values())  # the segments of each dtype
         for key, places in spans.items():
             own = None if key == torch.uint8 else codec(tuple(chosen[key]), fmt, key)
             size = align(sum(b - a for a, b in places)) if own is None else own.message_bytes
@@ -59,7 +64,7 @@ class MixedCodec(Codec):
         self.layout = MessageLayout(size=start, message_bytes=end, ranges=(), fmt=fmt)
 
     def byte_ranges(self, segments: Sequence[Segment]) -> list[tuple[int, int]]:
-        """Return the byte ranges (start, stop) of a message that hold these segments of the unit."""
+        """Return the byte ranges (start, stop) of a message that hold these segments of the unit's flat shard."""
         names, found = {segment.name for segment in segments}, list[tuple[int, int]]()
         for (places, codec, part), own in zip(self._parts, self._segments, strict=True):
             if codec is not None:
@@ -73,12 +78,12 @@ class MixedCodec(Codec):
         return found
 
     def pack(self, shards: torch.Tensor, messages: torch.Tensor, **how: Any) -> None:
-        """Pack flat shards [A, B, S] of bytes into messages [A, B, M].
+        """Pack flat shards into messages.
 
         Args:
-            shards: [A, B, S] uint8.
-            messages: [A, B, M] uint8, written.
-            how: keyword arguments of `Codec.pack`, which are ignored here.
+            shards: [A, B, S] uint8, the bytes of flat shards.
+            messages: [A, B, M] uint8 messages, which are overwritten.
+            how: further arguments of `Codec.pack`, which have no effect: gathers of such units use none.
         """
         for places, codec, part in self._parts:
             own = torch.cat([shards[..., a:b] for a, b in places], dim=-1)
@@ -102,7 +107,12 @@ class MixedCodec(Codec):
 
 
 def byte_ranges(codec: Codec, segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Return the byte ranges (start, stop) of a codec's message that hold these segments of the unit."""
+    """Return the byte ranges (start, stop) of a message that hold some parameters of a sharding unit.
+
+    Args:
+        codec: codec of the unit's messages.
+        segments: segments of these parameters in the unit's flat shard.
+    """
     if isinstance(codec, MixedCodec):
         return codec.byte_ranges(segments)
     found, itemsize = list[tuple[int, int]](), codec.dtype.itemsize
@@ -112,6 +122,6 @@ def byte_ranges(codec: Codec, segments: Sequence[Segment]) -> list[tuple[int, in
                 if part.scales is None:
                     start = part.payload[0] + (segment.start - part.start) * itemsize
                     found.append((start, start + segment.size * itemsize))
-                else:  # each quantized segment has its own range
+                else:  # each quantized segment has a range of its own, so payload and scales belong to this segment
                     found += [(start, start + length) for start, length in (part.payload, part.scales)]
     return found

@@ -1,4 +1,4 @@
-"""Mesh axes over a program's own device mesh, which several models may share."""
+"""Mesh axes over the device mesh of a program that uses `megazpp.zeropp`; several models may share the mesh."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megazpp.topology.layout import Layout
 
 
 class GuestAxis(MeshAxis):
-    """A mesh axis over a process group that axes of other models may use too.
+    """A mesh axis whose process group the axes of other models may use too.
 
-    A group may have at most one communication queue, so all axes over one group have the same queue.
+    A process group may have at most one communication queue, so all axes over one group share its queue.
     """
 
     @property
@@ -32,21 +32,21 @@ class GuestAxis(MeshAxis):
         return _queues[self.group]
 
 
-# Queues by process group. A queue lives as long as its group.
+# The communication queue of each process group. A queue lives as long as its group.
 _queues: weakref.WeakKeyDictionary[dist.ProcessGroup, CommQueue] = weakref.WeakKeyDictionary()
 
 
 class GuestDims(ParallelDims):
-    """The mesh axes of a program's mesh.
+    """The mesh axes over a program's own device mesh.
 
-    The mesh's groups are used and left unchanged. Groups for further axes are reused if an earlier model has created
-    them. They never are the default group, which the program may use while hops are pending. They have the timeout of
-    the default group.
+    The axes use the mesh's process groups without changing them. Groups for further axes are reused if an earlier model
+    has created them. Such a group is never the default group, because the program may use the default group while hops
+    are pending. It has the timeout of the default group.
 
     Args:
         layout: sizes of the axes and placement of the ranks.
-        mesh: the mesh, [shard] or [shard, tp], under any dimension names.
-        expert_mesh: the mesh of experts' parameters, [expert shard, ep]; None if it has the same groups.
+        mesh: the program's mesh, [shard] or [shard, tp], with any dimension names.
+        expert_mesh: mesh of experts' parameters, [expert shard, ep]; None if experts use the groups of `mesh`.
         dense: see `ParallelDims`.
     """
 
@@ -65,7 +65,7 @@ class GuestDims(ParallelDims):
 
     @functools.cached_property
     def experts(self) -> GuestDims:
-        """The axes of experts' parameters over their mesh."""
+        """The mesh axes of experts' parameters: over their own mesh if they have one, otherwise this object."""
         if self._expert_mesh is None:
             return self
         return GuestDims(self.layout.for_experts(), self._expert_mesh, dense=self)
@@ -80,9 +80,13 @@ class GuestDims(ParallelDims):
         return self.shard if self.timeline.device_type == "cuda" else self.twin("shard", self._name("shard"))
 
     def host_axes(self, *axes: str) -> list[MeshAxis]:
-        """Return a gloo axis over the ranks of each given axis, for small messages between hosts. All ranks call this.
+        """Return a gloo axis over the same ranks as each given axis, for small messages from CPU to CPU.
 
-        Their bytes count under the wire "world".
+        ZeRO++ uses such axes to exchange votes. All ranks must call this method. The bytes count under the wire
+        "world".
+
+        Args:
+            axes: names of axes of the layout, such as "local".
         """
         rank, found = dist.get_rank(), list[MeshAxis]()
         for axis in axes:
@@ -95,13 +99,13 @@ class GuestDims(ParallelDims):
         return found
 
     def _make_group(self, axis: str, name: str, *, own: bool = True, backend: str | None = None) -> dist.ProcessGroup:
-        """Find or create the groups of `axis` and return this rank's group; see `ParallelDims._make_group`.
+        """Find or create the process groups of an axis, and return this rank's group; see `ParallelDims._make_group`.
 
         Args:
-            axis: axis of the layout.
-            name: description of the groups.
-            own: has no effect, because the default group is never returned.
-            backend: back end of the groups; None uses the default group's.
+            axis: name of the axis in the layout.
+            name: description of the groups, by which a later call finds them.
+            own: ignored; the groups are always other groups than the default group.
+            backend: back end of the groups, such as "gloo"; None uses the back end of the default group.
         """
         name, ranks = f"megazpp {name}", self.layout.axis_ranks(axis, dist.get_rank())
         if (found := find_group(ranks, name)) is not None:
@@ -113,9 +117,12 @@ class GuestDims(ParallelDims):
 
 
 def find_group(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup | None:
-    """Return an existing process group of exactly these ranks, in this order, with the description `name`, or None."""
+    """Return the existing process group of exactly these ranks, in this order, with the description `name`.
+
+    Returns None if there is no such group.
+    """
     groups = dist.distributed_c10d._world.pg_map
-    # Groups that this rank is not in are the integer -100.
+    # torch lists the integer -100 in place of a group that this rank does not belong to.
     mine = (group for group in groups if isinstance(group, dist.ProcessGroup))
     named = (group for group in mine if group.group_desc == name)
     return next((group for group in named if tuple(dist.get_process_group_ranks(group)) == ranks), None)

@@ -1,4 +1,4 @@
-"""All-gathers of units whose dtypes and uses the program decides."""
+"""The all-gathers of models of `megazpp.zeropp`, where the program decides the dtypes and the uses of a unit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megazpp.zero.wire import Codec
 
 
 class ProgramRingGather(CountedGather):
-    """An all-gather in one hop.
+    """The all-gather of a unit's weights in one hop, in a model of `megazpp.zeropp`.
 
     Attributes:
-        num_uses: number of uses so far, the same on every rank.
+        num_uses: number of times that the unit was gathered so far, the same on every rank.
     """
 
     num_uses = 0
@@ -30,10 +30,12 @@ class ProgramRingGather(CountedGather):
 
 
 class ProgramGather(TwoHopGather):
-    """A two-hop all-gather of a unit whose parameters may have several dtypes, and may be cast later.
+    """The all-gather of a unit's weights in two hops, in a model of `megazpp.zeropp`.
+
+    The unit's parameters may have several dtypes, and the program may cast them later.
 
     Attributes:
-        num_uses: number of uses so far, the same on every rank.
+        num_uses: number of times that the unit was gathered so far, the same on every rank.
     """
 
     num_uses = 0
@@ -44,7 +46,7 @@ class ProgramGather(TwoHopGather):
         super().__init__(unit, context)
 
     def _new_codec(self) -> Codec:
-        """Make the codec for the dtypes in which FSDP2 gathers the unit now."""
+        """Return a codec for the dtypes in which FSDP2 gathers the unit's parameters now, and record these dtypes."""
         dtypes = self._dtypes = self.unit.gather_dtypes
         make = self._context.codec
         codec = (
@@ -54,8 +56,9 @@ class ProgramGather(TwoHopGather):
         )
         if self._plan.differences and codec.dtype.itemsize != 2:
             raise ValueError(
-                f"zero_weight_delta lossless needs 16-bit weights, but those in {self.unit.name} are gathered in "
-                f"{', '.join(sorted(map(str, set(dtypes))))}"
+                f'zero_weight_delta="lossless" requires weights in one 16-bit dtype, but those in {self.unit.name} are '
+                f"gathered in {', '.join(sorted(map(str, set(dtypes))))}: set MixedPrecisionPolicy(param_dtype="
+                'torch.bfloat16), or zero_weight_delta="none"'
             )
         return codec
 
@@ -73,5 +76,8 @@ class ProgramGather(TwoHopGather):
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
     def start_early(self, since: Moment) -> bool:
-        """Start the cross-node hop before the next use, unless the program has cast the parameters."""
+        """Start the cross-node hop early; see `TwoHopGather.start_early`.
+
+        The hop does not start if the program has cast the unit's parameters since the last gather.
+        """
         return self._dtypes == self.unit.gather_dtypes and super().start_early(since)

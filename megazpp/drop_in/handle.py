@@ -1,7 +1,8 @@
-"""The handle to a program's model that `megazpp.zeropp` returns, and the state that it saves beside a checkpoint.
+"""The handle to a program's model that `megazpp.zeropp` returns, and the files that it adds to a checkpoint.
 
-Nothing is added to the model's modules or to its `state_dict`. So checkpoints of plain FSDP2 load, and programs without
-ZeRO++ load the checkpoints. What ZeRO++ keeps besides the weights is saved by `Handle.save`, one file per rank.
+ZeRO++ adds nothing to the model's modules or to its `state_dict`. So the program can load checkpoints of plain FSDP2,
+and programs without ZeRO++ can load its checkpoints. `Handle.save` saves ZeRO++'s own state, one file per rank: error
+feedback, and the weights to which lossless deltas are added.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ Comms = tuple[ProgramGather | ProgramRingGather, RestoringReduce | ProgramRingRe
 
 
 class Handle(Sharding):
-    """The handle to a model of `megazpp.zeropp`.
+    """The handle to a model that `megazpp.zeropp` returns: it accumulates gradients and saves ZeRO++'s state.
 
-    Steps of torch's optimizers are detected by hooks.
+    Global hooks detect the steps of torch's optimizers, so a program need not report them.
 
     Args:
-        model: the model that FSDP2 has wrapped.
-        units: the model's sharding units.
-        zero: the configuration of ZeRO++.
-        comms: the all-gather and the reduce-scatter of each unit.
-        counter: counts the bytes that this rank sends.
-        accumulation: the sums of gradients that wait.
+        model: model that FSDP2 has wrapped.
+        units: sharding units of the model.
+        zero: settings of ZeRO++.
+        comms: all-gather and reduce-scatter of each unit.
+        counter: counter of the bytes that this rank sends.
+        accumulation: partial sums of gradients that wait inside `accumulate`.
         layout: sizes of the mesh axes.
-        replaced: the parameters of the model before `zeropp` wrapped it; None if the program has wrapped it.
+        replaced: parameters of the model before `zeropp` wrapped it; None if the program has wrapped it.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Handle(Sharding):
         super().__init__(model, units, zero, comms, counter)
         self._accumulation, self._layout, self.replaced = accumulation, layout, replaced
         stages = sorted(self._modules, key=lambda each: each[1])
-        self._modules = list(dict(stages).items())  # the highest stage of the units of a module
+        self._modules = list(dict(stages).items())  # a module of several units has the highest of their stages
         self._watched = [gather for gather, _ in comms if isinstance(gather, WatchedGather)]
         self._differing = [gather for gather in self._watched if gather.secondary.sends_differences]
         self._restoring = [reduce for _, reduce in comms if isinstance(reduce, RestoringReduce)]
@@ -71,27 +72,28 @@ class Handle(Sharding):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Return a context for the micro-batches of a step before its last one, in which gradients do not cross nodes.
+        """Return a context in which gradients do not cross nodes, for all micro-batches of a step but the last one.
 
-        A backward inside it leaves `.grad` as it was: the sums of gradients wait in the node. The first backward after
-        it adds its own gradients, sends the sums across nodes, and completes `.grad`. Enter the context on all ranks,
-        around forward and backward. If an exception leaves it, the sums are discarded.
+        A backward inside the context leaves `.grad` as it was: the partial sums of gradients wait in the node. The
+        first backward after the context adds its own gradients, sends the sums across nodes, and completes `.grad`.
+        Enter the context on all ranks, around forward and backward. If an exception leaves the context, the waiting
+        sums are discarded.
 
-        Where gradients are reduced in one hop, for instance on a single node, and with
-        `zero_cross_every_microbatch=True`, each backward completes `.grad` as in FSDP2.
+        If gradients are reduced in one hop, for instance on a single node, or with `zero_cross_every_microbatch=True`,
+        each backward completes `.grad` as in FSDP2.
 
         Raises:
-            RuntimeError: the context was entered inside another one or inside a backward. In a later forward, on all
-                ranks: only some ranks are inside this context.
+            RuntimeError: the context was entered inside another `accumulate` or inside a backward. If only some ranks
+                are inside the context, all ranks raise this error in a later forward.
         """
         with self._accumulation.open():
             yield
 
     def discard(self) -> None:
-        """Drop the sums of gradients that wait since `accumulate`, for a step that the program gives up.
+        """Drop the partial sums of gradients that wait since `accumulate`, for a step that the program gives up.
 
-        A call on one rank is enough: the next forward, which must come before the next backward, drops the sums of all
-        ranks. Gradients in `.grad` are not changed, and `zero_grad` does not drop the sums.
+        A call on one rank is enough: the next forward, which must come before the next backward, drops the waiting sums
+        of all ranks. Gradients in `.grad` do not change. `zero_grad` does not drop the waiting sums.
 
         Raises:
             RuntimeError: a backward is running.
@@ -101,41 +103,47 @@ class Handle(Sharding):
     def invalidate_weights(self) -> None:
         """Make the next use of each unit gather whole weights again; a call on one rank is enough.
 
-        Writes to weights are detected without it, except on CUDA between two forwards of a step.
+        Call this method after a write to weights between two forwards of one training step on CUDA. ZeRO++ detects all
+        other writes itself.
         """
         super().invalidate_weights()
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Prepare for an optimizer step; call it only for an optimizer that does not derive from torch's.
+        """Prepare ZeRO++ for an optimizer step.
+
+        Call this method only before steps of an optimizer whose class does not derive from torch's `Optimizer`. Hooks
+        call it for all others.
 
         Args:
-            optimizer: the optimizer that is about to step; None means one that holds all parameters.
+            optimizer: optimizer that is about to step; None means an optimizer that holds all parameters.
         Raises:
-            RuntimeError: gradients of the optimizer's parameters wait since `accumulate`.
+            RuntimeError: gradients of the optimizer's parameters still wait since `accumulate`.
         """
         held = _ids_of(optimizer)
         if (name := self._accumulation.waits_for(held)) is not None:
             raise RuntimeError(
-                f"the optimizer steps, but gradients of {name} and others wait since accumulate(): run the last "
-                "backward of a step outside of accumulate(), or call discard()"
+                f"the optimizer steps, but the gradients of {name} and others are incomplete since accumulate(): run "
+                "the last backward of a step outside of accumulate(), or call discard()"
             )
         for gather in self._differing:
             gather.before_step(held)
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Record that an optimizer has stepped: the next use of its weights sends the update to the other nodes.
+        """Record that an optimizer has stepped: the next use of the changed weights sends them to the other nodes.
 
-        Call it only for an optimizer that does not derive from torch's.
+        Call this method only after steps of an optimizer whose class does not derive from torch's `Optimizer`. Hooks
+        call it for all others.
 
         Args:
-            optimizer: the optimizer that has stepped; None means one that holds all parameters.
+            optimizer: optimizer that has stepped; None means an optimizer that holds all parameters.
         Raises:
-            RuntimeError: zero_weight_keyframe_interval is set, but `begin_step` was never called.
+            RuntimeError: `zero_weight_keyframe_interval` is set, but `begin_step` was never called.
         """
         keyframe, held = self._sends_keyframe(), _ids_of(optimizer)
         for gather in self._watched:
             gather.after_step(keyframe=keyframe, held=held)
-        # The error feedback of gradients that a step has used is kept, also when the program clears them.
+        # Error feedback stays valid when the program clears gradients that an optimizer step has used. If no step has
+        # used them, `RestoringReduce` drops their error feedback.
         for reduce in self._restoring:
             indices = range(len(reduce.unit.parameters)) if reduce.kept_errors is not None else ()
             if any(held is None or reduce.unit.shard_id(index) in held for index in indices):
@@ -151,25 +159,25 @@ class Handle(Sharding):
 
     @property
     def keeps_state(self) -> bool:
-        """True if `save` saves anything: if weights cross nodes as differences, or there is error feedback."""
+        """True if `save` writes a file: if weights cross nodes as weight deltas, or if error feedback is on."""
         return bool(self._differing) or any(reduce.feeds_back for reduce in self._restoring)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Save what ZeRO++ keeps on this rank besides the weights, so that a resumed run is bit-identical.
+        """Save ZeRO++'s own state of this rank beside a program's checkpoint, so that a resumed run is bit-identical.
 
-        These are the weights to which lossless deltas are added, and the error feedback. Call it on all ranks
-        between steps, when the program saves the model. It writes one file per rank, named by the layout of the ranks,
-        and nothing if nothing is kept (`keeps_state`).
+        The state consists of the weights to which lossless deltas are added, and of the error feedback. Call this
+        method on all ranks between steps, when the program saves the model. It writes one file per rank, named by the
+        layout of the ranks. It writes no file if there is no such state (`keeps_state`).
 
         Args:
-            folder: the folder of the program's checkpoint; it is created if necessary.
+            folder: folder of the program's checkpoint; it is created if necessary.
         """
         if not self.keeps_state:
             return
         kept = self.feedback_state()
         for gather in self._differing:
             kept |= {f"{gather.unit.key}.{name}": part for name, part in gather.kept().items()}
-        kept = {name: part.to("cpu", copy=True) for name, part in kept.items()}  # a file would hold more than a view
+        kept = {name: part.to("cpu", copy=True) for name, part in kept.items()}  # torch saves a view's whole memory
         path = self._path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".tmp")
@@ -177,14 +185,15 @@ class Handle(Sharding):
         beside.replace(path)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Load what `save` has saved. Call it on all ranks, before or after the program loads the model's weights.
+        """Load the state of ZeRO++ that `save` has written beside a program's checkpoint.
 
-        If the file does not fit, all of this state starts anew, and a line in the log says so. The file fits if it was
-        saved with the same layout of ranks, units and formats. The loaded state takes effect in the next forward. A
-        unit whose weights then are not those of the save sends whole weights.
+        Call this method on all ranks, before or after the program loads the model's weights. The state takes effect in
+        the next forward. A unit whose weights are not those at the time of `save` then sends whole weights. If the file
+        was saved with another layout of ranks, other units or other formats, error feedback starts at zero and all
+        units send whole weights. A line in the log says so.
 
         Args:
-            folder: the folder that was passed to `save`.
+            folder: folder that was passed to `save`.
         """
         if not self.keeps_state:
             return
@@ -205,12 +214,15 @@ class Handle(Sharding):
             )
 
     def _path(self, folder: str | os.PathLike[str]) -> Path:
-        """Return the path of this rank's file in the folder of a checkpoint."""
+        """Return the path of this rank's file with ZeRO++'s state in the folder of a program's checkpoint."""
         sizes = "x".join(str(getattr(self._layout, axis)) for axis in ("cross", "local", "tp", "ep"))
         return Path(folder, f"zeropp_{sizes}_rank{dist.get_rank()}.pt")
 
     def _kept_by(self) -> list[Any]:
-        """Return a description of the layout of the kept state; a file with another description does not fit."""
+        """Return a description of the layout of ZeRO++'s state on this rank.
+
+        `save` stores the description in its file. `load` uses a file only if its description equals this one.
+        """
         axes = [getattr(self._layout, axis) for axis in ("cross", "local", "tp", "ep")]
         ranks = [self.device.type, *axes, list(self._layout.mesh_ranks())]
         units = [[[p.name, list(p.shape)] for p in unit.parameters] for unit in self.units]
@@ -222,23 +234,23 @@ class Handle(Sharding):
 
 @functools.cache
 def _live_handles() -> weakref.WeakSet[Handle]:
-    """Return the set of all handles; the first call registers one pair of hooks for the steps of all torch optimizers.
+    """Return the set of all handles in use; the first call registers hooks for the steps of all torch optimizers.
 
-    The hooks are global because fused and foreach optimizer steps on DTensors move no version counter. They stay
-    registered and do nothing after all models are deleted. Torch may iterate over its hooks when a model is deleted, so
-    they cannot be removed then.
+    Hooks are necessary because fused and foreach optimizer steps on DTensors move no version counter. The hooks stay
+    registered after all models are deleted, and do nothing then. They cannot be removed when a model is deleted,
+    because torch may be iterating over its hooks at that time.
     """
     live = weakref.WeakSet[Handle]()
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Prepare all models for the step of an optimizer."""
+        """Prepare all models of `megazpp.zeropp` for an optimizer step; torch calls this hook before each step."""
         for handle in list(live):
             if handle.replaced is not None:
                 handle.replaced.refuse(optimizer)
             handle.before_optimizer_step(optimizer)
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Record the step of an optimizer in all models."""
+        """Record an optimizer step in all models of `megazpp.zeropp`; torch calls this hook after each step."""
         for handle in list(live):
             handle.after_optimizer_step(optimizer)
 
@@ -248,7 +260,10 @@ def _live_handles() -> weakref.WeakSet[Handle]:
 
 
 def _ids_of(optimizer: torch.optim.Optimizer | None) -> set[int] | None:
-    """Return the `id`s of the tensors in an optimizer's parameter groups; None for all tensors."""
+    """Return the `id`s of the tensors in an optimizer's parameter groups.
+
+    Returns None, which stands for the parameters of all models, if `optimizer` is None.
+    """
     if optimizer is None:
         return None
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

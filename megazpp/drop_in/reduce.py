@@ -1,9 +1,9 @@
-"""Reduce-scatters after which gradients are as in FSDP2, whatever the program does with them.
+"""The reduce-scatters of models of `megazpp.zeropp`, after which `.grad` is as in plain FSDP2.
 
-A program may divide gradients (`set_gradient_divide_factor`), clear them, end a backward by an exception, and leave
-parameters without a gradient, on some ranks or on all. Plain FSDP2 gives such a parameter None if no rank has a
-gradient. To make messages of equal layout on all ranks, `RestoringReduce` sends zeros for it, and a flag per parameter
-that says whether any rank had a gradient. If none had, it sets `.grad` to None again.
+A program may divide gradients (`set_gradient_divide_factor`), clear them, and end a backward by an exception. It may
+also leave parameters without a gradient, on some ranks or on all. If no rank has a gradient of a parameter, plain FSDP2
+leaves its `.grad` None. Messages must have the same layout on all ranks, so `RestoringReduce` sends zeros for a missing
+gradient. A flag per parameter says whether any rank had a gradient. If none had, `.grad` becomes None again.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ from megazpp.zero.wire import Codec, Segment
 
 
 class InterruptibleSchedule(ReduceSchedule):
-    """A schedule of reductions whose backward may be ended by an exception.
+    """A schedule of gradient reductions for programs in which an exception may end a backward.
 
     Attributes:
-        interrupted: True while reductions of such a backward are finished.
+        interrupted: True while the schedule finishes reductions of a backward that an exception has ended.
     """
 
     interrupted = False
 
     def finish_interrupted(self) -> None:
-        """Finish the reductions of an earlier backward that an exception ended, so that autograd did not finish it."""
+        """Finish reductions that are still in flight because an exception has ended their backward.
+
+        Autograd calls `end_backward` only at the regular end of a backward. Without such reductions, do nothing.
+        """
         if self._finishing and self._backward != torch._C._current_graph_task_id():
             self.interrupted = True
             try:
@@ -47,10 +50,12 @@ class InterruptibleSchedule(ReduceSchedule):
 
 
 class ProgramContext(CommContext):
-    """The context of the collectives in a program's model; see `CommContext`.
+    """The axes, queues, schedules and formats that the collectives of a model of `megazpp.zeropp` share.
+
+    See `CommContext` for the arguments and the other attributes.
 
     Attributes:
-        accumulation: the sums of gradients that wait.
+        accumulation: partial sums of gradients that wait inside `Handle.accumulate`.
     """
 
     def __init__(self, cross: MeshAxis, local: MeshAxis, shard: MeshAxis, **settings: Any) -> None:
@@ -62,18 +67,18 @@ class ProgramContext(CommContext):
 
 
 class LateSum:
-    """A sum over ranks that is added to `.grad` at the end of the backward.
+    """A unit's gradients, summed over ranks, which are added to `.grad` at the end of the backward.
 
-    FSDP2's reduce-scatter returns zeros in its place.
+    Until then the reduction overlaps with the backward, and FSDP2 gets zeros as the result of its reduce-scatter.
 
     Args:
-        indices: indices of the parameters whose gradients it holds.
-        result: [n] the flat shard of the sum, valid when its work is done.
-        divisor: the number by which FSDP2 divides sums.
+        indices: indices in the unit of the parameters whose gradients were reduced.
+        result: [n] this rank's flat shard of the sum, valid when the task of the reduction is done.
+        divisor: number by which FSDP2 divides sums of gradients.
     Attributes:
-        gradients: the parameters' `.grad` as FSDP2 has set it. If `.grad` is another object later, the program has
-            discarded the gradient.
-        versions: the version counters of these gradients at that time.
+        gradients: `.grad` of each parameter, as FSDP2 has set it. If `.grad` is another object at the end of the
+            backward, the program has discarded the gradient.
+        versions: version counters of these gradients when FSDP2 had set them.
     """
 
     def __init__(self, indices: Sequence[int], result: torch.Tensor, divisor: float) -> None:
@@ -82,17 +87,17 @@ class LateSum:
         self.versions = [-1] * len(self.indices)
 
     def hold(self, unit: ProgramUnit) -> None:
-        """Store the unit's gradients right after FSDP2 has set them."""
+        """Record the unit's gradients (`.grad`) and their version counters, right after FSDP2 has set them."""
         self.gradients = [unit.gradient(index) for index in self.indices]
         self.versions = [-1 if gradient is None else gradient._version for gradient in self.gradients]
 
     def add(self, unit: ProgramUnit, *, interrupted: bool) -> None:
-        """Add the sum to the gradients that the program has not discarded.
+        """Add the sum over ranks to those gradients of the unit that the program has not discarded.
 
         Args:
-            unit: the unit of the gradients.
-            interrupted: whether an exception ended the backward. The program may then have cleared a gradient in place,
-                so a gradient with a changed version counter is skipped too.
+            unit: sharding unit of the gradients.
+            interrupted: True if an exception has ended the backward. The program may then have cleared a gradient in
+                place, so this method also skips a gradient with a changed version counter.
         """
         result = self.result if self.divisor == 1.0 else self.result.div_(self.divisor)
         wanted = list(self.gradients)
@@ -104,7 +109,11 @@ class LateSum:
 
 
 class ProgramReduce(SummingReduce):
-    """The base class of both reduce-scatters in a program's model: late sums, and settings that the program changes."""
+    """The base class of the reduce-scatters in a model of `megazpp.zeropp`, in one hop and in two hops.
+
+    With overlap, it adds sums over ranks to `.grad` at the end of a backward. It reads FSDP2's settings at each use,
+    because the program may change them.
+    """
 
     unit: ProgramUnit
     _schedule: InterruptibleSchedule
@@ -112,15 +121,15 @@ class ProgramReduce(SummingReduce):
     def __init__(self, unit: ProgramUnit, context: ProgramContext) -> None:
         super().__init__(unit, context)
         self._group = context.shard.group
-        self._late: LateSum | None = None  # set by FSDP2's call of this object, until FSDP2 has set `.grad`
-        self._late_sums = 0  # number of late sums that have not been added yet
+        self._late: LateSum | None = None  # the sum to come, from FSDP2's call of this object until FSDP2 sets `.grad`
+        self._late_sums = 0  # number of `LateSum`s that were not added to `.grad` yet
 
     def post_backward(self, *given: Any) -> None:
-        """Reduce the unit's gradients through FSDP2; see `SummingReduce.post_backward`."""
+        """Reduce the unit's gradients after its backward through FSDP2; see `SummingReduce.post_backward`."""
         if not in_backward():
             raise RuntimeError(
-                f"{self.unit.name} reduces its gradients outside a backward, where ZeRO++ cannot finish them: remove "
-                "the call of set_manual_backward_finalization"
+                f"{self.unit.name} reduces its gradients outside of a backward, where ZeRO++ cannot complete them: "
+                "remove the call of set_manual_backward_finalization"
             )
         if not self.unit.reduces_gradients:
             self._fsdp2_post_backward(*given)
@@ -134,29 +143,35 @@ class ProgramReduce(SummingReduce):
             self.end()
 
     def fills(self, output: torch.Tensor) -> bool:
-        """Return False: a program may change `.grad` during the backward, so it must never be incomplete."""
+        """Return False, so that FSDP2 never makes `.grad` a view of a reduction that is still in flight.
+
+        A program may read or change `.grad` during the backward. See `SummingReduce.fills`.
+        """
         return False
 
     def end(self) -> None:
-        """Record the gradients that FSDP2 has just set, if a late sum must be added to them."""
+        """Record the gradients that FSDP2 has just set, if a sum over ranks will be added to them later.
+
+        `post_backward` calls this method after FSDP2's own function.
+        """
         if self._late is not None:
             self._late.hold(self.unit)
             self._late = None
 
     def finished(self) -> None:
-        """Run after a late sum has been added to the gradients; a subclass overrides it."""
+        """Do nothing; a subclass overrides this method, which runs after a sum over ranks was added to `.grad` late."""
 
     def _finish_later(self, work: Work[torch.Tensor], result: torch.Tensor) -> None:
-        """Add `result` to the gradients at the end of the backward, when `work` is done.
+        """Let the end of the backward wait for `work`, and add the sum over ranks `result` [n] to the gradients.
 
-        FSDP2's own division has run on zeros by then, so the late sum divides itself.
+        FSDP2 divides the zeros that it gets instead of this sum. So the sum is divided when it is added.
         """
         self.unit.refuse_gradient_hooks()
         late = self._late = LateSum(self.reduced, result, self._division_after_sum(result))
         self._late_sums += 1
 
         def finish() -> None:
-            """Add the sum; the schedule calls this at the end of the backward."""
+            """Add the sum over ranks to the gradients; the schedule calls this at the end of the backward."""
             self._late_sums -= 1
             late.add(self.unit, interrupted=self._schedule.interrupted)
             self.finished()
@@ -164,48 +179,57 @@ class ProgramReduce(SummingReduce):
         self._schedule.finish_later(work, finish)
 
     def _division_after_sum(self, reduced: torch.Tensor) -> float:
-        """Return the number by which FSDP2 divides a sum with the dtype and device of `reduced`."""
+        """Return the number by which FSDP2 would divide the sum of gradients `reduced`, given its dtype and device."""
         factor, device = self.unit.gradient_divide_factor, reduced.device.type
         if factor == 1.0:
             return factor
-        assert self._group is not None, "one rank alone reduces nothing"
+        assert self._group is not None, "the shard axis has one rank, so there is no sum over ranks to divide"
         _, after, *_ = _get_gradient_divide_factors(self._group, None, reduced.dtype, device, factor, True)
         return 1.0 if after is None else after
 
 
 class ProgramRingReduce(ProgramReduce, CountedReduce):
-    """A reduce-scatter in one hop, in a program's model."""
+    """The reduce-scatter of a unit's gradients in one hop, in a model of `megazpp.zeropp`."""
 
 
 class UnusedParameters:
-    """The parameters of a unit whose gradient must become None again, because no rank had a gradient."""
+    """The parameters of a unit whose `.grad` must become None again, because no rank had a gradient.
+
+    ZeRO++ sends zeros for missing gradients, so FSDP2 sets `.grad` of such parameters to zeros.
+    """
 
     def __init__(self, unit: ProgramUnit) -> None:
         self._unit = unit
         self._fresh: set[int] = set()  # parameters whose `.grad` was None before the reductions in flight
         self._used: set[int] = set()  # parameters that have received a gradient on this rank since then
-        self._flags: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []  # see `read_later`
+        self._flags: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []  # the arguments of each `read_later`
 
     def begin(self, used: set[int], reduced: Iterable[int]) -> None:
-        """Record a reduction; call it before FSDP2 reduces gradients.
+        """Record which gradients a reduction has; call this method before FSDP2 reduces the unit's gradients.
 
         Args:
             used: indices of the parameters that have a gradient on this rank.
-            reduced: indices of the parameters whose gradients are reduced; those not in `used` are zeros.
+            reduced: indices of the parameters whose gradients are reduced. Gradients of those not in `used` are zeros.
         """
         cleared = {index for index in reduced if self._unit.gradient(index) is None}
         self._fresh |= cleared
         self._used = self._used - cleared | used
 
     def read_later(self, indices: tuple[int, ...], flags: list[torch.Tensor]) -> None:
-        """Register the list that will receive the flags of the parameters `indices`.
+        """Register a list to which a reduction will append one tensor of flags, which `restore_none` reads.
 
-        The flags are [P] uint8, 1 if any rank had a gradient.
+        Args:
+            indices: indices of the P parameters whose gradients are reduced.
+            flags: list for the flags, [P] uint8: 1 if any rank had a gradient of the parameter.
         """
         self._flags.append((indices, flags))
 
     def restore_none(self) -> None:
-        """Set to None the gradients that no rank had; call it after FSDP2 has set them and all flags have arrived."""
+        """Set `.grad` to None for parameters without a gradient on any rank.
+
+        Call this method after FSDP2 has set `.grad`, and after the flags of all reductions have arrived. If necessary,
+        the host waits for the device to read the flags.
+        """
         unused = self._fresh - self._used
         if unused and not self._unit.zero_fills:
             for indices, flags in self._flags:
@@ -217,54 +241,55 @@ class UnusedParameters:
 
 
 class NodeSums(NamedTuple):
-    """A node's sums of gradients that wait for the cross-node hop.
+    """A node's partial sums of a unit's gradients, which wait for the cross-node hop inside `Handle.accumulate`."""
 
-    `sums` is [N, S], for the parameters `indices`. `flags` is [N, P] uint8, 1 for a parameter that got a gradient on
-    any rank of the node.
-    """
-
-    indices: tuple[int, ...]
-    sums: torch.Tensor
-    flags: torch.Tensor
+    indices: tuple[int, ...]  # indices in the unit of the P parameters whose gradients are in the sums
+    sums: torch.Tensor  # [N, S] for the flat shards [S] of N nodes
+    flags: torch.Tensor  # [N, P] uint8: 1 if any rank of this node had a gradient of the parameter
 
 
 class RestoringReduce(ProgramReduce, TwoHopReduce):
-    """A reduce-scatter in two hops after which gradients are as in FSDP2, and which can let gradients wait.
+    """The reduce-scatter of a unit's gradients in two hops, in a model of `megazpp.zeropp`.
 
-    If a unit was used, a trained parameter without a gradient contributes zeros. So does a parameter whose sums wait.
+    Afterwards `.grad` is as in plain FSDP2. Inside `Handle.accumulate`, partial sums of gradients wait in the node.
+    Two kinds of parameters without a gradient contribute zeros: trained parameters of a unit that was used, and
+    parameters whose partial sums wait.
 
     Args:
         unit: the sharding unit.
         context: axes, schedules and formats that all units share.
-        num_uses: returns how often the unit was gathered, the same number on every rank.
+        num_uses: function that returns how often the unit was gathered so far, the same number on every rank.
     Attributes:
-        waiting: indices of the parameters whose sums wait for the hop across nodes, the same on all ranks.
+        waiting: indices of the parameters whose partial sums wait for the cross-node hop, the same on all ranks.
     """
 
     def __init__(self, unit: ProgramUnit, context: ProgramContext, num_uses: Callable[[], int]) -> None:
         super().__init__(unit, context)
         self._num_uses, self._uses_before = num_uses, 0
         self.waiting: tuple[int, ...] = ()
-        self._node_sums: NodeSums | None = None  # accessed by tasks of the local queue only
-        self._aside: list[Any] | None = None  # the unit's `.grad`s while FSDP2 reduces gradients that then wait
-        self._errors_of: tuple[int, ...] = ()  # indices of the parameters that `kept_errors` has room for
-        self._errors_settled = True  # whether an optimizer step has used the last result
-        self._present: set[int] = set()  # indices of the parameters with a gradient on this rank
-        self._used_flags: dict[tuple[bool, ...], torch.Tensor] = {}  # cache of `_flags_of`
+        self._node_sums: NodeSums | None = None  # the waiting partial sums; only tasks of the local queue access them
+        self._aside: list[Any] | None = None  # the unit's `.grad`s, saved while FSDP2 reduces gradients that will wait
+        self._errors_of: tuple[int, ...] = ()  # indices of the parameters for which `kept_errors` has room
+        self._errors_settled = True  # True if an optimizer step has used the last reduced gradients
+        self._present: set[int] = set()  # indices of the parameters with a gradient on this rank in this reduction
+        self._used_flags: dict[tuple[bool, ...], torch.Tensor] = {}  # the cache of `_flags_of`
         self._unused = UnusedParameters(unit)
         self._accumulation = context.accumulation
         self._accumulation.sums.append(self)
 
     @property
     def crosses(self) -> bool:
-        """True if the gradients of the running backward cross nodes."""
+        """True if the cross-node hop runs in the running backward, False if its gradients wait as partial sums."""
         return self._every_micro_batch or not self._accumulation.is_open
 
     def begin(self) -> None:
-        """Fix the parameters of this reduction, and give those without a gradient zeros."""
+        """Choose the parameters of this reduction, the same on all ranks, and fill their missing gradients with zeros.
+
+        `post_backward` calls this method before FSDP2's own function.
+        """
         self._accumulation.begin_reduction()
         self._present = set(self.unit.with_gradient())
-        # All ranks gather a unit together, so "was gathered since the last backward" is equal on all of them. A rank
+        # All ranks gather a unit together, so all of them agree whether it was gathered since the last backward. A rank
         # that has a gradient has gathered the unit.
         uses = self._num_uses()
         in_use = self._present or self.unit.is_gathered or uses != self._uses_before
@@ -280,7 +305,11 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
             self._aside = self.unit.swap_gradients([None] * len(self.unit.parameters))
 
     def end(self) -> None:
-        """Finish the bookkeeping after FSDP2 has set the gradients."""
+        """Put back the earlier `.grad`s if gradients wait, otherwise restore missing gradients to None.
+
+        `post_backward` calls this method after FSDP2's own function, which has set `.grad`. If a sum over ranks is
+        added to `.grad` later, `finished` restores missing gradients at that time.
+        """
         is_late = self._late is not None
         super().end()
         if self._aside is not None:
@@ -290,12 +319,12 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
             self.finished()
 
     def finished(self) -> None:
-        """Set `.grad` to None for parameters without a gradient on any rank, after the last sum of this backward."""
+        """Set `.grad` to None for parameters without a gradient on any rank, once no sum over ranks is in flight."""
         if not self._late_sums:
             self._unused.restore_none()
 
     def drop(self) -> None:
-        """Drop the sums that wait; call it between backwards."""
+        """Drop the unit's partial sums that wait for the cross-node hop; call this method between backwards."""
         if self.waiting:
             self.waiting = ()
             self._local_queue.submit(functools.partial(setattr, self, "_node_sums", None))
@@ -303,7 +332,7 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
     # ---- the two hops ----------------------------------------------------------------------------------------------
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
-        """Start the intra-node hop, and unless gradients wait the cross-node hop; see `SummingReduce.start`."""
+        """Start the intra-node hop, and also the cross-node hop unless gradients wait; see `SummingReduce.start`."""
         self._dtype, keep, indices = gradients.dtype, not self.crosses, self.reduced
         hop = _Hop(indices, self._flags_of(indices, gradients.device))
         inside = self._local_queue.submit(functools.partial(self._sum_inside, gradients, hop, keep=keep))
@@ -316,7 +345,13 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         return self._cross_queue.submit(functools.partial(self._sum_across, inside, hop, result), after=(inside,))
 
     def _sum_inside(self, gradients: torch.Tensor, hop: _Hop, *, keep: bool) -> torch.Tensor:
-        """Run the intra-node hop: [N L S] in FSDP2's rank order -> sums [N, S] of all backwards that wait."""
+        """Run the intra-node hop, and return the partial sums [N, S] over the node and over all waiting backwards.
+
+        Args:
+            gradients: [N L S] unreduced gradients of this backward, in FSDP2's rank order.
+            hop: parameters and flags of this reduction; the node's flags are stored in it.
+            keep: True if the returned partial sums wait for a later backward.
+        """
         num_nodes, num_local, device = self._cross.size, self._local.size, gradients.device
         codec, _ = self._codecs_of(hop.indices)
         # ---- exchange messages and flags inside the node
@@ -325,7 +360,7 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         sent[..., codec.message_bytes :][..., : len(hop.indices)] = hop.used
         received = self._local.all_to_all(sent, of=self.unit.name)  # [L, N, M]
         flags = received[..., codec.message_bytes :][..., : len(hop.indices)].amax(0)
-        # ---- add them to the sums that wait
+        # ---- add this backward's gradients to the partial sums of earlier backwards that wait
         if self._node_sums is None:
             sums = torch.empty(num_nodes, codec.layout.size, dtype=self._partial_dtype, device=device)
         else:
@@ -337,7 +372,13 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         return sums
 
     def _sum_across(self, inside: Work[torch.Tensor], hop: _Hop, result: torch.Tensor) -> torch.Tensor:
-        """Run the cross-node hop: sums [N, S] of a node -> `result`, this rank's [S] summed over the nodes."""
+        """Run the cross-node hop: sum the partial sums of all nodes into `result`, and return it.
+
+        Args:
+            inside: task of the intra-node hop, which returns the partial sums [N, S].
+            hop: parameters and flags of this reduction; the flags of all ranks are appended to it.
+            result: [S] tensor for this rank's flat shard of the gradients, summed over all ranks.
+        """
         (_, codec), sums = self._codecs_of(hop.indices), inside.join()
         assert hop.node_flags is not None
         sent = _empty(codec, hop, self._cross.size, device=result.device)
@@ -351,7 +392,12 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         return result
 
     def _with_layout(self, held: NodeSums, indices: tuple[int, ...]) -> NodeSums:
-        """Return a node's sums for the parameters `indices`, with zeros for those that `held` lacks."""
+        """Return waiting partial sums in the layout of the parameters `indices`.
+
+        Args:
+            held: partial sums of a subset of these parameters.
+            indices: indices of the parameters of the result, which has zeros for those that `held` lacks.
+        """
         if held.indices == indices:
             return held
         segments = dict(zip(indices, self.unit.segments_of(indices), strict=True))
@@ -363,7 +409,12 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         return NodeSums(indices, sums, flags)
 
     def _flags_of(self, indices: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """Return flags [P] uint8: 1 if this rank has a gradient of the parameter."""
+        """Return one flag per parameter, [P] uint8 on `device`: 1 if this rank has a gradient, 0 if zeros replace it.
+
+        Args:
+            indices: indices of the P parameters whose gradients are reduced.
+            device: device of the flags.
+        """
         on = tuple(index in self._present for index in indices)
         if on not in self._used_flags:
             self._used_flags[on] = torch.tensor(on, dtype=torch.uint8, device=device)
@@ -373,22 +424,26 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
 
     @property
     def feeds_back(self) -> bool:
-        """True if quantization errors of the cross-node hop are kept and added to the next gradients."""
+        """True if error feedback is on and the cross-node hop quantizes any gradient of the unit."""
         _, across = self._codecs_of(self.unit.trained)
         return self._feedback and any(part.scales is not None for part in across.layout.ranges)
 
     def errors(self, device: torch.device) -> Feedback | None:
-        """Return the error feedback, or None if it is off. Call it while no backward is running."""
+        """Return the error feedback of all trained parameters, or None if it is off.
+
+        Call this method while no backward is running.
+        """
         return self._errors_for(self.unit.trained, device)
 
     def settle_errors(self) -> None:
-        """Record that an optimizer step has used the gradients to which `kept_errors` belong."""
+        """Record that an optimizer step has used the last reduced gradients, so their error feedback stays valid."""
         self._errors_settled = True
 
     def _errors_for(self, indices: tuple[int, ...], device: torch.device) -> Feedback | None:
-        """Return the error feedback in the layout of the parameters `indices`; None if it is off.
+        """Return the error feedback in the layout of the gradients of these parameters; None if it is off.
 
-        If the layout changes, parameters in both layouts keep their errors and new ones start at zero.
+        If the layout changes, parameters of both layouts keep their quantization errors. The errors of other parameters
+        start at zero.
         """
         if not self._feedback:
             return None
@@ -402,9 +457,9 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         return self.kept_errors
 
     def _drop_discarded_errors(self) -> None:
-        """Drop quantization errors of gradients that the program has cleared.
+        """Drop the quantization errors of gradients that the program has cleared before an optimizer step used them.
 
-        A zero scale drops them, without waiting for the device.
+        Scales of zero make the stored errors zero, and the host need not wait for the device.
         """
         if self._errors_settled or self._late_sums or self.kept_errors is None:
             return
@@ -416,7 +471,10 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
                 scales.mul_(gradient._local_tensor.any())
 
     def _parts_of_errors(self) -> list[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
-        """Return (index, (payload, scales)) of the error feedback of each parameter that is quantized."""
+        """Return the error feedback by parameter, as (index of the parameter, (quantized errors, their scales)).
+
+        Parameters whose gradients are not quantized have no entry.
+        """
         assert self.kept_errors is not None
         _, across = self._codecs_of(self._errors_of)
         segments = self.unit.segments_of(self._errors_of)
@@ -426,14 +484,14 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
 
 
 class _Hop:
-    """The layout and flags of one reduction of a unit.
+    """The parameters of one reduction of a unit, and the flags that say which ranks had gradients of them.
 
     Args:
-        indices: indices of the parameters whose gradients are reduced.
-        used: [P] uint8, 1 if this rank has a gradient of the parameter.
+        indices: indices of the P parameters whose gradients are reduced.
+        used: [P] uint8: 1 if this rank has a gradient of the parameter.
     Attributes:
-        node_flags: [N, P] flags of the node's sums.
-        flags: receives the flags [P] that arrive with the result.
+        node_flags: [N, P] uint8: 1 if any rank of this node had a gradient; set by the intra-node hop.
+        flags: list to which the cross-node hop appends flags [P]: 1 if any rank of the job had a gradient.
     """
 
     def __init__(self, indices: tuple[int, ...], used: torch.Tensor) -> None:
@@ -443,11 +501,18 @@ class _Hop:
 
 
 def _columns(segment: Segment) -> slice:
-    """Return the columns of a flat shard that hold a segment."""
+    """Return the slice of a flat shard that holds the elements of one parameter's segment."""
     return slice(segment.start, segment.stop)
 
 
 def _empty(codec: Codec, hop: _Hop, *peers: int, device: torch.device) -> torch.Tensor:
-    """Allocate messages [*peers, bytes] to pack into, with room for the hop's flags after each message."""
+    """Allocate zeroed messages [*peers, bytes] uint8 with room for the reduction's flags after each message.
+
+    Args:
+        codec: codec of the gradients, which sets the bytes of a message without flags.
+        hop: parameters of the reduction, each of which has a flag of one byte.
+        peers: leading dims of the result.
+        device: device of the messages.
+    """
     size = codec.message_bytes + align(len(hop.indices))
     return torch.zeros(*peers, size, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""The sharding units of a model that a program has wrapped: checks of its options, and the state that it may change.
+"""The sharding units of models of `megazpp.zeropp`: checks of FSDP2's options, and settings that a program may change.
 
 This file and zero/units.py read FSDP2's private objects.
 """
@@ -21,7 +21,7 @@ from megazpp.zero.units import Unit, find_units
 from megazpp.zero.wire import plan_segments
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
-# The end of the error messages about hooks that would run before the reduction has finished
+# The end of error messages about hooks that would see a gradient before its reduction is complete
 EARLY = (
     ", which would see gradients before they are reduced: set ZeroConfig(overlap_grad_reduce=False), and run no "
     "backward inside accumulate()"
@@ -30,22 +30,22 @@ EARLY = (
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramUnit(Unit):
-    """A sharding unit that a program has wrapped by `fully_shard`.
+    """A sharding unit of a model of `megazpp.zeropp`, which the program or `zeropp` has wrapped with `fully_shard`.
 
-    If `fully_shard` has placed the parameters of one call on two meshes, as torchtitan does with experts, FSDP2 gathers
-    them in two parameter groups. Each group is a unit.
+    If one call of `fully_shard` has parameters on two meshes, as torchtitan's calls for experts, FSDP2 makes two
+    parameter groups. Each group is a unit.
     """
 
-    index: int = 0  # the number of the unit among FSDP2's parameter groups of its modules
+    index: int = 0  # index of the unit's group among the parameter groups that FSDP2 has made of the unit's modules
 
-    # ---- dtypes and requested gradients ----------------------------------------------------------------------------
+    # ---- dtypes, FSDP2's settings and its mesh ---------------------------------------------------------------------
 
     @property
     def gather_dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtype in which FSDP2 gathers each parameter.
+        """The dtype in which FSDP2 gathers each parameter of the unit.
 
-        This is `param_dtype` of the mixed-precision policy for floating-point parameters, and the parameter's dtype
-        otherwise.
+        For floating-point parameters this is `param_dtype` of the mixed-precision policy, if it is set. Otherwise it is
+        the dtype of the parameter.
         """
         found = []
         for p in self._group.fsdp_params:  # torch 2.15 has a policy per parameter (`param_dtype_override_fn`)
@@ -55,10 +55,11 @@ class ProgramUnit(Unit):
 
     @property
     def reduce_dtypes(self) -> set[torch.dtype]:
-        """The dtypes in which the gradients of the trained parameters would be reduced; ZeRO++ supports one per unit.
+        """The dtypes in which FSDP2 reduces the gradients of the unit's trained parameters.
 
-        Without `reduce_dtype` in the mixed-precision policy, FSDP2 of torch 2.15 reduces in the parameter's
-        `grad_dtype`, which is by default its own dtype. Earlier versions reduce in the dtype of the gathered parameter.
+        Without `reduce_dtype` in the mixed-precision policy, torch 2.15 reduces a gradient in the parameter's
+        `grad_dtype`, by default the dtype of the sharded parameter. Earlier versions reduce it in the dtype of the
+        gathered parameter. ZeRO++ supports one dtype per unit.
         """
         found, gathered = set(), self.gather_dtypes
         for index in self.trained:
@@ -68,46 +69,52 @@ class ProgramUnit(Unit):
 
     @property
     def gradient_divide_factor(self) -> float | None:
-        """The value of `FSDPModule.set_gradient_divide_factor`; None means the number of data ranks."""
+        """The divisor of gradient sums that `FSDPModule.set_gradient_divide_factor` has set.
+
+        None stands for the number of data ranks.
+        """
         return self._group.gradient_divide_factor
 
     @property
     def is_trained(self) -> tuple[bool, ...]:
-        """For each parameter, True if it requires a gradient now."""
+        """One bool per parameter of the unit: True if the parameter requires a gradient now."""
         return tuple([p.sharded_param.requires_grad for p in self._group.fsdp_params])
 
     @property
     def zero_fills(self) -> bool:
-        """True if `FSDPModule.set_reduce_scatter_unused_params` is set.
+        """True if the program has called `FSDPModule.set_reduce_scatter_unused_params(True)`.
 
-        FSDP2 then gives parameters without a gradient zeros instead of None.
+        FSDP2 then sets `.grad` of parameters without a gradient to zeros instead of None.
         """
         return bool(getattr(self._group, "reduce_scatter_unused_params", False))
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh over which FSDP2 shards the unit."""
+        """The device mesh over which FSDP2 shards the unit's parameters."""
         return self._group.mesh_info.mesh
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks over which FSDP2 shards the unit."""
+        """The global ranks over which FSDP2 shards the unit's parameters."""
         return tuple(dist.get_process_group_ranks(self._group.mesh_info.shard_process_group))
 
     # ---- collectives and checks ------------------------------------------------------------------------------------
 
     def use_comms(self, gather: Any, reduce: Any) -> None:
-        """Replace FSDP2's collectives of the unit. `FSDPModule.set_custom_all_gather` refuses modules of two units."""
+        """Replace FSDP2's all-gather and reduce-scatter of the unit by `gather` and `reduce`.
+
+        FSDP2's own setters, such as `set_custom_all_gather`, refuse modules that have two parameter groups.
+        """
         self._group._all_gather_comm, self._group._reduce_scatter_comm = gather, reduce
 
     def check_fsdp2(self) -> None:
-        """Raise ValueError if the unit uses an FSDP2 option that ZeRO++ does not support."""
-        # ---- options of the unit
+        """Raise ValueError if the unit uses an option of FSDP2 or a type of parameters that ZeRO++ does not support."""
+        # ---- FSDP2's options for the unit
         group = self._group
         if isinstance(group.offload_policy, CPUOffloadPolicy):
             raise ValueError(
-                f"{self.name} has CPUOffloadPolicy, which ZeRO++ does not support; call fully_shard without "
-                "offload_policy"
+                f"{self.name} was wrapped with CPUOffloadPolicy, which ZeRO++ does not support: call fully_shard "
+                "without offload_policy"
             )
         if group.post_forward_mesh_info not in (None, group.mesh_info):
             raise ValueError(
@@ -119,45 +126,47 @@ class ProgramUnit(Unit):
             if not (kind.__module__.startswith("torch.") and kind.__name__.startswith("Default")):
                 raise ValueError(
                     f"{self.name} uses {kind.__name__} for its {name}, which ZeRO++ would replace: remove the call "
-                    "that sets it"
+                    "that installs this class"
                 )
-        # ---- types and dtypes of its parameters
+        # ---- types and dtypes of the unit's parameters
         for parameter, p in zip(self.parameters, group.fsdp_params, strict=True):
             kind = type(p.sharded_param._local_tensor)
             if kind is not torch.Tensor:
                 raise ValueError(
-                    f"{parameter.name} is a {kind.__name__}, a tensor subclass with its own all-gather: ZeRO++ needs "
-                    "plain tensors; keep weights in bf16 or fp32 (torchao: enable_fsdp_float8_all_gather=False)"
+                    f"{parameter.name} is a {kind.__name__}, a tensor subclass with its own all-gather, but ZeRO++ "
+                    "supports only plain tensors: keep weights in bf16 or fp32 (torchao: "
+                    "enable_fsdp_float8_all_gather=False)"
                 )
         self.check_dtypes()
 
     def check_dtypes(self) -> None:
         """Raise ValueError if the gradients of the unit would be reduced in a dtype that ZeRO++ does not support."""
-        # torch 2.15 sorts the gradients of a unit by this dtype, so that messages would have another layout
+        # torch 2.15 sorts the gradients of a unit by `grad_dtype`. With several dtypes, FSDP2 would pass gradients in
+        # another order than the unit's messages have.
         if len({getattr(self._group.fsdp_params[index], "sharded_grad_dtype", None) for index in self.trained}) > 1:
             raise ValueError(
-                f"the parameters of {self.name} have several values of grad_dtype, and ZeRO++ needs one per unit of "
-                "fully_shard: set the same grad_dtype for all of them"
+                f"the parameters of {self.name} have several values of grad_dtype, but ZeRO++ supports only one in all "
+                "parameters of a fully_shard call: set the same grad_dtype for all of them"
             )
         for dtype in self.reduce_dtypes - set(QUANTIZABLE):
             name = self.parameters[self.trained[0]].name
             raise ValueError(
-                f"the gradients of {self.name} ({name} and others) are reduced in {dtype}: ZeRO++ reduces fp32, bf16 "
-                "and fp16; call model.float() before the first forward, or set "
+                f"FSDP2 reduces the gradients of {self.name} ({name} and others) in {dtype}, but ZeRO++ supports only "
+                "fp32, bf16 and fp16: call model.float() before the first forward, or set "
                 "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
             )
 
     def refuse_other_comms(self) -> None:
-        """Raise RuntimeError if the program has replaced this project's collectives since they were installed."""
+        """Raise RuntimeError if the program has replaced ZeRO++'s collectives of the unit since `zeropp` was called."""
         for comm, name in self._comms:
             if not type(comm).__module__.startswith("megazpp."):
                 raise RuntimeError(
-                    f"{self.name} uses {type(comm).__name__} for its {name}, which was set after the call of "
-                    "megazpp.zeropp and replaces ZeRO++: remove the call that sets it"
+                    f"{self.name} uses {type(comm).__name__} for its {name}. It was installed after the call of "
+                    "megazpp.zeropp and replaces ZeRO++: remove the call that installs this class"
                 )
 
     def refuse_gradient_hooks(self) -> None:
-        """Raise RuntimeError if a hook of the unit would read gradients while their reduction is still in flight."""
+        """Raise RuntimeError if a hook would see gradients of the unit while their reduction is still in flight."""
         for p, parameter in zip(self._group.fsdp_params, self.parameters, strict=True):
             if getattr(p.sharded_param, "_post_accumulate_grad_hooks", None):
                 raise RuntimeError(f"{parameter.name} has a post-accumulate-grad hook{EARLY}")
@@ -166,30 +175,30 @@ class ProgramUnit(Unit):
 
     @property
     def has_our_comms(self) -> bool:
-        """True if this project's collectives are installed in the unit."""
+        """True if `megazpp.zeropp` has installed its collectives in the unit."""
         return type(self._group._all_gather_comm).__module__.startswith("megazpp.")
 
     def origins(self) -> list[tuple[str, object]]:
-        """Return the name and the original parameter's identity of each parameter.
+        """Return (name, identity) of each parameter of the unit, with which a caller finds parameters of two units.
 
-        Two units with the same identity share a parameter. torch 2.11 does not record identities, so they never match
-        there.
+        The identity is that of the parameter before FSDP2 replaced it. Equal identities in two units mean that the
+        units share a parameter. torch 2.11 does not record identities, so there they are never equal.
         """
         found = zip(self.parameters, self._group.fsdp_params, strict=True)
         return [(parameter.name, getattr(p, "_orig_param_uid", id(p))) for parameter, p in found]
 
     @property
     def _comms(self) -> tuple[tuple[object, str], tuple[object, str]]:
-        """The unit's all-gather and reduce-scatter, each with its name for messages."""
+        """The unit's all-gather and reduce-scatter, each as a pair of the object and its name for messages."""
         return (self._group._all_gather_comm, "all-gathers"), (self._group._reduce_scatter_comm, "reduce-scatters")
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def stepped(self, held: Collection[int] | None) -> tuple[bool, ...]:
-        """Return, for each parameter, True if a step of an optimizer may change it.
+        """Return one bool per parameter of the unit: True if a step of an optimizer may change the parameter.
 
         Args:
-            held: `id`s of the tensors that the optimizer holds; None means all tensors.
+            held: `id`s of the tensors in the optimizer's parameter groups; None means all parameters.
         """
         shards = [p.sharded_param for p in self._group.fsdp_params]
         return tuple([
@@ -198,16 +207,16 @@ class ProgramUnit(Unit):
         ])  # fmt: skip
 
     def padded_shards(self) -> list[torch.Tensor]:
-        """Return this rank's shard of each parameter, 1-D and with FSDP2's padding.
+        """Return this rank's shard of each parameter of the unit, as 1-D tensors with FSDP2's padding.
 
-        FSDP2 gathers from these tensors. They exist also while the unit is gathered.
+        They are the tensors from which FSDP2 gathers, and they exist also while the unit is gathered.
         """
         return [p._sharded_param_data for p in self._group.fsdp_params]
 
     def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
-        """Return a function that builds this rank's flat shard; see `Unit.shard_reader`.
+        """Return a function that copies this rank's shards into a new flat shard [S]; see `Unit.shard_reader`.
 
-        A unit whose parameters have several dtypes is gathered as bytes [S] uint8.
+        If the parameters have several dtypes, FSDP2 gathers bytes, and the flat shard is [S] uint8.
         """
         if dtype != torch.uint8 or not self.is_sharded:
             return super().shard_reader(dtype)
@@ -226,21 +235,21 @@ class ProgramUnit(Unit):
 
     @property
     def is_gathered(self) -> bool:
-        """True if FSDP2 holds the gathered parameters of the unit now."""
+        """True if the unit is gathered now: FSDP2 has not freed its gathered parameters since the last use."""
         return bool(self._group.is_unsharded)
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 
     def gradient(self, index: int) -> Any:
-        """Return the `.grad` that FSDP2 has set on a parameter's shard: a DTensor or None."""
+        """Return the reduced gradient of the unit's parameter `index`: the `.grad` of its shard, a DTensor or None."""
         return self._group.fsdp_params[index].sharded_param.grad
 
     def shard_id(self, index: int) -> int:
-        """Return the `id` of a parameter's sharded DTensor, the tensor that optimizers hold."""
+        """Return the `id` of the sharded DTensor of the unit's parameter `index`, the tensor that optimizers hold."""
         return id(self._group.fsdp_params[index].sharded_param)
 
     def swap_gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """Set the `.grad` of all parameters' shards, and return the previous ones."""
+        """Set the `.grad` of all shards of the unit to `gradients`, one per parameter, and return the previous ones."""
         shards = [p.sharded_param for p in self._group.fsdp_params]
         before = [shard.grad for shard in shards]
         for shard, gradient in zip(shards, gradients, strict=True):
@@ -248,21 +257,27 @@ class ProgramUnit(Unit):
         return before
 
     def clear_gradient(self, index: int) -> None:
-        """Set the `.grad` of a parameter's shard to None."""
+        """Set the `.grad` of the shard of the unit's parameter `index` to None."""
         self._group.fsdp_params[index].sharded_param.grad = None
 
     def force_sums(self) -> None:
-        """Make FSDP2 request plain sums and divide them itself, even if the program has changed that setting since."""
+        """Make FSDP2 ask its reduce-scatter for sums, which FSDP2 then divides, instead of for means.
+
+        ZeRO++ calls this method before each reduction, because the program may have changed the setting.
+        """
         self._group.force_sum_reduction_for_comms = True
 
     @functools.cached_property
     def _group(self) -> Any:
-        """FSDP2's private object for the unit; it stays the same for the lifetime of the unit's modules."""
+        """FSDP2's private object (`FSDPParamGroup`) for the unit, the same for the lifetime of the unit's modules."""
         return _groups_of(self.modules[0])[self.index]
 
 
 def find_program_units(model: nn.Module) -> list[ProgramUnit]:
-    """Return the sharding units of a model that a program has wrapped; see `find_units`."""
+    """Return the sharding units of a model of `megazpp.zeropp`, one per parameter group of FSDP2.
+
+    See `find_units`. A module whose parameters are on two meshes has two units.
+    """
     found = list[ProgramUnit]()
     for unit in find_units(model, unit_class=ProgramUnit):
         groups = _groups_of(unit.modules[0])
@@ -279,7 +294,7 @@ def find_program_units(model: nn.Module) -> list[ProgramUnit]:
 
 
 def _groups_of(module: Any) -> list[Any]:
-    """Return FSDP2's parameter groups of a wrapped module. torch 2.11 and 2.12 have one at most."""
+    """Return FSDP2's parameter groups (`FSDPParamGroup`) of a wrapped module; torch 2.11 and 2.12 allow only one."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return [state._fsdp_param_group] if groups is None else groups

@@ -1,4 +1,4 @@
-"""Wrapping of a model by FSDP2, for `megazpp.zeropp` with a model that is not wrapped yet."""
+"""Wrap a model with FSDP2, for a call of `megazpp.zeropp` whose model `fully_shard` has not wrapped yet."""
 
 from __future__ import annotations
 
@@ -16,21 +16,31 @@ from megazpp.drop_in.units import QUANTIZABLE
 
 
 def mesh_to_wrap(model: nn.Module, fsdp: Mapping[str, Any]) -> DeviceMesh:
-    """Return the mesh on which `zeropp` wraps a model: the one in `fsdp`, or otherwise one of all ranks.
+    """Return the device mesh over which `zeropp` shards a model that is not wrapped yet.
 
+    Args:
+        model: model to wrap.
+        fsdp: keyword arguments of `fully_shard`. If they contain a mesh, it is returned; otherwise the mesh has all
+            ranks of the job.
     Raises:
         RuntimeError: there is no process group.
-        TypeError, ValueError: `fsdp` has another kind of mesh, or the process group has no back end for the device of
-            the model.
+        TypeError, ValueError: the mesh in `fsdp` has a wrong type or several dims, or the process group has no back end
+            for the model's device.
     """
     world = dist.group.WORLD
     if world is None:
-        raise RuntimeError("megazpp.zeropp needs a process group: call torch.distributed.init_process_group first")
+        raise RuntimeError(
+            "megazpp.zeropp requires a process group, but there is none: call init_process_group of torch.distributed "
+            "first"
+        )
     if (mesh := fsdp.get("mesh")) is not None:
         if not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"mesh is a {type(mesh).__name__}, not a DeviceMesh")
+            raise TypeError(f"the argument mesh is a {type(mesh).__name__}: pass a DeviceMesh, or leave it out")
         if mesh.ndim > 1:
-            raise ValueError(f"{mesh} has {mesh.ndim} dims: HSDP and further mesh dims are not supported; pass one dim")
+            raise ValueError(
+                f"the argument mesh, {mesh}, has {mesh.ndim} dims: HSDP and further mesh dims are not supported; pass "
+                "a mesh of one dim"
+            )
         return mesh
     device_type = next(model.parameters()).device.type
     if device_type == "meta":
@@ -41,11 +51,15 @@ def mesh_to_wrap(model: nn.Module, fsdp: Mapping[str, Any]) -> DeviceMesh:
             f"the model is on {device_type}, but the process group has no back end for {device_type}: move the model "
             f"to {' or '.join(supported)} before the call of megazpp.zeropp"
         )
-    return DeviceMesh.from_group(world, device_type)  # the world's group keeps the user's timeout
+    return DeviceMesh.from_group(world, device_type)  # a mesh over the default group has the timeout of the user
 
 
 def dtype_when_wrapped(model: nn.Module, fsdp: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype in which weights will be gathered when `fully_shard` has wrapped the model with `fsdp`."""
+    """Return the dtype in which FSDP2 will gather weights after `fully_shard(model, **fsdp)`.
+
+    It is `param_dtype` of the mixed-precision policy, if that is set. Otherwise it is the dtype of the first parameter
+    in fp32, bf16 or fp16, or fp32 if there is no such parameter.
+    """
     policy = fsdp.get("mp_policy")
     given: torch.dtype | None = getattr(policy, "param_dtype", None)
     own = (parameter.dtype for parameter in model.parameters())
@@ -53,26 +67,31 @@ def dtype_when_wrapped(model: nn.Module, fsdp: Mapping[str, Any]) -> torch.dtype
 
 
 def wrap_model(model: nn.Module, mesh: DeviceMesh, fsdp: Mapping[str, Any]) -> ReplacedParameters:
-    """Call `fully_shard` on each repeated block and then on the whole model, over the ranks of `mesh`.
+    """Call `fully_shard` on each repeated block of a model, and then on the model itself.
 
+    Args:
+        model: model to wrap.
+        mesh: device mesh over which parameters are sharded.
+        fsdp: further keyword arguments of `fully_shard`.
     Returns:
-        The parameters that this has replaced.
+        The model's previous parameters, which FSDP2 has replaced.
     """
     blocks, before = repeated_blocks(model), dict(model.named_parameters())
-    for block in reversed(blocks):  # a block inside another one comes first
+    for block in reversed(blocks):  # FSDP2 requires that inner blocks are wrapped before outer blocks
         fully_shard(block, **{**fsdp, "mesh": mesh})
     fully_shard(model, **{**fsdp, "mesh": mesh})
-    kept = {id(parameter) for parameter in model.parameters()}  # those in `ignored_params`
+    kept = {id(parameter) for parameter in model.parameters()}  # FSDP2 keeps the parameters in `ignored_params`
     return ReplacedParameters({name: each for name, each in before.items() if id(each) not in kept})
 
 
 class ReplacedParameters:
-    """The parameters that `fully_shard` has replaced in a model, by which optimizers are recognized that train nothing.
+    """The parameters of a model before `zeropp` wrapped it, with which optimizers without effect are detected.
 
-    Such an optimizer was created before the model was wrapped. Its parameters get no gradients any more.
+    If an optimizer was created before the model was wrapped, it holds these parameters. They get no gradients any more,
+    so the optimizer would train nothing.
 
     Args:
-        replaced: the parameters by name.
+        replaced: replaced parameters by name.
     """
 
     def __init__(self, replaced: Mapping[str, nn.Parameter]) -> None:
@@ -80,25 +99,25 @@ class ReplacedParameters:
         self._checked = weakref.WeakSet[torch.optim.Optimizer]()
 
     def refuse(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError before the first step of an optimizer that holds such a parameter."""
+        """Raise RuntimeError if the optimizer holds a replaced parameter; call this method before each of its steps."""
         if optimizer in self._checked:
             return
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             reference, name = self._references.get(id(parameter), (None, ""))
             if reference is not None and reference() is parameter:
                 raise RuntimeError(
-                    f"the optimizer holds {name} as it was before megazpp.zeropp wrapped the model, so it would train "
-                    "nothing: create the optimizer after the call of megazpp.zeropp"
+                    f"the optimizer holds the parameter {name} from before megazpp.zeropp wrapped the model, so it "
+                    "would train nothing: create the optimizer after the call of megazpp.zeropp"
                 )
         self._checked.add(optimizer)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model in order, each one once. Each one becomes a sharding unit.
+    """Return the repeated blocks of a model, such as its transformer layers, in order and without repetitions.
 
-    These are the modules that Hugging Face's `_no_split_modules` names, without the model itself. Without that
-    attribute they are the items of a list or Sequential whose modules all have the same type. Of several such lists,
-    the one with the most parameters counts.
+    `zeropp` makes each block a sharding unit. Blocks are the modules whose classes Hugging Face's `_no_split_modules`
+    names, without the model itself. If a model has no such modules, they are the items of a ModuleList or Sequential in
+    which all modules have the same type. Of several such lists, the list with the most parameters counts.
 
     Raises:
         ValueError: the model has no repeated blocks.
@@ -109,11 +128,11 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         lists = (m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1)
         alike = [items for items in lists if len({type(item) for item in items}) == 1]
         largest = max(alike, key=lambda items: sum(p.numel() for p in items.parameters()), default=())
-        # a model may use one block several times, and then its list has it several times
+        # A list may contain one block several times, if the model uses the block several times.
         blocks = [block for block in dict.fromkeys(largest) if next(block.parameters(), None) is not None]
     if not blocks:
         raise ValueError(
-            f"{type(model).__name__} has no list of blocks of one type: wrap its parts with fully_shard, then call "
-            "zeropp"
+            f"{type(model).__name__} has no list of blocks of one type, so megazpp.zeropp cannot choose what to wrap: "
+            "wrap submodules and then the model with fully_shard, and call megazpp.zeropp after that"
         )
     return blocks

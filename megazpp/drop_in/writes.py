@@ -1,23 +1,29 @@
-"""Detection of writes to weights, and the votes of all ranks before a forward.
+"""Detection of a program's writes to weights, and the votes of all ranks before a forward, for `megazpp.zeropp`.
 
 Before each forward all ranks vote on which units must send their weights across nodes. They also compare whether they
-accumulate gradients (accumulate.py). One file of more than 300 lines, so that a vote can be read in one place from its
-reasons to its result.
+accumulate gradients (accumulate.py). This file is longer than most, so that a reader finds a vote's reasons and its
+result in one place.
 
-A rank sees only its own shards. If it decided alone, ranks could call different collectives and deadlock. So each
-forward of an outermost FSDP2 module begins with a vote, one byte per unit and one about the gradients:
+A rank sees only its own shards. If each rank decided alone, ranks could call different collectives and deadlock. So
+each forward of an outermost FSDP2 module begins with a vote, one byte per unit and one about the gradients:
 
-    own vote     the message that this rank needs to send: none, a difference or the trained part, or whole weights
+    own vote     what this rank needs to send of the unit: nothing, a weight delta or the trained parameters, or whole
+                 weights
     exchange     bitwise or over the ranks of a node, then over nodes (and over tensor-parallel ranks), in a thread
                  and over separate gloo groups
-    result       for each unit, all ranks send every message that any rank has voted for
+    result       for each unit, all ranks send every kind of message for which any rank has voted
 
 A rank that votes for whole weights knows the result for that unit and sends at once, so a training step does not wait
-for votes. A forward in which this rank has nothing to send waits for the result, 1.5 round trips between nodes,
-because gloo announces a message before it sends it.
+for votes. If a rank has nothing to send, its forward waits for the result. This takes 1.5 round trips between nodes,
+because gloo announces a message before it sends the message.
 
-A rank votes for a unit for one of four reasons: an optimizer that holds its parameters has stepped, a version counter
-has moved, `Handle.invalidate_weights` was called, or the checksum of its shard has changed since the shard was sent.
+A rank votes for a message of a unit for one of four reasons:
+
+- an optimizer that holds the unit's parameters has stepped
+- a version counter of the shard has moved
+- the program has called `Handle.invalidate_weights`
+- the checksum of the shard has changed since the shard was sent
+
 The checksum detects writes that move no counter (`parameter.data`, `to_local()`, `torch._foreach_*`). It is computed
 at most once per forward, and only if the other reasons do not apply. A backward uses the weights of its forward.
 
@@ -47,18 +53,18 @@ from megazpp.zero.comms import CommContext
 from megazpp.zero.gather import InterNodeMessage
 from megazpp.zero.schedule import in_backward
 
-# A vote is an `InterNodeMessage`, possibly with this bit, which says that the last forward used outdated weights.
+# A vote on a unit is an `InterNodeMessage`. The additional bit LATE says that the last forward used outdated weights.
 LATE = 4
 
 
 class WatchedGather(ProgramGather):
-    """A two-hop all-gather that sends weights between nodes when the ranks have voted for it.
+    """The all-gather of a unit's weights in two hops, which sends weights between nodes when ranks have voted for it.
 
-    If only some parameters of a unit are trained, an optimizer step sends only those between nodes.
+    If the program trains only some parameters of the unit, only these cross nodes after an optimizer step.
 
     Attributes:
-        watch: the votes on all units; set before the first use.
-        ballot: the last vote on this unit; None after a use has sent the weights that it decided on.
+        watch: votes of the ranks on all units of the model; set before the first use.
+        ballot: last vote on this unit; None after the unit's weights were sent as this vote has decided.
     """
 
     watch: WriteWatch
@@ -66,26 +72,34 @@ class WatchedGather(ProgramGather):
     def __init__(self, unit: ProgramUnit, context: CommContext) -> None:
         super().__init__(unit, context)
         self.ballot: Ballot | None = None
-        self._trained: tuple[bool, ...] = ()  # `Unit.is_trained` when the shard was last sent
-        # [2] checksums of the shards that were sent last: frozen parameters, trained parameters
+        self._trained: tuple[bool, ...] = ()  # `ProgramUnit.is_trained` when the shard was last sent
+        # [2] checksums of the shards when they were last sent: of the frozen and of the trained parameters
         self._sums: torch.Tensor | None = None
-        self._loaded: dict[str, torch.Tensor] = {}  # given to `load_kept` and not restored yet
+        self._loaded: dict[str, torch.Tensor] = {}  # argument of `load_kept` until `restore_kept` uses it
 
     @property
     def has_parts(self) -> bool:
-        """True if the unit can send less than whole weights: a difference, or only its trained parameters."""
+        """True if the unit can send less than all its weights: a weight delta, or only its trained parameters."""
         return self.secondary.sends_differences or len(set(self._trained)) > 1
 
     def before_step(self, held: Collection[int] | None = None) -> None:
-        """Make the next use send whole weights if the weights were written to before this step.
+        """Prepare for an optimizer step: if the program has written to the weights, the next use sends whole weights.
 
         See `TwoHopGather.before_step`.
+
+        Args:
+            held: `id`s of the sharded parameters that the optimizer holds; None means all parameters.
         """
         if any(self.unit.stepped(held)) and self.vote() == InterNodeMessage.KEYFRAME:
             self.drop()
 
     def after_step(self, *, keyframe: bool, held: Collection[int] | None = None) -> None:
-        """Record the step of an optimizer that holds parameters of the unit; see `TwoHopGather.after_step`."""
+        """Record an optimizer step, if it may have changed parameters of this unit; see `TwoHopGather.after_step`.
+
+        Args:
+            keyframe: True if the next use must send whole weights.
+            held: `id`s of the sharded parameters that the optimizer holds; None means all parameters.
+        """
         stepped = self.unit.stepped(held)
         if not any(stepped):
             return
@@ -95,16 +109,17 @@ class WatchedGather(ProgramGather):
             self.drop()
         elif any(each and trained for each, trained in zip(stepped, self._trained, strict=True)):
             self._has_stepped, self._received = True, None
-            if self.secondary.sends_differences:  # a later write is not part of this step's difference
+            if self.secondary.sends_differences:  # store the state after the step, to detect a later write to weights
                 self._crossed.wait()
                 self._keep_sums()
                 self._made_from = self.unit.fingerprint()
         self._after_step = self.unit.fingerprint()
 
     def _keeps_frozen(self) -> bool:
-        """Return True if an optimizer step has not changed the frozen parameters, whose gradients may be zeros.
+        """Return True if an optimizer step has left the unit's frozen parameters unchanged, as checksums show.
 
-        The host waits for the device. Only a parameter that was frozen while it had a gradient needs this.
+        A frozen parameter can change if the program has frozen it while it had a gradient. The host waits for the
+        device. With weight deltas, return False without a check.
         """
         assert self._sums is not None
         assert self._made_from is not None
@@ -119,7 +134,7 @@ class WatchedGather(ProgramGather):
         return True
 
     def next_crossing(self) -> InterNodeMessage:
-        """Return the kind of message that this rank has to send, including the evidence of checksums.
+        """Return the kind of message that this rank needs to send between nodes, after a comparison of checksums.
 
         On CUDA the host waits for the device.
         """
@@ -127,7 +142,10 @@ class WatchedGather(ProgramGather):
         return max([vote, *(kind for differs, kind in self.unknown(vote) if differs)])
 
     def vote(self) -> InterNodeMessage:
-        """Return the kind of message that this rank needs to send, judged without a checksum."""
+        """Return the kind of message that this rank needs to send between nodes, without a comparison of checksums.
+
+        Version counters and recorded optimizer steps decide, so the host does not wait for the device.
+        """
         if self.secondary.messages is None or self._made_from is None or self._trained != self.unit.is_trained:
             return InterNodeMessage.KEYFRAME
         moved = [now != then for now, then in zip(self.unit.fingerprint(), self._made_from, strict=True)]
@@ -137,11 +155,11 @@ class WatchedGather(ProgramGather):
         return max([InterNodeMessage.NOTHING, *kinds, *([self._kind_of(True)] if self._has_stepped else ())])
 
     def unknown(self, vote: InterNodeMessage) -> Iterator[tuple[torch.Tensor, InterNodeMessage]]:
-        """Compare checksums of the parts of the unit that `vote` does not send.
+        """Compare checksums of those parameters of the unit that a message of the kind `vote` does not send.
 
         Yields:
-            (differs, kind): a bool tensor on the device, True if the part was written to, and the kind to vote for
-            then.
+            (differs, kind): `differs` is a bool tensor on the device, True if the program has written to the frozen or
+            to the trained parameters. `kind` is the kind of message for which this rank must vote in that case.
         """
         if vote == InterNodeMessage.KEYFRAME:
             return
@@ -153,11 +171,11 @@ class WatchedGather(ProgramGather):
                 yield checksum(shards) != self._sums[int(trained)], kind
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint needs of the resident weights; the unit must send differences.
+        """Return the tensors with which a checkpoint can restore the unit's resident weights, by name.
 
-        The entries are this rank's row of the resident weights, the checksum of the shard that they belong to, the
-        kind of message that the next use sends, and the sizes of the last differences. There are none if the next use
-        sends whole weights.
+        The unit must send weight deltas. The entries are this rank's row of the resident weights, the checksum of the
+        shard to which they belong, the kind of message that the next use sends, and the sizes of the last weight
+        deltas. The dict is empty if the next use sends whole weights.
         """
         if self._loaded:
             return self._loaded
@@ -170,17 +188,27 @@ class WatchedGather(ProgramGather):
         return {"row": row, "sum": self._sums[1], "crossing": torch.tensor(crossing, device="cpu"), "recent": recent}
 
     def load_kept(self, kept: dict[str, torch.Tensor]) -> None:
-        """Make the next use send whole weights, or restore `kept` before the next forward if all ranks can."""
+        """Load the resident weights that `kept` has returned for a checkpoint.
+
+        Before the next forward they are restored, if they fit the unit's weights on all ranks. Otherwise the next use
+        sends whole weights.
+        """
         self.drop()
-        self.lossless().recent.zero_()  # equal on all ranks, because it gives the size of the next message
+        self.lossless().recent.zero_()  # must be equal on all ranks, because it sets the size of the next message
         self._loaded, self.watch.has_loaded = kept, True
 
     def fits(self) -> bool:
-        """Return True if `load_kept` got the resident weights that belong to this rank's shard as it is now."""
+        """Return True if the resident weights that `load_kept` got belong to the present weights of this rank."""
         return bool(self._loaded) and bool(checksum(self.unit.padded_shards()) == self._loaded["sum"])
 
     def restore_kept(self, *, fits: bool) -> bool:
-        """Restore the loaded resident weights if they fit on all ranks; return False if this rank's are dropped."""
+        """Restore the resident weights that `load_kept` got, or drop them.
+
+        Args:
+            fits: True if they fit the unit's weights on all ranks.
+        Returns:
+            False if this rank has dropped loaded weights, otherwise True.
+        """
         loaded, self._loaded = self._loaded, {}
         if not fits:
             return not loaded
@@ -194,33 +222,41 @@ class WatchedGather(ProgramGather):
         return True
 
     def _crossings(self, *, early: bool = False) -> Iterable[InterNodeMessage]:
-        """Return the kinds of messages to send between nodes, as voted; see `TwoHopGather._crossings`."""
-        if self.secondary.messages is None:  # equal on all ranks, so no vote is needed
+        """Return the kinds of messages to send between nodes, as ranks have voted; see `TwoHopGather._crossings`."""
+        if self.secondary.messages is None:  # the unit's first use, on all ranks, so no vote is needed
             self.ballot = None
             return (InterNodeMessage.KEYFRAME,)
         return self.watch.undone(self) if early else self.watch.crossings(self)
 
     @property
     def _is_current(self) -> bool:
-        """True if the unit is sharded and everything that the last vote decided on was sent."""
+        """True if the unit is sharded, and all messages on which the last vote has decided were sent."""
         return self.unit.is_sharded and self.watch.is_done(self)
 
     def _start_cross_hop(self, *args: Any) -> None:
-        """Submit the cross-node hop, and record which parameters are trained now."""
+        """Submit the cross-node hop, and record which parameters are trained now; see the base class for arguments."""
         self._trained = self.unit.is_trained
         super()._start_cross_hop(*args)
 
     def _take_in(self, crossing: InterNodeMessage, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
-        """Run the cross-node hop for whole weights, a difference or the trained part; called in the cross queue."""
+        """Run the cross-node hop for whole weights, a weight delta, or only the trained parameters.
+
+        The communication queue of the cross axis calls this method; see `TwoHopGather._start_cross_hop` for arguments.
+        """
         is_part = crossing == InterNodeMessage.DIFFERENCE and not self.secondary.sends_differences
-        self._keep_sums(of_frozen=not is_part)  # before the shard is read, so a write in between is detected later
+        self._keep_sums(of_frozen=not is_part)  # before the shard is read: a vote then detects a write in between
         if is_part:
             self._take_in_part(messages, shard())
         else:
             super()._take_in(crossing, messages, shard)
 
     def _take_in_part(self, messages: torch.Tensor, shard: torch.Tensor) -> None:
-        """Send and replace the bytes of the trained parameters in `messages` [N, M]; `shard` is this rank's [S]."""
+        """Run the cross-node hop for the trained parameters only, and update their bytes in `messages`.
+
+        Args:
+            messages: [N, M] uint8 messages of the secondary partition.
+            shard: [S] flat shard of this rank.
+        """
         part, cross = self._trained_bytes(), self._cross
         own = self._codec.empty(1, device=shard.device)
         self._codec.pack(shard, own[0])
@@ -229,25 +265,30 @@ class WatchedGather(ProgramGather):
         torch._foreach_copy_([messages[:, start:stop] for start, stop in part], list(received))
 
     def _crossing_bytes(self, crossing: InterNodeMessage) -> int:
-        """Return the bytes that this rank sends to each other node for a message of the kind `crossing`."""
+        """Return the bytes that this rank sends to each other node for a message of kind `crossing`."""
         if crossing == InterNodeMessage.DIFFERENCE and not self.secondary.sends_differences:
             return sum(stop - start for start, stop in self._trained_bytes())
         return super()._crossing_bytes(crossing)
 
     def _trained_bytes(self) -> list[tuple[int, int]]:
-        """Return the byte ranges of a message that hold the trained parameters."""
+        """Return the byte ranges (start, stop) of the unit's message that hold its trained parameters."""
         trained = [segment for segment, each in zip(self.unit.segments, self._trained, strict=True) if each]
         return byte_ranges(self._codec, trained)
 
     def _kind_of(self, trained: bool) -> InterNodeMessage:
-        """Return the kind of message to send after a write to the trained, or else to the frozen, parameters."""
+        """Return the kind of message that the unit must send after the program has written to its parameters.
+
+        Args:
+            trained: True for a write to trained parameters, False for a write to frozen parameters.
+        """
         is_part = trained and self.has_parts and not self.secondary.sends_differences
         return InterNodeMessage.DIFFERENCE if is_part else InterNodeMessage.KEYFRAME
 
     def _parts(self) -> Iterator[tuple[bool, list[torch.Tensor]]]:
-        """Yield (trained, shards) of the parts of the unit that have separate checksums.
+        """Yield the groups of the unit's parameters that have separate checksums, as (trained, shards).
 
-        These are the trained and the frozen parameters. With differences, all parameters are one part.
+        `trained` is True for the trained parameters and False for the frozen parameters; `shards` are this rank's
+        shards of them. With weight deltas there is only one group of all parameters, with `trained` True.
         """
         shards = self.unit.padded_shards()
         if self.secondary.sends_differences:
@@ -257,7 +298,11 @@ class WatchedGather(ProgramGather):
             yield trained, [shard for shard, each in zip(shards, self._trained, strict=True) if each == trained]
 
     def _keep_sums(self, *, of_frozen: bool = True) -> None:
-        """Store the checksums of the shards, for frozen parameters only if `of_frozen`."""
+        """Store checksums of the unit's shards, with which later votes detect writes.
+
+        Args:
+            of_frozen: False leaves the checksum of the frozen parameters as it is.
+        """
         if self._sums is None:
             with torch.inference_mode(False):
                 self._sums = torch.zeros(2, dtype=torch.int64, device=self.unit.padded_shards()[0].device)
@@ -268,16 +313,17 @@ class WatchedGather(ProgramGather):
 
 
 class WriteWatch:
-    """The votes of one model: before each forward, ranks agree which weights are sent between nodes.
+    """The votes on a model of `megazpp.zeropp`: before each forward, ranks agree which weights to send between nodes.
 
     Args:
-        gathers: the gathers of the units that keep weights, in the same order on all ranks.
-        model: the outermost FSDP2 module. It may own no parameters directly, and then it has no unit.
+        gathers: all-gathers of the units that keep a secondary partition, in the same order on all ranks.
+        model: outermost FSDP2 module. It has no unit if all parameters belong to nested units.
         hosts: gloo axes that together connect all ranks of the model, over process groups that nothing else uses:
             inside a node, across nodes, and over tensor-parallel ranks if there are several.
-        accumulation: the sums of gradients that wait.
+        accumulation: partial sums of gradients that wait inside `Handle.accumulate`.
     Attributes:
-        has_loaded: whether a checkpoint's resident weights are restored before the next forward, the same on all ranks.
+        has_loaded: True if resident weights of a checkpoint must be restored before the next forward, the same on all
+            ranks.
     """
 
     has_loaded = False
@@ -288,34 +334,36 @@ class WriteWatch:
         self._gathers, self._hosts, self._queue, self._accumulation = list(gathers), hosts, hosts[1].queue, accumulation
         self._index = {gather: index for index, gather in enumerate(gathers)}
         self._root: nn.Module | None = None  # outermost module whose forward is running
-        self._decided: Sequence[WatchedGather] = ()  # units that the ranks voted on in this forward
-        self._inside: dict[nn.Module, set[nn.Module]] = {}  # a module and all modules inside of it
-        self._below: dict[nn.Module, list[WatchedGather]] = {}  # gathers of the units inside a module
-        self._ballot: Ballot | None = None
-        self._had_gradients = False  # whether autograd has recorded the last forward
-        # Comparisons of checksums that the host has not read yet: ballot, units, results, and the event to wait for
+        self._decided: Sequence[WatchedGather] = ()  # gathers of the units on which ranks have voted in this forward
+        self._inside: dict[nn.Module, set[nn.Module]] = {}  # for an outermost module, it and all modules inside of it
+        self._below: dict[nn.Module, list[WatchedGather]] = {}  # for an outermost module, gathers of the units inside
+        self._ballot: Ballot | None = None  # the votes of the running forward
+        self._had_gradients = False  # True if autograd has recorded the last forward
+        # Comparisons of checksums that the host has not read yet: the votes of that forward, the indices of the
+        # compared units, a host tensor for the results, and the event that says when the results have arrived
         self._unread: tuple[Ballot, list[int], torch.Tensor, torch.cuda.Event] | None = None
         for gather in gathers:
             gather.watch = self
         for module in [each for each in model.modules() if isinstance(each, FSDPModule)]:
-            module.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP2's hook, which gathers
+            module.register_forward_pre_hook(self._begin, prepend=True)  # must run before FSDP2's hook, which gathers
             module.register_forward_hook(self._end, always_call=True)
 
     def crossings(self, gather: WatchedGather) -> Iterator[InterNodeMessage]:
-        """Yield the kinds of messages that all ranks send of the unit now, in order.
+        """Yield the kinds of messages of a unit that all ranks must send now, in order.
 
-        It votes first if the unit is used outside of a forward, and may wait for other ranks' votes.
+        If the program gathers the unit outside of a forward, the ranks first vote on it. This method may wait for the
+        votes of other ranks.
         """
         if not (in_backward() or gather in self._decided):  # the program called `FSDPModule.unshard` itself
             self._decide([gather])
         yield from self.undone(gather)
 
     def undone(self, gather: WatchedGather) -> Iterator[InterNodeMessage]:
-        """Yield the kinds of messages that the last vote decided on for the unit and that were not sent yet."""
+        """Yield the kinds of messages of a unit on which the last vote has decided and which were not sent yet."""
         ballot, gather.ballot = gather.ballot, None
         if ballot is None:
             return
-        # A rank knows part of the result from its own vote and sends that part before it waits for the other votes.
+        # A rank's own vote tells it some messages that all ranks will send. It sends these before it waits for votes.
         index, own = self._index[gather], InterNodeMessage(ballot.own[self._index[gather]] & ~LATE)
         if own == InterNodeMessage.KEYFRAME and not gather.has_parts:
             yield InterNodeMessage.KEYFRAME
@@ -329,17 +377,20 @@ class WriteWatch:
             yield InterNodeMessage.KEYFRAME
 
     def is_done(self, gather: WatchedGather) -> bool:
-        """Return True if nothing that the last vote decided on for the unit remains to be sent."""
+        """Return True if all messages of a unit on which the last vote has decided were sent."""
         ballot, index = gather.ballot, self._index[gather]
         return ballot is None or not (ballot.own[index] or ballot.result()[index])
 
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: Any) -> None:
-        """Vote on which weights to send between nodes, when the forward of an outermost FSDP2 module begins."""
+        """Vote on which weights to send between nodes, when the forward of an outermost FSDP2 module begins.
+
+        Torch calls this hook before the forward of each FSDP2 module.
+        """
         if in_backward():  # activation checkpointing runs forwards inside a backward
             return
-        # Torch does not call `_end` after an exception such as KeyboardInterrupt. The old outermost module is then not
-        # running: a module that is running contains every other one whose forward begins.
+        # While a forward of the outermost module runs, only modules inside of it begin forwards. A forward of another
+        # module shows that an exception such as KeyboardInterrupt has ended the old forward without a call of `_end`.
         if self._root is not None and module is not self._root and module in self._inside[self._root]:
             return
         self._root = module
@@ -353,11 +404,13 @@ class WriteWatch:
 
     @torch.compiler.disable
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """End the forward of an outermost module.
+        """Read the results of the votes when the forward of an outermost module ends.
+
+        Torch calls this hook after the forward of each FSDP2 module.
 
         Raises:
-            RuntimeError: the previous forward missed a write on some rank, or not all ranks accumulate gradients;
-                raised on all ranks.
+            RuntimeError: the previous forward missed a write to weights on some rank, or only some ranks run the
+                forward inside `Handle.accumulate`. All ranks raise this error.
         """
         if self._root is not module:
             return
@@ -367,17 +420,21 @@ class WriteWatch:
         late = [g.unit.name for g, votes in zip(self._gathers, ballot.result(), strict=False) if votes & LATE]
         if late:
             raise RuntimeError(
-                f"{', '.join(late)}: the weights were written to between two forwards of a step, and the second "
-                "forward used the old weights; call handle.invalidate_weights() after such a write"
+                f"the program has written to weights of {', '.join(late)} between two forwards of a step, and the "
+                "second forward used the old weights: call handle.invalidate_weights() after such a write"
             )
         self._accumulation.settle()
 
     def _decide(self, gathers: Sequence[WatchedGather]) -> None:
-        """Vote on which of these units must send their weights between nodes, and start the exchange of votes."""
+        """Compute this rank's votes on which units must send weights between nodes, and start the exchange of votes.
+
+        Args:
+            gathers: all-gathers of the units on which the ranks vote.
+        """
         if self.has_loaded:
             self._restore()
 
-        # ---- this rank's votes, and comparisons of checksums
+        # ---- compute this rank's votes, and start the comparisons of checksums
         votes, found = [0] * len(self._gathers), []
         with torch.no_grad():
             for gather in gathers:
@@ -408,9 +465,9 @@ class WriteWatch:
             gather.ballot = ballot
 
     def _restore(self) -> None:
-        """Restore the resident weights that a checkpoint has, for the units for which they fit on all ranks.
+        """Restore the resident weights that `Handle.load` has read, for units whose weights they fit on all ranks.
 
-        It runs before a forward, because a program may load the model's weights after `Handle.load`.
+        This runs before a forward and not in `Handle.load`, because a program may load the model's weights after it.
         """
         self.has_loaded = False
         gathers = [gather for gather in self._gathers if gather.secondary.sends_differences]
@@ -419,13 +476,16 @@ class WriteWatch:
         dropped = [gather.unit.name for gather, lacks in pairs if not gather.restore_kept(fits=not lacks)]
         if dropped and dist.get_rank() == 0:
             print(
-                f"megazpp: {', '.join(dropped)}: whole weights are sent, because the state of ZeRO++ was saved with "
-                "other weights, or is missing on another rank",
+                f"megazpp: {', '.join(dropped)}: the next forward sends whole weights between nodes, because the state "
+                "of ZeRO++ was saved with other weights, or is missing on another rank",
                 flush=True,
             )
 
     def _read_late(self) -> list[int]:
-        """Return the indices of the units for which the last forward has missed a write on this rank."""
+        """Return the indices of the units with a write to weights that the last forward has missed on this rank.
+
+        On CUDA the last forward has compared checksums without waiting for the results.
+        """
         if self._unread is None:
             return []
         ballot, indices, differ, event = self._unread
@@ -434,7 +494,10 @@ class WriteWatch:
         return [index for index in found if not ballot.result()[index]]
 
     def _exchange(self, votes: Sequence[int]) -> list[int]:
-        """Return the bitwise or of all ranks' votes; runs in a communication thread."""
+        """Exchange votes with all ranks, and return the bitwise or of all ranks' votes.
+
+        A communication thread runs this method, so the host does not wait.
+        """
         found = torch.tensor(votes, dtype=torch.uint8, device="cpu")
         for axis in self._hosts:
             received = axis.all_to_all(found.repeat(axis.size, 1), of="votes")

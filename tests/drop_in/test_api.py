@@ -145,7 +145,7 @@ def set_own_collectives() -> None:
         megazpp.zeropp(model, ranks_per_node=2, config=config())
         model(torch.ones(2, 16)).sum().backward()
         getattr(model[1], setter)(own)
-        with pytest.raises(RuntimeError, match=f"1 uses Own for its {name}, which was set after"):
+        with pytest.raises(RuntimeError, match=f"1 uses Own for its {name}. It was installed after"):
             model(torch.ones(2, 16))
 
 
@@ -453,7 +453,7 @@ def step_with_replaced_parameters() -> None:
     megazpp.zeropp(model, ranks_per_node=1, config=config(), ignored_params=ignored)
     late = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(1, 16)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"holds 0\.0\.bias as it was before megazpp\.zeropp wrapped"):
+    with pytest.raises(RuntimeError, match=r"holds the parameter 0\.0\.bias from before megazpp\.zeropp wrapped"):
         early.step()
     for optimizer in (elsewhere, of_ignored, late, late):
         optimizer.step()
@@ -484,7 +484,7 @@ def refuse_arguments() -> None:
         assert not any(isinstance(each, FSDPModule) for each in model.modules()), message
     megazpp.zeropp(model, ranks_per_node=1, mp_policy=sixteen_bits, config=config(zero_weight_delta="lossless"))
     for other, name in (([model], "a list"), (nn.Linear, "the class Linear")):
-        with pytest.raises(TypeError, match=f"needs an nn.Module, not {name}"):
+        with pytest.raises(TypeError, match=f"requires an nn.Module as its first argument, not {name}"):
             megazpp.zeropp(other)  # type: ignore[arg-type]
 
 

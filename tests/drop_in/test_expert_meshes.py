@@ -410,7 +410,7 @@ def with_ep_outermost(model: Mixture) -> None:
 def refuse() -> None:
     refused: dict[str, Callable[[Mixture], None]] = {
         "expert parallelism across nodes is not supported: experts are split over 4 ranks": across_nodes,
-        "needs one mesh, or one more for experts": on_three_meshes,
+        "allows one more mesh of all ranks for experts": on_three_meshes,
         "expert-parallel dim last": with_ep_outermost,
     }
     for message, make in refused.items():

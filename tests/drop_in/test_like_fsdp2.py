@@ -703,7 +703,7 @@ def test_misuse_of_accumulate_is_rejected_on_all_ranks():
         "on_some_ranks": "some ranks run this forward inside accumulate()",
         "step_too_early": "the optimizer steps, but gradients of",
         "backward_without_forward": "run a forward first",
-        "after_an_interruption": "an exception interrupted the backward",
+        "after_an_interruption": "an exception has interrupted the backward",
     }
     for said in ranks(2).run(misuse):
         assert said.keys() == expected.keys()

@@ -252,17 +252,17 @@ def refuse_all() -> None:
     refused: dict[str, Callable[[nn.Module], Any]] = {
         "DistributedDataParallel": nn.parallel.DistributedDataParallel,
         "HSDP, further mesh dims": whole(mesh=two_dims),
-        "the mesh has 2 of 4 ranks": whole(mesh=two_dims["b"]),
+        "the device mesh has 2 of 4 ranks": whole(mesh=two_dims["b"]),
         "in the order": whole(mesh=DeviceMesh("cpu", [0, 2, 1, 3])),
         "reshards to fewer ranks": first_block_apart(reshard_after_forward=2),
         "ranks_per_node 3": lambda model: None,
         "call fully_shard without offload_policy": whole(offload_policy=CPUOffloadPolicy(pin_memory=False)),
-        "reduced in torch.float64: ZeRO++ reduces fp32, bf16 and fp16; call model.float()": lambda model: (
+        "in torch.float64, but ZeRO++ supports only fp32, bf16 and fp16: call model.float()": lambda model: (
             fully_shard(model.double()) and None
         ),
-        "reduced in torch.complex64": lambda model: fully_shard(model.to(torch.complex64)) and None,
+        "in torch.complex64": lambda model: fully_shard(model.to(torch.complex64)) and None,
         "the model is compiled: call megazpp.zeropp(model) first": lambda model: torch.compile(model, backend="eager"),
-        "blocks.0 is wrapped by fully_shard, and the model is not": lambda model: fully_shard(model.blocks[0]) and None,
+        "blocks.0 is wrapped by fully_shard, but the model is not": lambda model: fully_shard(model.blocks[0]) and None,
         "output.weight has a post-accumulate-grad hook": with_hook,
         "has an all-reduce hook": with_all_reduce_hook,
         "is sharded over ranks": on_two_meshes,
@@ -274,7 +274,7 @@ def refuse_all() -> None:
         "the outermost module": lambda model: megazpp.zeropp(first_block_of(model), ranks_per_node=2) and None,
     }
     if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.13
-        refused["are the same parameter in two FSDP2 units: wrap their modules together"] = shared_by_two_blocks
+        refused["belong to two FSDP2 units: wrap their modules together"] = shared_by_two_blocks
         refused["words.weight is sharded over ranks [0, 1, 2, 3], blocks.0.norm.weight over ["] = on_a_mesh_by_parameter
     said = {}
     for kind, wrap in refused.items():
