@@ -701,8 +701,8 @@ def test_misuse_of_accumulate_is_rejected_on_all_ranks():
         "nested": "inside another accumulate()",
         "inside_a_backward": "inside a backward",
         "on_some_ranks": "some ranks run this forward inside accumulate()",
-        "step_too_early": "the optimizer steps, but gradients of",
-        "backward_without_forward": "run a forward first",
+        "step_too_early": "the optimizer steps, but the gradients of",
+        "backward_without_forward": "run another forward before the backward",
         "after_an_interruption": "an exception has interrupted the backward",
     }
     for said in ranks(2).run(misuse):
