@@ -1,15 +1,15 @@
-"""The output layer and the cross entropy in one operation, for a vocabulary that is split over the tp axis.
+"""A GPT's output layer and its cross entropy in one operation, for a vocabulary that is split over the tp axis.
 
-The logits are the largest tensor of a step: 2.1 GB in 16 bits (4.2 GB in fp32) for 8192 tokens and a vocabulary of
-128 thousand. This operation reduces their memory and traffic:
+The logits are the largest tensor of a training step: 2.1 GB in 16 bits (4.2 GB in fp32) for 8192 tokens and a
+vocabulary of 128 thousand. This operation reduces their memory and traffic:
 
-- They are never gathered over tp.
-- A fused kernel (`fuse`) never stores them in fp32. Eager code stores only a block of tokens in fp32 at a time.
-- Forward keeps them in the dtype of the matrix product. Backward overwrites them with their gradient, so that a step
-  has three products: the logits, the gradient of x and the gradient of the weight.
-- If they exceed `CHUNK_BYTES`, they are computed in chunks of columns, with one chunk in memory at a time. Backward
-  recomputes all chunks except the last. Chunks divide the vocabulary, not the tokens, so that each row of the weight's
-  gradient comes from a single product.
+- Ranks never gather the logits over tp.
+- A fused kernel (`fuse`) never stores logits in fp32. Eager code stores only a block of tokens in fp32 at a time.
+- Forward keeps the logits in the dtype of the matrix product. Backward overwrites them with their gradient, so that a
+  step has three matrix products: for the logits, the gradient of x and the gradient of the weight.
+- If the logits exceed `CHUNK_BYTES`, they are computed in chunks of vocabulary columns, with one chunk in memory at a
+  time. Backward recomputes all chunks except the last. Chunks divide the vocabulary, not the tokens, so that each row
+  of the weight's gradient comes from a single matrix product.
 
     per chunk                  logits [N, C] = x w^T, normalizer [N] = logsumexp(logits)
     over chunks and ranks      normalizer [N] = logsumexp(normalizers of all chunks)
@@ -30,9 +30,9 @@ import torch.nn.functional as F
 
 from megazpp.parallel.axis import MeshAxis
 
-CHUNK_BYTES = 1 << 32  # limit of a chunk's logits: 16384 tokens x 128 thousand columns in 16 bits
-BLOCKS = 64  # eager code converts about 1 / BLOCKS of a chunk to fp32 at a time, in up to five tensors
-COLUMNS_MULTIPLE = 128  # chunks have a multiple of this many columns, so that rows are aligned for the matrix products
+CHUNK_BYTES = 1 << 32  # largest size of a chunk's logits in bytes: 16384 tokens x 128 thousand columns in 16 bits
+BLOCKS = 64  # eager code converts about 1 / BLOCKS of a chunk's logits to fp32 at a time, in up to five tensors
+COLUMNS_MULTIPLE = 128  # a chunk has a multiple of this many columns, which aligns its rows for the matrix products
 
 
 @torch.compiler.disable
@@ -50,22 +50,25 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the negative log-likelihood of each label under the logits x weight^T / temperature.
 
-    Backward processes the chunks in reverse order. It reuses the logits of the last chunk and recomputes the others.
+    The logits are computed in chunks of vocabulary columns. Backward processes the chunks in reverse order. It reuses
+    the logits of the last chunk and recomputes all others.
 
-    Collectives on tp: forward has a max all-reduce of one number per token, and a sum all-reduce of two or three.
-    Backward has none: the gradient of `x` is this rank's part of a sum over tp, which the caller has to add up.
+    Collectives on tp: forward has a max all-reduce of one number per token, and a sum all-reduce of two or three
+    numbers per token. Backward has none. So the gradient of `x` is partial on each rank, and the caller must sum it
+    over tp.
 
     Args:
-        x: [..., H], the same on all ranks of tp.
-        weight: [V/T, H] in the dtype of x. Row i of tp rank t belongs to token t * V/T + i.
-        labels: [...] int64. A label outside [0, vocab_size) gives a loss and gradients of NaN.
+        x: [..., H] output of the last layer, the same on all ranks of tp.
+        weight: [V/T, H] this rank's rows of the output layer, in the dtype of x. Row i of tp rank t belongs to token
+            id t * V/T + i.
+        labels: [...] int64 token ids. A label outside [0, vocab_size) gives a loss and gradients of NaN.
         tp: axis over which the vocabulary is split.
-        vocab_size: number of tokens. Rows beyond it are padding: they must be finite, are ignored, and get zero
-            gradients.
+        vocab_size: number of token ids. Rows of the weight from here on are padding: they must be finite, do not change
+            the results, and get zero gradients.
         temperature: divisor of the logits, applied in fp32.
-        with_entropy: True also returns the entropy of each distribution, in nats and without a gradient.
+        with_entropy: True also returns the entropy of each token's distribution, in nats and without a gradient.
         fuse: True compiles the elementwise work on a chunk's logits into one kernel for forward and one for backward.
-        chunk_bytes: limit of the memory of a chunk's logits. A chunk always has at least 128 columns.
+        chunk_bytes: largest size of a chunk's logits in bytes. A chunk always has at least 128 columns.
     Returns:
         The losses and the entropies, [...] fp32 each. The entropies are None without `with_entropy`.
     """
@@ -85,24 +88,24 @@ class _Settings(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A range of this rank's vocabulary columns."""
+    """A chunk of the logits: consecutive token ids among those that this rank of tp has."""
 
-    rows: slice  # rows of the weight; may include padding, so that their number is a multiple of COLUMNS_MULTIPLE
+    rows: slice  # rows of the weight, padded to a multiple of COLUMNS_MULTIPLE if the weight has so many
     real: int  # number of columns that are not padding; these come first
-    first: int  # token of the first column
+    first: int  # token id of the first column
 
     def at_labels(
         self, logits: torch.Tensor, labels: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Look up the labels in this chunk's logits.
+        """Look up the logit of each token's label in this chunk.
 
         Args:
-            logits: [N, C] logits of the chunk.
-            labels: [N] labels.
+            logits: [N, C] logits of the chunk, for N tokens and C columns.
+            labels: [N] token id of each label.
             temperature: divisor of the logits.
         Returns:
-            The column of each label, [N, 1], arbitrary for labels outside the chunk; a mask of the labels inside the
-            chunk, [N] bool; and the logit at that column divided by the temperature, [N] fp32.
+            Three tensors. The column of each label, [N, 1], arbitrary for labels outside the chunk. A mask of the
+            labels inside the chunk, [N] bool. The logit in that column divided by the temperature, [N] fp32.
         """
         column = labels - self.first
         place = column.clamp(0, self.real - 1).unsqueeze(-1)
@@ -112,16 +115,18 @@ class _Chunk(NamedTuple):
 def _plan_chunks(
     settings: _Settings, num_rows: int, num_tokens: int, itemsize: int
 ) -> tuple[list[_Chunk], list[slice]]:
-    """Divide this rank's columns into chunks of similar size, and the tokens into blocks.
+    """Divide this rank's vocabulary columns into chunks of similar size, and the tokens into blocks.
 
-    Eager code creates fp32 tensors for one block of tokens at a time. A fused kernel creates none, so it processes all
-    tokens as one block.
+    Eager code creates fp32 logits for one block of tokens at a time. A fused kernel creates no such tensors, so it
+    processes all tokens as one block.
 
     Args:
-        settings: arguments of the operation.
-        num_rows: rows of the weight on this rank, padding included.
+        settings: arguments of `linear_cross_entropy`.
+        num_rows: number of rows of the weight on this rank, padding included.
         num_tokens: number of tokens.
-        itemsize: bytes of a logit.
+        itemsize: bytes per logit.
+    Returns:
+        The chunks, and the range of tokens of each block. Both are empty if all rows of this rank are padding.
     """
     first, step = settings.tp.rank * num_rows, COLUMNS_MULTIPLE
     real = min(max(settings.vocab_size - first, 0), num_rows)
@@ -150,9 +155,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         normalizers, entropies = (score.new_full((1 + len(chunks), len(x)), value) for value in (float("-inf"), 0.0))
         distribution = _compiled(_distribution) if settings.fuse else _distribution
 
-        # This rank's chunks: normalizers, entropies and the scores of labels.
+        # Compute the normalizer and the entropy of each token in each of this rank's chunks, and the label's score.
         for index, chunk in enumerate(chunks, start=1):
-            logits = None  # frees the previous chunk before the next one is allocated
+            logits = None  # frees the previous chunk's logits before the next chunk's are allocated
             logits = F.linear(x, weight[chunk.rows])
             _, mine, own_score = chunk.at_labels(logits, labels, settings.temperature)
             score += own_score.masked_fill(~mine, 0.0)
@@ -162,16 +167,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if parts[1] is not None:
                     entropies[index, block] = parts[1]
 
-        # Combine chunks and ranks. Shares are relative to the largest normalizer, so that exp cannot overflow.
+        # Combine chunks and ranks. `shares` is each chunk's probability mass, up to a factor per token: it is relative
+        # to the chunk with the largest normalizer, so that exp cannot overflow.
         top = tp.max_(normalizers.amax(dim=0))
         shares = (normalizers - top).exp()
         sums = [shares.sum(dim=0), score]
         if settings.with_entropy:
-            # The entropy of all parts: H = log Z + sum over parts p of share_p (H_p - log Z_p).
+            # Entropy over all chunks c: H = log Z + sum_c p_c (H_c - log Z_c). Z is the sum of the exponentials of all
+            # logits, Z_c the sum over chunk c, and p_c = Z_c / Z.
             sums.append(torch.where(shares > 0.0, shares * (entropies - (normalizers - top)), 0.0).sum(dim=0))
         total, score, *weighted = tp.all_reduce_(torch.stack(sums))
 
-        # Labels outside the vocabulary are in no chunk. Without this their score would be 0 and their loss plausible.
+        # A label outside the vocabulary is in no chunk, so its score is 0. Its loss would look plausible: make it NaN.
         outside = (labels < 0) | (labels >= settings.vocab_size)
         normalizer = (top + total.log()).masked_fill_(outside, float("nan"))
         ctx.save_for_backward(x, weight, labels, normalizer)
@@ -194,7 +201,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x_grad = torch.zeros_like(x, dtype=torch.float32 if several else x.dtype) if ctx.needs_input_grad[0] else None
         weight_grad = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for chunk in reversed(chunks):
-            # Overwrite the logits with their gradient: first softmax everywhere, then the columns of the labels.
+            # Overwrite the chunk's logits with their gradient: first softmax everywhere, then the columns of labels.
             if logits is None:
                 logits = F.linear(x, weight[chunk.rows])
             place, mine, score = chunk.at_labels(logits, labels, temperature)
@@ -204,7 +211,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits.scatter_(-1, place, torch.where(mine.unsqueeze(-1), at_label, logits.gather(-1, place)))
             logits[:, chunk.real :] = 0.0
 
-            # Gradients of x, summed over chunks in fp32, and of the chunk's rows of the weight.
+            # Compute the gradient of x, summed over chunks in fp32, and the gradient of the chunk's weight rows.
             if x_grad is not None and several:
                 x_grad += logits @ weight[chunk.rows]
             elif x_grad is not None:
@@ -220,9 +227,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _distribution(
     logits: torch.Tensor, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the logsumexp and the entropy of each row of logits [n, C], [n] fp32 each.
+    """Return the logsumexp and the entropy of the distribution softmax(logits / temperature) of each token.
 
-    The entropy is None without `with_entropy`.
+    Args:
+        logits: [n, C] logits of n tokens in one chunk of columns.
+        temperature: divisor of the logits.
+        with_entropy: False returns None instead of the entropies.
+    Returns:
+        The logsumexps of logits / temperature, and the entropies in nats, [n] fp32 each.
     """
     scores = _scores(logits, temperature)
     normalizer = scores.logsumexp(dim=-1)
@@ -234,26 +246,33 @@ def _distribution(
 
 
 def _gradient_(logits: torch.Tensor, normalizer: torch.Tensor, scale: torch.Tensor, temperature: float) -> None:
-    """Overwrite logits [n, C] with softmax(logits / temperature), each row multiplied by its `scale`, [n].
+    """Overwrite logits with their gradient for the loss of `linear_cross_entropy`, in all columns but the labels'.
 
-    This is the gradient of the logits in all columns except the labels' columns.
+    Args:
+        logits: [n, C] logits of n tokens in one chunk; they become scale * softmax(logits / temperature).
+        normalizer: [n] logsumexp of each token's logits / temperature over the whole vocabulary.
+        scale: [n] gradient of each token's loss, divided by the temperature.
+        temperature: divisor of the logits.
     """
     share = (_scores(logits, temperature) - normalizer.unsqueeze(-1)).exp_()
     logits.copy_(share.mul_(scale.unsqueeze(-1)))
 
 
 def _scores(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return logits / temperature in fp32."""
+    """Return `logits` / `temperature` in fp32."""
     return logits.float() if temperature == 1.0 else logits.float() / temperature
 
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the compiled function. One graph serves any number of rows, because dimension 0 is marked as dynamic."""
+    """Compile a function of tensors with torch.compile, once per process, and return it.
+
+    Dim 0 of all tensor arguments is marked as dynamic, so one graph serves any number of tokens.
+    """
     graph = torch.compile(function)
 
     def marked(*args: Any) -> Any:
-        """Mark dimension 0 of all tensors as dynamic, and call the compiled function."""
+        """Mark dim 0 of all tensor arguments as dynamic, and call the compiled function."""
         for tensor in filter(torch.is_tensor, args):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return graph(*args)

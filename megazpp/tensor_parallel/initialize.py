@@ -1,10 +1,10 @@
 """Initial values of a model's parameters, and their conversion to DTensors before sharding.
 
-A generator seeded by (seed, name) fills the whole parameter, and each rank keeps its part. An expert's matrix has its
-own generator, seeded by (seed, name, expert), so that a rank generates only experts whose rows it holds. Weights
-therefore do not depend on the number of ranks or their placement. GPUs of different models generate different numbers
-from one seed, because CUDA divides a tensor by its number of multiprocessors. `share_parameters_` then copies the
-values from one rank to all ranks that hold the same part.
+A generator that is seeded by (seed, name) fills an unsharded parameter, and each rank keeps its shard. An expert's
+matrix has a generator of its own, seeded by (seed, name, expert), so that a rank generates only experts whose rows it
+holds. So weights do not depend on the number of ranks or their placement. GPUs of different models may generate
+different numbers from one seed, because CUDA's generator depends on the number of multiprocessors. So
+`share_parameters_` then copies the values from one rank to all ranks that hold the same shard.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megazpp.tensor_parallel.parameters import ParameterSpec, local, owned_param
 
 
 def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None = None) -> None:
-    """Replace parameters with DTensors that wrap the same local tensors.
+    """Replace the model's parameters with DTensors that wrap the same local tensors; call this before `fully_shard`.
 
     Args:
-        model: model with plain parameters.
-        tp_mesh: mesh of all parameters but experts'; None leaves these parameters unchanged.
-        ep_mesh: mesh of experts' parameters; None leaves these parameters unchanged.
+        model: model whose parameters are plain tensors, local to this tensor-parallel rank.
+        tp_mesh: tensor-parallel mesh of all parameters but experts'; None leaves these parameters unchanged.
+        ep_mesh: expert-parallel mesh of experts' parameters; None leaves these parameters unchanged.
     """
     for _, module, attribute, spec in list(owned_parameters(model)):
         mesh = ep_mesh if spec.expert else tp_mesh
@@ -40,13 +40,15 @@ def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh | None, ep_mesh:
 
 @torch.no_grad()
 def initialize_parameters_(model: nn.Module, *, seed: int, draw_device: torch.device) -> None:
-    """Initialize every parameter in place, from values that depend only on the seed and its name; zero every buffer.
+    """Initialize every parameter of a model in place, and set every buffer to zero.
+
+    The values of a parameter depend only on `seed`, the parameter's name and the kind of `draw_device`.
 
     Args:
         model: model whose parameters are local tensors or DTensors of any placement.
         seed: seed of the run.
-        draw_device: device on which the whole tensors, or whole matrices of experts, are generated, one at a time. The
-            CPU and CUDA generate different numbers from the same seed.
+        draw_device: device on which unsharded parameters, or unsharded matrices of experts, are generated, one at a
+            time. The CPU and CUDA generate different numbers from the same seed.
     """
     for name, module, attribute, spec in owned_parameters(model):
         parameter = getattr(module, attribute)
@@ -67,12 +69,12 @@ def initialize_parameters_(model: nn.Module, *, seed: int, draw_device: torch.de
 def _draw_experts_(
     parameter: torch.Tensor, name: str, spec: ParameterSpec, *, seed: int, draw_device: torch.device
 ) -> None:
-    """Initialize a parameter of experts [E F, H] in place. Only experts whose rows this rank holds are generated.
+    """Initialize a parameter of E experts in place; only experts whose rows this rank holds are generated.
 
     Args:
-        parameter: local tensor, or DTensor whose rows are sharded.
-        name: name of the parameter.
-        spec: distribution of the values. All its `matrices` have F rows.
+        parameter: [E F, H] local tensor, or DTensor whose rows are sharded. F: rows of an expert's matrix.
+        name: name of the parameter in the model.
+        spec: specification with the distribution of the values. All its `matrices` have F rows.
         seed: seed of the run.
         draw_device: device on which each expert's matrix [F, H] is generated.
     """
@@ -80,7 +82,7 @@ def _draw_experts_(
     if isinstance(parameter, DTensor):
         target = parameter.to_local()
         rows = distribute_tensor(rows, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
-    rows, size = rows.cpu(), spec.matrices[0]  # numbers of this rank's rows in the whole parameter
+    rows, size = rows.cpu(), spec.matrices[0]  # indices of this rank's rows in the unsharded parameter
     for expert in rows.div(size, rounding_mode="floor").unique().tolist():
         matrix = draw_parameter(f"{name}.{expert}", (size, *target.shape[1:]), spec, seed=seed, device=draw_device)
         (here,) = torch.where(rows // size == expert)
@@ -89,13 +91,15 @@ def _draw_experts_(
 
 @torch.no_grad()
 def share_parameters_(model: nn.Module, *copies: MeshAxis, tp: MeshAxis, device: torch.device) -> None:
-    """Copy randomly initialized parameters from one rank to all ranks that hold the same part.
+    """Copy randomly initialized parameters from one rank to all ranks that hold the same shard.
+
+    The ranks may have generated different numbers, if their GPUs are of different models.
 
     Args:
         model: model whose parameters are updated in place.
-        copies: axes along which ranks hold equal parts.
-        tp: tensor-parallel axis. Parameters that it does not split are copied along it as well.
-        device: device of the collectives. The parameters may be in host memory.
+        copies: axes along which ranks hold equal shards, to which the values are copied.
+        tp: tensor-parallel axis. Parameters that are not split over it are copied along it as well.
+        device: device on which the collectives run. The parameters may be in host memory.
     """
     for _, module, attribute, spec in owned_parameters(model):
         if spec.std > 0.0:
@@ -112,12 +116,12 @@ def share_parameters_(model: nn.Module, *copies: MeshAxis, tp: MeshAxis, device:
 def draw_parameter(
     name: str, shape: tuple[int, ...], spec: ParameterSpec, *, seed: int, device: torch.device
 ) -> torch.Tensor:
-    """Return the whole initial value of one parameter, fp32.
+    """Return the initial values of one unsharded parameter, in fp32.
 
     Args:
-        name: name of the parameter. It determines the values together with the seed.
-        shape: shape of the whole parameter.
-        spec: distribution of the values, and rows without padding.
+        name: name of the parameter. Name and seed determine the values.
+        shape: shape of the unsharded parameter.
+        spec: specification with the distribution of the values, and the number of rows that are not padding.
         seed: seed of the run.
         device: device on which the values are generated.
     """
@@ -131,6 +135,11 @@ def draw_parameter(
 
 
 def seed_for(name: str, *, seed: int) -> int:
-    """Return a generator seed for a pair (seed, name). The hash makes the seeds of different pairs unrelated."""
+    """Return a seed for a random generator, a hash of (seed, name), so that parameters get unrelated numbers.
+
+    Args:
+        name: name of a parameter.
+        seed: seed of the run.
+    """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

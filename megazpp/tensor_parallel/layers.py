@@ -1,16 +1,16 @@
-"""Linear layers and the embedding, with matrices split over the tensor-parallel axis.
+"""Tensor-parallel linear layers and embedding: their weights are split over the tensor-parallel axis.
 
 Letters: T ranks of the tp axis; activations are [S, B, H] (sequence, batch, hidden).
 
-A column-parallel layer splits its outputs, a row-parallel layer its inputs. A column-parallel layer, elementwise
-operations and a row-parallel layer therefore need one collective at the start and one at the end. On each rank the
-product of an `Adapter` is added to the layer's product.
+A column-parallel layer splits its outputs, a row-parallel layer its inputs. So the sequence of a column-parallel layer,
+elementwise operations and a row-parallel layer needs one collective at the start and one at the end. On each rank the
+output of an `Adapter` is added to the layer's output.
 
-With sequence parallelism a column-parallel layer saves only its slice of the input and gathers the input again in
-backward. Both collectives of backward are hidden: the gather overlaps with the product for the input's gradient, and
-the reduction of that gradient overlaps with the product for the weight's gradient. Source: Megatron-LM's
-LinearWithGradAccumulationAndAsyncCommunication. With another matrix product (model/float8.py) the layer saves the whole
-input, and the collectives are not hidden.
+With sequence parallelism a column-parallel layer saves only its slice of the input, and gathers the input again in
+backward. Backward overlaps both of its collectives with compute: the gather with the matrix product for the input's
+gradient, and the reduction of that gradient with the matrix product for the weight's gradient. Source: Megatron-LM's
+LinearWithGradAccumulationAndAsyncCommunication. With a substitute for F.linear (model/float8.py) the layer saves the
+gathered input, and the collectives do not overlap.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from megazpp.parallel.comm_queue import CommQueue, Work
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import enter_region, leave_region
 
-# A substitute for F.linear: takes x [..., K], weight [N, K] and bias [N] or None, and returns x W^T + b.
+# The type of a substitute for F.linear: it takes x [..., K], weight [N, K] and bias [N] or None, returns x W^T + b.
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 Tensors = Sequence[torch.Tensor]
 Biases = Sequence[torch.Tensor | None]
 
 
 class Adapter(nn.Module):
-    """The base class of adapters. An adapter is a term that is added to the output of a linear layer.
+    """The base class of LoRA adapters. An adapter computes a term that is added to the output of a linear layer.
 
     Attributes:
-        enabled: False while the layer computes the same function as before training.
-        has_reference: True if the adapter was not zero before training. It then keeps its initial matrices and uses
-            them while it is not enabled.
+        enabled: False while the layer must compute the same function as before training, as a reference model.
+        has_reference: True if the adapter's output was not zero before training. The adapter then keeps its initial
+            matrices, and uses them while it is not enabled.
     """
 
     enabled = True
@@ -47,16 +47,18 @@ class Adapter(nn.Module):
 
     @property
     def adds(self) -> bool:
-        """True if the adapter currently contributes to the output."""
+        """True if the adapter's term must be added to the layer's output now."""
         return self.enabled or self.has_reference
 
 
 class _SplitLinear(nn.Module):
-    """A linear layer whose weight [out, in] is split over tp by rows (`split` 0) or columns (`split` 1).
+    """The base class of linear layers whose weight [out, in] is split over tensor-parallel ranks.
+
+    A subclass sets `split` to 0 to split the weight's rows, or to 1 to split its columns.
 
     Args:
-        in_features: number of inputs of the whole layer.
-        out_features: number of outputs of the whole layer.
+        in_features: number of inputs of the layer, over all tensor-parallel ranks.
+        out_features: number of outputs of the layer, over all tensor-parallel ranks.
         tp: tensor-parallel axis.
         std: standard deviation of the weight's initial values.
         bias: True adds a bias, which starts at zero.
@@ -80,7 +82,9 @@ class _SplitLinear(nn.Module):
     ) -> None:
         super().__init__()
         shape, kind = [out_features, in_features], ("outputs", "inputs")[self.split]
-        assert shape[self.split] % tp.size == 0, f"{shape[self.split]} {kind} over {tp.size} ranks"
+        assert shape[self.split] % tp.size == 0, (
+            f"the {shape[self.split]} {kind} of a linear layer cannot be split over {tp.size} tensor-parallel ranks"
+        )
         shape[self.split] //= tp.size
         self.tp, self.sequence_parallel, self.product = tp, sequence_parallel, product
         self.adapter: Adapter | None = None
@@ -92,35 +96,37 @@ class _SplitLinear(nn.Module):
 
 
 class ColumnParallelLinear(_SplitLinear):
-    """A linear layer whose outputs are split over tp: [S, B, in] -> [S, B, out/T].
+    """A linear layer whose outputs are split over T tensor-parallel ranks: [S, B, in] -> [S, B, out/T].
 
     With sequence parallelism the input is [S/T, B, in].
 
     Collectives on tp: an all-reduce in backward. With sequence parallelism an all-gather in forward, and an all-gather
-    and a reduce-scatter in backward. `column_parallel` applies several layers to one input with the same collectives.
+    and a reduce-scatter in backward. `column_parallel` applies several layers to one input with the collectives of one
+    layer.
     """
 
     split = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x W^T + b for this rank's outputs."""
+        """Return this rank's outputs [S, B, out/T] of x W^T + b; see the class for the shape of x."""
         return column_parallel(x, [self])[0]
 
 
 def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[torch.Tensor, ...]:
-    """Apply several layers to one input, which enters the tensor-parallel region only once.
+    """Apply several column-parallel layers to one input, with the collectives of a single layer.
 
     Args:
-        x: [S, B, in], or [S/T, B, in] with sequence parallelism.
-        layers: layers with the same input size, axis, product and sequence parallelism, all with or all without a bias.
-            Output sizes may differ.
+        x: [S, B, in] activations, or this rank's slice [S/T, B, in] with sequence parallelism.
+        layers: layers with the same input size, axis, substitute for F.linear and sequence parallelism, all with or all
+            without a bias. Output sizes may differ.
     Returns:
-        The output of each layer, [S, B, out/T].
+        The output of each layer on this rank, [S, B, out/T].
     """
     tp, split, product = layers[0].tp, layers[0].sequence_parallel, layers[0].product
     weights = [local(layer.weight) for layer in layers]
     biases = [None if layer.bias is None else local(layer.bias) for layer in layers]
-    adapted = any(layer.adapter is not None and layer.adapter.adds for layer in layers)  # adapters need the whole input
+    # An adapter needs the gathered input, which the fused operation below does not return.
+    adapted = any(layer.adapter is not None and layer.adapter.adds for layer in layers)
     together = tp.size > 1 or (len(layers) > 1 and not torch.compiler.is_compiling())
     if product is None and together and torch.is_grad_enabled() and x.requires_grad and not adapted:
         if torch.compiler.is_compiling():
@@ -134,11 +140,11 @@ def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> 
 
 
 class _Keep(torch.autograd.Function):
-    """The identity on x, which saves x and the weights for the backward of `_ColumnParallel`.
+    """The autograd function that returns x, and saves x and the weights for the backward of `_ColumnParallel`.
 
-    Its context is appended to `kept`, from which `_ColumnParallel` reads the saved tensors. They are saved before the
-    gather and the products. With activation recomputation, the recomputed forward may stop as soon as all saved
-    tensors are available; if they were saved after the products, it would repeat the gather and the products.
+    It appends its context to the list `kept`, from which `_ColumnParallel` reads the saved tensors. A separate function
+    saves them before the gather and the matrix products of column-parallel layers. With activation recomputation, the
+    recomputed forward stops as soon as all tensors are saved. So it need not repeat the gather and the products.
     """
 
     @staticmethod
@@ -153,10 +159,10 @@ class _Keep(torch.autograd.Function):
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """The products of one input with n weights, with overlapped collectives in backward.
+    """The autograd function that applies n column-parallel layers to one input; backward overlaps its collectives.
 
-    The arguments are x, the axis, True if x is a slice of the sequence (`split`), the list with the context of `_Keep`,
-    then n weights and n biases (or None).
+    The arguments of `apply` are x, the axis tp, `split` (True if x is a slice of the sequence), the list with the
+    context of `_Keep`, then n weights and n biases (None for a layer without a bias).
     """
 
     @staticmethod
@@ -175,7 +181,10 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 def _products(x: torch.Tensor, weights: Tensors, biases: Biases, split: bool, tp: MeshAxis) -> list[torch.Tensor]:
-    """Return x W^T + b for each weight. With `split`, x is first gathered along the sequence."""
+    """Return x W^T + b for the weight and the bias of each column-parallel layer.
+
+    With `split`, x is this rank's slice of the sequence, which is gathered over tp first.
+    """
     inside = tp.all_gather(x) if split else x
     return [F.linear(inside, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
@@ -183,10 +192,18 @@ def _products(x: torch.Tensor, weights: Tensors, biases: Biases, split: bool, tp
 def _gradients(
     grads: Tensors, x: torch.Tensor, weights: Tensors, needed: Sequence[bool], split: bool, tp: MeshAxis
 ) -> list[torch.Tensor | None]:
-    """Return the gradient of x, then the gradients of all weights and biases, None for those that are not `needed`.
+    """Return the gradients of column-parallel layers with one input: of x, of all weights, then of all biases.
 
-    The gather of x overlaps with the product for its gradient, and the reduction of that gradient overlaps with the
-    products for the weights' gradients. On the CPU nothing overlaps.
+    The gather of x overlaps with the matrix products for the gradient of x. The reduction of that gradient overlaps
+    with the matrix products for the weights' gradients. On the CPU nothing overlaps.
+
+    Args:
+        grads: gradients [S, B, out/T] of the outputs of the layers.
+        x: input of the layers, or this rank's slice of it with `split`.
+        weights: weights of the layers.
+        needed: one bool per weight, then one per bias. The gradient is None where it is False.
+        split: True if x is a slice of the sequence.
+        tp: tensor-parallel axis.
     """
     count = len(weights)
     queue = tp.queue if x.is_cuda else CommQueue()
@@ -201,21 +218,25 @@ def _gradients(
     return [x_grad.wait(), *weight_grads, *bias_grads]
 
 
-# In a graph of torch.compile, these layers are one operator for forward and one for backward. Otherwise the compiler
-# could save the gathered input instead of gathering again in backward, and collectives would not overlap with products.
+# In a graph of torch.compile, column-parallel layers with one input are one operator for forward and one for backward.
+# Otherwise the compiler could save the gathered input for backward instead of gathering it again, and collectives would
+# not overlap with matrix products.
 
 
 def _column_parallel(
     x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor], split: bool, axis: str
 ) -> list[torch.Tensor]:
-    """Run the operator megazpp::column_parallel, see `_products`; `biases` is empty for layers without a bias."""
+    """Compute the operator megazpp::column_parallel for torch.compile; see `_products`.
+
+    `biases` is empty for layers without a bias. `axis` is the key of the tensor-parallel axis.
+    """
     return _products(x, weights, biases or [None] * len(weights), split, axis_of_key(axis))
 
 
 def _shapes_of_products(
     x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor], split: bool, axis: str
 ) -> list[torch.Tensor]:
-    """Return empty results of megazpp::column_parallel for tracing."""
+    """Return uninitialized results of the operator megazpp::column_parallel, whose shapes torch.compile needs."""
     seq = x.shape[0] * axis_of_key(axis).size if split else x.shape[0]
     return [x.new_empty((seq, *x.shape[1:-1], weight.shape[0])) for weight in weights]
 
@@ -223,7 +244,10 @@ def _shapes_of_products(
 def _column_parallel_gradients(
     grads: list[torch.Tensor], x: torch.Tensor, weights: list[torch.Tensor], needed: list[bool], split: bool, axis: str
 ) -> list[torch.Tensor]:
-    """Run the operator megazpp::column_parallel_backward: `_gradients` without the entries that are None."""
+    """Compute the operator megazpp::column_parallel_backward for torch.compile: `_gradients` without its None entries.
+
+    `axis` is the key of the tensor-parallel axis.
+    """
     found = _gradients(grads, x, weights, needed, split, axis_of_key(axis))
     return [grad for grad in found if grad is not None]
 
@@ -231,7 +255,7 @@ def _column_parallel_gradients(
 def _shapes_of_gradients(
     grads: list[torch.Tensor], x: torch.Tensor, weights: list[torch.Tensor], needed: list[bool], split: bool, axis: str
 ) -> list[torch.Tensor]:
-    """Return empty results of megazpp::column_parallel_backward for tracing."""
+    """Return uninitialized results of megazpp::column_parallel_backward, whose shapes torch.compile needs."""
     shapes = [weight.shape for weight in weights] + [weight.shape[:1] for weight in weights]
     return [torch.empty_like(x), *(x.new_empty(shape) for shape, n in zip(shapes, needed, strict=True) if n)]
 
@@ -250,13 +274,13 @@ _column_parallel_backward = define_operator(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    """Save the input and the weights of megazpp::column_parallel for its backward."""
+    """Save the input and the weights of the operator megazpp::column_parallel for its backward."""
     x, weights, _, ctx.split, ctx.axis = inputs
     ctx.save_for_backward(x, *weights)
 
 
 def _backward_of_products(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
-    """Return the gradients of the arguments of megazpp::column_parallel, None for those that need none."""
+    """Return the gradients of the arguments of the operator megazpp::column_parallel, None for those that need none."""
     x, *weights = ctx.saved_tensors
     of_weights, of_biases = ctx.needs_input_grad[1:3]
     needed = [*of_weights, *(of_biases or [False] * len(weights))]
@@ -269,43 +293,43 @@ torch.library.register_autograd("megazpp::column_parallel", _backward_of_product
 
 
 class RowParallelLinear(_SplitLinear):
-    """A linear layer whose inputs are split over tp: [S, B, in/T] -> [S, B, out].
+    """A linear layer whose inputs are split over T tensor-parallel ranks: [S, B, in/T] -> [S, B, out].
 
     With sequence parallelism the output is [S/T, B, out].
 
     Collectives on tp: an all-reduce in forward. With sequence parallelism a reduce-scatter in forward and an all-gather
-    in backward; each rank then computes only its slice's part of the bias's gradient.
+    in backward. The bias's gradient on each rank is then partial: it comes from this rank's slice of the sequence.
     """
 
     split = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x W^T + b, summed over tp."""
+        """Return x W^T, summed over tensor-parallel ranks, plus b; see the class for shapes."""
         product = self.product or F.linear
         if self.tp.size == 1:
-            whole = product(x, local(self.weight), None if self.bias is None else local(self.bias))
-            return _adapted(whole, x, self.adapter)
-        part = _adapted(product(x, local(self.weight), None), x, self.adapter)
-        y = leave_region(part, self.tp, sequence_parallel=self.sequence_parallel)
+            y = product(x, local(self.weight), None if self.bias is None else local(self.bias))
+            return _adapted(y, x, self.adapter)
+        partial = _adapted(product(x, local(self.weight), None), x, self.adapter)
+        y = leave_region(partial, self.tp, sequence_parallel=self.sequence_parallel)
         return y if self.bias is None else y + local(self.bias)  # the bias is added once, after the sum over tp
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding whose vocabulary is split over tp: tokens [S, B] -> [S, B, H].
+    """An embedding whose vocabulary is split over T tensor-parallel ranks: token ids [S, B] -> [S, B, H].
 
     With sequence parallelism the output is [S/T, B, H].
 
-    Each rank looks up the tokens in its rows and returns zeros for all others; the sum over tp completes the result.
-    Collectives on tp: an all-reduce in forward. With sequence parallelism a reduce-scatter in forward and an all-gather
-    in backward.
+    Each rank looks up those token ids that its rows have, and takes zeros for all others. The sum over tp completes the
+    result. Collectives on tp: an all-reduce in forward. With sequence parallelism a reduce-scatter in forward and an
+    all-gather in backward.
 
     Args:
-        padded_vocab_size: number of rows of the whole table, a multiple of the number of ranks.
+        padded_vocab_size: number of rows of the table over all ranks, a multiple of the number of ranks.
         hidden_size: number of columns, H.
-        vocab_size: number of tokens. Rows from here on are padding, which starts at zero.
+        vocab_size: number of token ids. Rows from here on are padding, which starts at zero.
         tp: tensor-parallel axis.
         std: standard deviation of the initial values.
-        sequence_parallel: True returns this rank's slice of the sequence.
+        sequence_parallel: True returns only this rank's slice of the sequence.
     """
 
     def __init__(
@@ -319,14 +343,16 @@ class VocabParallelEmbedding(nn.Module):
         sequence_parallel: bool,
     ) -> None:
         super().__init__()
-        assert padded_vocab_size % tp.size == 0, f"{padded_vocab_size} rows over {tp.size} ranks"
+        assert padded_vocab_size % tp.size == 0, (
+            f"the {padded_vocab_size} rows of the embedding cannot be split over {tp.size} tensor-parallel ranks"
+        )
         self.tp, self.sequence_parallel = tp, sequence_parallel
         self.rows = padded_vocab_size // tp.size
         self.weight = nn.Parameter(torch.empty(self.rows, hidden_size))
         self.specs = {"weight": ParameterSpec(split=0, std=std, rows=vocab_size)}
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Look up the embeddings of tokens [S, B], int64."""
+        """Return the embeddings [S, B, H] of the token ids `tokens` [S, B] int64; see the class for other shapes."""
         if self.tp.size == 1:
             return F.embedding(tokens, local(self.weight))
         row = tokens - self.tp.rank * self.rows
@@ -337,5 +363,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def _adapted(y: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
-    """Return y plus the output of the adapter for x, or y itself if the adapter is missing or switched off."""
+    """Return y, the output of a linear layer, plus the output of the layer's adapter for the same input x.
+
+    Returns y itself if `adapter` is None or switched off.
+    """
     return y if adapter is None or not adapter.adds else y + adapter(x)

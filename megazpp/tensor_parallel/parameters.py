@@ -1,9 +1,9 @@
-"""The specification of each parameter: its split over tensor parallelism and its initialization.
+"""The specification of each parameter of a model: its split over tensor-parallel ranks, and its initialization.
 
 A module that owns parameters describes them in its attribute `specs`, a dict by attribute name. Modules are built with
 plain local tensors. Before sharding, `distribute_parameters` (initialize.py) converts each parameter to a DTensor on
-the tp mesh (split or replicated), the form that FSDP2, gradient clipping and resharded checkpoints need. Forward code
-reads parameters through `local`.
+the tp mesh, split or replicated. FSDP2, gradient clipping and resharded checkpoints need DTensors. Forward code reads
+parameters through `local`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from megazpp.parallel.axis import MeshAxis
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """The split of one parameter over tp, and its initialization.
+    """The specification of one parameter: its split over tensor-parallel ranks, initial values and special treatment.
 
     Attributes:
-        split: dimension that is split over tp; None if every tp rank holds the whole parameter.
+        split: dim that is split over tensor-parallel ranks; None if every such rank holds the unsplit parameter.
         std: standard deviation of the normal distribution of the initial values; 0 for a constant.
-        value: initial value if `std` is 0.
+        value: initial value of all elements if `std` is 0.
         rows: number of rows that are initialized. Later rows are padding and stay zero. None means all rows.
         matrices: numbers of rows of the matrices that the parameter consists of, in a repeating pattern (for instance
             query, key and value), for Muon; () if the parameter is not a matrix of a layer.
         transposed: True if the parameter is stored as [inputs, outputs].
-        expert: True if the parameter is on the experts' mesh, where ep replaces tp.
+        expert: True if the parameter belongs to experts, which are split over expert-parallel ranks (ep) instead of tp.
         exact: True if the parameter is never quantized, neither between ranks nor in packed weights.
-        partial: True if each tp rank computes only a part of the gradient, see `sum_partial_gradients_`.
+        partial: True if the gradient is partial on each tensor-parallel rank, see `sum_partial_gradients_`.
     """
 
     split: int | None = None
@@ -49,15 +49,15 @@ class ParameterSpec:
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a parameter, for use in forward: the local tensor of a DTensor.
+    """Return the local tensor of a parameter that is a DTensor, for use in forward; other parameters unchanged.
 
-    The result is differentiable as with `DTensor.to_local`, but takes half of its host time. It assumes that the
-    gradient has the same placement as the parameter.
+    The result is differentiable as with `DTensor.to_local`, which takes twice the host time. The gradient is assumed to
+    have the same placement as the parameter.
     """
     if not isinstance(parameter, DTensor):
         return parameter
     if torch.compiler.is_compiling():
-        return parameter.to_local()  # torch.compile supports this method
+        return parameter.to_local()  # torch.compile can trace this method
     if parameter.requires_grad and torch.is_grad_enabled():
         return _Locals.apply(parameter)[0]
     return parameter._local_tensor
@@ -67,11 +67,11 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
 def local_parameters(places: Sequence[tuple[dict[str, Any], str]]) -> Iterator[None]:
     """Return a context in which modules hold local tensors, as `local` returns them, instead of DTensor parameters.
 
-    Used around calls of compiled graphs. A graph could take the DTensors itself, but it would unwrap each one, and wrap
+    It serves calls of compiled graphs. A graph could take DTensors itself, but it would unwrap each parameter, and wrap
     each gradient, in a dozen Python calls.
 
     Args:
-        places: the parameters to replace, each a module's parameter dict and a name in it, see `places_of`.
+        places: for each parameter to replace, the parameter dict of its module and its name there, see `places_of`.
     """
     places = [(parameters, name) for parameters, name in places if isinstance(parameters.get(name), DTensor)]
     whole = [parameters[name] for parameters, name in places]
@@ -89,12 +89,12 @@ def local_parameters(places: Sequence[tuple[dict[str, Any], str]]) -> Iterator[N
 
 
 def places_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Return the parameter dict and the name of each parameter of a module and its submodules."""
+    """Return (parameter dict of the owning module, name there) for each parameter of a module and its submodules."""
     return [(each._parameters, name) for each in module.modules() for name in each._parameters]
 
 
 class _Locals(torch.autograd.Function):
-    """The conversion of DTensors to their local tensors, and of local gradients to DTensors."""
+    """The autograd function that converts DTensor parameters to local tensors, and in backward local gradients back."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[torch.Tensor, ...]:
@@ -108,7 +108,7 @@ class _Locals(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
-        # `__new__` skips `__init__`, which does nothing but is called through two wrappers.
+        # `DTensor.__new__` skips `__init__`, which does nothing but takes host time in two wrappers.
         return tuple([
             None if grad is None else DTensor.__new__(DTensor, grad.contiguous(), spec, requires_grad=False)
             for grad, spec in zip(grads, ctx.specs, strict=True)
@@ -116,16 +116,16 @@ class _Locals(torch.autograd.Function):
 
 
 def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return all tensors that belong to a model, by name: its parameters, then its buffers.
+    """Return all tensors of a model by name: its parameters, then its buffers.
 
-    This is the only list of a model's state. Whatever copies, fills, saves, loads, mixes, sums or converts a model uses
-    it, so that buffers, such as the biases of experts, are nowhere left out.
+    All code that copies, saves, loads, averages or converts a model uses this function, so that none of it omits
+    buffers, such as the biases of experts.
     """
     return dict((*model.named_parameters(), *model.named_buffers()))
 
 
 def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, ParameterSpec]]:
-    """Yield the name, the owning module, the attribute name and the specification of each parameter of `model`.
+    """Yield (name in the model, owning module, attribute name in it, specification) for each parameter of `model`.
 
     Raises:
         TypeError: a parameter has no entry in its module's `specs`.
@@ -135,12 +135,17 @@ def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Pa
             name = f"{prefix}.{attribute}" if prefix else attribute
             specs: dict[str, ParameterSpec] = getattr(module, "specs", {})
             if attribute not in specs:
-                raise TypeError(f"{type(module).__name__} has no ParameterSpec for {name}")
+                raise TypeError(
+                    f"{type(module).__name__} has no ParameterSpec for the parameter {name}: add one to its `specs`"
+                )
             yield name, module, attribute, specs[attribute]
 
 
 def exact_parameters(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters that are never quantized; modules without `specs` have none."""
+    """Return the names of the model's parameters whose specification says that they are never quantized.
+
+    Parameters of modules without `specs` are not among them.
+    """
     return frozenset(
         f"{prefix}.{attribute}" if prefix else attribute
         for prefix, module in model.named_modules()
@@ -150,21 +155,26 @@ def exact_parameters(model: nn.Module) -> frozenset[str]:
 
 
 def existing_rows(model: nn.Module) -> dict[str, int]:
-    """Return, by name, the rows without padding of each parameter whose rows are the padded vocabulary."""
+    """Return, by parameter name, the number of rows that are not padding, for parameters with vocabulary rows."""
     return {name: spec.rows for name, _, _, spec in owned_parameters(model) if spec.rows is not None}
 
 
 def partial_parameters(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters whose gradient is the sum of parts that the tp ranks compute."""
+    """Return the names of the parameters whose gradient is partial on each tensor-parallel rank.
+
+    The sum over these ranks completes such a gradient, see `sum_partial_gradients_`.
+    """
     return frozenset(name for name, _, _, spec in owned_parameters(model) if spec.partial)
 
 
 @torch.no_grad()
 def sum_partial_gradients_(parameters: Iterable[torch.Tensor], tp: MeshAxis) -> None:
-    """Sum gradients in place over tp with a single all-reduce. Call this once per optimizer step.
+    """Sum partial gradients over tensor-parallel ranks in place, with a single all-reduce.
+
+    Call this function once per optimizer step, for example for norms under sequence parallelism.
 
     Args:
-        parameters: parameters for which each tp rank has computed a part of the gradient. All gradients have one dtype.
+        parameters: parameters whose `.grad` is partial on each tensor-parallel rank. All gradients have one dtype.
         tp: tensor-parallel axis.
     """
     parts = [local(p.grad) for p in parameters if p.grad is not None]

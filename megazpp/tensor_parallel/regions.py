@@ -1,7 +1,7 @@
-"""Entries and exits of tensor-parallel regions: collectives on activations in forward and their adjoints in backward.
+"""Collectives on activations, differentiable: the entries and exits of tensor, context and expert parallelism.
 
-Activations are [S, B, H] (sequence, batch, hidden), so that a slice of the sequence is contiguous. T is the size of the
-axis tp, C the size of the axis cp.
+Each function runs a collective in forward and its adjoint in backward. Activations are [S, B, H] (sequence, batch,
+hidden), so that a slice of the sequence is contiguous. T is the size of the axis tp, C the size of the axis cp.
 
 | region                   | forward                     | backward                    |
 |--------------------------|-----------------------------|-----------------------------|
@@ -10,19 +10,20 @@ axis tp, C the size of the axis cp.
 | gather_sequence          | all-gather along S          | reduce-scatter along S      |
 | reduce_scatter_sequence  | reduce-scatter along S      | all-gather along S          |
 | exchange                 | all-to-all                  | all-to-all                  |
-| exchange_rows            | all-to-all, unequal parts   | all-to-all, unequal parts   |
+| exchange_rows            | all-to-all, unequal sizes   | all-to-all, unequal sizes   |
 | collect_sequence         | all-gather along S          | this rank's slice           |
 
-Without sequence parallelism a layer's region is copy_to_region ... reduce_from_region_. With sequence parallelism it is
-gather_sequence ... reduce_scatter_sequence, which sends the same number of bytes.
+A tensor-parallel region of a layer begins with `copy_to_region` and ends with `reduce_from_region_`. With sequence
+parallelism it begins with `gather_sequence` and ends with `reduce_scatter_sequence`, which send the same number of
+bytes.
 
 `exchange_rows` is for expert parallelism: it sends tokens to the ranks of their experts and back (model/moe.py).
 
 `exchange` and `collect_sequence` are for context parallelism (Ulysses, arXiv 2309.14509). Each rank holds some of the
-tokens, except in attention, where it holds some of the heads for all tokens: `exchange` switches between the two. All
+tokens, except in attention, where it holds some of the heads for all tokens. `exchange` switches between the two. All
 ranks of a cp group compute the same loss, so the backward of `collect_sequence` needs no sum.
 
-On an axis of size 1, every function returns its argument.
+On an axis of size 1, each collective returns its argument.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from megazpp.parallel.axis import MeshAxis
 
 
 def enter_region(x: torch.Tensor, tp: MeshAxis, *, sequence_parallel: bool) -> torch.Tensor:
-    """Return the input [S, B, H] of a column-parallel layer from x, [S, B, H] or a slice [S/T, B, H] of the sequence.
+    """Enter a tensor-parallel region: return the input [S, B, H] of a column-parallel layer.
 
     Args:
-        x: activations outside the region.
+        x: activations outside the region, [S, B, H], or this rank's slice [S/T, B, H] with sequence parallelism.
         tp: tensor-parallel axis.
         sequence_parallel: True if x is this rank's slice of the sequence.
     """
@@ -49,10 +50,10 @@ def enter_region(x: torch.Tensor, tp: MeshAxis, *, sequence_parallel: bool) -> t
 
 
 def leave_region(x: torch.Tensor, tp: MeshAxis, *, sequence_parallel: bool) -> torch.Tensor:
-    """Sum the output of a row-parallel layer over tp.
+    """Leave a tensor-parallel region: sum the output of a row-parallel layer over tensor-parallel ranks.
 
     Args:
-        x: [S, B, H] this rank's partial sums. They may be overwritten.
+        x: [S, B, H] partial output of this rank, which may be overwritten.
         tp: tensor-parallel axis.
         sequence_parallel: True returns only this rank's slice of the sequence.
     Returns:
@@ -64,12 +65,12 @@ def leave_region(x: torch.Tensor, tp: MeshAxis, *, sequence_parallel: bool) -> t
 
 
 def copy_to_region(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
-    """Return x unchanged. Backward sums the gradient over tp (1 all-reduce)."""
+    """Return x unchanged, the input of a tensor-parallel region. Backward sums its gradient over tp (1 all-reduce)."""
     return _Copy.apply(x, tp)
 
 
 def reduce_from_region_(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
-    """Sum x over tp in place (1 all-reduce). Backward is the identity.
+    """Sum x over tensor-parallel ranks in place, and return it (1 all-reduce). Backward is the identity.
 
     x must be contiguous and must not be an autograd leaf.
     """
@@ -77,25 +78,31 @@ def reduce_from_region_(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
 
 
 def gather_sequence(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
-    """Gather slices [S/T, ...] to [S, ...] (1 all-gather). Backward reduce-scatters the gradient (1 reduce-scatter)."""
+    """Gather the slices x [S/T, ...] of all tensor-parallel ranks along the sequence to [S, ...] (1 all-gather).
+
+    Backward sums the gradient over tp, and returns this rank's slice of the sum (1 reduce-scatter).
+    """
     return _Collective.apply(x, tp, "all_gather", "reduce_scatter")
 
 
 def reduce_scatter_sequence(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
-    """Sum x, [S, ...], over tp and return this rank's slice [S/T, ...] (1 reduce-scatter). Backward: 1 all-gather."""
+    """Sum x [S, ...] over tensor-parallel ranks, and return this rank's slice [S/T, ...] (1 reduce-scatter).
+
+    Backward gathers the slices of the gradient (1 all-gather).
+    """
     return _Collective.apply(x, tp, "reduce_scatter", "all_gather")
 
 
 def exchange(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
-    """Send slice i of x, [C, ...], to rank i, and return [C, ...] whose slice i came from rank i (1 all-to-all).
+    """Send x[i] to rank i of the context-parallel axis, and return y with y[i] from rank i (1 all-to-all).
 
-    Backward sends the gradients back (1 all-to-all).
+    x and y are [C, ...] for C ranks. Backward sends the gradients of y back (1 all-to-all).
     """
     return _Collective.apply(x, cp, "all_to_all", "all_to_all")
 
 
 def collect_sequence(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
-    """Gather slices [S/C, ...] to [S, ...] (1 all-gather).
+    """Gather the slices x [S/C, ...] of all context-parallel ranks along the sequence to [S, ...] (1 all-gather).
 
     Backward returns this rank's slice of the gradient without a sum, because all ranks compute the same gradient.
     """
@@ -103,15 +110,34 @@ def collect_sequence(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
 
 
 def exchange_rows(x: torch.Tensor, ep: MeshAxis, send: list[int], receive: list[int]) -> torch.Tensor:
-    """[sum(send), H] -> [sum(receive), H]: send[i] rows to rank i, receive[i] from it (1 all-to-all, backward 1)."""
+    """Send rows of x to other expert-parallel ranks, and return the rows that they have sent (1 all-to-all).
+
+    Backward sends the gradients of the returned rows back (1 all-to-all).
+
+    Args:
+        x: [sum(send), H] rows, such as tokens, in the order of the ranks to which they go.
+        ep: expert-parallel axis.
+        send: number of rows to send to each rank.
+        receive: number of rows to receive from each rank.
+    Returns:
+        The received rows [sum(receive), H], in the order of the ranks from which they come.
+    """
     return _ExchangeRows.apply(x, ep, send, receive)
 
 
 def take_rows(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, *, copies: int = 1) -> torch.Tensor:
-    """[n, H] -> [n copies, H]: row i of the result is row order[i] // copies of x; no collective.
+    """Repeat each row of x `copies` times, and permute the repeated rows; no rank communicates.
 
-    Backward takes rows by the inverse permutation and adds the copies of a row up, without atomics: two runs have the
-    same bits.
+    Backward permutes the rows of the gradient back, and sums the copies of each row. It uses no atomic additions, so
+    that two runs are bit-identical.
+
+    Args:
+        x: [n, H] rows, such as tokens.
+        order: [n copies] permutation: row i of the result is row order[i] // copies of x.
+        inverse: [n copies] inverse permutation of `order`.
+        copies: number of copies of each row.
+    Returns:
+        The rows [n copies, H].
     """
     return _TakeRows.apply(x, order, inverse, copies)
 
@@ -126,7 +152,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # The all-reduce works in place on a clone, because autograd may pass the same gradient to another branch.
+        # The all-reduce overwrites its argument, so it gets a clone: autograd may pass the same gradient to others.
         return ctx.tp.all_reduce_(grads[0].clone(memory_format=torch.contiguous_format)), None
 
 
@@ -136,7 +162,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return tp.all_reduce_(x.clone())  # the compiler removes the clone if it can
+            return tp.all_reduce_(x.clone())  # torch.compile removes the clone if it can reuse the memory of x
         ctx.mark_dirty(x)
         return tp.all_reduce_(x)
 
@@ -146,7 +172,10 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Collective(torch.autograd.Function):
-    """A collective of an axis, and its adjoint for the gradient; both are names of methods of `MeshAxis`."""
+    """The autograd function that runs a collective of an axis in forward, and its adjoint in backward.
+
+    `collective` and `adjoint` are names of methods of `MeshAxis`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: MeshAxis, collective: str, adjoint: str) -> Any:
@@ -186,7 +215,8 @@ def _exchange_rows(x: torch.Tensor, ep: MeshAxis, send: list[int], receive: list
     width = x.shape[-1]
     parts = [rows * width for rows in send], [rows * width for rows in receive]
     found = ep.exchange(x.contiguous().view(-1), *parts, of="tokens")
-    return torch.ops.aten._unsafe_view(found, (-1, width))  # the result of a unit must not be a view, see `Experts`
+    # An ordinary view is not allowed as the result of an FSDP2 unit, see `Experts`.
+    return torch.ops.aten._unsafe_view(found, (-1, width))
 
 
 class _TakeRows(torch.autograd.Function):

@@ -163,7 +163,7 @@ def test_every_parameter_has_a_spec_and_is_on_a_leaf_module():
             assert model.get_parameter(name) is getattr(module, attribute)
             assert not list(module.children()), f"{name} is on a module with children"
             assert spec.split is None or spec.split < getattr(module, attribute).dim()
-    with pytest.raises(TypeError, match=r"Linear has no ParameterSpec for 0\.weight"):
+    with pytest.raises(TypeError, match=r"Linear has no ParameterSpec for the parameter 0\.weight"):
         list(owned_parameters(nn.Sequential(nn.Linear(2, 3))))
 
 
