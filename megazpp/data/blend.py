@@ -1,13 +1,13 @@
-"""Sources of sequences, and the blended samples of one split of them.
+"""Open sources of token sequences, and build the blended samples of one split (train, valid or test).
 
-A source is a .bin/.idx pair or generated documents. A split (train, valid or test) takes the same share of each
-source's sequences. If a source has too few sequences, the split takes a share of its tokens. A `GPTDataset` samples
-each share, and several shares are blended. The blend is planned first, so that each source builds exactly as many
-samples as the blend takes from it.
+A source is a .bin/.idx pair or generated documents. A split takes the same fraction of each source's sequences. If a
+source has too few sequences, the split takes a fraction of the source's tokens instead. A `GPTDataset` cuts this
+fraction of one source into samples. With several sources, the split blends the samples. The blend is planned first, so
+that each source builds exactly as many samples as the blend takes from it.
 
 `--data-path 0.3 A 0.7 B` takes 30 % of the samples from A. Sample n comes from the dataset that is furthest behind its
-share (largest weight * n - taken). Every prefix of the training therefore has the given proportions to within one
-sample per dataset. The order is Megatron's, ties included.
+weight (largest weight * n - taken). The first n samples of a split therefore have the given proportions to within one
+sample per dataset, for every n. The order equals Megatron's, also where several datasets are equally far behind.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from megazpp.data.gpt_dataset import GPTDataset, Sequences, Source
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.kernels.blend_order import MOST_DATASETS, blend_order
 
-_COUNTED_AT_ONCE = 1 << 24  # samples; numpy needs 8 bytes for each of them while it counts
+_COUNTED_AT_ONCE = 1 << 24  # samples per call of np.bincount, which needs 8 bytes of memory for each of them
 
 
 class DataSource(NamedTuple):
-    """A source of sequences of token ids.
+    """A source of token ids that --split divides into training, validation and test data.
 
     Attributes:
-        sequences: the sequences.
-        name: name for messages.
-        is_cached: True if indices of these sequences belong in the cache.
-        by_tokens: True if splits take shares of the tokens and cut sequences, instead of shares of the sequences.
+        sequences: the sequences of token ids, one per document.
+        name: name of the source in messages, such as the path of a .bin/.idx pair without its suffix.
+        is_cached: True if sample indices of this source are stored in the cache directory.
+        by_tokens: True if the splits divide the tokens of the source and cut sequences. If False, they divide the list
+            of sequences and cut none.
     """
 
     sequences: Sequences
@@ -46,10 +47,19 @@ class DataSource(NamedTuple):
 
 
 def open_sources(values: Sequence[str], *, flag_name: str) -> tuple[list[DataSource], tuple[float, ...] | None]:
-    """Open the .bin/.idx pairs that a flag like --data-path names, and return them with their weights, if any."""
+    """Open the .bin/.idx pairs that a flag like --data-path names.
+
+    Args:
+        values: values of the flag: prefixes of pairs, each after a weight (`0.3 A 0.7 B`) or all without weights.
+        flag_name: name of the flag, for messages.
+    Returns:
+        The sources in the order of the flag, and their blend weights, or None if the flag gives no weights.
+    Raises:
+        ValueError: the values are not of this form, name too many pairs, or a pair is missing or damaged.
+    """
     prefixes, weights = parse_blend(values, flag_name=flag_name)
     if len(prefixes) > MOST_DATASETS:
-        raise ValueError(f"{flag_name}: {len(prefixes)} datasets, a blend has at most {MOST_DATASETS}")
+        raise ValueError(f"{flag_name} names {len(prefixes)} datasets, but a blend has at most {MOST_DATASETS}")
     problems, sources = Problems(), list[DataSource]()
     for prefix in prefixes:
         with problems:
@@ -59,17 +69,21 @@ def open_sources(values: Sequence[str], *, flag_name: str) -> tuple[list[DataSou
 
 
 def indexed_source(prefix: Path, flag_name: str) -> DataSource:
-    """Open one .bin/.idx pair."""
+    """Open one .bin/.idx pair by its path without suffix. Errors begin with `flag_name` and this path."""
     with errors_as(f"{flag_name} {prefix}"):
         return DataSource(IndexedDataset(prefix), str(prefix))
 
 
 def fit_for_split(sources: Iterable[DataSource], split: Sequence[tuple[float, float]]) -> list[DataSource]:
-    """Return the sources, with `by_tokens` set on each that has too few sequences for a share of the split.
+    """Return the sources, and set `by_tokens` on each one that has too few sequences to divide them by --split.
 
-    All shares of --split count, whether this run uses them or not.
+    A source has too few sequences if training, validation or test would get none although its proportion is above 0.
+    This also counts a split that this run does not use, so that all runs with the same --split divide a source equally.
+
+    Args:
+        sources: sources to divide.
+        split: start and end of training, validation and test, as fractions in [0, 1].
     """
-
     fitted = []
     for source in sources:
         edges = [_edges(bounds, len(source.sequences.lengths)) for bounds in split if bounds[0] < bounds[1]]
@@ -89,20 +103,22 @@ def build_split(
     vocab_size: int,
     cache_path: Path,
 ) -> GPTDataset | BlendedDataset:
-    """Build the samples of one split.
+    """Build the dataset of one split: the samples of its only source, or a blend of several sources.
 
     Args:
-        use: "train", "valid" or "test", for messages.
-        sources: sources of sequences.
-        weights: proportions of samples to take from each source; None takes them in proportion to the sources' sizes.
-        bounds: shares of each source's sequences (or tokens), in [0, 1], at which the split begins and ends.
-        num_samples: number of samples of the split.
-        seq_length: tokens of a sample.
+        use: name of the split in messages: "train", "valid" or "test".
+        sources: sources of token sequences.
+        weights: proportions of samples to take from each source; None takes them in proportion to the number of tokens
+            that each source has in this split.
+        bounds: start and end of the split, as fractions in [0, 1] of each source's sequences (or tokens).
+        num_samples: number of samples to build.
+        seq_length: tokens that a sample predicts; a sample has one token more.
         seed: seed for the order of the samples.
-        vocab_size: size of the vocabulary, which all ids have to be below.
-        cache_path: cache directory for the indices.
+        vocab_size: size of the vocabulary. Each token id must be below it.
+        cache_path: cache directory, where the sample indices are stored in the folder `indices`.
     Raises:
-        ValueError: the split gets too few ids of a source for one sample, or ids beyond the vocabulary.
+        ValueError: this split has too few tokens of a source for one sample, or the first sample of a source contains
+            a token id that is not in the vocabulary.
     """
     parts = [_take(source, bounds) for source in sources]
     indices = cache_path / "indices"
@@ -111,12 +127,13 @@ def build_split(
         order = {"num_samples": count, "seq_length": seq_length, "seed": seed}
         folder, name = indices if source.is_cached else None, f"{source.name} ({use})"
         dataset = GPTDataset(source.sequences, span, **order, name=name, vocab_size=vocab_size, cache_path=folder)
-        _ = dataset[0]  # reports ids beyond the vocabulary now instead of in the first step
+        _ = dataset[0]  # raises now, not in the first training step, if the data was written with another tokenizer
         return dataset
 
     if len(parts) == 1:
         return sample(*parts[0], num_samples)
-    # The default weights are samples per epoch, at least 1: `sample` then reports a source that is too small.
+    # By default, a source's weight is its number of samples per epoch. A source with less than one sample gets weight
+    # 1, so that `sample` is called for it and raises the error that the source is too small.
     sizes = [int(source.sequences.lengths[slice(*span)].sum(dtype=np.int64)) for source, span in parts]
     weights = tuple(weights or (float(max(1, (size - 1) // seq_length)) for size in sizes))
     path = indices / f"blend-{cache_key(kind='blend-1', weights=weights, num_samples=num_samples)}"
@@ -127,13 +144,13 @@ def build_split(
 
 
 class BlendedDataset:
-    """A dataset that takes its samples from several datasets, in the order that `blend_order` plans.
+    """A dataset that takes its n samples from several datasets, in the order that `blend_order` plans.
 
     Args:
         datasets: datasets, each with at least as many samples as the blend takes from it.
-        chosen: [n] int16 dataset of each sample.
-        numbers: [n] int64 number of each sample in its dataset.
-        weights: weights that the arrays were planned with; None for the number of samples taken from each dataset.
+        chosen: [n] int16 index in `datasets` of the dataset from which the blend takes each sample.
+        numbers: [n] int64 index of each sample inside the dataset from which it is taken.
+        weights: blend weights of the datasets, from which `blend_order` has planned `chosen` and `numbers`.
     """
 
     def __init__(
@@ -153,37 +170,53 @@ class BlendedDataset:
         return len(self._chosen)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        """Return sample `index`: [seq_length + 1] int64."""
+        """Return the token ids of sample `index` of the blend: [seq_length + 1] int64."""
         if not 0 <= index < len(self):
             raise IndexError(f"blended dataset: sample {index} of {len(self)}")
         return self.datasets[self._chosen[index]][int(self._numbers[index])]
 
     @property
     def description(self) -> str:
-        """A line about the blend and one about each dataset, for the log."""
+        """A text for the log: one line with the number of samples of the blend, then one line per dataset."""
         parts = zip(self._taken, self.datasets, strict=True)
         lines = [f"    {count:,} from {dataset.description}" for count, dataset in parts]
         return "\n".join([f"{len(self):,} samples:", *lines])
 
     def order(self) -> str:
-        """Return a digest of the samples in their order; see data/identity.py."""
+        """Return a digest of the blend's samples in their order, with which a resumed run detects changed data."""
         parts = [(source.share, source.order) for source in self.sources()]
         return cache_key(kind="blend", parts=parts)
 
     def sources(self) -> list[Source]:
-        """Return a description of each dataset with its share of the samples, to detect changed data (identity.py)."""
+        """Describe each dataset and the fraction of the blend's samples that come from it.
+
+        Checkpoints store these descriptions, so that a resumed run can detect changed data (data/identity.py).
+        """
         weights = np.array(self._taken if self._weights is None else self._weights, dtype=np.float64)
         shares, sources = (weights / weights.sum()).tolist(), [each.sources()[0] for each in self.datasets]
         return [source._replace(share=share) for source, share in zip(sources, shares, strict=True)]
 
     def token_counts(self, size: int) -> npt.NDArray[np.float64]:
-        """Return the expected count of each id below `size` among the samples: [size], up to a common factor."""
+        """Return the relative frequency of each token id below `size` in the blend.
+
+        Each dataset counts in proportion to the samples that the blend takes from it.
+
+        Returns:
+            [size] fp64 frequencies. They do not sum to 1, but to the number of samples of the blend.
+        """
         counted = zip(self._taken, (dataset.token_counts(size) for dataset in self.datasets), strict=True)
         return np.sum([taken * counts / counts.sum() for taken, counts in counted], axis=0)
 
 
 def _count(chosen: np.ndarray, num_datasets: int) -> npt.NDArray[np.int64]:
-    """Return how often each dataset was chosen: [num_datasets]."""
+    """Return the number of samples that a blend takes from each dataset.
+
+    Args:
+        chosen: [n] index of the dataset of each sample.
+        num_datasets: number of datasets of the blend.
+    Returns:
+        [num_datasets] int64 counts.
+    """
     counts = np.zeros(num_datasets, dtype=np.int64)
     for start in range(0, len(chosen), _COUNTED_AT_ONCE):
         counts += np.bincount(chosen[start : start + _COUNTED_AT_ONCE], minlength=num_datasets)
@@ -191,12 +224,17 @@ def _count(chosen: np.ndarray, num_datasets: int) -> npt.NDArray[np.int64]:
 
 
 class TokenRange:
-    """Ids `start` to `stop` of the concatenation of sequences. The first and the last sequence may be cut.
+    """The token ids `start` to `stop` - 1 of the concatenation of all sequences of a source, again as sequences.
+
+    A split consists of such a range if its source has too few documents to divide them. The first and the last
+    sequence of the range may be parts of the source's sequences.
 
     Args:
-        sequences: sequences that are concatenated.
-        start: first id.
-        stop: id after the last one.
+        sequences: sequences of the source.
+        start: position in the concatenation at which the range begins.
+        stop: position in the concatenation after the last id of the range.
+    Attributes:
+        lengths: [n] int32 number of ids of each sequence of the range.
     """
 
     def __init__(self, sequences: Sequences, start: int, stop: int) -> None:
@@ -209,24 +247,29 @@ class TokenRange:
         self.lengths = (np.minimum(ends, stop) - np.maximum(begins, start))[used].astype(np.int32)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return `length` ids of sequence `index` from position `offset` on; None returns all remaining ids."""
+        """Return `length` token ids of the range's sequence `index` from position `offset` on; None returns the rest.
+
+        Positions count from the first id of the sequence that belongs to the range.
+        """
         cut = self._offset if index == 0 else 0
         length = int(self.lengths[index]) - offset if length is None else length
         return self._sequences.get(self._first + index, cut + offset, length)
 
     def digest(self) -> str:
-        """Return a digest of the tokens."""
+        """Return a digest of the token ids in this range, to detect changed data."""
         return cache_key(whole=self._sequences.digest(), ids=self._ids)
 
 
 class MockSequences:
-    """Generated documents for --mock-data, which a model can learn: 10,000 documents of 1 to 4,095 ids.
+    """The 10,000 generated documents of --mock-data, with 1 to 4,095 token ids each.
 
-    A document counts 1, 2, 3, ... modulo the vocabulary, as in Megatron, and ends with eod if there is one.
+    The ids of a document are 1, 2, 3, ... modulo the vocabulary size, as in Megatron, so that a model can learn them.
 
     Args:
         vocab_size: size of the vocabulary.
-        eod: id that ends a document; None for no end.
+        eod: end-of-document id, which replaces the last id of each document; None leaves the last id.
+    Attributes:
+        lengths: [10000] int32 number of ids of each document.
     """
 
     def __init__(self, *, vocab_size: int, eod: int | None) -> None:
@@ -234,7 +277,7 @@ class MockSequences:
         self.lengths: npt.NDArray[np.int32] = np.random.default_rng(0).integers(1, 4096, size=10_000, dtype=np.int32)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return `length` ids of document `index` from position `offset` on; None returns all remaining ids."""
+        """Return `length` token ids of document `index` from position `offset` on; None returns all remaining ids."""
         size = int(self.lengths[index])
         stop = size if length is None else offset + length
         ids = (np.arange(offset, stop) + 1) % self._vocab_size
@@ -243,12 +286,20 @@ class MockSequences:
         return ids
 
     def digest(self) -> str:
-        """Return a digest of the tokens."""
+        """Return a digest of all generated token ids, to detect changed data."""
         return cache_key(kind="mock-1", vocab_size=self._vocab_size, eod=self._eod)
 
 
 def _take(source: DataSource, bounds: tuple[float, float]) -> tuple[DataSource, tuple[int, int]]:
-    """Cut a split's share out of a source; return the source to read, and the range of its sequences."""
+    """Select the data of one split (train, valid or test) from a source.
+
+    Args:
+        source: source that the splits divide.
+        bounds: start and end of the split, as fractions of the source in [0, 1].
+    Returns:
+        A source, and the range (start, stop) of its sequences that belong to the split. If `source.by_tokens` is set,
+        the returned source has only the split's tokens, and the range contains all its sequences.
+    """
     lengths = source.sequences.lengths
     if not source.by_tokens:
         return source, _edges(bounds, len(lengths))
@@ -258,5 +309,8 @@ def _take(source: DataSource, bounds: tuple[float, float]) -> tuple[DataSource, 
 
 
 def _edges(bounds: tuple[float, float], count: int) -> tuple[int, int]:
-    """Return the first and the last index of a share of `count` items, rounded as Megatron does."""
+    """Return the range (start, stop) of a split among `count` sequences or tokens, rounded as Megatron does.
+
+    `bounds` are the start and the end of the split as fractions in [0, 1].
+    """
     return round(bounds[0] * count), round(bounds[1] * count)

@@ -1,8 +1,8 @@
-"""A cache on disk whose entries are built once per node, however many processes ask for them at the same time.
+"""A cache on disk for sample indices, tokenized text and trained tokenizers. Each node builds an entry once.
 
-The ranks of a node share a cache directory and need no barrier. A file lock lets one of them build an entry, and
-readers see either no entry or a complete one. Every node builds its own copy. The copies are equal, because an entry
-is a pure function of its key.
+The ranks of a node share a cache directory and need no barrier. A file lock lets one of them build an entry, and the
+others see either no entry or a complete one. Every node builds its own copy of an entry. The copies are equal, because
+the key of an entry determines its content.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ FLAG = "--data-cache-path"
 
 
 def check_cache_dir(path: Path, flag: str = FLAG) -> None:
-    """Raise ValueError if a directory cannot be created. An existing one may be read-only, if it is already filled."""
+    """Raise ValueError if a cache directory does not exist and cannot be created.
+
+    An existing directory may be read-only, because it may already contain all entries that the run needs.
+
+    Args:
+        path: cache directory.
+        flag: flag that names the directory, for the message.
+    """
     flag = cache_name(path, flag)
     existing = next(place for place in (path, *path.parents) if place.exists())
     if not existing.is_dir():
@@ -33,44 +40,46 @@ def check_cache_dir(path: Path, flag: str = FLAG) -> None:
 
 
 def cache_key(**parts: Any) -> str:
-    """Return a file name of 32 hexadecimal digits that depends on `parts`, which are values that JSON can hold."""
+    """Return the hash of `parts`, as 32 hexadecimal digits, to name a cache entry or to compare descriptions.
+
+    Values that JSON does not support are hashed as strings. The order of the keywords does not matter.
+    """
     description = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(description.encode()).hexdigest()[:32]
 
 
 def build_once(path: Path, build: Callable[[Path], None], *, flag: str = FLAG) -> Path:
-    """Return `path`, after exactly one process has built it if it did not exist.
+    """Build a cache entry unless it exists, and return its path. Of all processes of a node, exactly one builds it.
 
     Args:
-        path: file or directory of the cache.
-        build: function that writes the entry to the temporary path it is given; that is then renamed to `path`.
+        path: file or directory of the cache entry.
+        build: function that writes the entry to a temporary path, its argument. This path is then renamed to `path`.
         flag: flag of the cache directory, for messages.
     Raises:
-        ValueError: the directory cannot be written to.
+        ValueError: the cache directory cannot be written to.
     """
     if path.exists():
         return path
-    with errors_as(
-        f"{cache_name(path, flag)}: cannot write {path}", OSError
-    ):  # no permission, disk full, no locks, ...
+    # An OSError means no permission, a full disk, a file system without locks, and the like.
+    with errors_as(f"{cache_name(path, flag)}: cannot write {path}", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_name(f".{path.name}.lock")):
             if not path.exists():  # another process may have built it while this one waited for the lock
                 unfinished = path.with_name(f".{path.name}.unfinished")
-                remove(unfinished)  # left by a process that died while building
+                remove(unfinished)  # a process that was killed while it built the entry may have left this path
                 with renamed_when_done(unfinished, path, synced=False):
                     build(unfinished)
     return path
 
 
 def load_or_save_arrays(path: Path, build: Callable[[], Sequence[np.ndarray]]) -> list[np.ndarray]:
-    """Return the arrays of a cache entry, memory-mapped from its files 0.npy, 1.npy, ...
+    """Return the numpy arrays of a cache entry, memory-mapped. Build the entry if it does not exist.
 
     Args:
-        path: directory of the entry.
-        build: function that computes the arrays if the entry does not exist.
+        path: directory of the entry, with one file 0.npy, 1.npy, ... per array.
+        build: function that computes the arrays of the entry.
     Raises:
-        ValueError: the directory cannot be written to, or is damaged.
+        ValueError: the cache directory cannot be written to, or a file of the entry is damaged.
     """
 
     def save(directory: Path) -> None:

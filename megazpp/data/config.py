@@ -1,4 +1,4 @@
-"""The flags of the data: sources of tokens, and the cut into samples."""
+"""The data flags of a training run: sources of tokens, --split, and how documents are cut into samples."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class DataConfig:
 
     @property
     def sources(self) -> list[str]:
-        """The flags that select a source of tokens, such as --data-path, and that are set."""
+        """The given flags that select a source of tokens, such as ["--data-path"]. A valid run gives exactly one."""
         given = (self.data_path, self.text_path, any(paths_by_use(self).values()), self.mock_data)
         return list(itertools.compress(SOURCES, given))
 
 
 class Splits(NamedTuple, Generic[T]):
-    """A value for each use of the data: training, validation, test."""
+    """One value of the type T for each split of the data: training, validation and test."""
 
     train: T
     valid: T
@@ -75,10 +75,10 @@ class Splits(NamedTuple, Generic[T]):
 
 
 def parse_split(split: str) -> Splits[tuple[float, float]]:
-    """Return the start and the end of each split, as fractions of all documents in [0, 1].
+    """Return the start and the end of the training, validation and test split, as fractions of all documents in [0, 1].
 
     Args:
-        split: up to three proportions, such as `969, 30, 1`.
+        split: value of --split: up to three proportions, such as `969, 30, 1`. Missing ones count as 0.
     Raises:
         ValueError: `split` is not one to three numbers with commas between them.
     """
@@ -94,7 +94,7 @@ def parse_split(split: str) -> Splits[tuple[float, float]]:
 
 
 def paths_by_use(config: DataConfig) -> dict[str, tuple[str, ...]]:
-    """Return the flags that name data for one use only, with their values."""
+    """Return the values of --train-data-path, --valid-data-path and --test-data-path by flag; () for a missing flag."""
     return {f"--{use}-data-path": getattr(config, f"{use}_data_path") for use in Splits._fields}
 
 
@@ -104,15 +104,17 @@ def require_source(config: DataConfig) -> None:
 
 
 def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
-    """Return the prefixes of .bin/.idx pairs that a flag like --data-path names, and their weights if it has any.
+    """Split the values of a flag like --data-path into prefixes of .bin/.idx pairs and blend weights.
 
     Args:
-        values: `A B C`, or with weights `0.3 A 0.7 B`. As in Megatron, they have weights if every other value is a
-            number.
-        flag_name: flag for messages.
+        values: `A B C`, or with weights `0.3 A 0.7 B`. As in Megatron, the values contain weights if the first, third,
+            fifth, ... value is a number.
+        flag_name: name of the flag, for messages.
+    Returns:
+        The prefixes, and one weight per prefix; None instead of weights if the values contain none.
     Raises:
-        ValueError: a weight is not positive, only some datasets have weights, or all weights are also names of
-            datasets.
+        ValueError: a weight is not positive, only some datasets have weights, or each weight is also the name of an
+            existing dataset.
     """
     numbers = list(map(_number, values))
     weights = tuple(number for number in numbers[::2] if number is not None)
@@ -120,7 +122,7 @@ def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ..
         if not all(0 < weight < math.inf for weight in weights):
             raise ValueError(f"{flag_name} {' '.join(values)}: weights must be positive numbers")
         called = [value for value in values[::2] if any(path.exists() for path in pair_paths(Path(value)))]
-        if len(called) == len(weights):  # every weight is also a dataset, so the user may mean datasets only
+        if len(called) == len(weights):  # each number is also the name of a dataset, and the user may mean the datasets
             also = f"{called[0]} is also a dataset"
             raise ValueError(f"{flag_name} {' '.join(values)}: {also}{_as_dataset(called[0])}")
         return tuple(values[1::2]), weights
@@ -131,7 +133,8 @@ def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ..
 
 
 def _as_dataset(number: str) -> str:
-    return f"; a number is read as a weight, so the dataset {number} is given as ./{number}"
+    """Return the end of a message about a number that may be meant as the name of a dataset."""
+    return f"; a number is read as a weight, so a dataset with the name {number} has to be given as ./{number}"
 
 
 def _number(text: str) -> float | None:

@@ -1,8 +1,8 @@
 """Build the tokenizer and the three datasets (training, validation, test) that the flags describe.
 
-blend.py samples and blends the sources of a split: .bin/.idx pairs, tokenized text, or generated documents. Every rank
-calls the same functions with the same arguments. One process per node builds whatever takes time, and cache.py keeps
-it.
+This file opens the sources of tokens: .bin/.idx pairs, text that it tokenizes, or generated documents. data/blend.py
+then samples and blends them. Every rank calls the same functions with the same arguments. Tokenized text, trained
+tokenizers and sample indices take time, so one process per node builds them and stores them in the cache directory.
 """
 
 from __future__ import annotations
@@ -36,22 +36,25 @@ Samples = GPTDataset | BlendedDataset
 
 DEFAULT_VOCAB_SIZE = 4096
 
-
-_LOOKED_AT, _TOKENS_LOOKED_AT = 64, 1 << 20  # sequences of a dataset that checks read, and tokens of each of them
+# Checks for special tokens read this many first sequences of a dataset, and this many first tokens of each sequence.
+_LOOKED_AT, _TOKENS_LOOKED_AT = 64, 1 << 20
 _NO_TOKENIZER = "--tokenizer-model is missing: the ids in --data-path have no meaning without their tokenizer"
 
 
 def check_inputs(
     config: DataConfig, tokenizer: TokenizerConfig, *, loaded: Tokenizer | None = None
 ) -> Tokenizer | None:
-    """Open every file that the flags name before anything is started; a ValueError names the flag and the file.
+    """Check the data and the tokenizer of a run before workers start, by opening each file that the flags name.
 
     Args:
-        config: sources of data and the cache directory.
+        config: flags of the data: the sources of tokens and the cache directory.
         tokenizer: flags of the tokenizer.
-        loaded: the tokenizer of those flags, if it has been loaded already.
+        loaded: tokenizer that these flags name; None loads it here.
     Returns:
-        The tokenizer that the flags name, or None if one is to be trained.
+        The tokenizer that the flags name, or None if the run trains one on --text-path or uses bytes for --mock-data.
+    Raises:
+        ValueError: a file is missing or damaged, or flags do not suit each other. The message names the flag and the
+            file.
     """
     require_source(config)
     problems, sources = Problems(), list[DataSource]()
@@ -78,18 +81,24 @@ def check_inputs(
 
 
 def uses_with_data(config: DataConfig) -> Splits[bool]:
-    """Return for training, validation and test whether the flags give them data."""
+    """Return True for each of training, validation and test that gets data by --split or a flag like --valid-data-path.
+
+    With --train-data-path, --valid-data-path or --test-data-path, --split has no effect.
+    """
     if any(paths := paths_by_use(config).values()):
         return Splits(*map(bool, paths))
     return Splits(*(start < stop for start, stop in parse_split(config.split)))
 
 
 def check_special_tokens(datasets: Sequence[Sequences], tokenizer: Tokenizer, name: str) -> None:
-    """Raise ValueError if the data and the run disagree on special tokens at the beginning of texts.
+    """Raise ValueError if tokenized data and a run's tokenizer disagree on special tokens, such as BOS, before texts.
+
+    The function reads the first sequences of each dataset. It raises no error if only some of them begin with the
+    special tokens.
 
     Args:
-        datasets: datasets whose first sequences are read.
-        tokenizer: tokenizer of the run.
+        datasets: tokenized datasets.
+        tokenizer: tokenizer of the run, with --add-special-tokens or --no-add-special-tokens applied.
         name: description of the datasets for messages.
     """
     before, count = tokenizer.special_tokens.before, len(tokenizer.special_tokens.before)
@@ -98,7 +107,10 @@ def check_special_tokens(datasets: Sequence[Sequences], tokenizer: Tokenizer, na
     if count == 0 or not begins or any(begins) != all(begins) or all(begins) == tokenizer.special_tokens.used:
         return
     if not tokenizer.special_tokens.used:
-        raise ValueError(f"{name}: all texts begin with the special tokens {before}, against --no-add-special-tokens")
+        raise ValueError(
+            f"{name}: all texts begin with the special tokens {before}, against --no-add-special-tokens; "
+            "leave out that flag, or tokenize the data again"
+        )
     raise ValueError(
         f"{name}: no text begins with the special tokens {before}, but --add-special-tokens asks for them; "
         "give --no-add-special-tokens, or tokenize the data again"
@@ -106,14 +118,16 @@ def check_special_tokens(datasets: Sequence[Sequences], tokenizer: Tokenizer, na
 
 
 def missing_ends(sources: Iterable[DataSource], config: DataConfig, tokenizer: Tokenizer) -> str | None:
-    """Return a warning if flags need end-of-document tokens and the first sequences of some data have none.
+    """Return a warning if given flags have no effect, because a source's first sequences have no end-of-document token.
+
+    These flags are --reset-position-ids, --reset-attention-mask and --eod-mask-loss.
 
     Args:
         sources: sources that the run uses.
         config: flags of the data.
         tokenizer: tokenizer of the run.
     Returns:
-        The warning, or None.
+        A line for the log, or None if there is nothing to warn about.
     """
     flags = {name: on for name, on in batch_options(config, tokenizer).items() if name != "eod"}
     names = [f"--{name.replace('_', '-')}" for name, on in flags.items() if on]
@@ -130,7 +144,10 @@ def missing_ends(sources: Iterable[DataSource], config: DataConfig, tokenizer: T
 
 
 def _has(token: int | None, sequences: Sequences) -> bool:
-    """Return whether one of the first sequences contains the token in its first tokens or at its end."""
+    """Return True if one of the first sequences contains the id `token`.
+
+    The search reads the first 64 sequences. In a long sequence, it reads the first 2**20 ids and the last id.
+    """
     for index, length in enumerate(sequences.lengths[:_LOOKED_AT].tolist()):
         if (sequences.get(index, 0, min(length, _TOKENS_LOOKED_AT)) == token).any():
             return True
@@ -142,15 +159,15 @@ def _has(token: int | None, sequences: Sequences) -> bool:
 def build_tokenizer(
     config: TokenizerConfig, data: DataConfig, *, exact: bool = True, log: Callable[[str], None]
 ) -> Tokenizer:
-    """Return the run's tokenizer.
+    """Load the tokenizer that the flags name, train one on --text-path, or use bytes for --mock-data.
 
     Args:
-        config: flags of the tokenizer, which may name a tokenizer.
-        data: flags of the data. Without a named tokenizer, one is trained on --text-path, and --mock-data uses bytes.
+        config: flags of the tokenizer. They may name no tokenizer.
+        data: flags of the data, which decide what happens if the flags name no tokenizer.
         exact: True if the user has typed --vocab-size, so that a trained tokenizer must have exactly that size.
         log: function that prints a line.
     Raises:
-        ValueError: there is no tokenizer, or it cannot be loaded.
+        ValueError: the named tokenizer cannot be loaded, or none is named and the data is a .bin/.idx pair.
     """
     tokenizer = load_tokenizer(config)
     if tokenizer is not None:
@@ -179,17 +196,18 @@ def build_datasets(
     exact: bool = True,
     log: Callable[[str], None],
 ) -> Splits[Samples | None]:
-    """Build the training, validation and test data.
+    """Build the training, validation and test datasets of a run.
 
     Args:
         config: flags of the data.
         tokenizer: tokenizer of the run.
-        num_samples: number of samples of each use.
+        num_samples: number of samples that training, validation and test take in the whole run.
         seed: seed for the order of the samples.
-        exact: whether the user has typed --split; otherwise too few tokens for validation or test are no error.
-        log: function that prints a line: one before each part that takes time to build, and one for each dataset.
+        exact: True if the user has typed --split, so that too few tokens for validation or test are an error. If False,
+            the run continues without that dataset and logs a note.
+        log: function that prints a line. It is called before each slow operation and for each dataset.
     Returns:
-        The datasets; None for a use that needs no samples, or that gets no data by --split.
+        The datasets. An entry is None if the run takes no samples of it, or if it gets no data.
     Raises:
         ValueError: flags contradict each other, a file is missing or damaged, or a split has too few tokens.
     """
@@ -202,7 +220,7 @@ def build_datasets(
     if any(paths.values()):
         opened = [open_sources(values, flag_name=name) for name, values in paths.items()]
         bounds = Splits((0.0, 1.0), (0.0, 1.0), (0.0, 1.0))
-    else:  # --split divides the sources among the uses
+    else:  # --split divides each source into training, validation and test data
         if config.mock_data:
             sequences = MockSequences(vocab_size=tokenizer.vocab_size, eod=tokenizer.eod)
             sources = [DataSource(sequences, "mock data", is_cached=False)]
@@ -244,7 +262,7 @@ def build_datasets(
 
 
 def batch_options(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the keywords of `make_micro_batch` that follow from the flags and the tokenizer."""
+    """Return the keyword arguments of `make_micro_batch`: the eod id of the tokenizer, and three flags of the data."""
     return {
         "eod": tokenizer.eod,
         "reset_position_ids": config.reset_position_ids,
@@ -254,9 +272,9 @@ def batch_options(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def unigram_entropy(dataset: Samples, vocab_size: int) -> float:
-    """Return the entropy of the dataset's single tokens, in nats per token.
+    """Return the entropy of a dataset's token frequencies, in nats per token.
 
-    That is the loss of the best model that ignores context.
+    No model that ignores the context of a token can have a lower loss, so logs show it for comparison.
     """
     counts = dataset.token_counts(vocab_size)
     shares = counts[counts > 0] / counts.sum()
@@ -264,5 +282,5 @@ def unigram_entropy(dataset: Samples, vocab_size: int) -> float:
 
 
 def cache_dir(config: DataConfig) -> Path:
-    """Return the folder of --data-cache-path, or its default."""
+    """Return the cache directory: --data-cache-path, or the folder `megazpp` in the user's cache directory."""
     return cache_folder() if config.data_cache_path is None else Path(config.data_cache_path).expanduser()

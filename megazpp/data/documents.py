@@ -1,4 +1,4 @@
-"""Documents in files: JSON lines, Parquet or plain text, optionally compressed with gzip or zstd.
+"""Read documents from files: JSON lines, Parquet or plain text, optionally compressed with gzip or zstd.
 
 The name of a file, without `.gz` or `.zst`, determines its format:
 
@@ -7,8 +7,8 @@ The name of a file, without `.gz` or `.zst`, determines its format:
     .txt                    the file is one document
     any other name          JSON lines if the file begins with `{`, otherwise one document
 
-One process cuts a file into blocks of whole lines, and any process can parse a block. A malformed line becomes a
-`BadLine`, and the caller decides how to treat it.
+`read_blocks` cuts a file into blocks of complete lines, and `parse_block` extracts the texts of a block, also in
+another process. A malformed line becomes a `BadLine`, and the caller decides whether to skip it or to stop.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ _BINARY = (  # first bytes of zip, Parquet, bzip2, gzip, zstd, xz, 7z, rar and p
     *(b"PK\x03\x04", b"PAR1", b"BZh", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"),
     *(b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!", b"\x80"),
 )
-_JSON = re.compile(rb'\s*(\[\s*[{"]|\{\s*")')  # the beginning of a JSON array or object, which plain text rarely has
+_JSON = re.compile(rb'\s*(\[\s*[{"]|\{\s*")')  # the beginning of a JSON array or object; plain text rarely begins so
 Content = bytes | list[dict[str, object]]
 
 
 class Block(NamedTuple):
-    """Consecutive documents of one file that are read but not parsed yet.
+    """Consecutive documents of one file, before their lines are parsed.
 
     Attributes:
-        path: the file.
-        kind: its format.
-        first_line: number of the block's first line, or row in a Parquet file, from 1.
-        content: whole lines, or rows.
-        disk_bytes: bytes of the file that were read for the block.
+        path: path of the file.
+        kind: format of the file.
+        first_line: number of the block's first line in the file (first row of a Parquet file), counted from 1.
+        content: complete lines as bytes, or the rows of a Parquet file as dictionaries.
+        disk_bytes: bytes of the file, before decompression, that were read for the block.
     """
 
     path: Path
@@ -76,7 +76,13 @@ class Block(NamedTuple):
 
 
 class BadLine(NamedTuple):
-    """A malformed line, or row of a Parquet file."""
+    """A malformed document of an input file.
+
+    Attributes:
+        path: path of the file.
+        number: number of the line, or of the row of a Parquet file, counted from 1.
+        reason: what is wrong with the line, for messages.
+    """
 
     path: Path
     number: int
@@ -87,7 +93,10 @@ class BadLine(NamedTuple):
 
 
 def kind_of(path: Path) -> Kind:
-    """Return the format of a file; see the module's docstring."""
+    """Return the format of a file of documents, from its name without .gz or .zst.
+
+    If the name tells nothing, the file is JSON lines if it begins with `{`, and otherwise plain text.
+    """
     known = _KINDS.get(Path(path.stem if path.suffix in _COMPRESSED else path.name).suffix)
     if known is not None:
         return known
@@ -96,19 +105,19 @@ def kind_of(path: Path) -> Kind:
 
 
 def check_readable(path: Path, keys: Sequence[str]) -> None:
-    """Check a file before the work begins, by its first bytes.
+    """Check a file of documents by its first bytes, so that errors occur before hours of work.
 
     Args:
         path: file to check.
-        keys: columns that the file has to have.
+        keys: columns that a Parquet file must have. A plain text file has one text and allows one key only.
     Raises:
-        ValueError: the file or a package is missing, its beginning is damaged or has another format than the name
-            says, or a column is missing.
+        ValueError: the file or a package for reading it is missing, the beginning of the file is damaged or of another
+            format than its name says, or a column is missing.
     """
     if not path.exists() or path.is_dir():
         raise ValueError(missing_file(path))
     if not path.is_file():
-        raise ValueError(f"{path} is no regular file, but it is read more than once")
+        raise ValueError(f"{path} is no regular file, but it is read more than once: copy its content to a file")
     with errors_as(f"{path} cannot be read", Exception):  # each decompressor raises its own types of exceptions
         kind = kind_of(path)
         with open(path, "rb") as file:
@@ -130,16 +139,16 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
 
 
 def missing_file(path: Path) -> str:
-    """Return a message about a path that is a folder or does not exist."""
+    """Return the message for an input path that is not a file: a folder, a pattern without matches, or nothing."""
     if path.is_dir():
         return f"{path} is a folder: give its files, {path}/*"
-    if "*" in path.name:  # a shell passes a pattern on if it matches nothing
+    if "*" in path.name:  # the shell passes a pattern to the program unchanged if no file matches the pattern
         return f"{path} matches no file"
     return f"{path} does not exist"
 
 
 def _not_text(head: bytes) -> str | None:
-    """Return the reason why a file that begins with `head` is not UTF-8 text; None if it may be."""
+    """Return the reason why a file with the first bytes `head` is not UTF-8 text; None if it may be UTF-8 text."""
     encoding = next((name for mark, name in _ENCODINGS.items() if head.startswith(mark)), None)
     if encoding is not None and len(head) >= 6 and len(head) % 2 == 0:  # code units have two or four bytes
         return f"it is {encoding} (iconv -f {encoding} -t UTF-8 converts it)"
@@ -152,7 +161,7 @@ def _not_text(head: bytes) -> str | None:
 
 
 def _not_lines(head: bytes) -> str | None:
-    """Return the reason why a JSON file that begins with `head` is not JSON lines; None if it may be."""
+    """Return the reason why a JSON file with the first bytes `head` is not JSON lines; None if it may be JSON lines."""
     text = head.removeprefix(_BOM).lstrip()
     first, newline, _ = text.partition(b"\n")
     if text.startswith(b"["):
@@ -163,14 +172,14 @@ def _not_lines(head: bytes) -> str | None:
 
 
 def read_blocks(path: Path, keys: Sequence[str] | None = None, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """Yield the blocks of a file in order.
+    """Cut a file of documents into blocks of complete lines or rows, and yield the blocks in the file's order.
 
     Args:
-        path: file to read.
-        keys: columns to read from a Parquet file; None reads all.
-        block_bytes: size in bytes at which a block of lines ends, after the line that reaches it.
+        path: file to read. A plain text file becomes a single block.
+        keys: columns to read from a Parquet file; None reads all columns.
+        block_bytes: smallest size of a block of JSON lines, in bytes. The block ends with the line that reaches it.
     Raises:
-        ValueError: the file is damaged; the message names it and a line shortly before the damage.
+        ValueError: the file is damaged. The message names the file and a line shortly before the damage.
     """
     kind = kind_of(path)
     line, position = 1, 0
@@ -190,18 +199,21 @@ def read_blocks(path: Path, keys: Sequence[str] | None = None, *, block_bytes: i
 
 
 def parse_block(block: Block, keys: Sequence[str]) -> Iterator[tuple[str, ...] | BadLine]:
-    """Yield the documents of a block: for each its texts under `keys`, which may be empty. Blank lines are skipped."""
+    """Yield for each document of a block its texts under `keys`, or a `BadLine` if the document is malformed.
+
+    A text may be empty. Blank lines are skipped.
+    """
     for found in _parsed(block, lambda value: (str(value),) if block.kind == "text" else _texts(value, keys)):
         yield found if isinstance(found, BadLine) else found[1]
 
 
 def read_texts(path: Path, key: str, on_bad_line: Callable[[BadLine], None]) -> Iterator[str]:
-    """Yield the texts of a file, including empty ones.
+    """Yield the texts of a file of documents, including empty ones.
 
     Args:
         path: file to read.
-        key: field or column of the text.
-        on_bad_line: function that is called for each malformed line.
+        key: name of the JSON field or Parquet column that contains the text.
+        on_bad_line: function that is called for each malformed line. If it returns, the line is skipped.
     """
     for block in read_blocks(path, (key,)):
         for document in parse_block(block, (key,)):
@@ -212,13 +224,14 @@ def read_texts(path: Path, key: str, on_bad_line: Callable[[BadLine], None]) -> 
 
 
 def read_records(path: Path, read: Callable[[dict[str, object]], T]) -> Iterator[tuple[int, T]]:
-    """Yield the number of each line or row of a file, from 1, and what `read` returns for its object.
+    """Yield for each line or row of a file its number, counted from 1, and the result of `read` for its JSON object.
 
     Args:
         path: JSON lines or Parquet file.
-        read: function of the object of a line, or of a row with all columns; it may raise ValueError.
+        read: function from the JSON object of a line, or from a row with all columns, to a result. It raises ValueError
+            to reject the line.
     Raises:
-        ValueError: the file cannot be read or is plain text, or a line is malformed or refused by `read`.
+        ValueError: the file cannot be read or is plain text, or a line is malformed or rejected by `read`.
     """
     if path.is_file() and kind_of(path) == "text":
         raise ValueError(f"{path} cannot be read: it is plain text, neither JSON lines nor Parquet")
@@ -231,7 +244,15 @@ def read_records(path: Path, read: Callable[[dict[str, object]], T]) -> Iterator
 
 
 def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T] | BadLine]:
-    """Yield for each record the line where it begins and what `read` returns; an error becomes a `BadLine`."""
+    """Parse the records of a block of documents: JSON lines, rows of a Parquet file, or one plain text.
+
+    Args:
+        block: block to parse.
+        read: function from the value of a record (JSON value, row, or text) to a result. It may raise ValueError.
+    Yields:
+        For each record the number of its first line and the result of `read`, or a `BadLine` if the record is
+        malformed.
+    """
     content, plain = block.content, block.kind == "text"
     records = content if isinstance(content, list) else [content] if plain else content.split(b"\n")
     for number, record in enumerate(records, start=block.first_line):
@@ -246,7 +267,7 @@ def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T]
                 value = text.decode().replace("\r\n", "\n").replace("\r", "\n") if plain else _json_value(text.decode())
             yield number, read(value)
         except UnicodeDecodeError as error:
-            inside = error.object.count(b"\n", 0, error.start)  # lines of a plain text before the error
+            inside = error.object.count(b"\n", 0, error.start)  # a plain text may have lines before the malformed byte
             where = f"byte {error.object[error.start]:#04x} in position {error.start}, {error.reason}"
             advice = "iconv -f WINDOWS-1252 -t UTF-8 converts Latin-1 and Windows text"
             yield BadLine(block.path, number + inside, f"not UTF-8: {where} ({advice})")
@@ -255,15 +276,23 @@ def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T]
 
 
 def stop_or_skip(bad: BadLine, on_error: Literal["stop", "skip"], log: Callable[[str], None]) -> None:
-    """Treat a malformed line as --on-error says: raise ValueError, or log that it is skipped."""
+    """Raise ValueError for a malformed line if --on-error is "stop"; log that the line is skipped if it is "skip"."""
     if on_error == "stop":
-        unit = "files" if kind_of(bad.path) == "text" else "lines"  # a plain text is one document
+        unit = "files" if kind_of(bad.path) == "text" else "lines"  # a plain text file is one document
         raise ValueError(f"{bad} (--on-error skip skips such {unit})")
     log(f"skipped {bad}")
 
 
 def _line_pieces(path: Path, file: IO[bytes], block_bytes: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (whole lines, their number, position in the file); with `block_bytes` -1 all lines are one block."""
+    """Read a text file in pieces of complete lines, and decompress it if its name says so.
+
+    Args:
+        path: path of the file, whose suffix determines the compression.
+        file: the open file.
+        block_bytes: smallest size of a piece in bytes; -1 reads the file in one piece.
+    Yields:
+        The lines, the number of line ends, and the position in the compressed file after the piece, in bytes.
+    """
     plain = decompressed(path, file)
     while content := plain.read(block_bytes) + plain.readline():
         yield content, content.count(b"\n"), file.tell()
@@ -272,6 +301,12 @@ def _line_pieces(path: Path, file: IO[bytes], block_bytes: int) -> Iterator[tupl
 def _row_pieces(
     path: Path, file: IO[bytes], keys: Sequence[str] | None
 ) -> Iterator[tuple[list[dict[str, object]], int, int]]:
+    """Read a Parquet file in pieces of up to 1024 rows; `keys` are the columns to read, None reads all.
+
+    Yields:
+        The rows, their number, and the position in the file after the piece, in bytes. The position is an estimate
+        that assumes rows of equal size.
+    """
     table, size = import_package(_PARQUET, "it", "pyarrow").ParquetFile(file), path.stat().st_size
     seen, num_rows = 0, max(1, table.metadata.num_rows)
     for batch in table.iter_batches(batch_size=_ROWS, columns=None if keys is None else list(keys)):
@@ -299,23 +334,27 @@ def _texts(value: object, keys: Sequence[str]) -> tuple[str, ...]:
         if not isinstance(text, str):
             if key not in record:
                 raise ValueError(f"the field {key!r} is missing")
-            raise ValueError(f"{key!r} is {_shown(text)}, not a string")
+            raise ValueError(f"the field {key!r} is {_shown(text)}, not a string")
         if not text.isascii():
-            text.encode()  # raises for half a surrogate pair, which JSON can hold
+            text.encode()  # raises for half of a surrogate pair, which JSON allows and UTF-8 does not
         texts.append(text)
     return tuple(texts)
 
 
 def _shown(value: object) -> str:
-    """Return the beginning of a value, written as JSON."""
+    """Return up to 60 characters of a value as JSON, for messages."""
     return f"{json.dumps(value, default=str):.60}"
 
 
 def decompressed(path: Path, file: IO[bytes]) -> BufferedIOBase:
-    """Return a decompressing reader of an open file, chosen by its name; raises ValueError if a package is missing."""
+    """Return a reader of an open file that decompresses .gz and .zst; other files are returned unchanged.
+
+    Raises:
+        ValueError: the package that decompresses zstd is missing.
+    """
     if path.suffix == ".gz":
         return gzip.open(file)
-    if path.suffix == ".zst":  # in the standard library from Python 3.14 on
+    if path.suffix == ".zst":  # Python's standard library has zstd from version 3.14 on
         standard = importlib.util.find_spec("compression") is not None
         name = "compression.zstd" if standard else "backports.zstd"
         file = import_package(name, "it", "backports.zstd").open(file)
@@ -323,7 +362,7 @@ def decompressed(path: Path, file: IO[bytes]) -> BufferedIOBase:
 
 
 def _read_head(plain: BufferedIOBase) -> bytes:
-    """Read the first bytes of a file, or fewer if the file is truncated."""
+    """Read the first 512 bytes of a decompressed file, or fewer if the file is shorter or truncated."""
     head = b""
     with contextlib.suppress(EOFError):
         while len(head) < _HEAD_BYTES and (piece := plain.read1(_HEAD_BYTES - len(head))):

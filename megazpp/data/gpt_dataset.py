@@ -1,16 +1,17 @@
-"""Fixed-length samples of documents of any length, in the order of Megatron-Core 0.16.
+"""Cut documents of any length into samples of fixed length, in the order of Megatron-Core 0.16.
 
-Three arrays define the samples. Each is a pure function of the document lengths, the number of samples, the sample
-length and the seed:
+Three arrays define the samples. Each array depends only on the document lengths, the number of samples, the sample
+length and the seed, so it does not depend on the number of ranks:
 
-    document index  documents of all epochs, shuffled; their ids, concatenated, form one long sequence
-    sample index    starts of the windows in that sequence, as (position in the document index, offset). Window k
-                    covers ids k * S to k * S + S, which are S + 1 ids. Neighbors share one id: the last label of a
-                    window is the first input of the next
-    shuffle index   order of the windows
+    document index  shuffled list of the documents of all epochs. The token ids of these documents, concatenated, form
+                    one long sequence
+    sample index    starts of windows in this sequence, as (position in the document index, offset). Window k consists
+                    of the S + 1 ids k * S to k * S + S. Neighboring windows have one id in common: the last label of
+                    one window is the first input of the next
+    shuffle index   order in which the windows become samples
 
-If less than 80 % of the last epoch's samples are needed, that epoch is shuffled separately and comes last. No document
-is then repeated earlier than necessary. Nothing depends on the number of ranks.
+If less than 80 % of the last epoch's samples are needed, the last epoch is shuffled separately and comes last. No
+document is then repeated earlier than necessary.
 
 Legend: S is seq_length.
 """
@@ -27,16 +28,20 @@ import numpy.typing as npt
 
 from megazpp.data.cache import cache_key, load_or_save_arrays
 
-_SEPARATE_BELOW = 0.80
-_COUNT_SEQUENCES = 1024
+_SEPARATE_BELOW = 0.80  # the last epoch is shuffled separately if a smaller fraction of its samples is needed
+_COUNT_SEQUENCES = 1024  # number of sequences that `GPTDataset.token_counts` concatenates at a time
 
 
 class TooFewTokensError(ValueError):
-    """The sequences have too few ids for a single sample."""
+    """Error for a dataset, or its part for one split, with fewer token ids than a single sample."""
 
 
 class Sequences(Protocol):
-    """Input of a `GPTDataset`, such as an `IndexedDataset` or generated documents."""
+    """The sequences of token ids from which a `GPTDataset` cuts samples, such as an `IndexedDataset`.
+
+    `lengths` has the number of ids of each sequence. `get` returns `length` ids of sequence `index` from position
+    `offset` on, or all remaining ids if `length` is None.
+    """
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]: ...
@@ -44,17 +49,18 @@ class Sequences(Protocol):
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
 
     def digest(self) -> str:
-        """Return a digest of the tokens."""
+        """Return a digest of all token ids, to detect changed data. Large files may be digested in part."""
         ...
 
 
 class Indices(NamedTuple):
-    """The three arrays that the module's docstring describes.
+    """The three arrays that define the n samples of a `GPTDataset`.
 
     Attributes:
-        documents: [epochs * documents] int32 document index.
-        samples: [n + 1, 2] int32 or int64 position in `documents` and offset of each window's first id.
-        shuffle: [n] uint32 or int64 shuffle index.
+        documents: [epochs * documents] int32 numbers of the documents of all epochs, shuffled.
+        samples: [n + 1, 2] int32 or int64. Row k has the start of window k: a position in `documents`, and the offset
+            of the window's first token id in that document. The last row has the end of the last window.
+        shuffle: [n] uint32 or int64 number of the window that becomes each sample.
     """
 
     documents: np.ndarray
@@ -63,13 +69,13 @@ class Indices(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A dataset of a training.
+    """Description of one dataset of a training run. Checkpoints store it, so that a resumed run detects changed data.
 
     Attributes:
-        name: name for messages.
-        digest: digest of the tokens.
-        share: fraction of the training samples that come from the dataset.
-        epoch: samples in one epoch of the dataset.
+        name: name of the dataset in messages.
+        digest: digest of the dataset's token ids.
+        share: fraction of the run's training samples that come from the dataset.
+        epoch: number of samples in one epoch of the dataset.
         order: digest of the dataset's samples in their order.
     """
 
@@ -81,20 +87,21 @@ class Source(NamedTuple):
 
 
 class GPTDataset:
-    """Samples of seq_length + 1 ids from a range of the sequences of a dataset.
+    """Samples of seq_length + 1 token ids, cut from a range of the sequences of one dataset.
 
     Args:
-        sequences: sequences of ids.
+        sequences: sequences of token ids, which are documents.
         sequence_range: range (start, stop) of the sequences to use.
-        num_samples: minimal number of samples, in as many epochs as needed; None gives one epoch.
-        seq_length: tokens of a sample.
-        seed: seed for the two shuffles.
+        num_samples: smallest number of samples, from as many epochs as needed; None gives the samples of one epoch.
+        seq_length: tokens that a sample predicts.
+        seed: seed for shuffling the documents and the samples.
         name: name of the dataset in messages.
-        vocab_size: size of the vocabulary, which all ids have to be below; None checks nothing.
-        cache_path: cache directory for the indices, which one process builds and all map; None builds them in memory.
+        vocab_size: size of the vocabulary. Reading a sample with an id that is not below it raises ValueError. None
+            checks nothing.
+        cache_path: cache directory for the arrays that define the samples. One process per node builds the arrays, and
+            all processes map them. None builds the arrays in memory.
     Raises:
-        TooFewTokensError: the range holds too few ids for a single sample.
-        ValueError: it holds ids beyond the vocabulary.
+        TooFewTokensError: the range has fewer than seq_length + 1 token ids.
     """
 
     def __init__(
@@ -123,7 +130,7 @@ class GPTDataset:
         if cache_path is None:
             self.indices = build()
         else:
-            # the lengths themselves, because other documents may have the path, size and time of earlier ones
+            # The key contains a hash of the lengths, because a changed file may have the old path, size and time.
             key = cache_key(kind="gpt-2", lengths=hashlib.blake2b(lengths.tobytes()).hexdigest(), **facts)
             entry = cache_path / f"gpt-{key}"
             self.indices = Indices(*load_or_save_arrays(entry, build))
@@ -132,7 +139,7 @@ class GPTDataset:
         return len(self.indices.shuffle)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        """Return sample `index`: [seq_length + 1] int64."""
+        """Return the token ids of sample `index`: [seq_length + 1] int64."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name}: sample {index} of {len(self)}")
         window = int(self.indices.shuffle[index])
@@ -150,7 +157,7 @@ class GPTDataset:
 
     @property
     def description(self) -> str:
-        """A line about the dataset for the log."""
+        """A line for the log: numbers of samples, documents, tokens and epochs, and the dataset's name."""
         start, stop = self.sequence_range
         epochs = len(self) * self._seq_length / self.tokens_per_epoch
         return (
@@ -159,13 +166,13 @@ class GPTDataset:
         )
 
     def order(self) -> str:
-        """Return a digest of the samples in their order; see data/identity.py."""
+        """Return a digest of the dataset's samples in their order, with which a resumed run detects changed data."""
         epochs = plan_epochs(self.tokens_per_epoch, self._num_samples, self._seq_length)
         facts = {"range": self.sequence_range, "seq_length": self._seq_length, "seed": self._seed}
         return cache_key(digest=self._digest, epochs=(epochs.epochs, epochs.separate), **facts)
 
     def sources(self) -> list[Source]:
-        """Return a description of the dataset, with which a resumed run detects changed data (identity.py)."""
+        """Return a list with one entry, the description of this dataset by which a resumed run detects changed data."""
         epoch = (self.tokens_per_epoch - 1) // self._seq_length
         return [Source(self.name, self._digest, 1.0, epoch, self.order())]
 
@@ -174,13 +181,13 @@ class GPTDataset:
         return self._sequences.digest()
 
     def token_counts(self, size: int, *, max_tokens: int = 1 << 27) -> npt.NDArray[np.int64]:
-        """Count each id in roughly the first `max_tokens` tokens of one epoch.
+        """Count how often each token id occurs in the dataset's sequences, or in the first ones of a large dataset.
 
         Args:
-            size: size of the vocabulary, which all ids have to be below.
-            max_tokens: number of tokens after which counting stops.
+            size: size of the vocabulary. Each token id must be below it.
+            max_tokens: number of tokens after which counting stops, at the end of a group of 1024 sequences.
         Returns:
-            [size] counts.
+            [size] int64 count of each id.
         """
         counts, left = np.zeros(size, dtype=np.int64), max_tokens
         for start in range(*self.sequence_range, _COUNT_SEQUENCES):
@@ -195,7 +202,7 @@ class GPTDataset:
 
 
 def check_vocabulary(ids: np.ndarray, where: str, vocab_size: int) -> None:
-    """Raise ValueError if one of `ids` is not in [0, vocab_size); `where` names their place in the message."""
+    """Raise ValueError if a token id is not in [0, vocab_size). The message begins with `where`, such as a sample."""
     low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
     if low < 0 or high >= vocab_size:
         raise ValueError(
@@ -207,14 +214,14 @@ def check_vocabulary(ids: np.ndarray, where: str, vocab_size: int) -> None:
 def build_indices(
     lengths: npt.NDArray[np.int32], *, first: int, num_samples: int | None, seq_length: int, seed: int
 ) -> Indices:
-    """Build the three indices with numpy.
+    """Build the arrays that define the samples of a range of documents: document, sample and shuffle index.
 
     Args:
-        lengths: [documents] number of ids of each document in use.
-        first: number of the first of these documents in the dataset; it is added to `Indices.documents`.
-        num_samples: minimal number of windows; None for one epoch.
-        seq_length: S, the number of predicted ids of a window.
-        seed: seed for the two shuffles.
+        lengths: [documents] number of token ids of each document of the range.
+        first: number of the range's first document in the dataset. `Indices.documents` counts from the dataset's first.
+        num_samples: smallest number of samples; None builds the samples of one epoch.
+        seq_length: number of ids that a sample predicts; a sample has one id more.
+        seed: seed for shuffling the documents and the samples.
     """
     epochs, total, before_last, separate = plan_epochs(int(lengths.sum(dtype=np.int64)), num_samples, seq_length)
     generator = np.random.RandomState(seed)
@@ -235,13 +242,13 @@ def build_indices(
 
 
 class Epochs(NamedTuple):
-    """The epochs that a number of samples needs; they determine the order of the samples.
+    """The epochs over a dataset that provide the samples of a `GPTDataset`. They determine the order of the samples.
 
     Attributes:
         epochs: number of epochs.
-        samples: samples of all epochs.
-        before_last: samples of all epochs except the last.
-        separate: True if the last epoch is shuffled separately.
+        samples: number of samples in all epochs.
+        before_last: number of samples in all epochs except the last.
+        separate: True if the last epoch is shuffled separately, because only a part of its samples is needed.
     """
 
     epochs: int
@@ -251,7 +258,13 @@ class Epochs(NamedTuple):
 
 
 def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int) -> Epochs:
-    """Plan the epochs for `num_samples` samples of `seq_length` tokens; None plans one epoch."""
+    """Plan the epochs over a dataset from which a `GPTDataset` takes its samples.
+
+    Args:
+        tokens_per_epoch: token ids of the dataset.
+        num_samples: smallest number of samples; None plans one epoch.
+        seq_length: number of ids that a sample predicts; a sample has one id more.
+    """
     wanted = 0 if num_samples is None else num_samples * seq_length + 1
     epochs = max(1, -(-wanted // tokens_per_epoch))
     total = (epochs * tokens_per_epoch - 1) // seq_length
@@ -263,18 +276,19 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int)
 
 
 def build_sample_index(lengths: npt.NDArray[np.int32], num_samples: int, seq_length: int) -> np.ndarray:
-    """Find the starts of the windows in the concatenated documents.
+    """Find where each sample of a `GPTDataset` starts in the concatenated documents of all epochs.
 
     Args:
-        lengths: [n] number of ids of each document, in order; zeros are allowed.
-        num_samples: number of windows, with num_samples * seq_length < sum(lengths).
-        seq_length: S, the distance between the starts of two windows.
+        lengths: [n] number of token ids of each document, in the order of the concatenation. A length may be 0.
+        num_samples: number of samples. num_samples * seq_length must be below sum(lengths).
+        seq_length: number of ids from the start of one sample to the start of the next.
     Returns:
-        [num_samples + 1, 2] document and offset of id k * seq_length, as int32 where that is large enough, or int64.
+        [num_samples + 1, 2] the document that contains id k * seq_length, and the offset of this id in the document.
+        The dtype is int32 if all values fit, otherwise int64.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     starts = np.arange(num_samples + 1, dtype=np.int64) * seq_length
-    holders = np.searchsorted(ends, starts, side="right")  # the first document that ends after the start
+    holders = np.searchsorted(ends, starts, side="right")  # for each start, the first document that ends after it
     small = max(len(lengths), int(lengths.max())) <= np.iinfo(np.int32).max
     index = np.empty((num_samples + 1, 2), dtype=np.int32 if small else np.int64)
     index[:, 0] = holders

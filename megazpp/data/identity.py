@@ -1,14 +1,16 @@
-"""Identity of a training's samples: a resumed run compares it with the checkpoint's to detect changed data.
+"""Describe the samples of a training run. A resumed run compares its description with the checkpoint's.
 
-A checkpoint keeps this description in its run.json:
+The comparison shows whether the data has changed, and how many samples then repeat or are skipped. A checkpoint stores
+the description as a JSON object in its run.json:
 
     count           number of training samples
     order           digest that is equal for equal samples in an equal order, for any `count`
-    sources         `Source` (gpt_dataset.py) of each dataset; comparisons ignore its name
-    valid, test     order and count of the held-out samples
-    per_prompt      completions per prompt times the passes over them, if completions are sampled; otherwise 1
+    sources         `Source` (data/gpt_dataset.py) of each dataset
+    valid, test     digest and number of the held-out samples; null without such data
+    per_prompt      number of training samples per prompt if the run samples completions; otherwise 1. It is the number
+                    of completions per prompt, times the number of optimization passes over them
 
-Digests depend on the data and not on its path, so moved files are still the same.
+Digests depend on the content of the data, not on its path. Moved or renamed files are therefore still the same data.
 """
 
 from __future__ import annotations
@@ -22,26 +24,28 @@ HELD_OUT = ("valid", "test")
 
 
 class Identified(Protocol):
-    """A dataset that can be described."""
+    """A dataset whose samples can be compared with the samples of an earlier run."""
 
     def order(self) -> str:
-        """Return a digest of the samples in their order."""
+        """Return a digest of the dataset's samples in their order."""
         ...
 
     def sources(self) -> list[Source]:
-        """Return the sources of the samples."""
+        """Return a description of each dataset that a blend combines, or of the only dataset."""
         ...
 
 
 def describe_samples(
     datasets: tuple[Identified | None, ...], counts: tuple[int, ...], *, per_prompt: int = 1
 ) -> dict[str, Any]:
-    """Describe the data for training, validation and test as the module's docstring says, in JSON types.
+    """Describe the data of a run as a JSON object, which a checkpoint stores to detect changed data at resume.
 
     Args:
-        datasets: datasets for training, validation and test; None where there is none.
-        counts: samples that a whole run takes from the first, and that an evaluation takes from each other one.
-        per_prompt: completions per prompt times the passes over them.
+        datasets: datasets for training, validation and test; None for missing data.
+        counts: number of training samples of the whole run, and of samples of each evaluation on validation and test.
+        per_prompt: training samples per prompt: completions per prompt times optimization passes over them.
+    Returns:
+        The object that the docstring of data/identity.py describes; {} if there is no training dataset.
     """
     train, *held_out = datasets
     if train is None:
@@ -53,12 +57,13 @@ def describe_samples(
 
 
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any], others: Sequence[str]) -> list[str]:
-    """Return lines about data that has other tokens than before under the same name.
+    """Return a message for each dataset whose tokens have changed since the checkpoint under the same name.
 
     Args:
-        before: description of the checkpoint.
-        now: description of this run.
-        others: other known changes. Without any, changed held-out data is reported as well.
+        before: description of the data in the checkpoint; see `describe_samples`.
+        now: description of the data of the resumed run.
+        others: messages about changed flags. They can explain changed validation and test data, so such data is only
+            reported if `others` is empty and no dataset has changed.
     """
     if not _both_known(before, now):
         return []
@@ -70,20 +75,23 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any], others: Sequ
 
 
 def same_sources(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether both descriptions are complete and name the same tokens in the same shares."""
+    """Return True if a resumed run has the checkpoint's data: datasets, their fractions, and validation and test data.
+
+    The result is False if one of the descriptions is incomplete, because an older version has written it.
+    """
     own, theirs = ([(source.digest, source.share) for source in _sources(each)] for each in (now, before))
     return _both_known(before, now) and own == theirs and all(before.get(use) == now.get(use) for use in HELD_OUT)
 
 
 def what_follows(before: Mapping[str, Any], now: Mapping[str, Any], consumed: int) -> str:
-    """Return a line about a resumed run: how many samples repeat or are skipped if data or sizes have changed.
+    """Return a message for a resumed run with changed data or sizes: how many training samples repeat or are skipped.
 
     The numbers are expected values. They assume that two orders of the same samples are independent.
 
     Args:
-        before: description of the data in the checkpoint.
-        now: description of this run's data.
-        consumed: samples consumed by the checkpoint's run.
+        before: description of the data in the checkpoint; see `describe_samples`.
+        now: description of the data of the resumed run.
+        consumed: number of training samples that the run had consumed when it wrote the checkpoint.
     """
     if not _both_known(before, now):
         return (
@@ -106,6 +114,7 @@ def what_follows(before: Mapping[str, Any], now: Mapping[str, Any], consumed: in
 
 
 def _reordered(before: Mapping[str, Any], now: Mapping[str, Any], consumed: int) -> str:
+    """Return the part of `what_follows` about training samples that come in another order than before."""
     known = {source.digest: source for source in _sources(before)}
     left, repeated, skipped, new = max(0, now["count"] - consumed), 0.0, 0.0, list[str]()
     reordered = False
@@ -113,7 +122,7 @@ def _reordered(before: Mapping[str, Any], now: Mapping[str, Any], consumed: int)
         earlier = known.get(source.digest)
         if earlier is None:
             new.append(source.name)
-        elif earlier.order == source.order:  # with another share, the source continues at another place
+        elif earlier.order == source.order:  # only the source's fraction has changed, so it continues elsewhere
             moved = consumed * (source.share - earlier.share)
             skipped += max(0.0, moved)
             repeated += min(left * source.share, max(0.0, -moved))

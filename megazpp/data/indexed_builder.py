@@ -1,8 +1,9 @@
-"""Writer of Megatron's .bin/.idx pairs (indexed_dataset.py), whose files equal Megatron's byte for byte.
+"""Write token ids into Megatron's .bin/.idx pairs. The files equal Megatron's byte for byte.
 
-A reader sees either a complete pair or none. Both files are written under temporary names, synced to disk and then
-renamed. The .idx is renamed last, because a .bin without its .idx is not a dataset. A later writer of the same pair
-replaces the leftovers of a killed process. Two live processes cannot write the same pair.
+Readers see either a complete pair or none. The builder writes both files under temporary names, syncs them to disk and
+then renames them. The .idx is renamed last, because readers do not accept a .bin without its .idx. If a process is
+killed, its unfinished files remain, and the next builder of the same pair replaces them. Two running processes cannot
+write the same pair. data/indexed_dataset.py describes the format and has the reader.
 """
 
 from __future__ import annotations
@@ -29,18 +30,23 @@ def optimal_dtype(vocab_size: int) -> np.dtype:
 
 
 def check_output(prefix: Path, *, overwrite: bool) -> None:
-    """Check that both files of a pair can be written, as `check_writable` does."""
+    """Raise ValueError if the .bin or the .idx of --output-prefix cannot be written.
+
+    Args:
+        prefix: path of the pair without .bin and .idx.
+        overwrite: True if existing files may be replaced. If False, they are an error.
+    """
     for path in pair_paths(prefix):
         check_writable(path, "--output-prefix", overwrite=overwrite)
 
 
 class IndexedDatasetBuilder:
-    """Writer of a .bin/.idx pair. `finalize` gives the files their names, and replaces existing ones.
+    """Writer of a .bin/.idx pair. The files get their names, and replace existing files, when `finalize` is called.
 
-    As a context manager it removes the unfinished files if an exception ends the writing.
+    As a context manager, the builder removes its unfinished files at the end unless `finalize` was called.
 
     Args:
-        prefix: path without .bin and .idx, in an existing directory.
+        prefix: path of the pair without .bin and .idx, in an existing directory.
         dtype: dtype of the stored ids; see `optimal_dtype`.
     Raises:
         ValueError: another process is writing this pair.
@@ -61,14 +67,15 @@ class IndexedDatasetBuilder:
         return len(self._lengths)
 
     def extend(self, tokens: np.ndarray, lengths: npt.ArrayLike, document_ends: npt.ArrayLike) -> None:
-        """Append many sequences.
+        """Append n sequences and the ends of d documents.
 
         Args:
-            tokens: [sum of lengths] ids of the sequences, concatenated.
+            tokens: [sum of lengths] token ids of the sequences, concatenated.
             lengths: [n] number of ids of each sequence.
-            document_ends: [d] rising numbers of these sequences after which a document ends.
+            document_ends: [d] ascending numbers from 0 to n. Each says after how many of the n sequences a document
+                ends.
         Raises:
-            ValueError: an id does not fit the dtype.
+            ValueError: a token id does not fit the dtype of the stored ids.
         """
         limits = np.iinfo(self._dtype)
         for start in range(0, len(tokens), _PIECE):
@@ -81,44 +88,52 @@ class IndexedDatasetBuilder:
         self._document_indices.frombytes((np.asarray(document_ends, dtype=np.int64) + before).tobytes())
 
     def add_document(self, *sequences: npt.ArrayLike) -> None:
-        """Append a document of one sequence of ids, or of several (sentences). Raises the errors of `extend`."""
+        """Append a document that consists of one or several sequences of token ids, for example one per sentence.
+
+        Raises:
+            ValueError: a token id does not fit the dtype of the stored ids.
+        """
         for ids in map(np.asarray, sequences):
             self.extend(ids, [ids.size], [])
         self._document_indices.append(len(self._lengths))
 
     def finalize(self) -> None:
-        """Write the index, sync both files to disk, and rename them."""
-        # the index
+        """Write the .idx file, sync both files of the pair to disk, and rename them to their final names."""
+        # ---- content of the .idx
         sizes = np.asarray(self._lengths, dtype="<i4")
         pointers = np.zeros(len(sizes), dtype="<i8")
         np.cumsum(sizes[:-1], dtype="<i8", out=pointers[1:])
         pointers *= self._dtype.itemsize
         documents = np.asarray(self._document_indices, dtype="<i8")
         header = HEADER.pack(MAGIC, 1, _CODES[self._dtype], len(sizes), len(documents))
-        # both files
+        # ---- write and rename both files
         sync(self._file)
         write_synced(self._unfinished_idx, header + sizes.tobytes() + pointers.tobytes() + documents.tobytes())
         self._idx_path.unlink(missing_ok=True)  # a reader must never open the new .bin with the old .idx
         os.replace(self._unfinished_bin, self._bin_path)
         os.replace(self._unfinished_idx, self._idx_path)
         sync_directory(self._idx_path.parent)
-        self._file.close()  # closing earlier would let others claim the unfinished file
+        self._file.close()  # releases the lock; earlier, another process could lock and truncate the unfinished file
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file.closed:  # after `finalize`, files with the unfinished names belong to another writer
+        if self._file.closed:  # after `finalize`, unfinished files of this pair belong to another process
             return
         for path in (self._unfinished_bin, self._unfinished_idx):
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # the disk may still be full
+        with contextlib.suppress(OSError):  # closing writes buffered bytes, which fails if the disk is full
             self._file.close()
 
 
 def _claim(path: Path) -> BinaryIO:
-    """Open an empty file that only this process writes; raise ValueError if another process is writing it."""
-    file = open(path, "ab")  # noqa: SIM115 - "wb" would truncate a file that another process writes
+    """Create an unfinished .bin file, or empty an existing one, and lock it for this process.
+
+    Raises:
+        ValueError: another process has locked the file, because it is writing the same pair.
+    """
+    file = open(path, "ab")  # noqa: SIM115 - "wb" would truncate the file before the lock shows that it is in use
     try:
         mine = try_lock(file) and path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
     except OSError:

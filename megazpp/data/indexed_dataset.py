@@ -1,6 +1,6 @@
-"""Megatron's .bin/.idx format for token ids, and its reader; indexed_builder.py has the writer.
+"""Megatron's .bin/.idx format for token ids, and a reader for it. data/indexed_builder.py has the writer.
 
-`<prefix>.bin` holds the ids of all sequences, concatenated. `<prefix>.idx` is their index, little endian:
+`<prefix>.bin` contains the token ids of all sequences, concatenated. `<prefix>.idx` is their index, little endian:
 
     offset        bytes  content
     0             9      b"MMIDIDX\\0\\0"
@@ -12,8 +12,8 @@
     34 + 4N       8N     int64 pointers into .bin, in bytes
     34 + 12N      8D     int64 document indices: the sequence each document starts at, and N at the end
 
-A document is one sequence unless it was split into sentences. Both files are memory-mapped, so the ranks of a node
-share their pages. Opening a pair reads the index once and no ids.
+A document is one sequence unless it was split into sentences. The reader memory-maps both files, so the ranks of a node
+share the pages in memory. Opening a pair reads the complete .idx, but nothing of the .bin.
 """
 
 from __future__ import annotations
@@ -28,30 +28,34 @@ import numpy.typing as npt
 MAGIC = b"MMIDIDX\x00\x00"
 _OLD_MAGIC = b"TNTIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
-# Codes 6 and 7 are float64 and float32, which the GPT-NeoX library swaps. Neither stores ids, so both are refused.
+# dtype of the token ids by its code in the .idx. Codes 6 and 7 (float64 and float32, in either order depending on the
+# library) are not supported, because token ids are integers.
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_DIGEST_BYTES, _DIGEST_PIECES = 1 << 26, 64  # bytes of a file that a digest reads, and the number of their pieces
+# A digest reads at most this many bytes of a file. In a larger file, the bytes are this many evenly spaced pieces.
+_DIGEST_BYTES, _DIGEST_PIECES = 1 << 26, 64
 
 
 def pair_paths(prefix: Path) -> tuple[Path, Path]:
-    """Return the paths of the .bin and the .idx file of a pair."""
-    # `with_suffix` would be wrong, because a prefix may contain dots
+    """Return the paths of the .bin and the .idx file of the pair with this prefix."""
+    # `with_suffix` would replace the end of a prefix that contains a dot, such as `data.v2`.
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
 
 
 class IndexedDataset:
-    """The sequences of a .bin/.idx pair, read through the page cache.
+    """The N sequences of token ids of a .bin/.idx pair, memory-mapped.
 
     Args:
-        prefix: path without .bin and .idx.
+        prefix: path of the pair without .bin and .idx.
     Attributes:
+        prefix, bin_path, idx_path: the argument as a path, and the paths of the two files.
+        dtype: dtype of the stored ids.
         lengths: [N] int32 number of ids of each sequence.
-        pointers: [N] int64 position of each sequence in .bin, in bytes.
-        document_indices: [D] int64 first sequence of each document, and N at the end.
-        tokens: all ids of .bin.
-        has_modes: True if the index ends with one byte per sequence, as multimodal indices do.
+        pointers: [N] int64 position of each sequence in the .bin, in bytes.
+        document_indices: [D] int64 number of the first sequence of each of the D - 1 documents, and N at the end.
+        tokens: all token ids of the .bin.
+        has_modes: True if the .idx ends with one byte per sequence, as Megatron's multimodal datasets do.
     Raises:
-        ValueError: a file is missing or damaged, has another format, or does not belong to the other.
+        ValueError: a file is missing or damaged, is not of this format, or the two files do not belong together.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -76,18 +80,24 @@ class IndexedDataset:
         return len(self.lengths)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return a view of `length` ids of sequence `index` from position `offset` on; None views all remaining ids."""
+        """Return `length` ids of sequence `index` from position `offset` on, as a view of the mapped file.
+
+        With `length` None, the view ends with the sequence.
+        """
         start = int(self.pointers[index]) // self.dtype.itemsize
         end = start + int(self.lengths[index]) if length is None else start + offset + length
         return self.tokens[start + offset : end]
 
     @property
     def document_lengths(self) -> npt.NDArray[np.int64]:
-        """[D - 1] number of ids of each document."""
+        """The number of token ids of each document: [number of documents] int64."""
         return np.diff(np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])[self.document_indices])
 
     def digest(self) -> str:
-        """Return a digest of the content. For a large file it covers the size and evenly spaced pieces."""
+        """Return a digest of both files of the pair, to detect changed data.
+
+        Of a file above 64 MiB, the digest covers the size and 64 evenly spaced pieces of 1 MiB.
+        """
         found = hashlib.blake2b(digest_size=16)
         for path in (self.idx_path, self.bin_path):
             size, piece = path.stat().st_size, _DIGEST_BYTES // _DIGEST_PIECES
@@ -102,7 +112,12 @@ class IndexedDataset:
         return found.hexdigest()
 
     def _check_arrays(self) -> None:
-        """Check everything that can be checked without reading .bin, in one pass over the index."""
+        """Check the arrays of the .idx against each other and against the size of the .bin, without reading the .bin.
+
+        Raises:
+            ValueError: a length is negative, document indices do not rise from 0 to N, or the sequences do not cover
+                the .bin without gaps.
+        """
         if self.lengths.min() < 0:
             raise ValueError(f"{self.idx_path} is damaged: a sequence has the length {self.lengths.min()}")
         documents = self.document_indices
@@ -128,7 +143,13 @@ class IndexedDataset:
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:
-    """Return the dtype, N and D of an .idx file, after checking that its size agrees with them."""
+    """Read the header of an .idx file, and check that the size of the file agrees with it.
+
+    Returns:
+        The dtype of the token ids, the number of sequences, and the number of document indices.
+    Raises:
+        ValueError: the file is not such an index, has another version, or is truncated.
+    """
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
     size = path.stat().st_size
@@ -142,7 +163,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
         raise ValueError(f"{path} is truncated: {size} bytes are less than its {HEADER.size}-byte header")
     _, version, code, num_sequences, num_indices = HEADER.unpack(header)
     if version != 1:
-        raise ValueError(f"{path} has version {version}; only 1 is known")
+        raise ValueError(f"{path} has version {version} of the format, but only version 1 is supported")
     if code not in DTYPES:
         raise ValueError(f"{path} has the dtype code {code}, which is no integer type")
     if num_sequences == 0:

@@ -1,15 +1,15 @@
-"""Micro-batches, the model's inputs for one forward pass, and a loader that prepares them in advance.
+"""Build micro-batches, the model's inputs for one forward pass, and load them in advance in threads.
 
 A sample is a window of S + 1 tokens. The first S are inputs, and the last S are labels. Documents inside a window end
-at the tokenizer's eod token. With `--reset-attention-mask` these ends become `document_starts`, the offsets that
-variable-length attention takes, instead of Megatron's [S, S] mask (model/attention_kernels.py).
+at the tokenizer's eod token. With `--reset-attention-mask`, the ends become `document_starts`, the offsets that
+variable-length attention takes. Megatron uses an [S, S] mask instead.
 
 The number of consumed samples determines the samples of a micro-batch. Micro-batch m of data rank r takes
-`micro_batch_size` samples from `consumed + (m * data_size + r) * micro_batch_size` on. The samples of a step over all
-ranks therefore do not depend on the number of ranks.
+`micro_batch_size` samples from `consumed + (m * data_size + r) * micro_batch_size` on. The samples that all ranks
+together use in a training step therefore do not depend on the number of ranks.
 
-Threads build the next steps; numpy and torch release the interpreter lock for the expensive parts. `wait_seconds`
-shows whether the threads were fast enough.
+Threads build the micro-batches of the next training steps. numpy and torch release Python's interpreter lock for the
+expensive parts. `BatchLoader.wait_seconds` shows whether the threads were fast enough.
 
 Legend: B samples of a micro-batch, S tokens of a sample, D documents of a micro-batch.
 """
@@ -30,36 +30,36 @@ from megazpp.parallel.comm_queue import threads_on
 
 Batch = TypeVar("Batch", bound="tuple[Any, ...]")
 
-_STEPS_AHEAD = 2
-_Step = tuple[int, int]  # consumed samples, global batch size
+_STEPS_AHEAD = 2  # number of training steps whose micro-batches are prepared in advance
+_Step = tuple[int, int]  # a training step: samples consumed before it, and its global batch size
 
 
 class Dataset(Protocol):
-    """Samples by number: a `GPTDataset` or a `BlendedDataset`."""
+    """A dataset whose samples are read by index, such as a `GPTDataset` or a `BlendedDataset`."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Return sample `index`: [seq_length + 1] int64."""
+        """Return the token ids of sample `index`: [seq_length + 1] int64."""
         ...
 
 
 class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
-    """Loader of the micro-batches of one data rank.
+    """Loader of the micro-batches of one data-parallel rank, which prepares them in threads.
 
     Args:
-        dataset: samples by number.
-        micro_batch_size: samples of a micro-batch.
-        data_rank: number of this data rank.
-        data_size: number of data ranks.
-        make_batch: function from [B, ...] int64 samples to a micro-batch, which is a named tuple of tensors and None
-            (`make_micro_batch` with its options bound).
-        device: device of the micro-batches. For CUDA they are copied from pinned memory without waiting.
-        num_workers: number of threads; 0 builds each step when it begins.
-        batch_size_at: function from consumed samples to the global batch size, to look ahead during a ramp-up; None
-            expects a constant size.
+        dataset: dataset of the samples.
+        micro_batch_size: number of samples of a micro-batch.
+        data_rank: index of this rank among the data-parallel ranks.
+        data_size: number of data-parallel ranks.
+        make_batch: function from [B, ...] int64 samples to a micro-batch, a named tuple of tensors and None. An example
+            is `make_micro_batch` with its options bound.
+        device: device of the micro-batches. To a CUDA device they are copied from pinned memory, without blocking.
+        num_workers: number of threads; 0 builds the micro-batches of a training step when the step begins.
+        batch_size_at: function from the number of consumed samples to the global batch size. It predicts the next
+            training steps while the batch size ramps up. None expects a constant batch size.
     Attributes:
-        wait_seconds: total time for which steps have waited for their samples.
+        wait_seconds: total time, in seconds, for which training steps have waited for their micro-batches.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         self.wait_seconds = 0.0
 
     def step(self, consumed_samples: int, global_batch_size: int) -> list[Any]:
-        """Return this rank's micro-batches of a step, on the device.
+        """Return this rank's micro-batches of a training step on the loader's device, and prepare the next steps.
 
         Args:
-            consumed_samples: samples consumed before the step.
-            global_batch_size: samples of the step over all ranks.
+            consumed_samples: number of samples that all ranks have consumed before the step.
+            global_batch_size: number of samples that all ranks together use in the step.
         Raises:
-            ValueError: the global batch size is not divisible by the ranks' micro-batches.
-            Exception: a thread that builds batches has failed; a note of the error names the samples.
+            ValueError: the global batch size is not a multiple of micro_batch_size * data_size.
+            Exception: building a micro-batch has failed, possibly in a thread. A note of the error names its samples.
         """
         step = consumed_samples, global_batch_size
         started = time.perf_counter()
@@ -98,7 +98,7 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         else:
             batches = [future.result() for future in self._ahead.pop(step, []) or self._submit(self._workers, step)]
         self.wait_seconds += time.perf_counter() - started
-        if self._workers is not None:  # submit the next steps, and cancel steps that were predicted wrongly
+        if self._workers is not None:  # submit the next training steps, and cancel those that were predicted wrongly
             ahead: dict[_Step, list[Future[Any]]] = {}
             for _ in range(_STEPS_AHEAD):
                 consumed, size = sum(step), step[1]
@@ -112,7 +112,7 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         return [on_device(batch, self._device) for batch in batches]
 
     def close(self) -> None:
-        """Stop the threads, and drop the steps that they were preparing."""
+        """Stop the threads, and drop the micro-batches that they have prepared."""
         self._ahead.clear()
         if self._workers is not None:
             self._workers.shutdown(wait=True, cancel_futures=True)
@@ -124,7 +124,7 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         return [workers.submit(self._build, first) for first in self._first_samples(step)]
 
     def _first_samples(self, step: _Step) -> range:
-        """Return the first sample of each of this rank's micro-batches."""
+        """Return the index of the first sample of each micro-batch that this rank uses in a training step."""
         consumed, size = step
         stride = self._micro_batch_size * self._data_size
         if size % stride:
@@ -146,15 +146,15 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
 
 
 class MicroBatch(NamedTuple):
-    """The samples of one forward pass.
+    """The inputs and labels of one forward pass: B samples of S tokens, with D documents in all.
 
     Attributes:
-        tokens: [B, S] int64 inputs.
-        labels: [B, S] int64 tokens that follow the inputs.
-        loss_mask: [B, S] fp32, 1 where the loss counts.
-        position_ids: [B, S] int64 positions.
-        document_starts: [D + 1] int32 offsets of the documents in the B * S tokens, and B * S at the end; None without
-            --reset-attention-mask. Every sample starts a document.
+        tokens: [B, S] int64 token ids, the inputs of the model.
+        labels: [B, S] int64 token ids, each of which follows the input at the same index.
+        loss_mask: [B, S] fp32, 1 where the loss of a label counts and 0 elsewhere.
+        position_ids: [B, S] int64 positions of the inputs, in their sample or document.
+        document_starts: [D + 1] int32 offsets of the documents in the B * S inputs, and B * S at the end. The first
+            input of each sample always starts a document. None without --reset-attention-mask.
     """
 
     tokens: torch.Tensor
@@ -165,14 +165,14 @@ class MicroBatch(NamedTuple):
 
 
 def mapped(batch: Batch, f: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """Apply `f` to each tensor of the named tuple `batch`; None stays None."""
+    """Return a copy of the named tuple `batch` with `f` applied to each tensor; None stays None."""
     kind: Any = type(batch)
     found: Batch = kind(*(None if t is None else f(t) for t in batch))
     return found
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy each tensor of a batch to `device`; the host does not wait if the batch is in pinned memory."""
+    """Copy each tensor of a micro-batch to `device`. From pinned memory, the copy does not block the host."""
     return mapped(batch, lambda t: t.to(device, non_blocking=True))
 
 
@@ -184,14 +184,18 @@ def make_micro_batch(
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
 ) -> MicroBatch:
-    """Split samples into inputs and labels, and build their masks and positions.
+    """Split samples into inputs and labels, and build their loss mask, positions and document offsets.
 
     Args:
-        samples: [B, S + 1] int64 ids.
-        eod: id that ends a document; the next token starts another one. Each of the three flags needs it.
-        reset_position_ids: True to count positions from the start of the document instead of the sample.
-        reset_attention_mask: True to return `document_starts`.
-        eod_mask_loss: True for no loss where the input is eod, because the next document cannot be predicted.
+        samples: [B, S + 1] int64 token ids.
+        eod: id of the end-of-document token; None if the tokenizer has none, which the three options do not allow.
+        reset_position_ids: True to count positions from the start of the document. False counts from the start of the
+            sample.
+        reset_attention_mask: True to set `document_starts`, so that tokens attend to their own document only.
+        eod_mask_loss: True to exclude from the loss each label whose input is eod, because nothing in a document
+            predicts the next document.
+    Raises:
+        ValueError: an option is True and `eod` is None.
     """
     resets = {"reset_position_ids": reset_position_ids, "reset_attention_mask": reset_attention_mask}
     check_eod(eod, **resets, eod_mask_loss=eod_mask_loss)
@@ -207,7 +211,8 @@ def make_micro_batch(
         is_start[:, 0] = True
         is_start[:, 1:] = tokens[:, :-1] == eod
         if reset_position_ids:
-            # Starts grow along a row, so their running maximum is the latest start at or before each token.
+            # The positions of document starts grow along a sample. Their running maximum at a token is therefore the
+            # start of the token's document.
             positions = positions - torch.where(is_start, positions, 0).cummax(dim=1).values
         if reset_attention_mask:
             offsets = is_start.flatten().nonzero().flatten()
@@ -216,7 +221,15 @@ def make_micro_batch(
 
 
 def check_eod(eod: int | None, **flags: bool) -> None:
-    """Raise ValueError if `flags` that need an end-of-document token are on and the tokenizer has none."""
+    """Raise ValueError if a flag that requires an end-of-document token is on and the tokenizer has none.
+
+    Args:
+        eod: id of the tokenizer's end-of-document token, or None.
+        **flags: values of the flags by name, with underscores.
+    """
     names = ", ".join(f"--{name.replace('_', '-')}" for name, on in flags.items() if on)
     if eod is None and names:
-        raise ValueError(f"{names} needs a tokenizer with an end-of-document token, and this one has none")
+        raise ValueError(
+            f"{names} needs a tokenizer with an end-of-document token, and this one has none; "
+            f"choose another tokenizer, or leave out {names}"
+        )

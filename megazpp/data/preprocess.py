@@ -1,7 +1,8 @@
-"""Tokenization of a corpus into Megatron's .bin/.idx pairs, in several processes.
+"""Tokenize a corpus into Megatron's .bin/.idx pairs, in several processes (preprocess_data.py).
 
-The main process cuts the files into blocks (documents.py). Worker processes tokenize the blocks, and the main process
-writes the results in the order of the input. The output files appear when they are complete (indexed_builder.py).
+The main process cuts the input files into blocks of documents (data/documents.py). Worker processes tokenize the
+blocks, and the main process writes the token ids in the order of the input. The output files appear under their names
+only when they are complete (data/indexed_builder.py).
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, document_end, loa
 T = TypeVar("T")
 R = TypeVar("R")
 
-_BATCH = 256  # documents whose ids are Python objects in memory at the same time
-_READ_AHEAD = 4  # items per worker that are submitted before the first result is yielded
+_BATCH = 256  # documents that are tokenized in one call; a larger number needs more memory for lists of ids
+_READ_AHEAD = 4  # items per worker that `map_in_processes` submits before it yields the first result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +65,14 @@ class PreprocessConfig:
 
 
 class Encoded(NamedTuple):
-    """A tokenized block.
+    """A tokenized block of documents.
 
     Attributes:
-        tokens: for each key [sum of lengths] ids of the documents, concatenated.
-        lengths: for each key [documents] int32 number of ids of each document.
-        bad_lines: malformed lines.
-        text_bytes: bytes of the texts.
-        disk_bytes: bytes of the file that were read for the block.
+        tokens: for each of --json-keys, [sum of lengths] token ids of the documents, concatenated.
+        lengths: for each of --json-keys, [documents] int32 number of ids of each document.
+        bad_lines: malformed lines of the block.
+        text_bytes: bytes of the block's texts under all --json-keys, in UTF-8.
+        disk_bytes: bytes of the input file, before decompression, that were read for the block.
     """
 
     tokens: list[np.ndarray]
@@ -83,16 +84,16 @@ class Encoded(NamedTuple):
 
 @dataclass(kw_only=True)
 class PreprocessProgress:
-    """Counts of the output so far.
+    """Progress of the tokenization of a corpus, for the log and the final summary.
 
     Attributes:
-        total_disk_bytes: size of the whole input.
-        started: time at the start, in seconds.
-        documents: records of the input, including those with empty texts.
-        tokens: tokens of all --json-keys, including eod and the special tokens around texts.
-        bad_lines: malformed lines.
-        text_bytes: bytes of the texts of all --json-keys.
-        disk_bytes: bytes of the input that have been read.
+        total_disk_bytes: size of all input files in bytes.
+        started: value of `time.monotonic` at the start, in seconds.
+        documents: number of documents tokenized so far, including those with empty texts.
+        tokens: number of token ids written so far for all --json-keys, including eod and special tokens around texts.
+        bad_lines: number of malformed lines found so far.
+        text_bytes: bytes of the texts tokenized so far for all --json-keys, in UTF-8.
+        disk_bytes: bytes of the input files read so far, before decompression.
     """
 
     total_disk_bytes: int
@@ -104,7 +105,7 @@ class PreprocessProgress:
     disk_bytes: int = 0
 
     def add(self, block: Encoded) -> None:
-        """Add the counts of a block."""
+        """Add the counts of a tokenized block of documents to the progress."""
         self.documents += len(block.lengths[0])
         self.tokens += sum(map(len, block.tokens))
         self.bad_lines += len(block.bad_lines)
@@ -125,15 +126,15 @@ class PreprocessProgress:
 
 
 def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callable[[str], None]) -> PreprocessProgress:
-    """Tokenize a corpus, and return the counts.
+    """Tokenize a corpus into one .bin/.idx pair for each of --json-keys, and return the final counts.
 
     Args:
         config: flags of the input and the output.
-        tokenizer: flags of the tokenizer, which workers load themselves.
-        log: function that prints a line: progress, or a malformed line.
+        tokenizer: flags of the tokenizer. Each worker process loads the tokenizer from these flags.
+        log: function that prints a line: a note, the progress, or a malformed line that is skipped.
     Raises:
-        ValueError: a flag or an input is not usable, there is no text, or a line is malformed and --on-error is stop.
-            Nothing is written in these cases.
+        ValueError: a flag or an input file is not usable, there is no text, or a line is malformed and --on-error is
+            stop. No output file is left in these cases.
     """
     # ---- check the flags
     loaded = load_tokenizer(tokenizer)
@@ -158,7 +159,8 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callab
             for bad in block.bad_lines:
                 stop_or_skip(bad, config.on_error, log)
             for builder, tokens, lengths in zip(builders, block.tokens, block.lengths, strict=True):
-                builder.extend(tokens, lengths[lengths > 0], np.cumsum(lengths > 0))  # Megatron omits empty sequences
+                # A document with an empty text becomes a document without sequences, as in Megatron.
+                builder.extend(tokens, lengths[lengths > 0], np.cumsum(lengths > 0))
             logged = progress.documents // config.log_interval
             progress.add(block)
             if progress.documents // config.log_interval > logged:
@@ -174,16 +176,16 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callab
 
 
 def encode_block(block: Block, tokenizer: Tokenizer, *, keys: Sequence[str], append_eod: bool) -> Encoded:
-    """Tokenize the documents of a block. An empty text has no ids, not even special tokens or an eod.
+    """Tokenize the documents of a block. An empty text gets no token ids, not even special tokens or an eod.
 
     Args:
-        block: documents.
+        block: documents to parse and tokenize.
         tokenizer: tokenizer of the texts.
-        keys: fields to tokenize.
-        append_eod: True to end each document with eod.
+        keys: names of the fields to tokenize (--json-keys).
+        append_eod: True to end each document with the tokenizer's eod, unless its special tokens already end with eod.
     """
     end, num_added = document_end(tokenizer) if append_eod else [], tokenizer.special_tokens.number
-    ids = [array.array("i") for _ in keys]  # a list of Python objects is 5 % slower
+    ids = [array.array("i") for _ in keys]  # an array, because collecting the ids in a list is 5 % slower
     lengths: list[list[int]] = [[] for _ in keys]
     found = list(parse_block(block, keys))
     bad_lines, text_bytes = [each for each in found if isinstance(each, BadLine)], 0
@@ -207,15 +209,19 @@ def encode_block(block: Block, tokenizer: Tokenizer, *, keys: Sequence[str], app
 
 
 def _check(config: PreprocessConfig, tokenizer: Tokenizer | None) -> tuple[list[Path], list[Path]]:
-    """Check the flags and the files; return the input files and the prefixes of the datasets."""
+    """Check flags, input files and output paths before the tokenization of a corpus; raise ValueError for a bad one.
+
+    Returns:
+        The input files, and for each of --json-keys the prefix of the .bin/.idx pair to write.
+    """
     if not config.input:
-        raise ValueError("--input is missing: the files to tokenize")
+        raise ValueError("--input is missing: name the files to tokenize")
     if config.output_prefix is None:
-        raise ValueError("--output-prefix is missing: the prefix of the datasets")
+        raise ValueError("--output-prefix is missing: give the prefix of the datasets to write")
     if tokenizer is None:
-        raise ValueError("--tokenizer-model is missing (tools/train_tokenizer.py trains one)")
+        raise ValueError("--tokenizer-model is missing: name a tokenizer (tools/train_tokenizer.py trains one)")
     if config.append_eod and tokenizer.eod is None:
-        raise ValueError("--append-eod: the tokenizer has no end-of-document token")
+        raise ValueError("--append-eod: the tokenizer has no end-of-document token; leave out --append-eod")
     prefixes = [Path(f"{config.output_prefix}_{key}_document").expanduser() for key in config.json_keys]
     for prefix in prefixes:
         check_output(prefix, overwrite=config.overwrite)
@@ -235,19 +241,23 @@ _load_once = functools.lru_cache(maxsize=1)(load_tokenizer)
 
 
 def map_in_processes(function: Callable[[T], R], items: Iterable[T], num_workers: int) -> Generator[R, None, None]:
-    """Yield the results of `function` for all items, in order; end all processes, however the generator ends.
+    """Yield the result of `function` for each item, in order, computed in worker processes.
 
-    Items and results pass through files, and messages hold only their names. The pool of the standard library has one
-    pipe for the results of all workers. It would wait forever for the rest of a message if its sender is killed. A
-    message with a file name is short enough to be written atomically.
+    Items and results are stored in temporary files, and messages between processes contain only file names. The reason
+    is that ProcessPoolExecutor has one pipe for the results of all workers. If a worker is killed while it writes a
+    long message, the pool waits forever for the rest. A message with a file name is short enough to be written
+    atomically.
+
+    All processes end when the generator ends, is closed, or raises an error.
 
     Args:
-        function: function of an item. It is pickled with every item, so it should be small and cache large objects.
+        function: function from an item to a result. It is pickled for each item, so it should be small; large objects
+            that it needs should be cached in the worker.
         items: items to process.
-        num_workers: number of processes.
+        num_workers: number of worker processes.
     Raises:
         ValueError: a worker was killed, or there is no space for temporary files.
-        Exception: an error of `function`.
+        Exception: an error that `function` raised in a worker.
     """
     ahead: deque[tuple[Path, Future[None]]] = deque()
 
@@ -277,13 +287,14 @@ def map_in_processes(function: Callable[[T], R], items: Iterable[T], num_workers
 
 
 def _prepare_worker(parent: int) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker has one thread
+    """Set up a new worker process; `parent` is the process ID of the main process."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per worker, because the workers use all cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C and ends the workers
     end_with(parent)  # otherwise a worker would wait forever for an item after the main process was killed
 
 
 def _replace(path: Path, function: Callable[[Any], Any]) -> None:
-    """Replace the item in a file by the result of `function`; this runs in a worker."""
+    """Replace the pickled item in the file `path` by the result of `function`. Worker processes call this."""
     _store(function(pickle.loads(path.read_bytes())), path)
 
 

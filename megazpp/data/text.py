@@ -1,7 +1,8 @@
-"""Text for --text-path: a tokenizer trained on it, and an indexed dataset of its ids. Both are cached.
+"""Train a tokenizer on the text files of --text-path, and tokenize them into an indexed dataset. Both are cached.
 
-`--text-path` takes the file formats of `documents.py`. A document is the field "text" of a JSON line or Parquet row, or
-a whole plain text file. Cache keys are hashes of the contents, so files can move, and edited files are tokenized again.
+`--text-path` takes the file formats of data/documents.py. A document is the field "text" of a JSON line or Parquet row,
+or a complete plain text file. Cache keys contain hashes of the files' contents. Moved files are therefore found in the
+cache, and edited files are tokenized again.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from megazpp.data.documents import BadLine, check_readable, kind_of, missing_fil
 from megazpp.data.indexed_builder import IndexedDatasetBuilder, optimal_dtype
 from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, document_end
 
-MAX_CHARACTERS = 100_000_000  # more text makes the training slower, but not the vocabulary better
-_MAX_LINE_CHARACTERS = 4096
+MAX_CHARACTERS = 100_000_000  # characters to train a tokenizer on; more text does not improve the vocabulary
+_MAX_LINE_CHARACTERS = 4096  # longer lines are cut before they are passed to SentencePiece's trainer
 _SENTENCEPIECE_ADVICE = "Increase vocab_size or decrease character_coverage with --character_coverage option."
-_IN_SENTENCEPIECE = re.compile(r"(?i)^internal: src/\S+\(\d+\) \[.*?\](?= |$)")  # prefix of its errors
+_IN_SENTENCEPIECE = re.compile(r"(?i)^internal: src/\S+\(\d+\) \[.*?\](?= |$)")  # start of SentencePiece's messages
 _CORPUS = Path(__file__).parent / "corpus"
 BUILTIN = "builtin:"
 _KEY = "text"
@@ -34,7 +35,11 @@ _FLAG = "--text-path"
 
 
 def resolve_text_paths(values: Sequence[str]) -> list[Path]:
-    """Return the files that --text-path names; `builtin:moby_dick` names the corpus in the package."""
+    """Return the paths of the files that --text-path names. `builtin:moby_dick` names a corpus inside the package.
+
+    Raises:
+        ValueError: a file or a built-in corpus does not exist.
+    """
     paths, problems = list[Path](), Problems()
     for value in values:
         path = Path(value).expanduser()
@@ -52,13 +57,13 @@ def resolve_text_paths(values: Sequence[str]) -> list[Path]:
 
 
 def read_documents(path: Path, *, flag_name: str = _FLAG) -> Iterator[str]:
-    """Yield the documents of a file that are not empty.
+    """Yield the texts of a file of documents, except empty ones.
 
     Args:
-        path: file to read.
-        flag_name: flag for messages.
+        path: file to read, in a format of data/documents.py.
+        flag_name: flag that names the file, for messages.
     Raises:
-        ValueError: the file cannot be read, or a line is malformed; the message names the flag, the file and the line.
+        ValueError: the file cannot be read, or a line is malformed. The message names the flag, the file and the line.
     """
 
     def refuse(bad: BadLine) -> None:
@@ -72,7 +77,12 @@ def read_documents(path: Path, *, flag_name: str = _FLAG) -> Iterator[str]:
 
 
 def check_texts(paths: Sequence[Path], *, flag_name: str = _FLAG) -> None:
-    """Raise ValueError if the first document of a file is malformed, or if all files are empty."""
+    """Read each text file up to its first non-empty text; raise ValueError for a malformed line, or if all are empty.
+
+    Args:
+        paths: files to check before the run begins.
+        flag_name: flag that names the files, for messages.
+    """
     first = [next(read_documents(path, flag_name=flag_name), None) for path in paths]
     if not any(first):
         raise ValueError(f"{flag_name} {_names(paths)} holds no text")
@@ -81,15 +91,17 @@ def check_texts(paths: Sequence[Path], *, flag_name: str = _FLAG) -> None:
 def cached_sentencepiece(
     paths: Sequence[Path], vocab_size: int, *, exact: bool, cache_dir: Path, log: Callable[[str], None]
 ) -> SentencePieceTokenizer:
-    """Return a SentencePiece tokenizer of `vocab_size` pieces trained on these files, from the cache if possible.
+    """Return a SentencePiece tokenizer trained on text files. It comes from the cache if it has been trained before.
 
     Args:
-        paths: files of text.
-        vocab_size: number of pieces.
-        exact: whether a text that does not suit `vocab_size` is an error. Otherwise the tokenizer gets the nearest
-            number of pieces that suits the text, with a note.
-        cache_dir: cache directory.
-        log: function that prints a line before the training, and the note.
+        paths: text files to train on.
+        vocab_size: number of pieces of the tokenizer's vocabulary.
+        exact: True if a text that does not support `vocab_size` pieces is an error. If False, the tokenizer gets the
+            nearest number of pieces that the text supports, and a note is logged.
+        cache_dir: cache directory, with trained tokenizers in the folder `tokenizers`.
+        log: function that prints a line: the start of a training, or the note about another number of pieces.
+    Raises:
+        ValueError: the files have no text, a line is malformed, or the text does not support `vocab_size` pieces.
     """
 
     def train(size: int) -> bytes:
@@ -107,7 +119,7 @@ def cached_sentencepiece(
 
     key = cache_key(kind="sentencepiece-1", text=content_hash(paths), vocab_size=vocab_size, exact=exact)
     path = cache_dir / "tokenizers" / f"{key}.model"
-    if not path.exists():  # a process that waits for another one to build it logs this, too
+    if not path.exists():  # processes that only wait for another process to train the tokenizer also log this line
         log(f"training a SentencePiece tokenizer of {vocab_size} pieces on {_names(paths)}")
     tokenizer = SentencePieceTokenizer(build_once(path, build).read_bytes())
     if tokenizer.vocab_size != vocab_size:
@@ -116,28 +128,30 @@ def cached_sentencepiece(
 
 
 def train_sentencepiece(documents: Iterable[str], vocab_size: int, **options: Any) -> bytes:
-    """Train a SentencePiece model that decodes every text exactly, except for U+2581, its sign for a space.
+    """Train a SentencePiece model. The model decodes each encoded text exactly, unless the text contains U+2581.
 
-    The model does not normalize text, encodes characters without a piece as bytes, and has `<eod>` (id 1) for the end
-    of a document. With one thread, equal text gives an equal model, so that nodes agree.
+    SentencePiece uses U+2581 for spaces. The model does not normalize text, encodes characters without a piece as
+    bytes, and has the piece `<eod>` (id 1) for the end of a document. The training has one thread by default, because
+    equal text then gives an equal model on all nodes.
 
     Args:
         documents: texts to train on.
-        vocab_size: number of pieces.
-        **options: further options of SentencePiece's trainer (default: BPE, one thread, and a log of errors only). None
-            leaves an option out. A model with an explicit character_coverage of 0.9995 has other bytes, and so another
-            identity, than one with this default. Messages name --character-coverage if that option is given.
+        vocab_size: number of pieces of the model's vocabulary.
+        **options: further options of SentencePiece's trainer. The defaults are BPE, one thread, and a log of errors
+            only. None leaves an option out. This matters for character_coverage: an explicit 0.9995 changes the bytes
+            of the model, and so its identity, although 0.9995 is the default. Messages name --character-coverage if
+            this option is given.
     Returns:
         The content of the model's file.
     Raises:
         ValueError: the text does not support `vocab_size` pieces.
-        Exception: an error of `documents`.
+        Exception: an error that reading `documents` raised.
     """
     # ---- lines of limited length
     model, has_coverage = io.BytesIO(), "character_coverage" in options
     defaults: dict[str, Any] = {"model_type": "bpe", "num_threads": 1, "minloglevel": 2}
     options = defaults | options
-    failure: Exception | None = None  # an error of `documents`, which SentencePiece turns into a RuntimeError
+    failure: Exception | None = None  # error that reading `documents` raised; SentencePiece replaces its type
     blank = True
 
     def lines() -> Iterator[str]:
@@ -179,7 +193,14 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int, **options: An
 
 
 def _in_our_flags(advice: str, *, has_coverage: bool) -> str:
-    """Replace SentencePiece's options in its advice by our flags, and drop sentences that name other options."""
+    """Replace the options of SentencePiece's trainer in its error message by the flags of this project.
+
+    Sentences with an option that has no such flag are removed.
+
+    Args:
+        advice: error message of SentencePiece.
+        has_coverage: True if the program has the flag --character-coverage.
+    """
     ours = "Increase --vocab-size" + (" or decrease --character-coverage." if has_coverage else ".")
     advice = advice.replace(_SENTENCEPIECE_ADVICE, ours)
     known = {"--vocab-size", "--character-coverage"}
@@ -187,7 +208,7 @@ def _in_our_flags(advice: str, *, has_coverage: bool) -> str:
 
 
 def first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
-    """Yield the first `limit` characters of the texts."""
+    """Yield texts until they have `limit` characters in total. The last text is cut to reach exactly `limit`."""
     for text in texts:
         yield text[:limit]
         limit -= len(text)
@@ -198,14 +219,14 @@ def first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
 def cached_indexed_dataset(
     paths: Sequence[Path], tokenizer: Tokenizer, *, cache_dir: Path, log: Callable[[str], None], flag_name: str = _FLAG
 ) -> Path:
-    """Return the prefix of a .bin/.idx pair with the ids of these files, from the cache if possible.
+    """Tokenize text files into a .bin/.idx pair in the cache, unless it exists, and return the prefix of the pair.
 
     Args:
-        paths: files of text.
+        paths: text files, in formats of data/documents.py.
         tokenizer: tokenizer of the texts.
-        cache_dir: cache directory.
+        cache_dir: cache directory, with tokenized text in the folder `text`.
         log: function that prints a line before the tokenization.
-        flag_name: flag for messages.
+        flag_name: flag that names the files, for messages.
     Raises:
         ValueError: all files are empty, or a line is malformed.
     """
@@ -221,7 +242,7 @@ def cached_indexed_dataset(
 
 
 def write_indexed_dataset(documents: Iterator[str], tokenizer: Tokenizer, prefix: Path) -> None:
-    """Tokenize `documents` into `<prefix>.bin` and `<prefix>.idx`; each ends with eod if the tokenizer has one."""
+    """Tokenize texts into `<prefix>.bin` and `<prefix>.idx`, and end each document with eod if the tokenizer has it."""
     end = document_end(tokenizer)
     with IndexedDatasetBuilder(prefix, optimal_dtype(tokenizer.vocab_size)) as builder:
         for text in documents:
@@ -237,14 +258,17 @@ def _all_documents(paths: Sequence[Path], flag_name: str = _FLAG) -> Iterator[st
 
 
 def content_hash(paths: Sequence[Path]) -> list[str]:
-    """Return the format and hash of each file, for cache keys; a file that has not changed is read once."""
+    """Return for each file its format followed by a hash of its content, for cache keys.
+
+    A process reads a file once, unless the file's time of change or size differs at a later call.
+    """
     states = [(path, path.stat()) for path in paths]
     return [kind_of(path) + _content_hash(path.resolve(), state.st_mtime_ns, state.st_size) for path, state in states]
 
 
 @functools.lru_cache(maxsize=1024)
 def _content_hash(path: Path, modified_ns: int, size: int) -> str:
-    """Hash the content of a file; the time of its last change and its size are part of the cache's key."""
+    """Hash the content of a file; the modification time and the size make `lru_cache` hash a changed file again."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()
 

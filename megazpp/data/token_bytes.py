@@ -1,7 +1,7 @@
-"""Bytes of UTF-8 text per token, for the metric bits per byte.
+"""Count the bytes of UTF-8 text that token ids encode, for the metric bits per byte.
 
-Text is decoded token by token, not sample by sample. The edge of a sample can cut a character into tokens of single
-bytes. A decoder would replace them by U+FFFD, which has three bytes.
+The bytes are counted for each token, not by decoding a complete sample. The edge of a sample can cut a character into
+tokens of single bytes. A decoder would replace them by U+FFFD, which has three bytes in UTF-8.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from megazpp.data.tokenizer import Tokenizer
 
 
 class TokenBytes:
-    """Counter of the bytes that tokens encode; the size of each token is computed once.
+    """Counter of the bytes of text that token ids encode, for the metric bits per byte.
 
-    Special tokens (eod, BOS and others) and unknown pieces count zero bytes, so they never lower bits per byte.
+    Special tokens (eod, BOS and others) and unknown pieces count zero bytes, so they never lower bits per byte. The
+    counter computes the size of each token once and remembers it.
 
     Args:
-        tokenizer: tokenizer of the ids.
+        tokenizer: tokenizer that has encoded the text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -27,15 +28,16 @@ class TokenBytes:
         self._boundaries = np.array(
             [*ends, *tokenizer.special_tokens.before, *tokenizer.special_tokens.after], dtype=np.int64
         )
-        # decoded before a token that does not begin a document, because decoders drop a leading space
+        # `size` decodes this token before a token that does not begin a document, because decoders drop the space at
+        # the beginning of a text.
         self._anchor = tokenizer.encode_spans("a", add_special_tokens=False).ids[-1:]
 
     def count(self, ids: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]) -> int:
-        """Return the number of bytes of the labels `ids[1:]` that `counted` selects.
+        """Return the total number of bytes of those labels `ids[1:]` of a sample that `counted` selects.
 
         Args:
-            ids: [S + 1] ids of a sample. Counted labels are in the vocabulary.
-            counted: [S] mask, True where the label counts.
+            ids: [S + 1] token ids of the sample. The selected labels must be in the vocabulary.
+            counted: [S] mask, True for the labels to count.
         """
         labels, firsts = ids[1:][counted], np.isin(ids[:-1][counted], self._boundaries)
         pairs, numbers = np.unique(2 * labels + firsts, return_counts=True)
@@ -43,11 +45,11 @@ class TokenBytes:
         return int(np.dot(np.array(sizes, dtype=np.int64), numbers))
 
     def size(self, token: int, *, first: bool) -> int:
-        """Return the number of bytes of one token.
+        """Return the number of bytes of UTF-8 text that one token encodes; 0 for a special or unknown token.
 
         Args:
             token: id of the token.
-            first: True if the token begins a document, where decoders may drop a leading space.
+            first: True if the token begins a document. Decoders may drop a space there, which then does not count.
         """
         if (token, first) not in self._sizes:
             size = self._tokenizer.piece_bytes(token)

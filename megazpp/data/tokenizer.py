@@ -1,10 +1,10 @@
 """Tokenizers: load the tokenizer that the flags name, and convert text to token ids and back.
 
-transformers opens Hugging Face folders, so all ids equal its ids. They include the special tokens that the
-folder's files put around a text (`SpecialTokens`), such as <s> before a prompt and before each document of a dataset.
-Megatron's HuggingFaceTokenizer adds the same tokens.
+The package transformers opens Hugging Face folders, so texts get the same token ids as in transformers. The ids include
+the special tokens that the folder's files put around a text (`SpecialTokens`), such as <s> before a prompt and before
+each document of a dataset. Megatron's HuggingFaceTokenizer adds the same tokens.
 
-The file is longer than 300 lines because every kind of tokenizer implements the private methods of `Tokenizer`.
+This file is longer than 300 lines because every kind of tokenizer implements the private methods of `Tokenizer`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
-    """Return the tokenizer that the flags name, or None if they name none and one has to be trained.
+    """Load the tokenizer that the flags name, and return it; return None if the flags name no tokenizer.
 
     Raises:
-        ValueError: a file is missing or has another format, or flags contradict each other.
+        ValueError: a file of the tokenizer is missing or has another format, or flags contradict each other.
     """
     tokenizer: Tokenizer
     if not names_tokenizer(config):
@@ -63,7 +63,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
     elif config.kind == "GPT2BPETokenizer":
         tokenizer = _load_gpt2(config)
     elif config.tokenizer_model is None:
-        raise ValueError(f"--tokenizer-type {config.kind} needs --tokenizer-model")
+        raise ValueError(f"--tokenizer-type {config.kind} needs --tokenizer-model with the tokenizer's folder or file")
     else:
         path = Path(config.tokenizer_model).expanduser()
         if not path.exists():
@@ -79,17 +79,22 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
 
 
 def document_end(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids to append to a document of training data: eod, unless its special tokens already end with eod."""
+    """Return the token ids to append to each document of training data: [eod], or [].
+
+    The list is empty if the tokenizer has no eod, or if it already ends each text with eod as a special token.
+    """
     end = [] if tokenizer.eod is None else [tokenizer.eod]
     return [] if tokenizer.special_tokens.used and tokenizer.special_tokens.after[-1:] == end else end
 
 
 def special_tokens_note(tokenizer: Tokenizer, *, prompts: bool = False) -> str | None:
-    """Return a line about the special tokens around texts; None if the tokenizer's files ask for none.
+    """Return a line for the log that says which special tokens, such as BOS, the run adds before and after texts.
 
     Args:
         tokenizer: tokenizer of the texts.
-        prompts: True for prompts, which get no special tokens after them.
+        prompts: True if the texts are prompts, which get special tokens before them only.
+    Returns:
+        The line, or None if the tokenizer's files define no special tokens around texts.
     """
     (before, after, used), what = tokenizer.special_tokens, "prompts" if prompts else "texts"
     after = [] if prompts else after
@@ -139,19 +144,19 @@ def _open(files: Mapping[str, bytes], name: str, config: TokenizerConfig) -> HFT
 
 
 class EncodedText(NamedTuple):
-    """Token ids, and for each id the range of characters of the text that it encodes (start, end)."""
+    """A tokenized text: its token ids, and for each id the range (start, end) of the characters that it encodes."""
 
     ids: list[int]
     spans: list[tuple[int, int]]
 
 
 class SpecialTokens(NamedTuple):
-    """Special tokens that a tokenizer's files put around a text.
+    """The special tokens, such as BOS, that the files of a tokenizer define to put around each text.
 
     Attributes:
-        before: ids before the text.
-        after: ids after the text.
-        used: True if this run adds them.
+        before: ids of the tokens before a text.
+        after: ids of the tokens after a text.
+        used: True if this run adds the tokens (--add-special-tokens); False if it leaves them out.
     """
 
     before: list[int]
@@ -160,21 +165,28 @@ class SpecialTokens(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Number of tokens that are added to a text."""
+        """Number of special tokens that this run adds to a text."""
         return len(self.before + self.after) if self.used else 0
 
     def around(self, ids: list[int]) -> list[int]:
-        """Return the ids of a text with the special tokens, if this run adds them."""
+        """Return the token ids of a text with the special tokens before and after them, if this run adds these."""
         return [*self.before, *ids, *self.after] if self.number else ids
 
     def missing(self, ids: list[int]) -> tuple[list[int], list[int]]:
-        """Return the special tokens before and after a text that this run adds and the text does not already have."""
+        """Return the special tokens to add before and after a text, without those that the text already has.
+
+        Args:
+            ids: token ids of the text.
+        Returns:
+            The ids to add before the text, and the ids to add after it. A list is empty if the text already begins or
+            ends with these ids, or if this run adds no special tokens.
+        """
         before, after = (self.before, self.after) if self.used else ([], [])
         last = ids[max(len(ids) - len(after), 0) :]
         return [] if ids[: len(before)] == before else before, [] if last == after else after
 
     def __str__(self) -> str:
-        """Return the part of a tokenizer's identity for the special tokens; it is empty if this run adds none."""
+        """Return the end of `Tokenizer.identity`, which names the special tokens; "" if this run adds none."""
         return f"-{self.before}{self.after}" if self.number else ""
 
 
@@ -182,15 +194,15 @@ class Tokenizer:
     """The interface of all tokenizers.
 
     Attributes:
-        vocab_size: size of the model's vocabulary without padding; ids of texts are in [0, vocab_size).
-        eod: id that ends a document; None if the tokenizer has none.
-        eod_name: text that `encode_spans` encodes as eod.
-        identity: string that is equal for tokenizers that give equal ids; cache keys contain it.
-        files: content of the tokenizer's files by Hugging Face's names; empty if the flags describe it completely.
-        special_tokens: special tokens that the tokenizer's files put around a text.
-        variables: special tokens by their role, such as eos_token, for chat templates.
-        special_ids: ids of special tokens by name.
-        added_ids: ids of tokens that are not pieces of text.
+        vocab_size: size of the model's vocabulary without padding. The token ids of texts are in [0, vocab_size).
+        eod: id of the end-of-document token; None if the tokenizer has none.
+        eod_name: text of the end-of-document token, which `encode_spans` encodes as eod; None if there is no eod.
+        identity: string that is equal for tokenizers that give equal ids. Cache keys contain it.
+        files: content of the tokenizer's files by Hugging Face's file names. It is empty for a tokenizer without files.
+        special_tokens: special tokens, such as BOS, that the tokenizer's files put around a text.
+        variables: text of each special token by its role, such as eos_token, for chat templates.
+        special_ids: id of each special token by its text.
+        added_ids: ids of added tokens, such as special tokens. They are not in the vocabulary that training produced.
     """
 
     vocab_size: int
@@ -202,11 +214,11 @@ class Tokenizer:
     variables: Mapping[str, str]
     special_ids: Mapping[str, int]
     added_ids: Collection[int]
-    _finds_eod = False  # True if `_encode_spans` finds eod_name in a text itself
-    _largest = -1  # largest id that the tokenizer gives, if the model's vocabulary may be smaller
+    _finds_eod = False  # True if the method `_encode_spans` of this class already encodes eod_name in a text as eod
+    _largest = -1  # the tokenizer's largest id, if `fit` has set another size of the model's vocabulary; otherwise -1
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text` with special tokens around it.
+        """Return the token ids of `text`, with the tokenizer's special tokens around them if this run adds those.
 
         Raises:
             ValueError: an id is beyond the model's vocabulary.
@@ -214,15 +226,15 @@ class Tokenizer:
         return self._known(self.special_tokens.around(self._encode(text)))
 
     def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> EncodedText:
-        """Return the ids of `text` and their places in it. `eod_name` in the text becomes eod.
+        """Return the token ids of `text`, and for each id the range of characters of `text` that it encodes.
 
-        A special token around the text has an empty place at its beginning or end. One that the text itself begins or
-        ends with is not repeated.
+        Each `eod_name` in the text becomes eod. Special tokens that are added before or after the text have an empty
+        range at the beginning or the end of the text. They are not added if the text already begins or ends with them.
 
         Args:
             text: text to encode.
-            add_special_tokens: True to add the special tokens of the tokenizer's files; False for a text in which a
-                chat template has written them.
+            add_special_tokens: True to add the special tokens of the tokenizer's files, if this run adds them. False
+                for a text into which a chat template has already written them.
         """
         name = "" if self._finds_eod else self.eod_name or ""
         ids, spans, start = list[int](), list[tuple[int, int]](), 0
@@ -242,50 +254,63 @@ class Tokenizer:
         return EncodedText(self._known(ids), spans)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a text that generation continues. `eod_name` in the text becomes eod.
+        """Return the token ids of a prompt, which generation continues. Each `eod_name` in the prompt becomes eod.
 
-        A special token that the text itself begins with is not repeated. None follow the text, because tokens after an
-        end of text would begin another text.
+        Special tokens are added before the prompt, unless it already begins with them. No special tokens are added
+        after it, because a model that has read an end-of-text token begins another text.
         """
         ids = self.encode_spans(text, add_special_tokens=False).ids
         return self._known([*self.special_tokens.missing(ids)[0], *ids])
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, as `encode` gives them."""
+        """Return the token ids of each text, the same as `encode` returns."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids` without special tokens."""
+        """Return the text that the token ids encode. Special tokens are left out."""
         raise NotImplementedError
 
     def decode_with_specials(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, with special tokens written by name."""
+        """Return the text that the token ids encode, with each special token as its name, such as `<eod>`."""
         names = {token: name for name, token in self.special_ids.items()}
         parts = itertools.groupby(ids, names.get)
         return "".join(self.decode(part) if name is None else name * len(list(part)) for name, part in parts)
 
     @functools.cached_property
     def stop_ids(self) -> list[int]:
-        """Ids that end a generated text: eod, and the ids at which transformers' `generate` stops with these files."""
+        """Token ids that end a generated text: eod, and the eos ids at which transformers' `generate` stops.
+
+        The eos ids come from the tokenizer's generation_config.json, or from its config.json if the former is missing.
+        """
         source = GENERATION if GENERATION in self.files else CONFIG
         theirs = ids_of(read_settings(self.files, source).get("eos_token_id"))
         return list(dict.fromkeys([*([] if self.eod is None else [self.eod]), *theirs]))
 
     def chat_template(self, name: str | None = None, tools: Sequence[object] | None = None) -> str | None:
-        """Return the chat template that transformers selects; None if there is none.
+        """Return the source of the chat template that transformers selects; None if the tokenizer has no template.
 
         Args:
-            name: name of one of several templates; None for the default.
-            tools: tools of the conversation, for which transformers prefers the template `tool_use`.
+            name: name of one of the tokenizer's templates; None selects the default.
+            tools: descriptions of the tools that a conversation may call; None if there are none. With tools,
+                transformers prefers the template `tool_use`.
         """
         return self.files[TEMPLATE].decode() if TEMPLATE in self.files else None
 
     def piece_bytes(self, token: int) -> int | None:
-        """Return the number of bytes of a token: 0 for a special or unknown token, None if decoding has to tell."""
+        """Return the number of bytes of text that a token encodes, as far as its vocabulary entry shows it.
+
+        The result is 0 for a special or unknown token, and None if only decoding the token can tell the number.
+        """
         raise NotImplementedError
 
     def fit(self, vocab_size: int) -> None:
-        """Set the size of the model's vocabulary; raises ValueError if eod is beyond it."""
+        """Set `vocab_size` to the size of the model's vocabulary, which may differ from the tokenizer's.
+
+        Encoding a text then raises ValueError for an id beyond the model's vocabulary.
+
+        Raises:
+            ValueError: eod is beyond the model's vocabulary.
+        """
         if self.eod is not None and self.eod >= vocab_size:
             raise ValueError(
                 f"the tokenizer's {self.eod_name} has the id {self.eod}, but the model has {vocab_size} tokens"
@@ -293,26 +318,27 @@ class Tokenizer:
         self.vocab_size, self._largest = vocab_size, self.vocab_size - 1
 
     def _known(self, ids: list[int]) -> list[int]:
+        """Return `ids` if all of them are in the model's vocabulary; otherwise raise ValueError."""
         if self._largest >= self.vocab_size and (largest := max(ids, default=0)) >= self.vocab_size:
             vocabulary = f"the model's vocabulary of {self.vocab_size} tokens"
             raise ValueError(f"the tokenizer gives the id {largest}, which is beyond {vocabulary} (--tokenizer-model)")
         return ids
 
     def _encode(self, text: str) -> list[int]:
-        """Return the ids of `text` without special tokens around it."""
+        """Return the token ids of `text`, without the special tokens that the tokenizer puts around texts."""
         raise NotImplementedError
 
     def _encode_spans(self, text: str) -> EncodedText:
-        """Return the ids of `_encode` with their places in the text, which is slower."""
+        """Return the token ids of `_encode` and the range of characters that each encodes. This is slower."""
         raise NotImplementedError
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. A document ends with the piece `<eod>` if the model has it, otherwise with its eos.
+    """A tokenizer with a SentencePiece model. Its eod is the piece `<eod>` if the model has it, otherwise the eos.
 
     Args:
-        model: content of the model's file.
-        files: content of further files, by name.
+        model: content of the SentencePiece model's file.
+        files: content of further files of the tokenizer by file name, such as a chat template.
     """
 
     def __init__(self, model: bytes, files: Mapping[str, bytes] | None = None) -> None:
@@ -349,12 +375,12 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """A tokenizer of transformers; its fast backend encodes.
+    """A Hugging Face tokenizer. transformers opens its files, and the fast backend (package tokenizers) encodes texts.
 
     Args:
-        files: content of the folder's files, by name.
-        eos_token: token that replaces the eos token of the files.
-        add_special_tokens: True to put the files' special tokens around texts.
+        files: content of the files of the tokenizer's folder, by file name.
+        eos_token: token of the vocabulary that becomes the eos token; None uses the eos token that the files name.
+        add_special_tokens: True to put the special tokens that the files define, such as BOS, around texts.
     Raises:
         ValueError: transformers is not installed or cannot read the files, or `eos_token` is not in the vocabulary.
     """
@@ -363,7 +389,7 @@ class HFTokenizer(Tokenizer):
         self, files: Mapping[str, bytes], *, eos_token: str | None = None, add_special_tokens: bool = True
     ) -> None:
         self.files = dict(files)
-        if not {DESCRIPTION, CONFIG} & files.keys():  # no file names the tokenizer's class
+        if not {DESCRIPTION, CONFIG} & files.keys():  # transformers then needs a file that names the tokenizer's class
             self.files |= as_json(DESCRIPTION, fast(None) if DEFINITION in files else MERGES_ALONE)
         self._theirs = open_folder(self.files)
         vocabulary: dict[str, int] = self._theirs.get_vocab()
@@ -384,7 +410,7 @@ class HFTokenizer(Tokenizer):
         self._added = self.added_ids = {token: each.special for token, each in added.items()}
         self.special_ids = {each.content: token for token, each in added.items() if each.special}
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1  # some ids may be unused
+        self.vocab_size = max(vocabulary.values()) + 1  # the number of tokens may be smaller, if some ids are unused
         self.eod_name = self._theirs.eos_token
         self.eod = None if self.eod_name is None else vocabulary[self.eod_name]
         self._finds_eod = not split and self.eod in added
@@ -394,17 +420,22 @@ class HFTokenizer(Tokenizer):
         first = whole.sequence_ids.index(0)
         before, after = whole.ids[:first], whole.ids[first + len(self._encode(text)) :]
         self.special_tokens = SpecialTokens(before, after, used=add_special_tokens)
-        # Some post-processors cut spaces off the places of tokens. The special tokens are known now, so none is needed.
+        # The post-processor adds the special tokens, which are known now. It is removed, because some post-processors
+        # exclude spaces from the character ranges of tokens.
         backend.post_processor = None
         self._unknown = getattr(backend.model, "unk_token", None)
-        self._has_bytes = "ByteLevel" in str(backend.decoder)  # each letter of a piece encodes one byte
+        self._has_bytes = "ByteLevel" in str(backend.decoder)  # True if each letter of a vocabulary entry is one byte
         self.identity = f"huggingface-{self._digest(split)}{self.special_tokens}"
 
     def _digest(self, split: bool) -> str:
-        """Return a hash of the vocabulary files, eod, and the changes that transformers makes to tokenizer.json.
+        """Return a string for `identity` from the vocabulary files, eod, and the changes by transformers.
 
-        The hash does not cover the whole definition as the package serializes it, because versions serialize it
-        differently.
+        The string starts with a hash of the vocabulary files. If transformers changes the definition in tokenizer.json
+        when it opens the files, a hash of the changed parts is appended. The package's serialization of the complete
+        definition is not hashed, because it differs between versions of the package.
+
+        Args:
+            split: True if the tokenizer splits the names of special tokens in a text like other text.
         """
         names = [DEFINITION] if DEFINITION in self.files else [name for name in VOCABULARIES if name in self.files]
         digest = hashlib.sha256(b"".join(self.files[name] for name in names)).hexdigest()
@@ -427,7 +458,7 @@ class HFTokenizer(Tokenizer):
         return EncodedText(encoding.ids, encoding.offsets)
 
     def decode(self, ids: Iterable[int]) -> str:
-        # Clean-up would remove spaces before punctuation, also those that the model or the prompt has written.
+        # Clean-up is off, because it would also remove spaces before punctuation that belong to the encoded text.
         return self._theirs.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def decode_with_specials(self, ids: Sequence[int]) -> str:
@@ -476,7 +507,7 @@ class ByteTokenizer(Tokenizer):
 
 
 def _around(tokenizer: Any) -> list[Any]:
-    """Return the parts of a tokenizer's definition, without the vocabulary, that decide the ids of a text."""
+    """Return the parts of a fast tokenizer's definition that decide, beside the vocabulary, how it encodes a text."""
     values = json.loads(tokenizer.to_str())
     options = {name: value for name, value in values["model"].items() if value and name not in ("vocab", "merges")}
     return [values["normalizer"], values["pre_tokenizer"], values["added_tokens"], options]

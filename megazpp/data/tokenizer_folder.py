@@ -1,7 +1,8 @@
-"""The tokenizer's flags, and the files of a Hugging Face tokenizer folder.
+"""The tokenizer's flags, and functions for the files of a Hugging Face tokenizer folder.
 
-transformers opens such a folder (`open_folder`) and decides on ids, special tokens and chat templates. Files are kept
-in memory, because checkpoints and converted models store them, too.
+transformers opens such a folder (`open_folder`) and decides on token ids, special tokens and chat templates. The
+contents of the files stay in memory as a dictionary {file name: bytes}, because checkpoints and converted models also
+store these files.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ VOCABULARIES = (
     *(DEFINITION, SENTENCEPIECE, VOCABULARY, MERGES, "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
     *("tekken.json", "spm.model", "qwen.tiktoken"),
 )
-# Other files of a Hugging Face folder that concern text.
+# Files of a Hugging Face model folder, beside the vocabulary, that belong to its tokenizer.
 _COMPANIONS = (DESCRIPTION, "special_tokens_map.json", "added_tokens.json", TEMPLATE, GENERATION)
-# Entries of config.json that concern text, or decide on the class of tokenizer that transformers uses.
+# Entries of a model's config.json that a tokenizer needs, or by which transformers selects the tokenizer's class.
 _SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id", "model_type", "tokenizer_class", "transformers_version")
-# Names of the end of a document, likeliest first, for tokenizers without a configuration.
+# Possible names of the end-of-document token, likeliest first, for tokenizers whose files name no eos token.
 EOD_NAMES = ("<eod>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-MERGES_ALONE = {"tokenizer_class": "GPT2Tokenizer"}  # for a vocab.json with merges.txt and no tokenizer_config.json
+# The tokenizer_config.json of a folder that has only vocab.json and merges.txt.
+MERGES_ALONE = {"tokenizer_class": "GPT2Tokenizer"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class TokenizerConfig:
 
     @property
     def kind(self) -> str | None:
-        """The given type, otherwise the type that the files look like; None if no files are named."""
+        """The tokenizer's type: --tokenizer-type, or the type that suits the files; None if the flags name no files."""
         if self.tokenizer_type is not None:
             return self.tokenizer_type
         if self.vocab_file or self.merge_file:
@@ -87,15 +89,18 @@ class TokenizerConfig:
 
 
 def names_tokenizer(config: TokenizerConfig) -> bool:
-    """Return True if the flags name a tokenizer. Otherwise one is trained, or a checkpoint has it."""
+    """Return True if the flags name a tokenizer. If False, the run trains a tokenizer or takes the checkpoint's."""
     trainable = config.kind in (None, "SentencePieceTokenizer", "GPTSentencePieceTokenizer")
     return not trainable or config.tokenizer_model is not None
 
 
 def find_tokenizer(folder: Path) -> TokenizerConfig:
-    """Return flags for the tokenizer in a Hugging Face or checkpoint folder; empty flags if there is no tokenizer."""
+    """Return the tokenizer flags that name the tokenizer in a Hugging Face or checkpoint folder.
+
+    If the folder has no tokenizer, the result has all flags at their defaults.
+    """
     names = {name for name in (*VOCABULARIES, DESCRIPTION) if (folder / name).is_file()}
-    if DEFINITION in names or len(names) > 1:  # a BPE tokenizer has two files
+    if DEFINITION in names or len(names) > 1:  # several files, such as vocab.json and merges.txt, make one tokenizer
         return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
     if SENTENCEPIECE in names:
         return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(folder / SENTENCEPIECE))
@@ -103,7 +108,11 @@ def find_tokenizer(folder: Path) -> TokenizerConfig:
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
-    """Read the files of a Hugging Face folder that concern text, and the entries of its config.json that do."""
+    """Read the tokenizer's files from a Hugging Face model folder.
+
+    Returns:
+        The content of each file by name. The config.json contains only the entries that a tokenizer needs.
+    """
     templates = sorted((folder / _TEMPLATES).glob("*.jinja"))
     names = (*VOCABULARIES, *_COMPANIONS, *(f"{_TEMPLATES}/{path.name}" for path in templates))
     found = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
@@ -114,14 +123,14 @@ def read_folder(folder: Path) -> dict[str, bytes]:
 
 
 def read_settings(files: Mapping[str, bytes], name: str, where: str = "of the tokenizer") -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one if the file does not exist.
+    """Return the JSON object in one of a tokenizer's files; {} if the file does not exist.
 
     Args:
-        files: content of files by name.
-        name: file to read.
-        where: description of the file's place, for messages.
+        files: content of the files by file name.
+        name: name of the file to read.
+        where: words that follow the file's name in messages, such as "of the tokenizer".
     Raises:
-        ValueError: the file is not JSON, or holds something other than an object.
+        ValueError: the file is not JSON, or contains another value than an object.
     """
     try:
         values = json.loads(files.get(name, b"{}"))
@@ -133,19 +142,29 @@ def read_settings(files: Mapping[str, bytes], name: str, where: str = "of the to
 
 
 def as_json(name: str, values: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the JSON file `name` with these values."""
+    """Return {name: content} for a JSON file with the object `values`, to merge with the tokenizer's other files."""
     return {name: (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()}
 
 
 def fast(eos: str | None) -> dict[str, Any]:
-    """Return a tokenizer_config.json that sets the eos token and leaves all else to tokenizer.json."""
+    """Return the object for a tokenizer_config.json that sets the eos token and leaves the rest to tokenizer.json.
+
+    Args:
+        eos: text of the eos token; None sets no eos token.
+    """
     return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "clean_up_tokenization_spaces": False}
 
 
 def with_eos(files: Mapping[str, bytes], name: str, index: int) -> dict[str, bytes]:
-    """Make a token the eos token in all files that name one.
+    """Return a tokenizer's files with another eos token in all files that name the eos token.
 
-    The list in generation_config.json keeps its other ids. Source: TRL 1.16, SFTTrainer, `eos_token`.
+    If generation_config.json lists several eos ids, the list keeps its other ids. Source: TRL 1.16, SFTTrainer,
+    `eos_token`.
+
+    Args:
+        files: content of the tokenizer's files by file name.
+        name: text of the new eos token.
+        index: id of the new eos token.
     """
     changed = dict(files) | as_json(DESCRIPTION, read_settings(files, DESCRIPTION) | {"eos_token": name})
     changed |= as_json(CONFIG, read_settings(files, CONFIG) | {"eos_token_id": index})
@@ -157,7 +176,11 @@ def with_eos(files: Mapping[str, bytes], name: str, index: int) -> dict[str, byt
 
 
 def ids_of(value: Any) -> list[int]:
-    """Return the ids of an eos_token_id entry, which is null, an id, or a list of ids."""
+    """Return the list of token ids in the entry eos_token_id of a Hugging Face file: null, an id, or a list of ids.
+
+    Raises:
+        ValueError: the entry has another value.
+    """
     found = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(each) is int for each in found):
         raise ValueError(f"eos_token_id is {value!r}, neither an id nor a list of ids")
@@ -165,7 +188,12 @@ def ids_of(value: Any) -> list[int]:
 
 
 def with_template(files: Mapping[str, bytes], source: str) -> dict[str, bytes]:
-    """Replace all chat templates of a folder by one."""
+    """Return a tokenizer's files with `source` as their only chat template.
+
+    Args:
+        files: content of the tokenizer's files by file name. Their chat templates are removed.
+        source: source text of the new chat template, in Jinja.
+    """
     others = {name: content for name, content in files.items() if not name.startswith(f"{_TEMPLATES}/")}
     description = read_settings(files, DESCRIPTION)
     if description.pop("chat_template", None) is not None:
@@ -174,8 +202,10 @@ def with_template(files: Mapping[str, bytes], source: str) -> dict[str, bytes]:
 
 
 def open_folder(files: Mapping[str, bytes]) -> Any:
-    """Open these files with transformers' AutoTokenizer.
+    """Open a tokenizer's files with transformers' AutoTokenizer, and return its tokenizer.
 
+    Args:
+        files: content of the tokenizer's files by file name.
     Raises:
         ValueError: transformers is not installed, cannot read the files, or has no fast tokenizer for them.
     """
@@ -188,19 +218,23 @@ def open_folder(files: Mapping[str, bytes]) -> Any:
         try:
             found = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # any type is possible: a malformed tokenizer.json raises a bare Exception
-            raise ValueError(f"transformers cannot read it: {str(error).replace(folder, 'the folder')}") from error
+            reason = str(error).replace(folder, "the folder")
+            raise ValueError(f"transformers cannot read it as a tokenizer: {reason}") from error
     if not getattr(found, "is_fast", False):
-        raise ValueError(f"transformers has no fast tokenizer for it, only {type(found).__name__}")
+        kind = type(found).__name__
+        raise ValueError(f"transformers opens it as {kind}, but only fast tokenizers are supported")
     return found
 
 
 def import_package(name: str, user: str, installs: str = "'megazpp[huggingface]'") -> Any:
-    """Import an optional package; raises ValueError with the command that installs it if it is missing.
+    """Import and return an optional package, when a feature first needs it.
 
     Args:
-        name: package or module, whose import may take seconds.
-        user: object that needs it, for the message.
-        installs: argument of `pip install`.
+        name: name of the package or module.
+        user: what needs the package, as the subject of the message: "it", "a Hugging Face tokenizer".
+        installs: argument of the `pip install` command that the message gives.
+    Raises:
+        ValueError: the package is not installed. The message has the command that installs it.
     """
     try:
         return importlib.import_module(name)

@@ -51,13 +51,13 @@ def test_data_paths_parse_with_or_without_weights_or_are_rejected():
     wrong = dict.fromkeys(["0.3 A B", "A 0.3 B 0.7", "0.3 A 0.7"], some)
     wrong |= dict.fromkeys(["0 A 1 B", "-1 A 2 B", "nan A 1 B", "inf A"], positive)
     rows = [(values, f"--train-data-path {values}: {reason}") for values, reason in wrong.items()]
-    ours = "give a weight before every dataset, or before none; a number is read as a weight, so the dataset 2020 is"
-    rows += [(values, f"{ours} given as ./2020") for values in ("2020", "2020 A B", "A 2020")]
+    ours = f"{some}; a number is read as a weight, so a dataset with the name 2020 has to be given as ./2020"
+    rows += [(values, ours) for values in ("2020", "2020 A B", "A 2020")]
     assert not not_refused(rows, lambda values: parse_blend(values.split(), flag_name="--train-data-path"))
 
 
 def test_more_datasets_than_a_blend_can_number_are_rejected():
-    with pytest.raises(ValueError, match="--data-path: 32768 datasets, a blend has at most 32767"):
+    with pytest.raises(ValueError, match="--data-path names 32768 datasets, but a blend has at most 32767"):
         open_sources(["a"] * 32768, flag_name="--data-path")
 
 

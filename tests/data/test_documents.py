@@ -73,7 +73,7 @@ def test_parquet_row_is_a_document(tmp_path):
     check_readable(path, ["text"])
     got = documents(path)
     assert got[:6] == [(text,) for text in TEXTS]
-    assert got[6] == BadLine(path, 7, "'text' is null, not a string")
+    assert got[6] == BadLine(path, 7, "the field 'text' is null, not a string")
     assert got[7:] == [("z",)] * 3000
     blocks = list(read_blocks(path, ["text"]))
     assert [block.first_line for block in blocks] == [1, 1025, 2049]
