@@ -154,12 +154,7 @@ class BlendedDataset:
     """
 
     def __init__(
-        self,
-        datasets: Sequence[GPTDataset],
-        chosen: np.ndarray,
-        numbers: np.ndarray,
-        *,
-        weights: Sequence[float] | None = None,
+        self, datasets: Sequence[GPTDataset], chosen: np.ndarray, numbers: np.ndarray, *, weights: Sequence[float]
     ) -> None:
         self.datasets, self._chosen, self._numbers, self._weights = list(datasets), chosen, numbers, weights
         self._taken = _count(chosen, len(datasets))
@@ -192,9 +187,8 @@ class BlendedDataset:
 
         Checkpoints store these descriptions, so that a resumed run can detect changed data (data/identity.py).
         """
-        weights = np.array(self._taken if self._weights is None else self._weights, dtype=np.float64)
-        shares, sources = (weights / weights.sum()).tolist(), [each.sources()[0] for each in self.datasets]
-        return [source._replace(share=share) for source, share in zip(sources, shares, strict=True)]
+        shares = (np.array(self._weights) / np.sum(self._weights)).tolist()
+        return [each.sources()[0]._replace(share=share) for each, share in zip(self.datasets, shares, strict=True)]
 
     def token_counts(self, size: int) -> npt.NDArray[np.float64]:
         """Return the relative frequency of each token id below `size` in the blend.

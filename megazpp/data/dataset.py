@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from megazpp.data.loader import check_eod
 from megazpp.data.text import cached_indexed_dataset, cached_sentencepiece, check_texts, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer
 
-T = TypeVar("T")
 Samples = GPTDataset | BlendedDataset
 
 DEFAULT_VOCAB_SIZE = 4096
@@ -60,10 +59,10 @@ def check_inputs(
     problems, sources = Problems(), list[DataSource]()
     with problems:
         loaded = loaded or load_tokenizer(tokenizer)
-        if loaded is None and not (config.text_path or config.mock_data):
-            raise ValueError(_NO_TOKENIZER)
         if loaded is None and config.mock_data:
-            _byte_tokenizer(tokenizer)  # raises for an unsuitable --vocab-size
+            ByteTokenizer(tokenizer.vocab_size)  # raises for an unsuitable --vocab-size
+        elif loaded is None and not config.text_path:
+            raise ValueError(_NO_TOKENIZER)
     with problems:
         check_cache_dir(cache_dir(config))
     with problems:
@@ -131,9 +130,7 @@ def missing_ends(sources: Iterable[DataSource], config: DataConfig, tokenizer: T
     """
     flags = {name: on for name, on in batch_options(config, tokenizer).items() if name != "eod"}
     names = [f"--{name.replace('_', '-')}" for name, on in flags.items() if on]
-    if not names:
-        return None
-    without = [source.name for source in sources if not _has(tokenizer.eod, source.sequences)]
+    without = [source.name for source in sources if names and not _has(tokenizer.eod, source.sequences)]
     if not without:
         return None
     return (
@@ -174,17 +171,11 @@ def build_tokenizer(
         return tokenizer
     if data.text_path:
         paths = resolve_text_paths(data.text_path)
-        size = DEFAULT_VOCAB_SIZE if config.vocab_size is None else config.vocab_size
-        exact = exact and config.vocab_size is not None
+        size, exact = config.vocab_size or DEFAULT_VOCAB_SIZE, exact and config.vocab_size is not None
         return cached_sentencepiece(paths, size, exact=exact, cache_dir=cache_dir(data), log=log)
     if data.mock_data:
-        return _byte_tokenizer(config)
+        return ByteTokenizer(config.vocab_size)
     raise ValueError(_NO_TOKENIZER)
-
-
-def _byte_tokenizer(config: TokenizerConfig) -> ByteTokenizer:
-    """Return the tokenizer of --mock-data without a named tokenizer."""
-    return ByteTokenizer(256 if config.vocab_size is None else config.vocab_size)
 
 
 def build_datasets(

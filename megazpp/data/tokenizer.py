@@ -59,7 +59,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
             raise ValueError(f"--eos-token {config.eos_token} needs a Hugging Face tokenizer (--tokenizer-model)")
         return None
     if config.kind == "NullTokenizer":
-        tokenizer = ByteTokenizer(256 if config.vocab_size is None else config.vocab_size)
+        tokenizer = ByteTokenizer(config.vocab_size)
     elif config.kind == "GPT2BPETokenizer":
         tokenizer = _load_gpt2(config)
     elif config.tokenizer_model is None:
@@ -480,10 +480,12 @@ class ByteTokenizer(Tokenizer):
     """A tokenizer with one id per UTF-8 byte. As in Megatron's NullTokenizer, eod is the last id.
 
     Args:
-        num_ids: number of ids below eod, at least 256. Only pre-tokenized and mock data use ids above 255.
+        num_ids: number of ids below eod (--vocab-size), at least 256; None means 256. Only tokenized datasets and
+            --mock-data use ids from 256 on.
     """
 
-    def __init__(self, num_ids: int = 256) -> None:
+    def __init__(self, num_ids: int | None = None) -> None:
+        num_ids = 256 if num_ids is None else num_ids
         if num_ids < 256:
             raise ValueError(f"--vocab-size {num_ids} is below the 256 byte values of --tokenizer-type NullTokenizer")
         self.vocab_size = num_ids + 1
