@@ -1,11 +1,11 @@
-"""Saving and loading of a run's checkpoints: when to save, how to write one, and how to return to one.
+"""Save the checkpoints of a training run, load the one that it starts from, and return to one after a loss spike.
 
 Every rank writes its tensors into the folder `iter_N.partial` in the format of torch.distributed.checkpoint. Then rank
 0 adds the metadata and renames the folder to `iter_N`, so a folder with this name is always complete.
 
 With --async-save, training waits only until the tensors are copied to host memory. A thread with a separate gloo
-process group writes the copy while training continues. The next save and the end of the run wait for this thread. The
-host memory is pinned if the tensors are on a GPU, and with torch 2.13 or later the next save reuses it.
+process group writes the copies while training continues. The next save and the end of the run wait for this thread.
+The host memory is pinned if the tensors are on a GPU. With torch 2.13 or later, the next save reuses this memory.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ from megazpp.parallel.comm_queue import threads_on
 from megazpp.parallel.dims import raise_on_all_ranks
 
 SHARED_LOCK_SECONDS = 600.0  # longest wait for another job that writes a checkpoint to the same folder
-# torch 2.11 and 2.12 close a stager after its first copy, so each save needs a new stager and allocates new memory
+# torch 2.11 and 2.12 close a `DefaultStager` after its first copy, so each save needs a new stager with new memory.
 STAGER_IS_REUSABLE = TorchVersion(torch.__version__) >= TorchVersion("2.13")
 
 
 def take_folder(folder: CheckpointFolder, axis: MeshAxis, say: Callable[[str], None], *, shared: bool = False) -> None:
     """Create and lock the folder of --save, and clean up after an earlier crash. All ranks call this.
 
-    Hosts without a shared file system have separate folders at this path. One rank locks each of them: rank 0, then the
-    first rank that does not see the folders of the ranks before.
+    Hosts without a shared file system have separate folders at this path. Exactly one rank locks each separate folder.
+    Rank 0 locks the first one. The next one is locked by the first rank that does not see the folders locked so far.
 
     Args:
-        folder: the folder, which stays locked until `Checkpoints.finish` or the end of the process.
-        axis: axis over all ranks with a group for files, see `open_axis`.
+        folder: the folder of --save. It stays locked until `Checkpoints.finish` or the end of the process. Its
+            `num_separate` is set to the number of separate folders.
+        axis: axis over all ranks with a process group for file operations; see `open_axis`.
         say: function that prints a line on rank 0.
-        shared: True if other jobs save to the folder too, whose checkpoints this one waits for.
+        shared: True if other jobs also save to the folder. This job then waits longer for the lock.
     Raises:
-        ValueError: another job uses the folder, or it is not writable.
+        ValueError: another job uses the folder, or the folder is not writable.
     """
     seen, hosts = [False] * axis.size, []
     while not all(seen):
@@ -85,16 +86,17 @@ def take_folder(folder: CheckpointFolder, axis: MeshAxis, say: Callable[[str], N
 
 
 class Checkpoints:
-    """Saves and loads of the training loop. Every rank calls every method.
+    """The checkpoints of a training loop: saving, loading, and returning to an earlier one. All ranks call all methods.
 
     Args:
         config: checkpoint flags.
-        state: tensors and values of the run that checkpoints hold.
-        record: content of run.json. Each save replaces its progress and the values that training changes.
-        axis: axis over all ranks with a group for files, see `open_axis`.
+        state: the run's training state, which checkpoints contain.
+        record: metadata of the run, the content of run.json. Each save replaces its progress, loss scale, and other
+            values that training changes.
+        axis: axis over all ranks with a process group for file operations; see `open_axis`.
         say: function that prints a line on rank 0.
-        folder: folder of --save after `take_folder`; None without --save.
-        shared: True if other jobs save to the folder too. It is then locked only while a checkpoint is written.
+        folder: folder of --save, locked by `take_folder`; None without --save.
+        shared: True if other jobs also save to the folder. The folder is then locked only during each save.
         tokenizer: contents of the tokenizer's files by file name; None or empty for a tokenizer without files.
     """
 
@@ -122,12 +124,15 @@ class Checkpoints:
         self._writing: Future[None] | None = None
 
     def check_space(self) -> None:
-        """Raise a ValueError on all ranks if a disk of --save has too little space for its part of a checkpoint."""
+        """Log the free disk space of --save. Raise ValueError on all ranks if it is too small for a checkpoint.
+
+        If hosts have separate folders at the path of --save, each disk needs space for its fraction of a checkpoint.
+        """
         folder, axis = self._folder, self._axis
         if folder is None:
             return
         num_weights = sum(parameter.numel() for parameter in self._state.model.parameters())
-        # fp32 weights, and with --save-optim two fp32 moments
+        # A checkpoint has fp32 weights, and with --save-optim two fp32 moments per weight.
         needed = 4 * num_weights * (3 if self._config.save_optim else 1) / folder.num_separate
 
         def compare() -> None:
@@ -140,13 +145,15 @@ class Checkpoints:
         raise_on_all_ranks(axis, lambda: compare() if folder.is_locked or (self._shared and axis.rank == 0) else None)
 
     def load(self, verified: Verified, schedule: Schedule) -> Resumed:
-        """Load a checkpoint into the state and return the position to resume from; see `CheckpointReader.read`.
+        """Load a checkpoint into the run's training state, and return the position to resume from.
 
-        If --ckpt-step selected a checkpoint of the --save folder, the tracker file is set to it.
+        If --ckpt-step has selected a checkpoint in the --save folder, the tracker file is set to this checkpoint.
 
         Args:
-            verified: the checkpoint, and the parts of it to load.
+            verified: the checkpoint, whose files are verified, and the choice of its parts to load.
             schedule: learning-rate schedule of this run's flags.
+        Raises:
+            ValueError: the checkpoint does not fit this run's flags or is damaged; see `CheckpointReader.read`.
         """
         reader = CheckpointReader(self._config, self._state, self._record, self._axis, self._say)
         resumed = reader.read(verified, schedule)
@@ -154,21 +161,23 @@ class Checkpoints:
         folder, iteration = self._folder, resumed.progress.iteration
         own = folder is not None and folder.of(iteration).resolve() == verified.path.resolve()
         if folder is not None and own and verified.source.iteration is not None:
-            # a later restart must also resume from this iteration
+            # A later restart of the job must resume from this iteration, not from a later checkpoint in the folder.
             raise_on_all_ranks(self._axis, lambda: folder.track(iteration) if folder.is_locked else None)
         return resumed
 
     def save(self, progress: TrainingProgress) -> None:
-        """Write a checkpoint of the current state to the folder of --save, in the background with --async-save.
+        """Write a checkpoint of the current training state to the folder of --save. --async-save writes in a thread.
 
+        Args:
+            progress: training progress, whose iteration names the checkpoint.
         Raises:
-            UserError: the checkpoint, or with --async-save the one before it, could not be written.
+            UserError: this checkpoint could not be written. With --async-save: the previous one could not be written.
         """
-        # wait for the previous save, because only one save is written at a time
+        # ---- wait for the previous save, because only one save is written at a time
         started, folder = time.perf_counter(), self._folder
         assert folder is not None, "a save needs --save"
         self._finish_writing()
-        # collect the tensors and the metadata
+        # ---- collect the tensors and the metadata
         config, iteration = self._config, progress.iteration
         self._say(f"saving checkpoint at iteration {iteration:7d} to {folder.path}")
         tensors = self._state.tensors(optimizer=config.save_optim, rng=config.save_rng)
@@ -188,7 +197,7 @@ class Checkpoints:
                 )
             )
 
-        # write now, or copy the tensors and write in the thread
+        # ---- write now, or copy the tensors and write the copies in the thread
         if self._thread is None:
             with user_errors(), self._locked(folder):
                 write(tensors)
@@ -201,7 +210,10 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _locked(self, folder: CheckpointFolder) -> Iterator[None]:
-        """Hold the lock of a shared folder in this context."""
+        """Return a context in which rank 0 holds the lock of `folder`, if other jobs also save to this folder.
+
+        If only this job saves to the folder, `take_folder` has locked it for the whole run, and nothing happens here.
+        """
         if self._shared:
             lock = functools.partial(folder.lock, patience_seconds=SHARED_LOCK_SECONDS, say=self._say)
             raise_on_all_ranks(self._axis, lambda: lock() if self._axis.rank == 0 else None)
@@ -213,18 +225,18 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def watch(self, iteration: int) -> Iterator[None]:
-        """Return a context for the step of `iteration`. Entering it raises the error of an asynchronous save.
+        """Return a context for the training step of `iteration`. Entering it raises the error of a failed --async-save.
 
-        A run without a new checkpoint should end soon, and not at the next save.
+        A run whose save has failed thus ends at the next training step. Otherwise it would end at the next save.
         """
         if self._writing is not None and self._writing.done():
             self._finish_writing()
         yield
 
     def rewind(self) -> TrainingProgress:
-        """Load the latest checkpoint of the --save folder into the state, and return its progress.
+        """Load the latest checkpoint of the --save folder into the training state, and return its training progress.
 
-        The reaction to a loss spike uses this. A save that is still being written is completed first.
+        A run goes back in this way after a loss spike. An asynchronous save in progress is completed first.
 
         Raises:
             ValueError: the folder has no checkpoint, or the checkpoint is damaged.
@@ -238,7 +250,7 @@ class Checkpoints:
         return self.load(verified, Schedule(**self._record.schedule)).progress
 
     def finish(self) -> None:
-        """Wait for a save that is still being written, stop the thread, and unlock the --save folder."""
+        """Wait for an asynchronous save in progress, stop its thread, and unlock the --save folder."""
         self._finish_writing()
         if self._thread is not None:
             self._thread.shutdown()
@@ -248,7 +260,7 @@ class Checkpoints:
             self._folder.unlock()
 
     def _stage(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Copy the tensors to host memory and return the copies. Blocks until all copies are complete."""
+        """Copy the tensors of a checkpoint to host memory, and return the copies when all of them are complete."""
         if self._stager is None or not STAGER_IS_REUSABLE:
             self._stager = DefaultStager(self._staging)
         copies = self._stager.stage(dict(tensors))
@@ -256,7 +268,7 @@ class Checkpoints:
         return copies
 
     def _finish_writing(self) -> None:
-        """Wait for the asynchronous save, if there is one, and raise its error if it failed."""
+        """Wait for the asynchronous save in progress, if there is one, and raise its error if it has failed."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             with user_errors():
@@ -274,21 +286,21 @@ def write_checkpoint(
     read: Callable[[str], torch.Tensor] | None = None,
     tokenizer: Mapping[str, bytes] | None = None,
 ) -> str:
-    """Write one complete checkpoint, set the tracker file to it, and delete checkpoints that need not be kept.
+    """Write one complete checkpoint, set the tracker file to it, and delete older checkpoints as the arguments say.
 
     All ranks call this. When it returns, the checkpoint is on disk.
 
     Args:
-        record: content of run.json; its progress gives the iteration.
+        record: metadata of the checkpoint, the content of run.json. Its progress contains the iteration.
         tensors: this rank's tensors by key, as DTensors or plain tensors.
-        folder: folder of --save, locked by rank 0.
-        axis: axis over all ranks with a group for files, see `open_axis`.
-        keep_last: number of newest checkpoints to keep, see `kept_iterations`.
-        retain_interval: interval of the iterations whose checkpoints are always kept, see `kept_iterations`.
+        folder: folder of --save, locked by rank 0. If hosts have separate folders, a rank of each host has locked one.
+        axis: axis over all ranks with a process group for file operations; see `open_axis`.
+        keep_last: number of newest checkpoints to keep; see `kept_iterations`.
+        retain_interval: number whose multiples are iterations with checkpoints to keep; see `kept_iterations`.
         read: function that returns a tensor by key, if `tensors` are on the meta device; see `SummingWriter`.
-        tokenizer: contents of the tokenizer's files by file name, see `write_tokenizer`.
+        tokenizer: contents of the tokenizer's files by file name; see `write_tokenizer`.
     Returns:
-        Log line with the path, the size and the duration.
+        Line for the log with the path, the size and the duration.
     Raises:
         ValueError: a rank could not write. The unfinished checkpoint is deleted, and earlier ones are unchanged.
     """
@@ -297,9 +309,10 @@ def write_checkpoint(
     writer = SummingWriter(partial, axis.timeline, read)
 
     def complete() -> str:
-        """Write the metadata and checksums, rename the folder, and move the tracker, when all tensors are on disk.
+        """Complete a checkpoint whose tensors are on disk: write metadata and checksums, rename it, set the tracker.
 
-        Returns a note for the log line, or "".
+        Returns:
+            The end of the log line, if checkpoints of another branch of the run were renamed; otherwise "".
         """
         sums = {name: part for of_rank in parts for name, part in of_rank.items()}
         named = dataclasses.replace(written, tokenizer_folder=write_tokenizer(folder.path, tokenizer or {}))
@@ -315,7 +328,7 @@ def write_checkpoint(
             kept = kept_iterations(folder.iterations(), keep_last=keep_last, retain_interval=retain_interval)
             folder.keep_only(kept)
 
-    # write the tensors on all ranks
+    # ---- write the tensors on all ranks
     try:
         raise_on_all_ranks(axis, lambda: folder.begin(iteration) if owns else None)
         with axis.timeline.span(axis.name, "save"):
@@ -324,7 +337,8 @@ def write_checkpoint(
         if folder.num_separate > 1:
             index = (partial / INDEX).read_bytes() if axis.rank == 0 else b""
             parts, written, index = axis.share_object((parts, record, index))
-        # complete the checkpoint in every folder, rank 0's last: what it names as the latest is then on all hosts
+        # ---- complete the checkpoint; rank 0 comes last, so that the checkpoint in its tracker is complete on all
+        # hosts
         raise_on_all_ranks(axis, lambda: complete() if owns and axis.rank != 0 else "")
         note = raise_on_all_ranks(axis, lambda: complete() if axis.rank == 0 else "")
         raise_on_all_ranks(axis, lambda: delete_old() if owns else None)
@@ -332,7 +346,7 @@ def write_checkpoint(
         if owns:
             folder.abandon(iteration)
         raise ValueError(f"{folder.name}: iteration {iteration} could not be saved: {error}") from error
-    # describe the result
+    # ---- describe the result
     size, seconds = sum(part.size for sums in parts for part in sums.values()), time.perf_counter() - started
     return (
         f"  successfully saved checkpoint at iteration {iteration:7d} to {folder.path}"

@@ -7,9 +7,9 @@ CRC-32 of the preceding lines:
     ...
     5e6f7a8b  the lines above
 
-The checksum is CRC-32 because zlib computes it fast: 4 GB/s on one core of the development machine. The tensor files
-are written by torch.distributed.checkpoint through `SummingWriter`. It computes their checksums during the write, so
-that no file is read again.
+The checksum is CRC-32 because zlib computes it fast: 4 GB/s on one core of the development machine.
+torch.distributed.checkpoint writes the tensor files through `SummingWriter`. This writer computes the checksums during
+the write, so no file is read again.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from torch.utils import serialization
 from megazpp.base.files import DamagedError, cause, read_small_file, write_synced
 from megazpp.parallel.timeline import FILES, Timeline
 
-NAME, INDEX = "checksums.txt", ".metadata"  # INDEX is the name that torch.distributed.checkpoint gives
-# hint about a missing file
+NAME, INDEX = "checksums.txt", ".metadata"  # INDEX is torch.distributed.checkpoint's file with shapes and locations
+# The end of messages about a missing file of a checkpoint, which may be on another host.
 SEPARATE = (
     " (if the hosts that saved it had no shared folder: resume on the same hosts with the same ranks, or copy the "
     "checkpoint's files of all hosts into one folder)"
 )
 _CHUNK_BYTES = 1 << 22
 _LINE = re.compile(r"([0-9a-f]{8}) +(\d+)  (.+)\n")
-_WRITER = re.compile(r"__(\d+)_")  # torch.distributed.checkpoint names a file after the rank that wrote it
+_WRITER = re.compile(r"__(\d+)_")  # start of the name of a tensor file, with the rank that has written the file
 
 
 class FileSum(NamedTuple):
@@ -55,13 +55,18 @@ class FileSum(NamedTuple):
 
 
 def write_checksums(folder: Path, sums: Mapping[str, FileSum]) -> None:
-    """Write `checksums.txt` into `folder` and sync it to disk. `sums` maps file names to sizes and checksums."""
+    """Write the list `checksums.txt` of a checkpoint or tokenizer folder, and sync it to disk.
+
+    Args:
+        folder: folder to write the list into.
+        sums: size and checksum of each file of the folder, by file name.
+    """
     lines = "".join(f"{sums[name].crc:08x} {sums[name].size:12d}  {name}\n" for name in sorted(sums))
     write_durably(folder / NAME, f"{lines}{zlib.crc32(lines.encode()):08x}  the lines above\n")
 
 
 def read_checksums(folder: Path) -> dict[str, FileSum]:
-    """Read `checksums.txt` of a checkpoint folder and return the sizes and checksums by file name.
+    """Read the list `checksums.txt` of a checkpoint, and return the size and checksum of each file by file name.
 
     Raises:
         DamagedError: the list is missing, malformed, or does not match the checksum in its last line.
@@ -80,27 +85,27 @@ def read_checksums(folder: Path) -> dict[str, FileSum]:
 
 
 def verify_files(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, names: Collection[str] | None = None) -> int:
-    """Compare this rank's share of a checkpoint's files with their recorded sizes and checksums.
+    """Verify the files of a checkpoint that this rank is responsible for against their recorded sizes and checksums.
 
-    The ranks together verify every file. If as many ranks wrote the checkpoint, each rank verifies the files that it
-    wrote.
+    The ranks together verify every file. If as many ranks have written the checkpoint, each rank verifies the files
+    that the rank of the same number has written.
 
     Args:
-        checkpoint: folder with the files and `checksums.txt`.
+        checkpoint: folder with the files and the list `checksums.txt`.
         rank: rank of this process.
-        num_ranks: number of ranks that share the work.
-        names: names of the files to verify; None for all files.
+        num_ranks: number of ranks among which the files are divided.
+        names: names of the files to verify; None verifies all files in the list.
     Returns:
-        Total size in bytes of all files in the list, including the files of other ranks.
+        Total size in bytes of all files in the list, including the files that other ranks verify.
     Raises:
-        DamagedError: a file of the share is missing or differs (the message has one line per file), or the list itself
-            is damaged.
+        DamagedError: a file that this rank verifies is missing or differs, or the list is damaged. The message has one
+            line per file.
     """
-    # assign each file to one rank: the rank in the file's name, or rank 0 if the name has none
+    # ---- assign each file to one rank: the rank in the file's name, or rank 0 if the name has none
     sums = read_checksums(checkpoint)
     writers = {name: int(match[1]) if (match := _WRITER.match(name)) else 0 for name in sums}
     mine = [name for name in sums if writers[name] % num_ranks == rank and (names is None or name in names)]
-    # read each file of this rank's share
+    # ---- read each file that is assigned to this rank
     problems = []
     for name in mine:
         path, expected = checkpoint / name, sums[name]
@@ -113,7 +118,7 @@ def verify_files(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, names: 
             problems.append(f"{path} cannot be read: {error.strerror}{SEPARATE * (not path.exists())}")
             continue
         if found.size != expected.size:
-            problems.append(f"{path} is damaged: it has {found.size} bytes, {expected.size} were written")
+            problems.append(f"{path} is damaged: it has {found.size} bytes, but {expected.size} were written")
         elif found.crc != expected.crc:
             problems.append(f"{path} is damaged: its checksum is {found.crc:08x}, not {expected.crc:08x}")
     if problems:
@@ -132,14 +137,14 @@ def sum_file(path: Path) -> FileSum:
 
 
 def write_durably(path: Path, content: str | bytes) -> FileSum:
-    """Write a small file, sync it to disk, and return its size and CRC-32. Text is encoded as UTF-8."""
+    """Write a small file, sync it to disk, and return its size and CRC-32. A string is encoded as UTF-8."""
     content = content.encode() if isinstance(content, str) else content
     write_synced(path, content)
     return FileSum(len(content), zlib.crc32(content))
 
 
 def checkpoint_digest(checkpoint: Path) -> str:
-    """Return 16 hexadecimal digits that identify a checkpoint's content: a hash of its `checksums.txt`."""
+    """Return a hash of a checkpoint's list `checksums.txt`, as 16 hexadecimal digits. It identifies all files."""
     return hashlib.sha256((checkpoint / NAME).read_bytes()).hexdigest()[:16]
 
 
@@ -149,13 +154,13 @@ class SummingWriter(FileSystemWriter):
     Each rank writes its tensors, and rank 0 also writes the index `.metadata`. Every file is synced to disk.
 
     Args:
-        path: folder to write into.
-        timeline: records each write to a file, so that the watchdog sees progress.
-        read: optional function that returns a tensor by key. With it, `save` takes tensors on the meta device, and
-            each tensor is created only when it is written. Each tensor then gets a separate file, because the library
-            holds all tensors of a file in memory.
+        path: folder of the checkpoint to write.
+        timeline: timeline that records each write to a file, so that the watchdog sees progress.
+        read: function that returns a tensor by key; None if `save` gets the tensors themselves. With this function,
+            `save` takes tensors on the meta device and creates each tensor only when it is written. Each tensor then
+            gets a separate file, because torch.distributed.checkpoint holds all tensors of a file in memory.
     Attributes:
-        sums: sizes and checksums of the files that this rank has written, by file name.
+        sums: size and checksum of each file that this rank has written, by file name.
     """
 
     def __init__(self, path: Path, timeline: Timeline, read: Callable[[str], torch.Tensor] | None = None) -> None:
@@ -165,29 +170,32 @@ class SummingWriter(FileSystemWriter):
         self._planner = DefaultSavePlanner() if read is None else _ReadingPlanner(read)
 
     def save(self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-        """Write `tensors`, given by key, with all ranks of `group`; None for a single process.
+        """Write the tensors of a checkpoint. All ranks of `group` call this, each with its own tensors.
 
-        torch's own CRC-32 of each tensor is disabled, because no reader uses it.
+        The CRC-32 that torch.save stores for each tensor is disabled, because no reader uses it.
 
+        Args:
+            tensors: this rank's tensors by key.
+            group: process group of the ranks that write the checkpoint; None for a single process.
         Raises:
-            ValueError: a rank failed. Every rank raises it, with one line per rank that failed.
+            ValueError: a rank has failed. Every rank raises this error, with one line per failed rank.
         """
         without = serialization.config.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
         with without, warnings.catch_warnings():
-            # torch warns about writing without a group, as a single process does
+            # torch warns if a single process writes a checkpoint without a process group.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             try:
                 dcp.save(dict(tensors), storage_writer=self, planner=self._planner, process_group=group)
-            except CheckpointException as error:  # the library raises it on all ranks if any rank fails
+            except CheckpointException as error:  # torch raises this error on all ranks if any rank fails
                 found = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
                 lines = [f"rank {rank}: {str(failure) or type(failure).__name__}" for rank, failure in found.items()]
                 raise ValueError("\n".join(lines)) from error
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        """Write the index `.metadata` so that every supported version of torch can read it.
+        """Write the index `.metadata` of a checkpoint so that every supported version of torch can read it.
 
-        Since torch 2.15 the properties of a tensor are pickled with its strides, and older versions fail on the sixth
-        field. Tensors of a checkpoint are contiguous, so no reader needs the strides.
+        Since torch 2.15, the properties of a tensor are pickled with the strides as a sixth field, which older versions
+        cannot read. This method drops the field. No reader needs it, because a checkpoint's tensors are contiguous.
         """
         state_of = TensorProperties.__getstate__
         TensorProperties.__getstate__ = lambda properties: state_of(properties)[:5]  # type: ignore[method-assign]
@@ -198,7 +206,7 @@ class SummingWriter(FileSystemWriter):
 
 
 class _ReadingPlanner(DefaultSavePlanner):
-    """A save planner that creates each tensor with `read(key)` at the moment the library writes it."""
+    """A planner for torch.distributed.checkpoint that creates each tensor by `read(key)` just before it is written."""
 
     def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
         super().__init__()
@@ -231,12 +239,14 @@ class _SummingFiles(FileSystem):
 
 
 class _SummingFile(io.BufferedWriter):
-    """A file that computes its size and CRC-32 during writing, and keeps the OSError of a failed write.
+    """A file for torch.save that computes its size and CRC-32 during writing, and stores the OSError of a failed write.
 
-    torch.save replaces such an error with one that names a source line of torch, so the cause would be lost.
+    torch.save replaces this error by one that names a line in torch's source, so the cause would be lost.
 
     Attributes:
-        failure: error of the failed write, if any.
+        size: number of bytes written.
+        crc: CRC-32 of these bytes.
+        failure: error of the failed write; None if no write has failed.
     """
 
     def __init__(self, path: str | os.PathLike[str], timeline: Timeline) -> None:
@@ -257,5 +267,5 @@ class _SummingFile(io.BufferedWriter):
         return count
 
     def fileno(self) -> int:
-        self.flush()  # torch 2.13 calls os.fsync(fileno()) on the index without a flush; the buffer would be missed
+        self.flush()  # torch 2.13 syncs the index by os.fsync(fileno()) without a flush, which misses buffered bytes
         return super().fileno()

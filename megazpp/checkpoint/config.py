@@ -56,15 +56,15 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         check_positive(self, "save_interval", "keep_last", "save_retain_interval")
         check_not_negative(self, "ckpt_step")
-        # flags that have no effect without --save or --load
+        # ---- flags that have no effect without --save or --load
         for name in ("keep_last", "save_retain_interval", "async_save"):
             if getattr(self, name) and not self.saves:
-                raise ValueError(f"{spelling(self, name)} needs --save")
+                raise ValueError(f"{spelling(self, name)} needs --save: without it, the run saves no checkpoints")
         for name in ("ckpt_step", "load_fallback", "finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"):
             value = getattr(self, name)
             if value is not None and value is not False and self.load is None:
-                raise ValueError(f"{spelling(self, name)} needs --load")
-        # flags that contradict each other
+                raise ValueError(f"{spelling(self, name)} needs --load: without it, the run loads no checkpoint")
+        # ---- flags that contradict each other
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             raise ValueError(
                 "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other"
@@ -72,5 +72,5 @@ class CheckpointConfig:
 
     @property
     def saves(self) -> bool:
-        """True if the run saves checkpoints."""
+        """True if the run saves checkpoints, to --save or, with --save-to-run-dir, into its run folder."""
         return self.save is not None or self.save_to_run_dir

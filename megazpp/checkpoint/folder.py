@@ -1,21 +1,21 @@
-"""The folder of --save, in the layout of Megatron-LM, with atomic saves.
+"""The folder of checkpoints that --save names, in the layout of Megatron-LM, with atomic saves.
 
     iter_0000100/                        complete checkpoint; it gets this name when all its files are on disk
-    iter_0000200.partial/                checkpoint that is being written or deleted; after a crash the next run
+    iter_0000200.partial/                checkpoint that is being written or deleted; after a crash, the next run
                                          deletes it
-    latest_checkpointed_iteration.txt    tracker file with the iteration to resume from, for example "100"; replaced by
-                                         a rename, after the checkpoint has its final name
-    ....txt.new                          next tracker, written before the checkpoint gets its final name; if a crash
-                                         separates the two renames, the next run completes the second
+    latest_checkpointed_iteration.txt    tracker file with the iteration to resume from, for example "100"; a new
+                                         tracker replaces it by a rename, after the checkpoint has its final name
+    ....txt.new                          next tracker, written before the checkpoint gets its final name; after a crash
+                                         between the two renames, the next run renames this tracker
     tokenizer-0123456789abcdef/          tokenizer files and their checksums; the name is a hash of the files
-    iter_0000100.replaced-1/             checkpoint of a branch that a run has left: the run went back to an earlier
-                                         iteration with --ckpt-step, and then saved this iteration or an earlier one
-    lock                                 lock file of the job that writes to the folder, held until that job ends
+    iter_0000100.replaced-1/             checkpoint of an abandoned branch: a run went back to an earlier iteration
+                                         with --ckpt-step, and then saved this iteration or an earlier one
+    lock                                 lock file of the job that writes to the folder, locked until that job ends
 
-A crash, a kill or a full disk therefore leaves the tracker naming a complete checkpoint. Without a tracker, the newest
-complete checkpoint is the latest. Complete checkpoints are never overwritten. All of them belong to the same branch of
-the run, so the newest by number is the newest of the branch. The file run.json in each checkpoint names the tokenizer's
-folder.
+After a crash, a kill or a full disk, the tracker therefore still names a complete checkpoint. Without a tracker, the
+complete checkpoint with the highest iteration is the latest. Complete checkpoints are never overwritten. All
+checkpoints with names like iter_0000100 belong to the same branch of the run. The file run.json in each checkpoint
+names the folder of its tokenizer.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ _PARTIAL = re.compile(rf"({_ASIDE.pattern}|{_COMPLETE.pattern}|{_TOKENIZER.patte
 
 
 class CheckpointFolder:
-    """A folder of checkpoints: finds, completes and deletes them.
+    """A folder of checkpoints, with methods that find, complete and delete checkpoints.
 
-    The constructor creates nothing. The methods that write need the lock (see `lock`), which one process at a time
-    holds.
+    The constructor creates nothing on disk. Methods that write require the lock of the folder (see `lock`), which only
+    one process can hold at a time.
 
     Args:
         path: path of the folder; `~` is expanded.
-        flag: flag that the path came from, such as "--save", for messages.
+        flag: flag that names the folder, such as "--save", for messages.
     Attributes:
-        num_separate: number of separate folders at this path, on hosts without a shared file system.
+        num_separate: number of separate folders that hosts without a shared file system have at this path; otherwise 1.
     """
 
     def __init__(self, path: str | Path, flag: str) -> None:
@@ -71,38 +71,42 @@ class CheckpointFolder:
 
     @property
     def name(self) -> str:
-        """The flag and the path of the folder, as messages name it."""
+        """The flag and the path of the folder for messages, such as "--save runs/a"."""
         return f"{self.flag} {self.path}"
 
     def without_checkpoint(self) -> str:
-        """Return a message that the folder has no checkpoint, with the reason or the folder that was probably meant."""
+        """Return the error message for a folder without checkpoints.
+
+        The message adds that the folder does not exist, or that its subfolder `checkpoints` has checkpoints.
+        """
         text, below = f"{self.name} has no checkpoint", self.path / "checkpoints"
         if not self.path.exists():
             return f"{text}: it does not exist"
         return f"{text}, but {below} has: give that folder" if (below / TRACKER).exists() else text
 
     def of(self, iteration: int) -> Path:
-        """Return the path of the complete checkpoint of an iteration, whether it exists or not."""
+        """Return the path that the complete checkpoint of an iteration has or would have."""
         return self.path / f"iter_{iteration:07d}"
 
     def partial(self, iteration: int) -> Path:
-        """Return the path of the folder in which the checkpoint of an iteration is written."""
+        """Return the path of the folder into which the checkpoint of an iteration is written until it is complete."""
         return self.path / f"iter_{iteration:07d}.partial"
 
     def iterations(self) -> list[int]:
-        """Return the iterations that have a complete checkpoint, in ascending order."""
+        """Return the iterations with a complete checkpoint in this folder, in ascending order."""
         if not self.path.is_dir():
             return []
         found = (iteration_of(entry) for entry in self.path.iterdir() if entry.is_dir())
         return sorted(iteration for iteration in found if iteration is not None)
 
     def latest(self) -> int | None:
-        """Return the iteration in the tracker file, or without a tracker the newest that has a complete checkpoint.
+        """Return the iteration of the latest checkpoint, from which a run resumes.
 
         Returns:
-            The iteration; None if the folder has neither a tracker nor a checkpoint.
+            The iteration in the tracker file. Without a tracker file, the highest iteration with a complete checkpoint.
+            None if the folder has neither a tracker file nor a checkpoint.
         Raises:
-            DamagedError: the tracker has no iteration, or the checkpoint of its iteration is missing.
+            DamagedError: the tracker file has no iteration, or the checkpoint of its iteration is missing.
         """
         tracker = self.path / TRACKER
         text = read_tracker(tracker)
@@ -129,22 +133,23 @@ class CheckpointFolder:
 
     @property
     def is_locked(self) -> bool:
-        """True if this process has locked the folder. It then completes and deletes the checkpoints in it."""
+        """True if this process has locked the folder, so that it may complete and delete checkpoints there."""
         return self._lock is not None
 
     def lock(self, *, patience_seconds: float = LOCK_SECONDS, say: Callable[[str], None] | None = None) -> None:
-        """Create the folder if needed, and lock it until `unlock` or the end of this process.
+        """Create the folder of checkpoints if needed, and lock it until `unlock` or the end of this process.
 
         Args:
             patience_seconds: seconds to wait for another job that holds the lock and may be about to end.
-            say: function that prints a line if the wait is long; None: no line.
+            say: function that prints a line about a long wait; None prints nothing.
         Raises:
             ValueError: another job holds the lock, or the folder is not writable.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock_for_this_job(self.path / "lock", self.name, patience_seconds=patience_seconds, say=say)
-            Path(tempfile.mkdtemp(prefix=".", dir=self.path)).rmdir()  # a checkpoint is a folder, not only a file
+            # This checks that folders can be created, because a checkpoint is a folder.
+            Path(tempfile.mkdtemp(prefix=".", dir=self.path)).rmdir()
         except OSError as error:
             self.unlock()
             nowhere = self.path.is_symlink() and not self.path.exists()
@@ -158,15 +163,15 @@ class CheckpointFolder:
             self._lock = None
 
     def recover(self) -> list[str]:
-        """Complete or delete the saves that a crash interrupted, and return a log line for each.
+        """Complete or delete the saves that a crash interrupted, and return a log line for each of them.
 
-        A save is completed if the crash came between the renames of the checkpoint and of the tracker. Otherwise its
-        next tracker is deleted first and then its partial checkpoint. In the other order, a crash between the two
-        deletions could leave only the next tracker, and a later run would treat the deleted save as completed.
+        A save is completed if the crash came between the renames of the checkpoint and of the tracker file. Otherwise
+        the next tracker of the save is deleted first and its partial checkpoint second. In the reverse order, a crash
+        between the two deletions would leave only the next tracker, and a later run would take the save for complete.
         """
-        # complete a save whose checkpoint already has its final name
+        # ---- complete a save whose checkpoint already has its final name
         lines = []
-        with contextlib.suppress(DamagedError):  # ignore a next tracker that the crash cut short
+        with contextlib.suppress(DamagedError):  # the crash may have truncated the next tracker, which is then ignored
             text = read_tracker(self._new)
             if text is not None and self.of(int(text)).is_dir() and not self.partial(int(text)).exists():
                 self._advance()
@@ -180,14 +185,14 @@ class CheckpointFolder:
         return lines
 
     def begin(self, iteration: int) -> None:
-        """Create the empty folder in which the checkpoint of an iteration is written.
+        """Create the empty folder into which the checkpoint of an iteration is written until it is complete.
 
-        If the folder of checkpoints was deleted during the run, it is created and locked again.
+        If a user has deleted the folder of checkpoints during the run, it is created and locked again.
         """
         if self._lock is not None and not (self.path / "lock").exists():
             self.unlock()
             self.lock()
-        shutil.rmtree(self.partial(iteration), ignore_errors=True)  # left by an earlier save of this run that failed
+        shutil.rmtree(self.partial(iteration), ignore_errors=True)  # an earlier save that failed may have left it
         self.partial(iteration).mkdir()
 
     def abandon(self, iteration: int) -> None:
@@ -196,18 +201,18 @@ class CheckpointFolder:
         shutil.rmtree(self.partial(iteration), ignore_errors=True)
 
     def complete(self, iteration: int) -> list[Path]:
-        """Rename the partial checkpoint of an iteration to its final name, and set the tracker to it.
+        """Rename the partial checkpoint of an iteration to its final name, and set the tracker file to it.
 
-        All its files must be on disk. Complete checkpoints of this and of later iterations belong to a branch that the
-        run has left, and get other names.
+        All files of the checkpoint must be on disk. If complete checkpoints of this iteration or of later ones exist,
+        they belong to a branch that the run has abandoned, and they get the ending `.replaced-1`, `.replaced-2`, ...
 
         Returns:
-            New paths of the checkpoints of the other branch.
+            New paths of the checkpoints of the abandoned branch.
         """
         sync_directory(self.partial(iteration))
         there = self.iterations()
         earlier, left = ([other for other in there if (other < iteration) == before] for before in (True, False))
-        if earlier and left:  # the tracker must not name a checkpoint that is being renamed
+        if earlier and left:  # the tracker file must not name a checkpoint of the abandoned branch during its rename
             self.track(earlier[-1])
         self._prepare(iteration)
         aside = [self._set_aside(other) for other in left]
@@ -217,36 +222,35 @@ class CheckpointFolder:
         return aside
 
     def _set_aside(self, iteration: int) -> Path:
-        """Give the checkpoint of an iteration a numbered name, and return its new path."""
+        """Rename the checkpoint of an abandoned branch to `iter_N.replaced-1` (or -2, ...), and return its new path."""
         aside = first_free(lambda number: self.path / f"{self.of(iteration).name}.replaced-{number}")
         return self.of(iteration).rename(aside)
 
     def track(self, iteration: int) -> None:
-        """Set the tracker to the checkpoint of an earlier iteration, to resume from it. Later checkpoints are kept."""
+        """Set the tracker file to an earlier iteration, from which the next run resumes. No checkpoint is deleted."""
         self._prepare(iteration)
         self._advance()
 
     @property
     def _new(self) -> Path:
-        """The path of the next tracker, which is written before the tracker is replaced."""
+        """The path of the next tracker, a file that later replaces the tracker file by a rename."""
         return self.path / f"{TRACKER}.new"
 
     def _prepare(self, iteration: int) -> None:
-        """Write the next tracker with `iteration`, and sync it to disk."""
+        """Write the next tracker file with `iteration`, and sync it to disk. `_advance` then makes it the tracker."""
         write_synced(self._new, f"{iteration}\n".encode())
         sync_directory(self.path)
 
     def _advance(self) -> None:
-        """Replace the tracker by the next tracker, in one rename."""
+        """Replace the tracker file by the next tracker, in one rename."""
         self._new.rename(self.path / TRACKER)
         sync_directory(self.path)
 
     def keep_only(self, kept: Iterable[int]) -> None:
         """Delete the complete checkpoints of all iterations that are not in `kept`.
 
-        Checkpoints of a branch that the run has left are deleted when the newest kept checkpoint is of a later
-        iteration. Each is renamed to its partial name first, so that a crash cannot leave half of one under a complete
-        name.
+        A checkpoint of an abandoned branch is deleted if one in `kept` is of a later iteration. Each checkpoint is
+        renamed to its partial name first, so that a crash cannot leave an incomplete checkpoint under a complete name.
         """
         kept = set(kept)
         passed = [
@@ -262,21 +266,21 @@ class CheckpointFolder:
 
 
 def iteration_of(checkpoint: Path) -> int | None:
-    """Return the iteration in a path such as `.../iter_0000100`; None if the name has another form."""
+    """Return the iteration of a checkpoint from its path, such as `.../iter_0000100`; None for other names."""
     match = _COMPLETE.fullmatch(checkpoint.name)
     return None if match is None else int(match[1])
 
 
 def read_tracker(tracker: Path, *, words: tuple[str, ...] = ()) -> str | None:
-    """Return the text of a tracker file, which is an iteration in decimal digits or one of `words`.
+    """Return the text of a tracker file, the file that names the latest checkpoint of a folder.
 
     Args:
         tracker: path of the tracker file.
-        words: accepted texts other than digits, such as Megatron-LM's "release".
+        words: accepted texts beside an iteration in decimal digits, such as Megatron-LM's "release".
     Returns:
         The text without surrounding white space; None if the file does not exist.
     Raises:
-        DamagedError: the file cannot be read, or has any other content.
+        DamagedError: the file cannot be read, or its text is neither an iteration nor one of `words`.
     """
     try:
         text = read_small_file(tracker).decode(errors="replace").strip()
@@ -290,12 +294,13 @@ def read_tracker(tracker: Path, *, words: tuple[str, ...] = ()) -> str | None:
 
 
 def kept_iterations(iterations: Iterable[int], *, keep_last: int | None, retain_interval: int | None) -> set[int]:
-    """Return the iterations whose checkpoints are kept after a save.
+    """Return the iterations whose checkpoints are kept after a save, by --keep-last and --save-retain-interval.
 
     Args:
         iterations: iterations with a complete checkpoint.
         keep_last: number of newest checkpoints to keep; None keeps one.
-        retain_interval: checkpoints of its multiples are kept; None keeps no others.
+        retain_interval: number such that checkpoints whose iteration is a multiple of it are kept; None keeps only the
+            newest ones.
     """
     found = sorted(iterations)
     retained = {iteration for iteration in found if retain_interval and iteration % retain_interval == 0}
@@ -303,20 +308,20 @@ def kept_iterations(iterations: Iterable[int], *, keep_last: int | None, retain_
 
 
 def write_tokenizer(save: Path, files: Mapping[str, bytes]) -> str | None:
-    """Write a tokenizer's files into a folder below `save`, atomically and synced to disk.
+    """Write a tokenizer's files into a subfolder of a folder of checkpoints, atomically and synced to disk.
 
-    The folder's name is a hash of the files. If it already has undamaged files, nothing is written. A damaged folder
-    of this name is kept under a numbered name.
+    The name of the subfolder contains a hash of the files. If it exists and is undamaged, nothing is written. If it is
+    damaged, it is renamed to a name with the ending `.replaced-1`, `.replaced-2`, ... and written again.
 
     Args:
         save: folder of checkpoints.
         files: contents of the tokenizer's files by file name.
     Returns:
-        Name of the folder below `save`; None if the tokenizer has no files.
+        Name of the subfolder; None if the tokenizer has no files.
     """
     if not files:
         return None
-    # name the folder after its content, and check whether it exists already
+    # ---- name the subfolder after its content, and check whether it exists already
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
@@ -324,9 +329,9 @@ def write_tokenizer(save: Path, files: Mapping[str, bytes]) -> str | None:
     with contextlib.suppress(DamagedError):
         verify_files(folder)
         return folder.name
-    # write the files and their checksums under the partial name, then rename the folder
+    # ---- write the files and their checksums under the partial name, then rename the subfolder
     partial = folder.with_name(f"{folder.name}.partial")
-    remove(partial)  # left by a save that was killed at this point
+    remove(partial)  # a save that was killed may have left it
     with renamed_when_done(partial, folder):
         partial.mkdir()
         for name in files:
@@ -338,17 +343,21 @@ def write_tokenizer(save: Path, files: Mapping[str, bytes]) -> str | None:
 
 
 def read_tokenizer(save: Path, name: str) -> TokenizerConfig:
-    """Return tokenizer flags that name the files in `save`/`name`, a folder that `write_tokenizer` wrote.
+    """Verify the tokenizer that `write_tokenizer` has stored with checkpoints, and return flags that name its files.
 
+    Args:
+        save: folder of checkpoints.
+        name: name of the tokenizer's subfolder.
     Raises:
-        DamagedError: the folder or a file is missing, or a file was changed.
+        DamagedError: the subfolder or a file is missing, or a file has changed.
     """
     folder = save / name
     if not _TOKENIZER.fullmatch(name):
         raise DamagedError(f"{save}: {name!r} is not the name of a tokenizer folder")
     if not folder.is_dir():
         raise DamagedError(
-            f"{folder} is missing, the tokenizer of these checkpoints: copy it too, or name one with --tokenizer-model"
+            f"{folder}, the tokenizer of these checkpoints, is missing: copy it too, or name a tokenizer with "
+            "--tokenizer-model"
         )
     verify_files(folder)
     found = find_tokenizer(folder.absolute())

@@ -1,7 +1,7 @@
-"""Metadata of a checkpoint, stored in run.json: everything except the tensors.
+"""The metadata of a checkpoint, stored in run.json: everything except the tensors.
 
-It contains the training progress, the flags, and the identity of the run. This file also compares the metadata with a
-run that loads the checkpoint: whether both have the same model, optimizer, learning-rate schedule and data.
+The metadata contains the training progress, the flags, and the identity of the run. Functions of this file compare it
+with a run that loads the checkpoint: whether both have the same model, optimizer, learning-rate schedule and data.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megazpp.data.identity import data_changes, same_sources, what_follows
 from megazpp.model.config import GPTConfig
 from megazpp.optim.schedule import Schedule, TrainingProgress
 
-FORMAT = 2  # version of run.json
-MOST = 2**60  # largest number of samples or steps; sums of larger ones would not fit in 64 bits
+FORMAT = 2  # version of the format of run.json
+MOST = 2**60  # largest number of samples or training steps that run.json may have; sums then fit in 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,22 +34,22 @@ class CheckpointMetadata:
 
     Attributes:
         progress: training progress at the save.
-        scaler: state of the loss scaler.
-        groups: values that the optimizer keeps per parameter group, such as apex's step count.
+        scaler: state of the loss scaler, from its `state_dict`.
+        groups: for each parameter group, values that the optimizer stores in the group, such as apex's step count.
         schedule: learning-rate schedule, as `Schedule.state_dict()`.
-        flags: value of every flag by field name, with absolute paths (see `found_from_anywhere`). It also has entries
-            that are not flags: `SAMPLES`, `IMPORTED_FROM` and `SCORE_PAD`.
+        flags: value of every flag by field name, with absolute paths (see `found_from_anywhere`). The dictionary also
+            has entries that are not flags: `SAMPLES`, `IMPORTED_FROM` and `SCORE_PAD`.
         vocab_size: number of tokens of the tokenizer, without the padding of the embedding matrix.
         layout: sizes of the mesh axes and of the cluster by name; empty for a converted model.
-        tokenizer: identity of the tokenizer; None if it is unknown.
+        tokenizer: identity of the tokenizer, equal for tokenizers that give equal ids; None if it is unknown.
         tokenizer_folder: name of the tokenizer's folder next to the checkpoint (see `write_tokenizer`); None for a
             tokenizer without files.
-        guard: state of the detector of loss spikes.
+        guard: state of the detector of loss spikes; {} without a detector.
         has_optimizer: True if the checkpoint has optimizer states.
         has_rng: True if the checkpoint has states of random generators.
-        run_dir: folder with the logs of the run.
-        wandb_run_id: run id in Weights & Biases.
-        torch: version of torch that wrote the checkpoint.
+        run_dir: run folder, with the logs of the run; None if the run has none.
+        wandb_run_id: id of the run in Weights & Biases; None if the run does not log there.
+        torch: version of torch that has written the checkpoint.
         format: version of the format of run.json.
     """
 
@@ -72,35 +72,36 @@ class CheckpointMetadata:
 
     @property
     def model(self) -> GPTConfig:
-        """The config of the saved model. Fields that do not affect the model's function keep their defaults."""
+        """The config of the saved model. Fields that affect neither shapes nor the function have their defaults."""
         return GPTConfig(**shape_of(self.flags))
 
     @property
     def is_reward_model(self) -> bool:
-        """True if the model is a reward model, which scores texts with a scalar head."""
+        """True if the saved model is a reward model, which scores texts with a scalar head."""
         return self.flags.get("objective") == "reward"
 
     @property
     def adds_special_tokens(self) -> bool:
-        """The value of --add-special-tokens."""
+        """The value of --add-special-tokens in the run that wrote the checkpoint."""
         return bool(self.flags.get("add_special_tokens", True))
 
     def as_json(self) -> str:
-        """Return the content of run.json."""
+        """Return the metadata as the text of run.json."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return json.dumps(values | {"progress": self.progress._asdict()}, indent=2, default=str) + "\n"
 
 
 def read_record(checkpoint: Path) -> CheckpointMetadata:
-    """Read run.json of a checkpoint, and check the type of every value.
+    """Read the metadata of a checkpoint from its run.json, and check the type of every value.
 
     Args:
         checkpoint: folder of one checkpoint.
     Raises:
-        DamagedError: the file cannot be read, or its iteration differs from the one in the folder's name.
-        ValueError: another version of this program wrote the file, in another format.
+        DamagedError: run.json cannot be read, a value has a wrong type, or the iteration in run.json differs from the
+            iteration in the folder's name.
+        ValueError: run.json has the format of another version of this program.
     """
-    # parse the file
+    # ---- parse the file
     path = checkpoint / RECORD
     try:
         values = json.loads(read_small_file(path))
@@ -112,7 +113,7 @@ def read_record(checkpoint: Path) -> CheckpointMetadata:
         raise DamagedError(f"{path} cannot be read: {in_words(error)}") from error
     if not is_readable:
         raise ValueError(f"{path} has format {values['format']}, but this version reads only format {FORMAT}")
-    # check types and iteration
+    # ---- check types and iteration
     problems = wrong_types(CheckpointMetadata, vars(record)) or [
         *wrong_types(TrainingProgress, record.progress._asdict()),
         *wrong_types(GPTConfig, record.flags),
@@ -124,30 +125,30 @@ def read_record(checkpoint: Path) -> CheckpointMetadata:
         raise DamagedError(f"{path}: {'; '.join(problems)}")
     named = iteration_of(checkpoint)
     if named is not None and named != record.progress.iteration:
-        raise DamagedError(f"{path} is of iteration {record.progress.iteration}, the folder's name says {named}")
+        raise DamagedError(f"{path} is of iteration {record.progress.iteration}, but the folder's name says {named}")
     return record
 
 
 def rows_problem(record: CheckpointMetadata, rows: int) -> str | None:
-    """Return why a matrix with `rows` rows does not fit the checkpoint's vocabulary; None if it fits.
+    """Return why an embedding or output matrix of `rows` rows does not fit a checkpoint's vocabulary; None if it fits.
 
-    Training may pad the embedding matrix and the output matrix with rows beyond the vocabulary. Converted models have
-    exactly one row per token.
+    A training run may pad these matrices with rows beyond the vocabulary. A converted model has exactly one row per
+    token. The text is the end of a message that begins with the matrix's name.
     """
     if rows == record.vocab_size or (record.layout and rows > record.vocab_size):
         return None
     return f"has {rows} rows for {record.vocab_size} tokens"
 
 
-# Fields of GPTConfig that determine neither the shapes nor the meaning of the weights. `check_same_model` compares all
-# other fields.
+# Fields of GPTConfig that affect neither the shapes nor the meaning of the weights. `check_same_model` compares a
+# checkpoint with a run by all other fields.
 _OTHER_FIELDS = (
     *("make_vocab_size_divisible_by", "init_method_std", "use_cpu_initialization", "hidden_dropout"),
     *("attention_dropout", "recompute_activations", "recompute_granularity", "recompute_modules", "recompute_method"),
     *("recompute_num_layers", "fp8_format", "compile", "moe_router_bias_update_rate"),
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
 )
-# The GPTConfig property that is computed from the flag, for flags whose property has another name.
+# For flags whose values may be None or have several spellings: the property of GPTConfig with the resulting value.
 _PROPERTIES = {
     "num_layers": "layers",
     "hidden_size": "hidden",
@@ -170,11 +171,11 @@ _PROPERTIES = {
 }
 _SHAPE_FIELDS = [field.name for field in dataclasses.fields(GPTConfig) if field.name not in _OTHER_FIELDS]
 SHAPE = {name: _PROPERTIES.get(name, name) for name in _SHAPE_FIELDS}
-# Keys in `CheckpointMetadata.flags` that are not flags. Each comment describes the stored value.
+# Three keys in `CheckpointMetadata.flags` are not flags. Their values are:
 SAMPLES = "samples"  # batch size, number of data ranks, and a description of the data (data/identity.py)
-IMPORTED_FROM = "imported_from"  # Hugging Face folder that the model was converted from; it has the same weights
-SCORE_PAD = "score_pad"  # padding token of an imported reward model, which scores the last token that is not padding
-# Flags that determine the samples or their order:
+IMPORTED_FROM = "imported_from"  # path of the Hugging Face folder from which the model was converted
+SCORE_PAD = "score_pad"  # padding token of a converted reward model, which scores the last token that is not padding
+# Flags that determine the training samples or their order. `data_notes` compares them when a run resumes.
 PLACES = ("data_path", "text_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "split")
 TEXT = ("chat_template", "chat_template_kwargs", "system_prompt", "eos_token", "add_special_tokens")
 DATA = (
@@ -186,29 +187,35 @@ DATA = (
 
 
 def shape_of(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `flags` that define the model's shape. --use-checkpoint-args copies them into GPTConfig."""
+    """Return those flags of a checkpoint that define the model's shape; --use-checkpoint-args copies them."""
     return {name: flags[name] for name in SHAPE if name in flags}
 
 
 def check_same_model(saved: Mapping[str, Any], model: GPTConfig, where: Path) -> None:
-    """Raise ValueError if the model's shape differs from the checkpoint's. The message names the different flags.
+    """Raise ValueError if a run's model has another shape than the checkpoint's. The message names the changed flags.
 
     Args:
         saved: flags of the checkpoint by field name.
-        model: config of the model that loads it.
+        model: config of the model into which the run loads the checkpoint.
         where: path of the checkpoint, for the message.
     """
     other = GPTConfig(**shape_of(saved))
     names = [name for name, derived in SHAPE.items() if getattr(model, derived) != getattr(other, derived)]
     if names:
         own = dataclasses.asdict(model)
-        given = [name for name in names if own[name] != saved.get(name)]  # without values derived from other flags
+        given = [name for name in names if own[name] != saved.get(name)]  # the others only follow from these flags
         changes = ", ".join(_changes(given or names, own, saved))
         raise ValueError(f"{changes} in {where}; --use-checkpoint-args takes the model's shape from the checkpoint")
 
 
 def check_same_vocabulary(record: CheckpointMetadata, vocab_size: int, where: Path) -> None:
-    """Raise ValueError if the tokenizer in use (`vocab_size` tokens) has another size than the checkpoint's."""
+    """Raise ValueError if the run's tokenizer has another number of tokens than the checkpoint's tokenizer.
+
+    Args:
+        record: metadata of the checkpoint.
+        vocab_size: number of tokens of the run's tokenizer.
+        where: path of the checkpoint, for the message.
+    """
     if record.vocab_size != vocab_size:
         raise ValueError(f"the tokenizer has {vocab_size} tokens, but the tokenizer of {where} had {record.vocab_size}")
 
@@ -216,8 +223,8 @@ def check_same_vocabulary(record: CheckpointMetadata, vocab_size: int, where: Pa
 def check_same_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], where: Path) -> None:
     """Raise ValueError if this run's optimizer cannot load the checkpoint's optimizer states.
 
-    AdamW and Muon can load each other's checkpoints if the back end is the same. Moments of parameters that the two
-    optimize differently then start at zero.
+    AdamW and Muon can load each other's checkpoints if --optimizer-backend is the same. Muon updates some parameters
+    differently from AdamW, and the moments of these parameters then start at zero.
 
     Args:
         saved: flags of the checkpoint by field name.
@@ -233,10 +240,13 @@ def check_same_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], whe
 
 
 def found_from_anywhere(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `flags` with absolute paths of data and tokenizer files, valid from any working directory."""
+    """Return a copy of `flags` in which the paths of data and tokenizer files are absolute.
+
+    A checkpoint stores them, so that another run finds the files from any working directory.
+    """
 
     def absolute(value: Any) -> Any:
-        """Make paths absolute: paths of existing files, and prefixes of existing .bin and .idx files.
+        """Return a flag's value as an absolute path, if it is the path of a file or the prefix of a .bin/.idx pair.
 
         Other values, such as the weights of a blend or the name of a tokenizer, are returned unchanged.
         """
@@ -259,28 +269,28 @@ def data_notes(
     consumed: int = 0,
     batch_sizes: tuple[int | None, int | None] = (None, None),
 ) -> list[str]:
-    """Return a note if this run has other samples, or another order of samples, than the checkpoint's run.
+    """Return a note if a resumed run has other training samples, or another order of samples, than before.
 
-    The note lists the changed flags, sizes and data. It also says how many samples repeat or are skipped.
+    The note lists the flags, batch sizes and data that have changed. It also says how many samples repeat or are
+    skipped.
 
     Args:
         saved: flags of the checkpoint by field name.
         flags: flags of this run by field name.
         where: path of the checkpoint, for the note.
-        consumed: number of samples that the checkpoint's run had consumed.
-        batch_sizes: global batch sizes of this run and of the checkpoint's run; None where unknown.
+        consumed: number of training samples that the run had consumed when it wrote the checkpoint.
+        batch_sizes: global batch sizes of this run and of the checkpoint's run; None for an unknown one.
     Returns:
-        One note, or [] if nothing changed.
+        A list with one note, or [] if nothing has changed.
     """
-    # compare the flags
-    # lists in place of tuples, as in the flags read from JSON
+    # ---- compare the flags; tuples become lists, because flags read from JSON have lists
     own: dict[str, Any] = {name: list(x) if isinstance(x, tuple) else x for name, x in flags.items()}
     before, now, (size, earlier_size) = saved.get(SAMPLES, {}), own.get(SAMPLES, {}), batch_sizes
-    # if the tokens are the same, then changed paths and text flags do not matter
+    # If both runs read the same tokens, changed paths and text flags do not matter.
     passed_over = (*PLACES, *TEXT) if same_sources(before, now) else ()
     names = [name for name in DATA if name in saved and name not in passed_over and saved[name] != own.get(name)]
     changes = _changes(names, flags, saved)
-    # compare the batch sizes and the data
+    # ---- compare the batch sizes and the data
     if None not in batch_sizes and size != earlier_size:
         by = "" if flags.get("global_batch_size") else f" (--micro-batch-size x {now.get('ranks')} data ranks)"
         changes.append(f"the global batch size is {size}{by}, was {earlier_size}")
@@ -289,21 +299,25 @@ def data_notes(
 
 
 def batch_size_of(record: CheckpointMetadata) -> int | None:
-    """Return the global batch size of a run after any ramp-up; None if unknown, as for a converted model."""
+    """Return the global batch size of a checkpoint's run, after any ramp-up; None if it is unknown.
+
+    A converted model, for example, has no batch size.
+    """
     return record.flags.get(SAMPLES, {}).get("global_batch_size")
 
 
 def schedule_ratio(saved: CheckpointMetadata, own: CheckpointMetadata) -> Fraction:
-    """Return the factor that converts a position in the checkpoint's schedule to one in this run's schedule.
+    """Return the factor that converts a position in the checkpoint's learning-rate schedule to this run's schedule.
 
-    With --train-samples, positions count samples. With --train-iters, they count steps times the current global batch
-    size, so that the schedule ends with the last step even if the batch size has changed.
+    With --train-samples, positions count samples. With --train-iters, they count training steps times the current
+    global batch size. If the batch size has changed, the schedule therefore still ends with the last training step.
 
     Args:
         saved: metadata of the checkpoint.
         own: metadata of this run.
     Returns:
-        This run's length of the completed part of the schedule, divided by the checkpoint's; 1 if either is unknown.
+        The position that the completed training has in this run's schedule, divided by its position in the checkpoint's
+        schedule; 1 if one of them is unknown.
     """
     lengths = []
     for record in (own, saved):
@@ -317,7 +331,7 @@ def schedule_ratio(saved: CheckpointMetadata, own: CheckpointMetadata) -> Fracti
 
 
 def describe_sizes(record: CheckpointMetadata) -> str:
-    """Describe a run's number of ranks and its batch sizes, for the message about different schedules."""
+    """Return a text with a run's number of ranks and its batch sizes, for the message about different schedules."""
     names = ("micro_batch_size", "global_batch_size")
     sizes = (f"--{name.replace('_', '-')} {record.flags.get(name)}" for name in names)
     return f"{math.prod(record.layout.values())} rank(s), {', '.join(sizes)}"
@@ -332,15 +346,18 @@ def agreed_schedule(
     ratio: Fraction = Fraction(1),
     sizes: str = "",
 ) -> Schedule:
-    """Return the learning-rate schedule for a resumed run, by the rule of Megatron-LM.
+    """Return the learning-rate schedule of a resumed run: the checkpoint's or the one of this run's flags.
+
+    As in Megatron-LM, two different schedules are an error unless a flag selects one of them.
 
     Args:
         saved: schedule of the checkpoint, as `Schedule.state_dict()`.
         schedule: schedule of this run's flags.
-        config: checkpoint flags, which select one of two different schedules.
+        config: checkpoint flags. --override-opt_param-scheduler selects this run's schedule, and
+            --use-checkpoint-opt_param-scheduler selects the checkpoint's.
         where: path of the checkpoint, for the message.
-        ratio: factor between positions in the two schedules, see `schedule_ratio`.
-        sizes: line about ranks and batch sizes for the message, if they may be the cause; "" otherwise.
+        ratio: factor from positions in the checkpoint's schedule to positions in this run's; see `schedule_ratio`.
+        sizes: line for the message about ranks and batch sizes that have changed; "" if they are the same.
     Raises:
         ValueError: the schedules differ, and no flag selects one of them.
     """
@@ -349,7 +366,7 @@ def agreed_schedule(
         return schedule
     if config.use_checkpoint_opt_param_scheduler:
         return Schedule(**saved).stretched(ratio)
-    # no flag selects one of the two schedules: explain how they differ
+    # ---- no flag selects one of the two schedules: raise an error that explains how they differ
     differ = [name for name in own if own[name] != saved.get(name)]
     lines = [
         f"the schedule's {name.replace('_', ' ').replace('ramp', 'weight-decay ramp')} is {own[name]}, "
@@ -366,5 +383,5 @@ def agreed_schedule(
 
 
 def _changes(names: Iterable[str], now: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Return a phrase for each flag in `names`, with this run's value and the saved value."""
+    """Return for each flag in `names` a text with this run's value and the checkpoint's value, for messages."""
     return [f"--{name.replace('_', '-')} is {now[name]}, was {saved.get(name)}" for name in names]

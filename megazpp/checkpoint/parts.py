@@ -1,7 +1,7 @@
-"""The parts of the training state that every checkpoint can hold.
+"""The parts of the training state that every training run saves in checkpoints and restores from them.
 
 These are the weights, the optimizer states, the error feedback of quantized gradients, the secondary partition (see
-docs/glossary.md) and the states of the random generators. `StatePart` in state.py defines their interface.
+docs/glossary.md) and the states of the random generators. `StatePart` in checkpoint/state.py defines their interface.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def training_parts(
     *,
     seed: int,
 ) -> list[StatePart]:
-    """Return the state parts of every training run, in the order in which a checkpoint restores them.
+    """Return the parts of the training state that every run has, in the order in which a load restores them.
 
     Args:
         model: sharded model.
         sharding: sharding of the model.
-        optimizer: optimizer of its parameters.
+        optimizer: optimizer of the model's parameters.
         dims: mesh axes.
         values: loss scale and other values that are not tensors.
-        seed: seed of the run.
+        seed: seed of the run, for random generators whose states a checkpoint does not have.
     """
     return [
         Weights(model, sharding),
@@ -67,7 +67,7 @@ def training_parts(
 
 
 class Weights(StatePart):
-    """The model's parameters, as DTensors, and its buffers, which are equal on all ranks."""
+    """The part of a checkpoint with the model's parameters (DTensors) and its buffers, which are equal on all ranks."""
 
     prefix = MODEL
     group: Group = "weights"
@@ -80,12 +80,19 @@ class Weights(StatePart):
         return {name: tensor.detach() for name, tensor in model_state(self._model).items()}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        """Return the model's own parameters and buffers, without a scalar head that the checkpoint lacks."""
+        """Return the model's parameters and buffers, which a load overwrites, by name.
+
+        A scalar head (of a reward model) is left out if the checkpoint has none.
+        """
         own = {MODEL + name: x for name, x in self.tensors().items()}
         return under(MODEL, {key: x for key, x in own.items() if key in saved or not key.startswith(SCALAR_HEAD)})
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Invalidate the secondary partition, because it belongs to the earlier weights."""
+        """Invalidate the secondary partition, which belongs to the weights before the load.
+
+        Returns:
+            A note if the checkpoint has no scalar head, so that it begins with random weights; otherwise [].
+        """
         self._sharding.invalidate_weights()
         if all(name in loaded for name, _ in self._model.named_parameters()):
             return []
@@ -93,14 +100,15 @@ class Weights(StatePart):
 
 
 class Moments(StatePart):
-    """The optimizer's state of each parameter, such as moments and step counts."""
+    """The part of a checkpoint with the optimizer's state of each parameter, such as moments and step counts."""
 
     prefix = OPTIMIZER
 
     def __init__(self, model: GPTModel, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer, self._anew = model, optimizer, 0
         averages = [group for group in optimizer.param_groups if group.get("matrices", "betas" not in group)]
-        # parameters with a momentum buffer instead of Adam's two moments: all of SGD's, and the matrices of Muon
+        # These parameters have a momentum buffer instead of Adam's two moments: all parameters with SGD, and the
+        # matrices with Muon.
         self._averaged = {parameter for group in averages for parameter in group["params"]}
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -111,13 +119,14 @@ class Moments(StatePart):
         }
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        """Return a tensor for each saved state that this optimizer can use. Count the parameters whose state is reset.
+        """Return a tensor to load into for each saved optimizer state that this run's optimizer can use, by name.
 
-        A moment is sharded like its parameter. A saved state of another kind, such as Adam's moments for a parameter
-        that Muon updates here, is not loaded.
+        A moment is sharded like its parameter. Adam's moments are not loaded for a parameter that Muon or SGD updates
+        in this run, and momentum buffers are not loaded for one that Adam updates. `accept` reports such parameters.
 
         Raises:
-            DamagedError: a parameter has some of its states, but lacks one that other parameters have.
+            DamagedError: the checkpoint lacks an optimizer state of a parameter, although it has others of this
+                parameter and has this kind for other parameters.
         """
         parameters, targets, others = dict(self._model.named_parameters()), {}, set()
         kinds: dict[str, set[str]] = {}
@@ -128,7 +137,7 @@ class Moments(StatePart):
                 others.add(name)
             elif name in parameters:
                 weight, own = parameters[name].detach(), self._optimizer.state.get(parameters[name], {})
-                new = torch.zeros_like(weight) if entry.size else torch.zeros(())  # moment, or step count
+                new = torch.zeros_like(weight) if entry.size else torch.zeros(())  # a moment; a step count has no size
                 targets[key] = own[moment] if moment in own else new.to(entry.properties.dtype)
         for name, found in kinds.items():
             alike = [other for other in kinds.values() if ("momentum_buffer" in other) == ("momentum_buffer" in found)]
@@ -138,7 +147,12 @@ class Moments(StatePart):
         return targets
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Pass the states to `Optimizer.load_state_dict`, which moves each tensor to the device that it needs."""
+        """Pass the loaded states to `Optimizer.load_state_dict`, which moves each tensor to the right device.
+
+        Returns:
+            A note with the number of parameters whose moments begin at zero, because another optimizer has written the
+            checkpoint; otherwise [].
+        """
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         indices = {names[parameter]: index for index, parameter in enumerate(parameters)}
@@ -153,19 +167,19 @@ class Moments(StatePart):
 
 
 class ErrorFeedback(StatePart):
-    """The buffers that belong to one rank: its error feedback, and the sizes of its last lossless weight deltas.
+    """The part of a checkpoint with a rank's own buffers: error feedback, and sizes of its last lossless weight deltas.
 
-    Error feedback is the quantization error of gradients. The keys contain the layout and the rank's place in it, so
-    only a run with the same layout loads these buffers. Other runs start with zeros.
+    Error feedback is the quantization error of gradients. The keys contain the layout and the rank's coordinates in
+    this layout, so only a run with the same layout loads these buffers. Other runs start with zeros.
 
     Attributes:
-        sources: functions that return this rank's buffers by name. Features append theirs.
+        sources: functions that return this rank's buffers by name. Optional features append functions for theirs.
     """
 
     def __init__(self, sharding: Sharding, dims: ParallelDims, values: RunValues) -> None:
         axes = [getattr(dims, name) for name in dims.layout.coordinates]
         layout, place = ("x".join(str(getattr(axis, part)) for axis in axes) for part in ("size", "rank"))
-        if (ep := dims.layout.ep) > 1:  # with another ep size a shard can have the same shape but hold other experts
+        if (ep := dims.layout.ep) > 1:  # with another ep size, a buffer of equal shape can belong to other experts
             layout = f"{layout}.ep{ep}"
         self.prefix, self._sharding, self._values = f"feedback.{layout}.{place}.", sharding, values
         self.sources: list[Callable[[], dict[str, torch.Tensor]]] = [sharding.rank_state]
@@ -178,28 +192,33 @@ class ErrorFeedback(StatePart):
         return {name: x for name, x in self.tensors().items() if name in there and there[name].size == x.shape}
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Set buffers without a saved value to zero, and convert the errors to the current loss scale."""
+        """Set buffers that the checkpoint does not have to zero, and rescale error feedback to the current loss scale.
+
+        Returns:
+            A note if error feedback begins at zero; otherwise [].
+        """
         missing = [name for name, x in self.tensors().items() if name not in loaded]
         for name in missing:
             self.tensors()[name].zero_()
-        # no note for lost sizes of weight deltas (".recent"): the next messages then just have the full size
+        # Lost sizes of weight deltas (".recent") get no note. Their only effect is that the next messages are larger.
         missing = [name for name in missing if not name.endswith(".recent")]
         self._sharding.rescale_feedback(self._values.scaler.scale / self._values.saved_scale)
         return ["error feedback begins at zero: the checkpoint has none of this layout"] if missing else []
 
 
 class SecondaryPartition(StatePart):
-    """The secondary partition, the weights that all nodes keep, in runs with lossless weight deltas.
+    """The part of a checkpoint with the secondary partition, in runs with lossless weight deltas.
 
-    It is saved because the next delta is added to it, so that a run resumes bit for bit. Without such deltas this part
-    has no tensors. There are two kinds of entries:
+    The secondary partition is the copy of the weights that every node stores. The next weight delta is added to it, so
+    a run resumes bit for bit only if checkpoints contain it. Without lossless weight deltas, this part has no tensors.
+    There are two kinds of entries:
 
-        {parameter}                        a copy of the weights that all nodes keep, a DTensor sharded like the
-                                           parameter; missing if the next use sends whole weights
-        {unit's first parameter}.crossing  the kind of message that the next use sends, as a scalar
-                                           (`InterNodeMessage`)
+        {parameter}                        the secondary partition's weights of a parameter, a DTensor sharded like the
+                                           parameter; missing if the next gather sends complete weights
+        {unit's first parameter}.crossing  the kind of inter-node message that the next gather of the sharding unit
+                                           sends, as a scalar (`InterNodeMessage`)
 
-    All ranks call the methods while the parameters are sharded, and load the weights before.
+    All ranks call the methods while the parameters are sharded. A load restores the weights before this part.
     """
 
     prefix = SECONDARY
@@ -219,9 +238,12 @@ class SecondaryPartition(StatePart):
         return state
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        """Return zeros for the entries that the checkpoint has; another layout may have saved it."""
+        """Return a tensor of zeros for each entry of the secondary partition that the checkpoint has, by name.
+
+        A checkpoint of a run with another layout may lack entries.
+        """
         if any(key.startswith(REPLICA_GROUP) for key in saved):
-            return {}  # a DiLoCo checkpoint: this is one replica group's copy, but `model.` has the outer weights
+            return {}  # in a DiLoCo checkpoint, this part is of one replica group, but `model.` has the outer weights
         own: dict[str, torch.Tensor] = {}
         for gather in self._sharding.residents:
             own[gather.crossing_key] = torch.zeros((), dtype=torch.uint8, device="cpu")
@@ -230,7 +252,13 @@ class SecondaryPartition(StatePart):
         return {name: x for name, x in own.items() if name in there and there[name].properties.dtype == x.dtype}
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Restore the weights that all nodes keep. A unit with a missing entry sends whole weights at its next use."""
+        """Restore the secondary partition, the copy of the weights that every node stores.
+
+        A sharding unit with a missing entry sends complete weights to other nodes at its next gather.
+
+        Returns:
+            A note if the checkpoint lacks the secondary partition of a sharding unit; otherwise [].
+        """
         complete = True
         for gather in self._sharding.residents:
             gather.drop()
@@ -250,17 +278,17 @@ class SecondaryPartition(StatePart):
 
 
 class RandomGenerators(StatePart):
-    """The states of the random generators of this rank, as uint8 tensors.
+    """The part of a checkpoint with the states of this rank's random generators, as uint8 tensors.
 
     These are the default generators of Python, numpy, torch and the GPU, and the dropout generator that has equal
-    states on all tp ranks. The keys contain the layout, so only a run with the same layout loads them.
+    states on all tp ranks. The keys contain the layout, so only a run with the same layout loads these states.
 
     Args:
         shared: dropout generator with equal states on all tp ranks; None if the model has none.
         device: device of the model.
         dims: mesh axes.
-        seed: seed of the run. If the checkpoint has no states for this layout, new seeds depend on it and on the
-            iteration.
+        seed: seed of the run. If the checkpoint has no states for this layout, the generators get new seeds that depend
+            on this seed and on the checkpoint's iteration.
     """
 
     group: Group = "rng"
@@ -284,9 +312,13 @@ class RandomGenerators(StatePart):
         return states
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Set the generators to the loaded states. If there are none, seed them by the seed and the iteration."""
+        """Set the random generators to the loaded states, or seed them again if the checkpoint has no states.
+
+        Returns:
+            A note if the generators are seeded again; otherwise [].
+        """
         if not loaded:
-            # the seed contains the iteration, so that the dropout masks of the first steps are not repeated
+            # The new seed depends on the iteration, so that the dropout masks of the run's first steps do not repeat.
             dims = self._dims
             seed = seed_for(f"iteration {iteration} on {dims.data_size * dims.cp.size} data ranks", seed=self._seed)
             seed_everything(seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
@@ -309,7 +341,7 @@ class RandomGenerators(StatePart):
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """Return a JSON-compatible value as a uint8 tensor with the bytes of its JSON text."""
+    """Encode a JSON-compatible value, such as a generator's state, as a uint8 tensor with the bytes of its JSON."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 

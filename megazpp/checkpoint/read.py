@@ -1,8 +1,8 @@
-"""Loading of checkpoints: choose the checkpoint that a run starts from, check it, and fill the run's state.
+"""Load checkpoints: choose the checkpoint that a run starts from, check it, and fill the run's training state.
 
-Other programs use it to load only the weights. A load has three steps. It verifies the files, then compares the
-checkpoint with the run's flags, and only then changes the run's state. This file has more than 300 lines so that these
-steps can be read in one place.
+Programs without training, such as generate.py, use this file to load only the weights. A load has three steps. It
+verifies the files, then compares the checkpoint with the run's flags, and only then changes the run's training state.
+This file has more than 300 lines so that these steps can be read in one place.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ T = TypeVar("T")
 
 
 class LoadSource(NamedTuple):
-    """The choice of a checkpoint in a folder, and of the parts to load from it.
+    """The choice of a checkpoint in a folder of checkpoints, and of the parts to load from it.
 
     Attributes:
         folder: folder of checkpoints.
-        iteration: iteration to load (--ckpt-step); None for the iteration in the tracker file.
+        iteration: iteration of the checkpoint to load (--ckpt-step); None for the iteration in the tracker file.
         continues: True to resume the checkpoint's run; False (--finetune) to start a new run with its weights.
         optimizer: True to load the optimizer states.
         rng: True to load the states of the random generators.
-        fallback: True to load the newest undamaged checkpoint before the requested one if that is damaged
-            (--load-fallback).
-        opener: opener of the weights.
+        fallback: True to load an older checkpoint if the requested one is damaged (--load-fallback). The newest
+            undamaged one is loaded.
+        opener: opener of the weights, for checkpoints that need weights of another checkpoint; see `WeightOpener`.
     """
 
     folder: CheckpointFolder
@@ -73,17 +73,17 @@ class LoadSource(NamedTuple):
     opener: WeightOpener = WHOLE_WEIGHTS
 
     def candidates(self) -> list[int]:
-        """Return the iterations to try, with the requested one first.
+        """Return the iterations of the checkpoints to try, in this order. The requested checkpoint comes first.
 
-        Without --load-fallback, only the requested iteration is returned. If the folder has no checkpoint, the list is
-        empty.
+        With --load-fallback, all earlier iterations follow, the newest first. If the folder has no checkpoint, the list
+        is empty.
 
         Raises:
             DamagedError: the checkpoint that the tracker file names is missing, and --load-fallback is not set.
             ValueError: the folder has no checkpoint of --ckpt-step, or it is a single checkpoint instead of a folder
                 of checkpoints.
         """
-        # find the requested iteration
+        # ---- find the requested iteration
         self.folder.check_not_inside()
         found, wanted = self.folder.iterations(), self.iteration
         if wanted is not None and wanted not in found:
@@ -97,14 +97,18 @@ class LoadSource(NamedTuple):
                 if not self.fallback or not found:
                     raise
                 wanted = found[-1]
-        # add the earlier ones, the newest first
+        # ---- add the earlier iterations, the newest first
         return [] if wanted is None else [wanted, *(i for i in reversed(found) if i < wanted and self.fallback)]
 
     def continues_records_of(self, record: CheckpointMetadata, config: CheckpointConfig) -> bool:
-        """Return whether a run with these flags also continues the run folder and the wandb run of the checkpoint.
+        """Return True if a run that loads a checkpoint also appends to the checkpoint's run folder and wandb run.
 
-        It does so only if it saves to the folder that it loads from. A run that resumes and saves elsewhere, or not at
-        all, is a fork: its rows and flags must not mix with those of the original.
+        The run does so only if it saves to the folder that it loads from. A run that resumes and saves elsewhere, or
+        not at all, is a fork, whose metrics and flags must not mix with the original run's.
+
+        Args:
+            record: metadata of the checkpoint.
+            config: checkpoint flags of the run.
         """
         save = config.save
         if save is None and config.save_to_run_dir and record.run_dir is not None:
@@ -113,35 +117,37 @@ class LoadSource(NamedTuple):
 
     @property
     def checkpoint(self) -> Path:
-        """The path of the requested checkpoint. The source must have one."""
+        """The path of the requested checkpoint. The folder must have a checkpoint."""
         return self.folder.of(self.candidates()[0])
 
 
 def same_folder(one: str | Path, other: str | Path) -> bool:
-    """Return whether two paths are the same folder, which need not exist; `~` is expanded."""
+    """Return True if two paths are the same folder, whether it exists or not. `~` is expanded."""
     return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
 
 
 def saves_where_it_loads(config: CheckpointConfig) -> bool:
-    """Return whether --save and --load are the same folder."""
+    """Return True if --save and --load are given and name the same folder."""
     return config.save is not None and config.load is not None and same_folder(config.save, config.load)
 
 
 def choose_source(
     config: CheckpointConfig, *, restarted: bool, opener: WeightOpener = WHOLE_WEIGHTS
 ) -> LoadSource | None:
-    """Choose by the flags which checkpoint a run starts from; None to start from scratch.
+    """Choose the checkpoint that a run starts from, by its checkpoint flags.
 
     Args:
         config: checkpoint flags.
-        restarted: True if the launcher restarted this job after a fault. The job then resumes from its own checkpoints
-            in --save, if there are any. A job that is queued again with the same command does so too.
-        opener: opener of the weights.
+        restarted: True if the launcher has restarted this job after a fault. The job then resumes from its own
+            checkpoints in --save, if there are any. A job that is queued again with the same command also does so.
+        opener: opener of the weights; see `WeightOpener`.
+    Returns:
+        The choice; None if the run starts from scratch. The folder of --load may still have no checkpoint.
     Raises:
         ValueError: --save has checkpoints of another run, --finetune has the same folder for --save and --load, or
             --load has no checkpoint and --exit-on-missing-checkpoint is set.
     """
-    # check --save
+    # ---- check --save
     choices: dict[str, Any] = {"fallback": config.load_fallback, "opener": opener}
     if config.save is not None:
         own = CheckpointFolder(config.save, "--save")
@@ -159,7 +165,7 @@ def choose_source(
                 f"--save {config.save} holds checkpoints already (up to iteration {there[-1]}): "
                 f"pass --load {config.save} to resume from them, or choose another folder"
             )
-    # apply the flags of --load
+    # ---- apply --load and the flags that select parts of the checkpoint
     if config.load is None:
         return None
     source = LoadSource(
@@ -176,11 +182,18 @@ def choose_source(
 
 
 def _is_requeued(config: CheckpointConfig, own: CheckpointFolder) -> bool:
-    """Return whether the checkpoints in --save come from a run that began with the same checkpoint in --load."""
+    """Return True if a queuing system has started the same command again after it saved checkpoints.
+
+    This is so if the checkpoints in --save are of a run that started from the same checkpoint in --load as this run.
+
+    Args:
+        config: checkpoint flags of this run.
+        own: the folder of --save.
+    """
     if config.load is None or saves_where_it_loads(config):
         return False
     flags: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):  # a damaged checkpoint shows nothing
+    with contextlib.suppress(ValueError):  # a damaged checkpoint does not show with which flags its run started
         if (record := peek(LoadSource(own, fallback=True))) is not None:
             flags = record.flags
     same_start = all(flags.get(name) == getattr(config, name) for name in ("finetune", "ckpt_step"))
@@ -188,17 +201,17 @@ def _is_requeued(config: CheckpointConfig, own: CheckpointFolder) -> bool:
 
 
 def peek(source: LoadSource | None) -> CheckpointMetadata | None:
-    """Return the metadata of the checkpoint that will probably be loaded, before its tensor files are verified.
+    """Return the metadata of the checkpoint that a run will probably load, before its tensor files are verified.
 
-    With --load-fallback, a later `verify` may find damaged tensors and choose another checkpoint.
+    With --load-fallback, `verify` may later find damaged tensor files and choose another checkpoint.
 
     Args:
-        source: folder and iteration; None for a run that starts from scratch.
+        source: choice of the checkpoint; None for a run that starts from scratch.
     Returns:
-        The metadata; None if there is no source or it has no checkpoint.
+        The metadata; None if `source` is None or its folder has no checkpoint.
     Raises:
-        ValueError: the requested checkpoint does not exist (see `LoadSource.candidates`), run.json cannot be read, or
-            its base is missing (see `WeightOpener`).
+        ValueError: the requested checkpoint does not exist (see `LoadSource.candidates`), its run.json cannot be read,
+            or the checkpoint with its base weights is missing (see `WeightOpener`).
     """
     candidates = [] if source is None else source.candidates()
     if source is None or not candidates:
@@ -214,19 +227,24 @@ def peek(source: LoadSource | None) -> CheckpointMetadata | None:
 
 
 def start_of(source: LoadSource | None, record: CheckpointMetadata | None) -> TrainingProgress:
-    """Return the progress that a run starts with. `record` is the result of `peek` for `source`."""
+    """Return the training progress with which a run starts: the checkpoint's if the run resumes it, otherwise zeros.
+
+    Args:
+        source: choice of the checkpoint; None for a run that starts from scratch.
+        record: metadata of this checkpoint, the result of `peek`.
+    """
     return record.progress if source is not None and record is not None and source.continues else TrainingProgress()
 
 
 class Verified(NamedTuple):
-    """A checkpoint whose files are undamaged.
+    """A checkpoint whose files are verified to be undamaged.
 
     Attributes:
-        source: source of the checkpoint.
-        iteration: iteration of the checkpoint.
+        source: choice of the checkpoint, and of the parts to load from it.
+        iteration: iteration of the checkpoint. With --load-fallback, it may be older than the requested one.
         record: metadata of the checkpoint.
-        size_bytes: size of all files.
-        seconds: time that their verification took.
+        size_bytes: size of all files of the checkpoint, in bytes.
+        seconds: time that the verification of the files took, in seconds.
     """
 
     source: LoadSource
@@ -242,21 +260,23 @@ class Verified(NamedTuple):
 
     @property
     def start(self) -> TrainingProgress:
-        """The progress with which a run starts that loads this checkpoint."""
+        """The training progress with which a run that loads this checkpoint starts; zeros with --finetune."""
         return start_of(self.source, self.record)
 
 
 def verify(source: LoadSource | None, axis: MeshAxis, say: Callable[[str], None]) -> Verified | None:
-    """Verify the files of the checkpoint to load, and of older ones with --load-fallback. All ranks call this.
+    """Verify the files of the checkpoint to load. With --load-fallback, try older ones while files are damaged.
+
+    All ranks call this, and together verify every file.
 
     Args:
         source: choice of the checkpoint; None for a run that loads nothing.
-        axis: axis over all ranks with a group for files, see `open_axis`.
+        axis: axis over all ranks with a process group for file operations; see `open_axis`.
         say: function that prints a line on rank 0.
     Returns:
-        The first undamaged checkpoint; None if there is no source or it has no checkpoint.
+        The first undamaged checkpoint; None if `source` is None or its folder has no checkpoint.
     Raises:
-        DamagedError: files are missing or have changed since the save. Every rank raises it.
+        DamagedError: files are missing or have changed since the save. All ranks raise this error.
     """
     if source is None:
         return None
@@ -268,7 +288,7 @@ def verify(source: LoadSource | None, axis: MeshAxis, say: Callable[[str], None]
         return None
 
     def check(iteration: int) -> tuple[int, CheckpointMetadata]:
-        """Verify a checkpoint's files on all ranks together, and return their size in bytes and the metadata."""
+        """Verify the files of one checkpoint on all ranks, and return their total size in bytes and the metadata."""
         path = folder.of(iteration)
         size = raise_on_all_ranks(axis, lambda: verify_files(path, rank=axis.rank, num_ranks=axis.size))
         digests = axis.share_object(axis.gather_objects((socket.gethostname(), checkpoint_digest(path))))
@@ -285,9 +305,9 @@ class Resumed(NamedTuple):
     """The position from which a run starts or resumes.
 
     Attributes:
-        progress: progress of the run.
-        schedule: schedule of learning rate and weight decay.
-        checkpoint: folder of the loaded checkpoint; None if nothing was loaded.
+        progress: training progress at the start.
+        schedule: schedule of learning rate and weight decay for the rest of the run.
+        checkpoint: folder of the loaded checkpoint; None if the run starts from scratch.
     """
 
     progress: TrainingProgress
@@ -296,13 +316,13 @@ class Resumed(NamedTuple):
 
 
 class CheckpointReader:
-    """Reader that loads a verified checkpoint into the state of a run. Every rank calls `read`.
+    """Reader that compares a verified checkpoint with a run and loads it into the run's training state.
 
     Args:
-        config: checkpoint flags.
-        state: state of the run, which `read` fills.
-        own: metadata of the run, which the checkpoint's metadata is compared with.
-        axis: axis over all ranks with a group for files, see `open_axis`.
+        config: checkpoint flags of the run.
+        state: training state of the run, which `read` fills.
+        own: metadata of the run, with which the checkpoint's metadata is compared.
+        axis: axis over all ranks with a process group for file operations; see `open_axis`.
         say: function that prints a line on rank 0.
     """
 
@@ -317,18 +337,18 @@ class CheckpointReader:
         self._config, self._state, self._own, self._axis, self._say = config, state, own, axis, say
 
     def read(self, verified: Verified, schedule: Schedule) -> Resumed:
-        """Load a checkpoint into the state.
+        """Compare a checkpoint with the run, and load it into the run's training state. All ranks call this.
 
         Args:
-            verified: the checkpoint, and the parts to load.
+            verified: the checkpoint, and the choice of its parts to load.
             schedule: learning-rate schedule of this run's flags.
         Returns:
-            Progress, schedule and folder to resume from.
+            Training progress and schedule to resume from, and the checkpoint's folder.
         Raises:
-            DamagedError: the tensors are not those of the checkpoint's model.
+            DamagedError: tensors in the checkpoint do not belong to the model that its metadata describes.
             ValueError: the checkpoint's model, tokenizer, optimizer or schedule does not fit this run's flags.
         """
-        # compare the checkpoint with this run, then load its tensors
+        # ---- compare the checkpoint with this run, then load its tensors
         started, source, record, path = time.perf_counter(), verified.source, verified.record, verified.path
         where = f"checkpoint from {source.folder.path} at iteration {verified.iteration}"
         self._say(f" loading {where}")
@@ -337,26 +357,33 @@ class CheckpointReader:
             self._say(f"note: {note}")
         seconds = verified.seconds + time.perf_counter() - started
         self._say(f"  successfully loaded {where} | {verified.size_bytes / GIGA:.3f} GB in {seconds:.2f} s")
-        # find the position to resume from
+        # ---- find the position to resume from
         progress = verified.start._replace(stop_reason=None)
         position = progress.scheduled_samples * schedule_ratio(record, self._own)
-        if not source.optimizer:  # as in Megatron-LM, new moments start a new schedule
+        if not source.optimizer:  # as in Megatron-LM, a run with new moments starts its schedule from the beginning
             position = Fraction(0)
         progress = progress._replace(scheduled_samples=math.floor(position))
         return Resumed(progress, schedule, path)
 
     def _check(self, source: LoadSource, record: CheckpointMetadata, schedule: Schedule, checkpoint: Path) -> Schedule:
-        """Compare a checkpoint's metadata with this run, print notes about other data, and return the schedule.
+        """Compare a checkpoint's metadata with this run, and print notes about changed data.
 
+        Args:
+            source: choice of the parts to load.
+            record: metadata of the checkpoint.
+            schedule: learning-rate schedule of this run's flags.
+            checkpoint: folder of the checkpoint, for messages.
+        Returns:
+            The learning-rate schedule to use: the given one or the checkpoint's.
         Raises:
-            ValueError: the checkpoint does not fit this run; the message names the flags.
+            ValueError: the checkpoint does not fit this run. The message names the flags.
         """
-        # compare model and tokenizer
+        # ---- compare model and tokenizer
         own, is_whole = self._own, source.opener.is_whole
         if source.continues and is_whole(own) and not is_whole(record):
             raise ValueError(
-                f"{checkpoint} contains only adapters. Pass --finetune to merge them into their base and start a new "
-                "run"
+                f"{checkpoint} contains only adapters, but this run trains all weights. Pass --finetune to merge the "
+                "adapters into their base and start a new run"
             )
         check_same_model(record.flags, self._state.model.config, checkpoint)
         check_same_vocabulary(record, own.vocab_size, checkpoint)
@@ -367,14 +394,14 @@ class CheckpointReader:
                     f"{another}. Remove the tokenizer's flags to resume, or pass --finetune to start a new run"
                 )
             self._say(f"WARNING: {another}")
-        # refuse to load parts that the checkpoint lacks
+        # ---- reject a load of parts that the checkpoint lacks
         for part, what, name in (("optimizer", "optimizer", "optim"), ("rng", "rng state", "rng")):
             if getattr(source, part) and not getattr(record, f"has_{part}"):
                 raise ValueError(
                     f"Unable to load {what} from checkpoint {checkpoint}: it was written with --no-save-{name}. "
                     f"Specify --no-load-{name} or --finetune"
                 )
-        # compare data, optimizer and schedule
+        # ---- compare data, optimizer and schedule
         if source.continues:
             sizes, consumed = (batch_size_of(own), batch_size_of(record)), record.progress.consumed_samples
             for note in data_notes(record.flags, own.flags, checkpoint, consumed=consumed, batch_sizes=sizes):
@@ -388,8 +415,17 @@ class CheckpointReader:
         return agreed_schedule(record.schedule, schedule, self._config, checkpoint, ratio=ratio, sizes=described)
 
     def _fill(self, source: LoadSource, record: CheckpointMetadata, checkpoint: Path) -> list[str]:
-        """Load the tensors into the state, and return a note for each part that the checkpoint cannot provide."""
-        # open the checkpoint, and check names and shapes
+        """Load the tensors of a checkpoint into the run's training state.
+
+        Args:
+            source: choice of the parts to load.
+            record: metadata of the checkpoint.
+            checkpoint: folder of the checkpoint.
+        Returns:
+            A note for the log about each kind of values that the checkpoint does not have. The run starts with new
+            ones.
+        """
+        # ---- open the checkpoint, and check names and shapes
         parts, weights = {"optimizer": source.optimizer, "rng": source.rng}, self._state.weights()
         reader = SafeReader(checkpoint)
         if not source.continues:
@@ -397,7 +433,7 @@ class CheckpointReader:
         saved = raise_on_all_ranks(self._axis, reader.tensors)
         shapes, padded = {key: tuple(x.shape) for key, x in weights.items()}, self._state.padded(weights)
         check_weights(saved, shapes, padded, record, checkpoint, any_head=not source.continues)
-        # read the tensors, and let each part of the state take over its own
+        # ---- read the tensors, and pass them to the parts of the training state
         targets = self._state.targets(saved, **parts)
         reader.fill(targets, self._state.padded(targets), self._axis)
         if source.optimizer:
@@ -412,16 +448,16 @@ class CheckpointReader:
 def first_sound(
     source: LoadSource, candidates: Sequence[int], work: Callable[[int], T], say: Callable[[str], None]
 ) -> tuple[int, T]:
-    """Return the first undamaged candidate, and the result of `work` for it.
+    """Try checkpoints until one is undamaged; return its iteration and the result of `work` for it.
 
     Args:
-        source: source of the candidates.
-        candidates: iterations to try, in this order; see `LoadSource.candidates`.
-        work: function of an iteration, which raises DamagedError if the checkpoint is damaged. If ranks share the work,
-            it must return or raise on all of them alike.
-        say: function that prints a warning about each damaged candidate, if --load-fallback is set.
+        source: choice with the folder of the checkpoints.
+        candidates: iterations of the checkpoints to try, in this order; see `LoadSource.candidates`.
+        work: function that checks or reads the checkpoint of an iteration. It raises DamagedError if the checkpoint is
+            damaged. If several ranks call it together, either all of them return or all of them raise.
+        say: function that prints a warning about each damaged checkpoint, if --load-fallback is set.
     Raises:
-        DamagedError: all candidates are damaged, or there are none.
+        DamagedError: all checkpoints are damaged, or `candidates` is empty.
     """
     problem = DamagedError(f"{source.folder.name} has no checkpoint")
     for iteration in candidates:
@@ -437,17 +473,17 @@ def first_sound(
 def find_weights(
     folder: CheckpointFolder, iteration: int | None, *, fallback: bool = False, opener: WeightOpener = WHOLE_WEIGHTS
 ) -> tuple[LoadSource, CheckpointMetadata]:
-    """Find a checkpoint to load only weights from, and read its metadata. Tensor files are not verified here.
+    """Find a checkpoint of which only the weights are loaded, and read its metadata. Tensor files are not verified.
 
     Args:
         folder: folder of checkpoints.
-        iteration: iteration to load; None for the latest.
-        fallback: True to use the newest undamaged checkpoint if the requested one is damaged.
-        opener: opener of the weights.
+        iteration: iteration of the checkpoint to load; None for the latest.
+        fallback: True to use the newest undamaged checkpoint before the requested one if that is damaged.
+        opener: opener of the weights; see `WeightOpener`.
     Returns:
-        (source, metadata), as `load_weights` takes them.
+        (source, record): choice and metadata of the checkpoint, two arguments of `load_weights`.
     Raises:
-        ValueError: there is no checkpoint, or its metadata cannot be read.
+        ValueError: the folder has no such checkpoint, or the metadata cannot be read.
     """
     source = LoadSource(folder, iteration, False, optimizer=False, rng=False, fallback=fallback, opener=opener)
     record = peek(source)
@@ -467,23 +503,23 @@ def load_weights(
     tokenizer: str | None = None,
     say: Callable[[str], None],
 ) -> int:
-    """Load the weights of a checkpoint into a sharded model. All ranks call this.
+    """Verify a checkpoint, and load its weights into a sharded model. All ranks call this.
 
     Args:
-        model: sharded model to fill.
+        model: sharded model, whose weights are overwritten.
         sharding: sharding of the model.
         dims: mesh axes.
-        source: source of the checkpoint, from `find_weights`.
+        source: choice of the checkpoint, from `find_weights`.
         record: metadata of the checkpoint, from `find_weights`.
         vocab_size: number of tokens of the tokenizer in use.
-        tokenizer: identity of the tokenizer in use; None to skip its comparison.
+        tokenizer: identity of the tokenizer in use; None to skip the comparison with the checkpoint's tokenizer.
         say: function that prints a line on rank 0.
     Returns:
         Iteration of the loaded checkpoint.
     Raises:
-        ValueError: the checkpoint is damaged, or its model or tokenizer differs.
+        ValueError: the checkpoint is damaged, or has another model or tokenizer.
     """
-    # TrainState needs an optimizer and a loss scaler; nothing is loaded into these
+    # `TrainState` requires an optimizer and a loss scaler, but loading only weights does not change them.
     values = RunValues(torch.optim.SGD(model.parameters()), LossScaler(1.0))
     state = TrainState(model, sharding, values, [Weights(model, sharding)])
     own = dataclasses.replace(record, vocab_size=vocab_size, tokenizer=tokenizer or record.tokenizer)

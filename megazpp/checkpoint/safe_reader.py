@@ -1,10 +1,10 @@
-"""Safe reader for checkpoints in the format of torch.distributed.checkpoint, which does not run code from files.
+"""A safe reader for checkpoints in the format of torch.distributed.checkpoint: it never runs code from the files.
 
 `torch.distributed.checkpoint.load` reads the same files. This reader differs in four ways:
 
-- It reads only files of the checkpoint that `checksums.txt` lists, and refuses a tensor whose chunks leave gaps.
+- It reads only files that the checkpoint's `checksums.txt` lists, and rejects a tensor whose chunks leave gaps.
 - It unpickles only the index `.metadata` and the headers of tensors, both with restricted unpicklers.
-- It reads any rectangular part (a box) of a tensor, for example some rows, whatever layout saved the tensor.
+- It reads any rectangular part (a box) of a tensor, for example some rows, whatever layout has saved the tensor.
 - It accepts another number of padding rows in vocabulary matrices, because this number depends on the tensor-parallel
   size.
 """
@@ -32,16 +32,17 @@ from megazpp.checkpoint.checksums import NAME as CHECKSUMS
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import raise_on_all_ranks
 
-Chunk = tuple[str, tuple[int, ...]]  # key of a tensor, and index of the first element of one of its chunks
-Part = tuple[torch.Tensor, tuple[slice, ...]]  # part of a target to fill, and its place in a chunk
-_AT_ONCE = 1 << 22  # largest number of elements per read from a file (but at least one row)
+Chunk = tuple[str, tuple[int, ...]]  # one chunk of a saved tensor: the tensor's key, and the index of the first element
+Part = tuple[torch.Tensor, tuple[slice, ...]]  # a view of a tensor to fill, and the slices of a chunk with its values
+_AT_ONCE = 1 << 22  # largest number of elements that `read_box` reads from a file at once (but at least one row)
 
 
 class SafeReader:
     """A reader of the tensors in one checkpoint that is safe for files from untrusted sources.
 
-    Its methods raise ValueError if the index refers to anything but the classes of an index, if an entry is not a
-    tensor, or if the chunks of a tensor do not cover it. `torch.load(weights_only=True)` reads the headers of tensors.
+    Its methods raise ValueError in three cases: the index `.metadata` refers to classes that no index needs, an entry
+    is not a tensor, or the chunks of a tensor do not cover all its elements. `torch.load(weights_only=True)` reads the
+    headers of tensors.
 
     Args:
         checkpoint: folder of one checkpoint.
@@ -50,51 +51,50 @@ class SafeReader:
     def __init__(self, checkpoint: Path) -> None:
         self.path = checkpoint
         self._pieces: dict[MetadataIndex, tuple[Path, int]] = {}
-        self._covered = set[str]()  # keys of tensors whose chunks were checked
+        self._covered = set[str]()  # keys of the tensors whose chunks `_check_chunks` has accepted
         self._exists = functools.cache(Path.exists)
-        self._absent: dict[Chunk, list[Part]] | None = (
-            None  # parts whose files are not here, while `fill` collects them
-        )
+        # While `fill` runs, `read_box` collects here the parts to fill from files that are only on other hosts.
+        self._absent: dict[Chunk, list[Part]] | None = None
 
     @functools.cached_property
     def _index(self) -> Metadata:
-        """The content of `.metadata`, which is read at the first use."""
+        """The content of the index `.metadata`: shapes of all tensors, and files with their chunks."""
         with (self.path / INDEX).open("rb") as file:
             return _IndexUnpickler(file).load()
 
     @functools.cached_property
     def _files(self) -> Collection[str]:
-        """The names of the files whose checksums loading verifies."""
+        """The names of the files that `checksums.txt` lists. Only these files may contain tensors."""
         return read_checksums(self.path).keys()
 
     @functools.cached_property
     def _saved(self) -> dict[str, TensorStorageMetadata]:
-        """The shape, dtype and chunks of every tensor in the checkpoint, by key."""
+        """The shape, dtype and chunks of each tensor in the checkpoint, by key."""
         saved = self._index.state_dict_metadata
         return {key: entry for key, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Return the shape, dtype and chunks of every tensor, by key."""
+        """Return the shape, dtype and chunks of each tensor in the checkpoint, by key."""
         return self._saved
 
     def fill(self, targets: Mapping[str, torch.Tensor], padded: Collection[str], axis: MeshAxis | None = None) -> None:
-        """Read saved tensors into `targets`. The checkpoint may have been saved with another layout.
+        """Fill tensors with the values of the checkpoint, which a run with another layout may have saved.
 
         Args:
-            targets: tensors to fill by key. For a DTensor, only the local shard is read.
-            padded: keys of tensors that end in padding rows. The saved tensor may have more or fewer rows; target rows
-                that it lacks stay unchanged.
-            axis: ranks that fill their own targets from the checkpoint and all call this. A rank then also gets parts
-                whose files only other hosts have; one rank writes a tensor that several have. None: one process.
+            targets: tensors to fill, by key. Of a DTensor, only the local shard is filled.
+            padded: keys of tensors that end in padding rows. The saved tensor may have more or fewer rows. Rows of a
+                target that the saved tensor lacks stay unchanged.
+            axis: ranks that call this together, each with its own targets. If hosts have no shared file system, a rank
+                also receives values from files that only another host has. None for a single process.
         Raises:
-            ValueError: a saved tensor has another shape, or cannot be read; on all ranks.
+            ValueError: a saved tensor has another shape, or cannot be read. All ranks raise this error.
         """
         axis = axis or MeshAxis("alone")
         self._absent = absent = dict[Chunk, list[Part]]()
         raise_on_all_ranks(axis, lambda: self._fill_from_here(targets, padded))
         self._absent = None
 
-        # parts of chunks whose files are not here
+        # ---- send chunks whose files are missing on some hosts, from a rank that has the file to all ranks
         wanted = sorted(set().union(*axis.share_object(axis.gather_objects(list(absent)))))
         there = axis.share_object(axis.gather_objects([self._is_here(chunk) for chunk in wanted])) if wanted else []
         for number, chunk in enumerate(wanted):
@@ -107,7 +107,7 @@ class SafeReader:
                 part.copy_(content[place])
 
     def _fill_from_here(self, targets: Mapping[str, torch.Tensor], padded: Collection[str]) -> None:
-        """Fill the targets from the files that are here, see `fill`, and collect the other parts in `_absent`."""
+        """Fill `targets` from the files on this host; add the parts in other hosts' files to `_absent`, see `fill`."""
         saved = self.tensors()
         for key, target in targets.items():
             size, shape = tuple(saved[key].size), tuple(target.shape)
@@ -120,19 +120,19 @@ class SafeReader:
             self.read_box(key, offsets, box)
 
     def read_whole(self, key: str) -> torch.Tensor:
-        """Return a whole tensor on the CPU, in the dtype in which it was saved."""
+        """Return the complete tensor of a key on the CPU, in the dtype in which it was saved."""
         entry = self.tensors()[key]
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         self.read_box(key, (0,) * whole.dim(), whole)
         return whole
 
     def read_box(self, key: str, offsets: tuple[int, ...], box: torch.Tensor) -> None:
-        """Read a rectangular part of a saved tensor into `box`.
+        """Fill `box` with a rectangular part of a saved tensor.
 
         Args:
-            key: key of the tensor.
-            offsets: index of the part's first element, one number per dimension.
-            box: tensor to fill, which has the shape of the part. Elements outside the saved tensor stay unchanged.
+            key: key of the saved tensor.
+            offsets: index of the part's first element in the saved tensor, one number per dimension.
+            box: tensor to fill, with the shape of the part. Elements outside of the saved tensor stay unchanged.
         Raises:
             ValueError: a file is too short, or its content is not a contiguous tensor.
         """
@@ -142,7 +142,7 @@ class SafeReader:
         if not box.dim():
             offsets, box = (0,), box.view(1)
         for chunk in entry.chunks:
-            # intersect the saved chunk with the box; a scalar is read as a vector of one element
+            # ---- intersect the saved chunk with the box; a scalar is read as a vector of one element
             begins, sizes = tuple(chunk.offsets) or (0,), tuple(chunk.sizes) or (1,)
             places = list(zip(offsets, box.shape, begins, sizes, strict=True))
             low = [max(start, own) for start, _, own, _ in places]
@@ -154,7 +154,7 @@ class SafeReader:
             if self._absent is not None and not self._is_here((key, begins)):
                 self._absent.setdefault((key, begins), []).append((inside, place))
                 continue
-            # read whole rows of the chunk, and copy the columns that the box needs
+            # ---- read complete rows of the chunk, and copy the columns that the box needs
             columns = place[1:]
             path, start = self._find_piece(MetadataIndex(key, chunk.offsets))
             dtype, width = entry.properties.dtype, math.prod(sizes[1:])
@@ -168,12 +168,12 @@ class SafeReader:
                 low[0] += len(part)
 
     def _is_here(self, chunk: Chunk) -> bool:
-        """Return False if the file with a chunk of a tensor is missing on this host."""
+        """Return False if the file with this chunk of a tensor is missing on this host; otherwise True."""
         found = self._index.storage_data.get(self._place_of(chunk))
         return found is None or self._exists(self.path / found.relative_path)
 
     def _read_chunk(self, chunk: Chunk) -> torch.Tensor:
-        """Return a chunk of a tensor, a scalar as a vector of one element."""
+        """Return the values of one chunk of a saved tensor. A scalar is returned as a vector of one element."""
         key, begins = chunk
         entry, place = self.tensors()[key], self._place_of(chunk)
         sizes = next(each.sizes for each in entry.chunks if each.offsets == place.offset)
@@ -182,19 +182,19 @@ class SafeReader:
         return content
 
     def _place_of(self, chunk: Chunk) -> MetadataIndex:
-        """Return the name of a chunk in the index, where the first element of a scalar has no coordinates."""
+        """Return the key of a chunk in the index `.metadata`, where the offset of a scalar is ()."""
         key, begins = chunk
         return MetadataIndex(key, begins if self.tensors()[key].size else ())
 
     def _check_chunks(self, key: str, entry: TensorStorageMetadata) -> None:
-        """Raise ValueError unless the chunks of a tensor cover each of its elements exactly once."""
+        """Raise ValueError unless the chunks of a saved tensor cover each of its elements exactly once."""
         size = tuple(entry.size) or (1,)
         begins = [tuple(chunk.offsets) or (0,) for chunk in entry.chunks]
         ends = [
             tuple(map(sum, zip(begin, tuple(chunk.sizes) or (1,), strict=True)))
             for begin, chunk in zip(begins, entry.chunks, strict=True)
         ]
-        # cut each dimension at the borders of all chunks, and count the chunks that cover each cell
+        # The borders of all chunks cut the tensor into cells. `counts` has the number of chunks that cover each cell.
         cuts = [sorted({0, length, *(corner[i] for corner in (*begins, *ends))}) for i, length in enumerate(size)]
         counts = np.zeros([len(cut) - 1 for cut in cuts], np.int64)
         for corners in zip(begins, ends, strict=True):
@@ -206,12 +206,14 @@ class SafeReader:
         self._covered.add(key)
 
     def _find_piece(self, index: MetadataIndex) -> tuple[Path, int]:
-        """Return the file of one saved chunk of a tensor, and the byte offset of the chunk's first element.
+        """Return the file that contains one chunk of a saved tensor, and the byte offset of its first element.
 
         The result is cached, because `read_box` may be called for many parts of a chunk.
 
+        Args:
+            index: key of the chunk in the index `.metadata`.
         Raises:
-            ValueError: the checkpoint has no readable tensor there, or the tensor is not contiguous.
+            ValueError: the checkpoint has no readable chunk with this key, or the stored tensor is not contiguous.
         """
         if index not in self._pieces:
             try:
@@ -238,7 +240,7 @@ class SafeReader:
         return self._pieces[index]
 
 
-# The classes and functions that a pickled index `.metadata` may refer to, by module and name.
+# The classes and functions to which a pickled index `.metadata` may refer, as (module, name).
 _INDEX_PARTS = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
@@ -261,7 +263,10 @@ _INDEX_PARTS = {
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """An unpickler for `.metadata` that refuses every name except `_INDEX_PARTS`, torch dtypes and enum members."""
+    """An unpickler for `.metadata` that accepts only the names in `_INDEX_PARTS`, torch dtypes and enum members.
+
+    A file with any other name could run code while it is unpickled.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _INDEX_PARTS:

@@ -1,6 +1,6 @@
-"""Training state that a checkpoint holds: the keys of its tensors, and the interface of its parts.
+"""The training state that a checkpoint contains: the keys of its tensors, and the interface of its parts.
 
-Every tensor has a key, and each part of the state has a separate prefix:
+Every tensor in a checkpoint has a key, and each part of the state has a separate prefix:
 
     model.{parameter}                          weights, sharded
     model.{buffer}                             buffers, such as the biases of routers, read by every rank
@@ -12,13 +12,13 @@ Every tensor has a key, and each part of the state has a separate prefix:
     rng.{layout}.{coordinates}.{generator}     states of the random generators of one rank
     extra.{name}                               values that a training method keeps between steps, read by every rank
 
-The parts are implemented in parts.py. Features add others, in diloco/state.py and post_training/reference.py. Weights
-and optimizer states have the keys that `torch.distributed.checkpoint.state_dict` uses.
+checkpoint/parts.py implements these parts. Features add more parts, in diloco/state.py and post_training/reference.py.
+Weights and optimizer states have the keys that `torch.distributed.checkpoint.state_dict` uses.
 
-Sharded tensors are DTensors, so torch has their placement, and a run with any layout can read them. Keys with a layout
-and coordinates belong to one rank. Only a run with the same layout reads them; in any other run these parts are reset.
-A rank's coordinates do not depend on its rank number, so hosts may be in another order. The secondary partition is
-saved only for lossless weight deltas, because otherwise it is computed from the shards.
+Sharded tensors are DTensors. The checkpoint therefore contains their placement, and a run with any layout can read
+them. A key with a layout and coordinates belongs to one rank. Only a run with the same layout reads such tensors; any
+other run starts with new values. A rank's coordinates do not depend on its rank number, so hosts may be in another
+order. The secondary partition is saved only for lossless weight deltas, because otherwise the shards determine it.
 """
 
 from __future__ import annotations
@@ -39,116 +39,122 @@ from megazpp.zero.sharding import Sharding
 Tensors = Mapping[str, torch.Tensor]
 Saved = Mapping[str, TensorStorageMetadata]
 Group = Literal["weights", "optimizer", "rng"]
-# prefixes of keys; diloco/state.py describes those of replica groups
+# Prefixes of the keys of a checkpoint's tensors. diloco/state.py describes the keys of replica groups.
 MODEL, OPTIMIZER, SECONDARY, REPLICA_GROUP = "model.", "optimizer.state.", "secondary.", "replica_group."
 SCALAR_HEAD = f"{MODEL}scalar_head."
 
 
 class StatePart:
-    """The interface of one part of a run's state. Every rank calls every method.
+    """The interface of one part of a run's training state, such as the weights or the optimizer states.
 
-    The methods use names, which are keys without `prefix`.
+    Every rank calls every method. The methods name a tensor by its key in the checkpoint without `prefix`.
 
     Attributes:
-        prefix: prefix of the part's keys.
-        group: group for the flags that omit parts. "weights" are always saved and loaded. --no-save-optim and
-            --no-load-optim omit "optimizer", --no-save-rng and --no-load-rng omit "rng".
+        prefix: prefix of the keys of the part's tensors in a checkpoint.
+        group: group by which flags leave out parts. "weights" are always saved and loaded. --no-save-optim and
+            --no-load-optim leave out "optimizer", and --no-save-rng and --no-load-rng leave out "rng".
     """
 
     prefix: str
     group: Group = "optimizer"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's tensors to save, by name. They are not copies, so the next step may change them."""
+        """Return this rank's tensors to save, by name. They are not copies: the next training step may change them."""
         raise NotImplementedError
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        """Return the tensors to load from a checkpoint into, by name. The default is a new tensor for each saved one.
+        """Return the tensors of this part that loading fills with a checkpoint's values, by name.
+
+        By default, this is a new tensor for each tensor that the checkpoint has of this part.
 
         Args:
-            saved: shapes and dtypes of all tensors in the checkpoint, by key.
+            saved: shape and dtype of each tensor in the checkpoint, by key.
         """
         there = under(self.prefix, saved)
         return {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in there.items()}
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Take over the loaded values, and return a note for each thing that the checkpoint cannot provide.
+        """Copy loaded values into the run's training state.
 
         Args:
-            loaded: the tensors from `targets`, filled, by name.
+            loaded: the tensors that `targets` returned, filled with the checkpoint's values, by name.
             iteration: iteration of the checkpoint.
+        Returns:
+            A note for the log about each kind of values that the checkpoint does not have. The run starts with new
+            ones.
         """
         return []
 
 
 class RunValues:
-    """The state of a run that is not in tensors: loss scale, values of optimizer groups, and losses of earlier steps.
+    """The training state outside of tensors: loss scale, values of optimizer groups, and losses of earlier steps.
 
     Args:
         optimizer: optimizer of the run.
-        scaler: loss scaler.
-        guard: detector of loss spikes, which keeps losses of earlier steps; None without one.
+        scaler: loss scaler of the run.
+        guard: detector of loss spikes, which stores losses of earlier steps; None if the run has no detector.
     Attributes:
-        saved_scale: loss scale at the save of the loaded checkpoint. Its error feedback is multiplied by this scale.
+        saved_scale: loss scale in the loaded checkpoint, by which its error feedback is multiplied. Before a load, it
+            is the current loss scale.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: LossScaler, guard: Stateful | None = None) -> None:
         self.scaler, self._optimizer, self._guard = scaler, optimizer, guard
-        self.saved_scale = scaler.scale  # loading a checkpoint replaces it
+        self.saved_scale = scaler.scale  # `load_state_dict` replaces this value by the checkpoint's
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields `scaler`, `guard` and `groups` of `CheckpointMetadata`.
+        """Return the fields `scaler`, `guard` and `groups` of a checkpoint's metadata (`CheckpointMetadata`).
 
-        `groups` has the step count of each parameter group if the optimizer keeps it there, as apex's optimizers do.
+        `groups` contains the step count of each parameter group if the optimizer stores it there, as apex's do.
         """
         groups = [{key: group[key] for key in ("step",) if key in group} for group in self._optimizer.param_groups]
         guard = self._guard.state_dict() if self._guard is not None else {}
         return {"scaler": self.scaler.state_dict(), "guard": guard, "groups": groups}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Restore the values from the fields of a checkpoint's metadata.
+        """Restore the values from the fields `scaler`, `guard` and `groups` of a checkpoint's metadata.
 
         Raises:
-            KeyError, TypeError, ValueError: the values are damaged.
+            KeyError, TypeError, ValueError: the values in the checkpoint are damaged.
         """
         scaler, guard = values["scaler"], values["guard"]
         self.scaler.load_state_dict(scaler)
         self.saved_scale = float(scaler.get("scale", self.scaler.scale))
         if self._guard is not None and guard:
             self._guard.load_state_dict(guard)
-        if any(values["groups"]):  # torch optimizers save no values here; then the number of groups may differ
+        if any(values["groups"]):  # torch's optimizers store no values here, and their number of groups may change
             for group, own in zip(self._optimizer.param_groups, values["groups"], strict=True):
                 group.update(own)
 
 
 class TrainState:
-    """The whole training state that steps change, except the progress.
+    """The complete training state that training steps change, except the training progress.
 
     Args:
         model: sharded model.
         sharding: sharding of the model.
         values: loss scale and other values that are not tensors.
-        parts: parts of the state, in the order in which they are restored. One has the prefix "model.".
+        parts: parts of the state, in the order in which a load restores them. One of them has the prefix "model.".
     """
 
     def __init__(self, model: GPTModel, sharding: Sharding, values: RunValues, parts: Sequence[StatePart]) -> None:
         self.model, self.values, self._sharding, self._parts = model, values, sharding, tuple(parts)
 
     def tensors(self, *, optimizer: bool, rng: bool) -> dict[str, torch.Tensor]:
-        """Return the tensors to save from this rank, by key.
+        """Return this rank's tensors to save in a checkpoint, by key.
 
         Args:
             optimizer: True to include the optimizer states.
             rng: True to include the states of the random generators.
         """
-        self._sharding.reshard()  # free gathered parameters; `parameters()` then returns the shards
+        self._sharding.reshard()  # frees gathered parameters, so that `parameters()` returns the shards
         return {part.prefix + name: x for part in self._parts_of(optimizer, rng) for name, x in part.tensors().items()}
 
     def targets(self, saved: Saved, *, optimizer: bool, rng: bool) -> dict[str, torch.Tensor]:
-        """Return the tensors to load the checkpoint's tensors into, by key.
+        """Return this rank's tensors that loading fills with a checkpoint's values, by key.
 
         Args:
-            saved: shapes and dtypes of all tensors in the checkpoint, by key.
+            saved: shape and dtype of each tensor in the checkpoint, by key.
             optimizer: True to include the optimizer states.
             rng: True to include the states of the random generators.
         """
@@ -157,30 +163,33 @@ class TrainState:
         return {part.prefix + name: x for part in parts for name, x in part.targets(saved).items()}
 
     def accept(self, loaded: Tensors, *, optimizer: bool, rng: bool, iteration: int) -> list[str]:
-        """Pass loaded tensors to the parts, and return a note for each thing that the checkpoint cannot provide.
+        """Copy loaded values into the training state. Each part receives the tensors with its prefix.
 
         Args:
-            loaded: the tensors from `targets`, filled, by key.
-            optimizer: the value given to `targets`.
-            rng: the value given to `targets`.
+            loaded: the tensors that `targets` returned, filled with the checkpoint's values, by key.
+            optimizer: True if they include the optimizer states, as in the call of `targets`.
+            rng: True if they include the states of the random generators, as in the call of `targets`.
             iteration: iteration of the checkpoint.
+        Returns:
+            A note for the log about each kind of values that the checkpoint does not have. The run starts with new
+            ones.
         """
         parts = self._parts_of(optimizer, rng)
         return [note for part in parts for note in part.accept(under(part.prefix, loaded), iteration)]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers by key.
+        """Return the model's parameters and buffers by their keys in a checkpoint.
 
-        A parameter is a DTensor: its shape is global, and it holds this rank's shard. A buffer is a whole tensor.
+        A parameter is a DTensor with a global shape and this rank's shard. A buffer is an unsharded tensor.
         """
         (weights,) = (part for part in self._parts if part.prefix == MODEL)
         return {MODEL + name: x for name, x in weights.tensors().items()}
 
     def padded(self, tensors: Tensors) -> set[str]:
-        """Return the keys of the tensors that end in padding rows: padded parameters and their optimizer states."""
+        """Return the keys of those `tensors` that end in padding rows: padded parameters and their optimizer states."""
         names = tuple(f".{name}" for name, _, _, spec in owned_parameters(self.model) if spec.rows is not None)
         sharded = (key for key, x in tensors.items() if isinstance(x, DTensor) and x.ndim > 0)
-        # keys end in the parameter's name, or for optimizer states in its name and the moment's
+        # A weight's key ends with the parameter's name. A moment's key ends with this name and the moment's name.
         return {key for key in sharded if key.endswith(names) or key.rpartition(".")[0].endswith(names)}
 
     @property
@@ -189,11 +198,11 @@ class TrainState:
         return self._sharding.device
 
     def _parts_of(self, optimizer: bool, rng: bool) -> Iterator[StatePart]:
-        """Iterate over the parts to save or load: the weights, and the groups that the arguments select."""
+        """Return the parts of the state to save or load: always the weights, and the groups that are selected."""
         wanted = {"weights": True, "optimizer": optimizer, "rng": rng}
         return (part for part in self._parts if wanted[part.group])
 
 
 def under(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries whose keys start with `prefix`, with the prefix removed from the keys."""
+    """Return the entries of a dictionary whose keys start with `prefix`, and remove the prefix from these keys."""
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}

@@ -1,4 +1,8 @@
-"""Reading of a checkpoint's weights: the opener that a feature can replace, and the check of names and shapes."""
+"""Open the weights of a checkpoint for reading, and check their names and shapes against the model.
+
+An optional feature, such as LoRA, can replace the opener (`WeightOpener`) to read checkpoints that contain only changes
+of another checkpoint's weights.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +21,33 @@ from megazpp.parallel.axis import MeshAxis
 
 @dataclass(frozen=True)
 class WeightOpener:
-    """The opener of checkpoints that contain all weights of their model.
+    """The opener of a checkpoint's weights. This class is for checkpoints that contain all weights of their model.
 
-    An optional feature can replace it by a subclass for checkpoints that only change the weights of another checkpoint,
-    their base (run/feature.py).
+    An optional feature, such as LoRA, replaces it by a subclass for checkpoints that contain only changes of another
+    checkpoint's weights. That other checkpoint is called their base.
 
     Attributes:
-        bases: folders of checkpoints in which to look for a base first.
-        flags: names of flags that are set in the metadata of a checkpoint with a base.
+        bases: folders of checkpoints in which the subclass looks for a base first.
+        flags: names of flags that only checkpoints with a base have in their metadata.
     """
 
     bases: tuple[str, ...] = ()
     flags: ClassVar[tuple[str, ...]] = ()
 
     def is_whole(self, record: CheckpointMetadata) -> bool:
-        """Return True if a checkpoint contains all weights, so that it has no base."""
+        """Return True if a checkpoint with this metadata contains all weights of its model, so that it has no base."""
         return all(record.flags.get(name) is None for name in self.flags)
 
     def find_bases(self, checkpoint: Path, record: CheckpointMetadata) -> list[Path]:
-        """Return the checkpoints that may be the base of a checkpoint, without comparing weights.
+        """Return the paths of checkpoints that may be the base of a checkpoint. Their weights are not compared here.
 
-        The list is empty if the checkpoint contains all weights.
+        The list is empty if the checkpoint contains all weights of its model.
 
         Args:
             checkpoint: folder of the checkpoint, for the message.
             record: metadata of the checkpoint.
         Raises:
-            ValueError: none of the folders has a checkpoint.
+            ValueError: the checkpoint needs a base, and none of the searched folders has a checkpoint.
         """
         return []
 
@@ -53,9 +57,10 @@ class WeightOpener:
         Args:
             checkpoint: folder of one checkpoint.
             record: metadata of the checkpoint.
-            files: axis over all ranks with a group for files, see `open_axis`.
+            files: axis over all ranks with a process group for file operations; see `open_axis`.
         Raises:
-            ValueError: the base is missing, is damaged, or has other weights. Every rank raises it.
+            ValueError: the base is missing or damaged, or has other weights than the checkpoint needs. All ranks raise
+                this error.
         """
         return SafeReader(checkpoint)
 
@@ -72,15 +77,16 @@ def check_weights(
     *,
     any_head: bool,
 ) -> None:
-    """Raise DamagedError if names or shapes of the saved weights differ from the model's.
+    """Raise DamagedError if the weights in a checkpoint have other names or shapes than the weights of the model.
 
     Args:
-        saved: shapes and dtypes of all tensors in the checkpoint, by key.
-        shapes: global shapes of the model's weights, by key.
-        padded: keys of weights that may have padding rows, so that the number of rows may differ.
+        saved: shape and dtype of each tensor in the checkpoint, by key.
+        shapes: global shape of each weight of the model, by key.
+        padded: keys of the weights that may end in padding rows. Their numbers of rows may differ.
         record: metadata of the checkpoint.
         checkpoint: folder of the checkpoint, for the message.
-        any_head: True to accept a scalar head in only one of model and checkpoint, as when only weights are loaded.
+        any_head: True to accept a scalar head (of a reward model) that only the model or only the checkpoint has, as
+            when a run loads only weights.
     """
     found = {key: tuple(entry.size) for key, entry in saved.items() if key.startswith(MODEL)}
     for key in sorted(shapes.keys() | found.keys()):
@@ -88,7 +94,7 @@ def check_weights(
         if any_head and key.startswith(SCALAR_HEAD) and None in (wanted, there):
             continue
         if wanted is None or there is None:
-            problem = "has no place in it" if wanted is None else "is missing"
+            problem = "is not in that model" if wanted is None else "is missing"
         elif there[1:] != wanted[1:] or (there != wanted and key not in padded):
             problem = f"has shape {there}, not {wanted}"
         elif key in padded:

@@ -312,7 +312,7 @@ def test_all_mistakes_are_reported_at_once_with_summary_of_megatron_flags():
         "ignored: --DDP-impl",
         "not supported, see above: --moe-min-capacity",
         "command line: --num-layers: invalid int",
-        "--keep-last needs --save",
+        "--keep-last needs --save: without it,",
     ]
 
 

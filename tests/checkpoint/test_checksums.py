@@ -52,7 +52,7 @@ def test_damaged_files_are_named_and_ranks_verify_the_files_they_wrote(folder):
     os.truncate(folder / ".hidden with spaces", 2997)
     (folder / "empty").unlink()
     hidden, large, empty = problems = damage(folder)
-    assert hidden == f"{folder}/.hidden with spaces is damaged: it has 2997 bytes, 3000 were written"
+    assert hidden == f"{folder}/.hidden with spaces is damaged: it has 2997 bytes, but 3000 were written"
     assert large.startswith(f"{folder}/__1_0.large is damaged: its checksum is ")
     assert empty.startswith(f"{folder}/empty cannot be read: ")
     assert damage(folder, rank=1, num_ranks=2) == [large]

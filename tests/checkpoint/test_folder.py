@@ -295,7 +295,7 @@ def test_missing_or_invalid_tokenizer_folder_is_rejected(tmp_path):
     shutil.move(tmp_path / name, tmp_path / "outside")
     names = ("outside", "../x", str(tmp_path / "outside"), f"{name}/../outside")
     rows = [(other, "is not the name of a tokenizer folder") for other in names]
-    rows.append((name, f"{name} is missing, the tokenizer of these checkpoints: copy it too, or name one with --token"))
+    rows.append((name, f"{name}, the tokenizer of these checkpoints, is missing: copy it too, or name a tokenizer"))
     assert not_refused(rows, lambda name: read_tokenizer(tmp_path, name), DamagedError) == []
 
 

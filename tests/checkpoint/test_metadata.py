@@ -64,7 +64,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"groups": [1]}, ": groups is [1], not list"),
     ({"has_optimizer": 1}, ": has_optimizer is 1, not bool"),
     ({"progress": {"iteration": "x"}}, ": iteration is 'x', not int"),
-    ({"progress": {"iteration": 9}}, " is of iteration 9, the folder's name says 7"),
+    ({"progress": {"iteration": 9}}, " is of iteration 9, but the folder's name says 7"),
     ({"progress": {"iteration": -1}}, ": iteration is -1"),
     ({"progress": {"iteration": 7, "consumed_samples": 10**40}}, ": consumed_samples is 1000"),
     ({"progress": {"iteration": 7, "micro_batches": -(10**18)}}, ": micro_batches is -1000"),

@@ -69,7 +69,7 @@ def test_record_that_does_not_match_the_tensors_is_rejected(load, tmp_path):
     """Checksums are valid: the record was edited, or the folder was combined from two."""
     rows = []
     for flag, value, problem in (
-        ("num_layers", 1, "layers.1.attention.proj.bias has no place in it"),
+        ("num_layers", 1, "layers.1.attention.proj.bias is not in that model"),
         ("num_layers", 3, "layers.2.attention.proj.bias is missing"),
         ("ffn_hidden_size", 40, "layers.0.mlp.fc1.bias has shape (44,), not (40,)"),
         ("max_position_embeddings", 15, "embedding.position.weight has shape (16, 20), not (15, 20)"),
