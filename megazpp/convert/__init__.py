@@ -1,1 +1,1 @@
-"""Conversion of models from Hugging Face and Megatron-LM, and to Hugging Face."""
+"""Conversion of models from Hugging Face and Megatron-LM to MegaZ++ checkpoints, and from these to Hugging Face."""

@@ -1,4 +1,4 @@
-"""The flags of the conversion of checkpoints."""
+"""The flags of tools/convert_checkpoint.py, which converts models between checkpoint formats."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The conversion between formats that `tools/convert_checkpoint.py` runs.
+"""Convert a model between the formats of MegaZ++, Hugging Face and Megatron-LM (tools/convert_checkpoint.py).
 
-All checks come before the output begins. Tensors are then converted one after the other, into a folder that appears
-complete or not at all.
+All checks come before the first byte of output. Tensors are then converted one after the other. The output folder
+appears under its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ from megazpp.optim.schedule import build_schedule
 def convert(
     config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[str], None], *, opener: WeightOpener
 ) -> str:
-    """Convert a model; return a line about the result.
+    """Convert the model in --input to the format of --output, and return a line for the log about the result.
 
     Args:
         config: flags of the conversion.
-        tokenizer: flags of the model's tokenizer; empty flags use the tokenizer of --input.
+        tokenizer: flags of the model's tokenizer. Flags that name no tokenizer select the tokenizer in --input.
         say: function that prints a line.
-        opener: opener of weights; an optional feature may provide one for checkpoints with adapters.
+        opener: opener of a checkpoint's weights. LoRA's opener, an `AdapterConverter`, also reads adapters.
     Raises:
-        ValueError: a file is missing or damaged, or the other format cannot hold the model. Nothing is written.
+        ValueError: a file is missing or damaged, flags contradict each other, or the target format cannot represent
+            the model. Nothing is written in these cases.
     """
     # ---- check the flags
     if config.input is None or config.output is None:
@@ -62,7 +63,8 @@ def convert(
     merges = kind == wanted == "megazpp" and (adapter is not None or trained)
     if config.keep_adapters and (merges or not trained):
         raise ValueError(
-            f"--keep-adapters needs a LoRA run's checkpoint as --input, not {source}, and --to huggingface"
+            f"--keep-adapters needs a LoRA run's checkpoint as --input, not {source}, and --to huggingface; "
+            "otherwise leave it out"
         )
     if (kind == "megazpp") == (wanted == "megazpp") and not merges:
         raise ValueError(f"--from {kind} --to {wanted}: exactly one of the two has to be megazpp")
@@ -84,7 +86,7 @@ def convert(
     if not merges:
         kept = opener if config.keep_adapters else None
         return export(source, target, model, record, tokenizer, say, adapters=kept)
-    # ---- a checkpoint with merged adapters, and without training state
+    # ---- write a MegaZ++ checkpoint with merged adapters, without training state
     own = open_tokenizer(source, record, tokenizer, say)
     flags = record.flags | dict.fromkeys((*opener.flags, IMPORTED_FROM))
     record = dataclasses.replace(record, scaler={}, groups=[], guard={}, layout={}, tokenizer_folder=None)
@@ -94,7 +96,7 @@ def convert(
     return f"{target} holds the model as iteration {record.progress.iteration}{_described(model)}"
 
 
-_NAMES = {
+_NAMES = {  # name of each format in messages
     "huggingface": "a Hugging Face model",
     "megatron": "a checkpoint of Megatron-LM",
     "megazpp": "a checkpoint of MegaZ++",
@@ -102,7 +104,11 @@ _NAMES = {
 
 
 def guess_format(folder: Path) -> str:
-    """Return a folder's format, by its files; raise ValueError if no format fits."""
+    """Return the format of a model's folder, detected from its files: "huggingface", "megazpp" or "megatron".
+
+    Raises:
+        ValueError: the files are of no such format.
+    """
     if (folder / CONFIG).is_file():
         return "huggingface"
     if any(folder.glob("iter_*/run.json")):
@@ -124,17 +130,17 @@ def export(
     *,
     adapters: AdapterConverter | None = None,
 ) -> str:
-    """Write our checkpoint as a Hugging Face folder; return a line about it.
+    """Write the model of a MegaZ++ checkpoint as a Hugging Face folder, and return a line for the log about it.
 
     Args:
         source: folder of checkpoints.
-        target: folder to write.
+        target: Hugging Face folder to write.
         model: model of the checkpoint.
         record: metadata of the checkpoint.
-        given: flags of the tokenizer.
+        given: flags of the tokenizer. Flags that name no tokenizer select the checkpoint's tokenizer.
         say: function that prints a line.
-        adapters: converter of the checkpoint's adapters, which are written to the folder adapter/; `model` is their
-            base. None for a checkpoint without adapters, or with merged ones.
+        adapters: converter that writes the checkpoint's adapters to the subfolder adapter/. `model` then has the base
+            weights without the adapters. None for a checkpoint without adapters, or if `model` has merged ones.
     """
     if HEAD in model.tensors and not record.is_reward_model:
         say("note: the policy's value head (scalar_head) is left out, because a language model has none")
@@ -146,10 +152,11 @@ def export(
         ids, ends = write_tokenizer_files(folder, tokenizer), {None if tokenizer is None else tokenizer.eod}
         ids |= {name: _inside(name, value, model.rows, say) for name, value in ids.items() if name.endswith("_id")}
         ends |= {*eos} if isinstance(eos := ids.get("eos_token_id"), list) else {eos}
-        if HEAD in model.tensors and SCORE_PAD in record.flags:  # the padding token of the imported model
+        if HEAD in model.tensors and SCORE_PAD in record.flags:  # a reward model that was converted from Hugging Face
             ids["pad_token_id"] = record.flags[SCORE_PAD]
         elif HEAD in model.tensors and ids.get("pad_token_id") in (None, *ends):
-            ids["pad_token_id"] = None  # with eos as padding, transformers would score the token before the end
+            # With eos as padding token, transformers would take the score at the token before eos.
+            ids["pad_token_id"] = None
             say("note: no token serves for padding only, so transformers scores one text at a time (pad_token_id)")
         write_model(folder, model, token_ids=ids)
         if adapters is not None:
@@ -161,7 +168,16 @@ def export(
 
 
 def _inside(name: str, value: Any, rows: int, say: Callable[[str], None]) -> Any:
-    """Return an id of config.json, or a list of ids, without ids beyond the rows of the embedding."""
+    """Remove token ids that the embedding matrix has no row for from an entry of a Hugging Face config.json.
+
+    Args:
+        name: name of the entry, such as eos_token_id.
+        value: value of the entry: an id, None, or a list of ids.
+        rows: rows of the embedding matrix.
+        say: function that prints a note if an id is removed.
+    Returns:
+        The entry without these ids; None if no id is left.
+    """
     ids = value if isinstance(value, list) else [value]
     kept = [each for each in ids if each is None or -rows <= each < rows]
     if kept == ids:
@@ -171,12 +187,14 @@ def _inside(name: str, value: Any, rows: int, say: Callable[[str], None]) -> Any
 
 
 def bring_in(model: Model, target: Path, given: TokenizerConfig, say: Callable[[str], None]) -> str:
-    """Write a model as a checkpoint of ours, without optimizer state; return a line about it.
+    """Write a model from Hugging Face or Megatron-LM as a MegaZ++ checkpoint, and return a line for the log about it.
+
+    The checkpoint has no optimizer states.
 
     Args:
         model: model to write.
         target: folder of checkpoints to write.
-        given: flags of the tokenizer; empty flags use the tokenizer of the model.
+        given: flags of the tokenizer. Flags that name no tokenizer select the model's tokenizer.
         say: function that prints a line.
     """
     for line in model.notes:
@@ -199,11 +217,11 @@ def bring_in(model: Model, target: Path, given: TokenizerConfig, say: Callable[[
             if note is not None:
                 say(f"note: {note}")
     # ---- metadata
-    schedule = build_schedule(  # a record needs one, but an import has no training to resume
+    schedule = build_schedule(  # run.json must contain a schedule, although no run resumes this checkpoint's training
         ScheduleConfig(lr=0.0), weight_decay=0.0, train_iters=1, train_samples=None, global_batch_size=1
     )
     own, held = dataclasses.asdict(model.config), (*SHAPE, "init_method_std", "hidden_dropout", "attention_dropout")
-    flags = {  # flags that our programs take from a checkpoint
+    flags = {  # flags that the programs of MegaZ++ read from a checkpoint
         **{name: own[name] for name in held},
         **dataclasses.asdict(found),
         "seq_length": model.seq_length,
@@ -230,16 +248,17 @@ def bring_in(model: Model, target: Path, given: TokenizerConfig, say: Callable[[
 
 
 def _described(model: Model) -> str:
+    """Return the end of a log line about a written model: numbers of parameters and tokens, and the dtype."""
     parameters = sum(torch.Size(entry.shape).numel() for entry in model.tensors.values())
     return f": {parameters:,} parameters, {model.dtype}, {model.rows:,} tokens"
 
 
 def check_output(path: Path) -> None:
-    """Raise ValueError if an output folder cannot be created or is not empty, before the work for it begins."""
+    """Raise ValueError if the folder of --output exists and is not empty, or cannot be replaced by a rename."""
     if path.is_dir():
         if any(path.iterdir()):
-            raise ValueError(f"--output {path} is not empty")
-        if path.is_mount():  # nothing can be renamed onto a mount point
+            raise ValueError(f"--output {path} is not empty; name a new or empty folder")
+        if path.is_mount():  # a folder cannot be renamed to a mount point
             raise ValueError(f"--output {path} is the mount point of a file system; give a folder inside it")
     elif path.exists() or path.is_symlink():
         raise ValueError(f"--output {path} exists and is not a folder")
@@ -247,9 +266,10 @@ def check_output(path: Path) -> None:
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `path` at the end, or removed if an exception is raised.
+    """Return a context that yields a temporary folder, and renames it to `path`, the folder of --output, at its end.
 
-    The leftovers of a killed conversion are removed by the next one with the same output.
+    If an exception ends the context, the temporary folder is removed. If the process is killed, the next conversion
+    with the same --output removes the files in it.
 
     Raises:
         ValueError: the folder cannot be created, or another process is writing it.
@@ -267,6 +287,6 @@ def whole_folder(path: Path) -> Iterator[Path]:
             remove(entry)
         with renamed_when_done(unfinished, path):
             yield unfinished
-            check_output(path)  # again, because another process may have created it meanwhile
+            check_output(path)  # a second check, because another process may have created the folder meanwhile
     finally:
         os.close(descriptor)

@@ -18,7 +18,9 @@ ACTIVATIONS: dict[str, dict[str, bool]] = {
     "gelu": {},
     "relu2": {"squared_relu": True},
 }
-Keys = Mapping[str, tuple[str, str, str]]  # key of config.json -> field of GPTConfig to set, property to write, reader
+# For a key of Hugging Face's config.json: the field of GPTConfig that its value sets, the property of GPTConfig with
+# the value to write, and the method of `Settings` that reads and checks the value.
+Keys = Mapping[str, tuple[str, str, str]]
 _KEYS: Keys = {
     "n_layer": ("num_layers", "layers", "count"),
     "n_embd": ("hidden_size", "hidden", "count"),
@@ -32,14 +34,18 @@ _KEYS: Keys = {
 
 
 class Gpt2:
-    """GPT-2, with the methods of `llama.Relative`."""
+    """Hugging Face's family GPT-2, with the same attributes and methods as `llama.Relative`."""
 
     model_type, class_name, fused, predicts = "gpt2", "GPT2LMHeadModel", False, False
     prefix = "transformer."
-    buffers = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")  # masks in old files
+    buffers = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")  # attention masks in older files
 
     def read(self, settings: Settings) -> dict[str, Any]:
-        """Return fields of GPTConfig; see `llama.Relative.read`."""
+        """Return the fields of GPTConfig that a GPT-2 config.json defines.
+
+        Raises:
+            ValueError: a value is not supported. The message names its key.
+        """
         settings.absent("scale_attn_by_inverse_layer_idx", "add_cross_attention")
         settings.only("scale_attn_weights", True)
         found = read_keys(settings, _KEYS) | ACTIVATIONS[settings.only("activation_function", *ACTIVATIONS)]
@@ -47,7 +53,7 @@ class Gpt2:
         return found | {"untie_embeddings_and_output_weights": not settings.truth("tie_word_embeddings", True)}
 
     def write(self, config: GPTConfig) -> dict[str, Any]:
-        """Return config.json without the vocabulary."""
+        """Return GPT-2's config.json for a model, without the entries about the vocabulary and special tokens."""
         return {
             **write_keys(config, _KEYS),
             "n_inner": config.ffn_size,
@@ -57,7 +63,7 @@ class Gpt2:
         }
 
     def pieces(self, config: GPTConfig) -> dict[str, ForeignTensors]:
-        """Map each of our tensors to the tensors of Hugging Face's model that hold it."""
+        """Return for each tensor of `GPTModel` the tensors of Hugging Face's GPT-2 with its values."""
         modules = {"embedding.word": "transformer.wte", "embedding.position": "transformer.wpe"}
         modules |= {"final_norm": "transformer.ln_f"} | ({} if config.tied else {"output": "lm_head"})
         parts = {"attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.proj": "attn.c_proj"}
@@ -66,20 +72,27 @@ class Gpt2:
 
 
 def activation_of(config: GPTConfig, tanh: str) -> str:
-    """Return Hugging Face's name of the model's activation function.
+    """Return Hugging Face's name of the activation function in a model's MLPs without gates.
 
     Args:
         config: architecture of the model.
-        tanh: name of GeLU's tanh approximation; Hugging Face has several names for it.
+        tanh: the family's name of GeLU's tanh approximation, which differs between Hugging Face's families.
     """
     return tanh if config.openai_gelu else "relu2" if config.squared_relu else "gelu"
 
 
 def read_keys(settings: Settings, keys: Keys) -> dict[str, Any]:
-    """Read the keys of config.json that each set one field of GPTConfig; a ValueError names an invalid key."""
+    """Return the fields of GPTConfig that are set by one key of config.json each.
+
+    Args:
+        settings: values of the config.json.
+        keys: for each key, the field, the property, and the method of `Settings` that reads the value.
+    Raises:
+        ValueError: a value is missing or invalid. The message names its key.
+    """
     return {field: getattr(settings, method)(key) for key, (field, _, method) in keys.items()}
 
 
 def write_keys(config: GPTConfig, keys: Keys) -> dict[str, Any]:
-    """Undo `read_keys`."""
+    """Return the keys of config.json, with their values, that set one field of GPTConfig each; see `read_keys`."""
     return {key: getattr(config, value) for key, (_, value, _) in keys.items()}

@@ -1,8 +1,8 @@
-"""A Hugging Face folder: config.json, safetensors in one file or several, and the tokenizer's files.
+"""Read and write the model in a Hugging Face folder: config.json, and weights in one or several safetensors files.
 
-transformers reads config.json and completes it by its defaults. `Relative` and `Gpt2` map the result to our flags and
-back. A family (model_type) can represent a model if writing config.json for this family and reading it back gives the
-same model.
+transformers reads config.json and completes it by its defaults. Classes for Hugging Face's families (`Relative`,
+`Mixture`, `Gpt2`) map the result to the fields of GPTConfig and back. A family, which config.json names as model_type,
+can represent a model if writing config.json for this family and reading it back gives the same model.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from megazpp.data.tokenizer_folder import CONFIG, find_tokenizer, import_package
 from megazpp.model.config import GPTConfig
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_FILES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # transformers takes the first
-FILE_BYTES = 5 * 10**9  # the size limit of one file, as in transformers
-ADAPTER, SHARDS = "adapter_config.json", "shard-*-model-*-of-*.safetensors"  # files that from_pretrained uses too
+_FILES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # transformers reads the first that exists
+FILE_BYTES = 5 * 10**9  # largest size of a safetensors file, as in transformers
+ADAPTER, SHARDS = "adapter_config.json", "shard-*-model-*-of-*.safetensors"  # other files that from_pretrained uses
 _SCORE, _CLASSIFIER = "score.weight", "ForSequenceClassification"
 Architecture = Gpt2 | Relative
 ARCHITECTURES: dict[str, Architecture] = {each.model_type: each for each in (Gpt2(), *RELATIVES, *MIXTURES)}
 
 
 def open_model(folder: Path, *, adapter: Path | None = None) -> Model:
-    """Open the model of a folder; its weights are read later, when a conversion needs them.
+    """Open the model of a Hugging Face folder. A tensor is read from its file when the conversion needs its values.
 
-    The exception is an output matrix that should be tied to the embedding but is stored too: both are compared now.
+    An output matrix that is tied to the embedding but also stored in the files is read at once, to compare both.
 
     Args:
-        folder: folder of the model.
-        adapter: folder of an adapter that the caller merges into the model, or None.
+        folder: Hugging Face folder of the model.
+        adapter: folder of an adapter that the caller merges into the model; None if it merges none.
     Raises:
         ValueError: a file is missing or damaged, or the model is not supported.
     """
@@ -71,7 +71,7 @@ def open_model(folder: Path, *, adapter: Path | None = None) -> Model:
     if architecture.predicts:
         beyond = f"model.layers.{values['num_layers']}."
         tensors = {name: entry for name, entry in tensors.items() if not name.startswith(beyond)}
-    scores = _SCORE in tensors  # a reward model, without an output layer
+    scores = _SCORE in tensors  # True for a reward model, which has no output layer
     if scores:
         values["untie_embeddings_and_output_weights"] = False
     config = model_config(values, settings.where)
@@ -79,7 +79,8 @@ def open_model(folder: Path, *, adapter: Path | None = None) -> Model:
     shapes = model_shapes(config, rows, settings.where, num_tensors=len(tensors), scalar_head=scores)
     pieces = _pieces(architecture, config, scores=scores)
     if config.tied and (copy := tensors.pop("lm_head.weight", None)) is not None:
-        # Some files hold a copy. One that differs is refused, because versions of transformers treat it differently.
+        # Some files contain a copy of the tied matrix. A copy with other values is rejected, because some versions of
+        # transformers use it and others ignore it.
         words = pieces[WORDS].theirs[0]
         original = tensors.get(words, copy)
         if copy.shape != original.shape or not torch.equal(copy.read().float(), original.read().float()):
@@ -99,7 +100,12 @@ def open_model(folder: Path, *, adapter: Path | None = None) -> Model:
 
 
 def _check_alone(folder: Path, adapter: Path | None) -> None:
-    """Raise ValueError if `from_pretrained` would use more of a folder than config.json and the weights."""
+    """Raise ValueError if transformers' `from_pretrained` would use an adapter or a distributed checkpoint in a folder.
+
+    Args:
+        folder: Hugging Face folder of the model.
+        adapter: folder of an adapter that is merged into the model; None if none is merged.
+    """
     if (folder / ADAPTER).is_file() and (adapter is None or adapter.resolve() != folder.resolve()):
         raise ValueError(
             f"{folder} also holds an adapter ({ADAPTER}), which from_pretrained applies to the weights: --adapter "
@@ -113,13 +119,17 @@ def _check_alone(folder: Path, adapter: Path | None) -> None:
 
 
 def _read_config(folder: Path) -> Settings:
-    """Return config.json as transformers completes it; raises ValueError if the family is not supported."""
+    """Return the values of a folder's config.json, completed by the defaults of transformers.
+
+    Raises:
+        ValueError: the file is missing or damaged, or the family (model_type) is not supported.
+    """
     kind = read_json(folder / CONFIG).get("model_type")
     if kind in ARCHITECTURES:
         transformers = import_package("transformers", "a Hugging Face model")
         try:
             values = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
-        except Exception as error:  # transformers raises errors of many types
+        except Exception as error:  # transformers raises errors of many types for an invalid config.json
             raise ValueError(f"{folder / CONFIG}: {' '.join(str(error).split())}") from error
         kind = values["model_type"]
     if kind not in ARCHITECTURES:
@@ -129,12 +139,14 @@ def _read_config(folder: Path) -> Settings:
 
 
 def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> None:
-    """Write config.json and the tensors of a model, in files of at most `FILE_BYTES`.
+    """Write a model into a Hugging Face folder: config.json, and safetensors files of at most 5 GB.
 
     Args:
-        folder: folder to write into.
+        folder: existing folder to write into.
         model: model to write.
-        token_ids: entries of config.json about special tokens.
+        token_ids: entries of config.json about special tokens, such as eos_token_id.
+    Raises:
+        ValueError: no family of Hugging Face can represent the model.
     """
     architecture, scores = choose_architecture(model.config), HEAD in model.tensors
     kept = {name: entry for name, entry in model.tensors.items() if not (scores and name == OUTPUT)}
@@ -164,7 +176,13 @@ def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> 
 
 
 def class_name(model: Model) -> str:
-    """Return the name of transformers' class of a model, which scores whole texts if the model has a scalar head."""
+    """Return the name of the class that transformers uses for a model, such as LlamaForCausalLM.
+
+    For a reward model, whose scalar head scores texts, it is the class for sequence classification.
+
+    Raises:
+        ValueError: no family can represent the model, or its family has no class for sequence classification.
+    """
     architecture = choose_architecture(model.config)
     if HEAD not in model.tensors:
         return architecture.class_name
@@ -179,12 +197,21 @@ def class_name(model: Model) -> str:
 
 
 def model_pieces(config: GPTConfig) -> dict[str, ForeignTensors]:
-    """Map each of our tensors to the tensors that hold it in the family that `find_architecture` returns."""
+    """Return for each tensor of `GPTModel` the tensors with its values in the model's Hugging Face family.
+
+    `find_architecture` selects the family.
+    """
     return find_architecture(config).pieces(config)
 
 
 def _pieces(architecture: Architecture, config: GPTConfig, *, scores: bool) -> dict[str, ForeignTensors]:
-    """Map our tensors to the family's. If `scores`, the model has a scalar head in place of the output layer."""
+    """Return for each tensor of `GPTModel` the tensors with its values in a Hugging Face family.
+
+    Args:
+        architecture: family of the model.
+        config: architecture of the model.
+        scores: True for a reward model, which has a scalar head instead of the output layer.
+    """
     pieces = architecture.pieces(config)
     if scores:
         pieces = {name: piece for name, piece in pieces.items() if name != OUTPUT} | {HEAD: same(_SCORE)}
@@ -192,7 +219,11 @@ def _pieces(architecture: Architecture, config: GPTConfig, *, scores: bool) -> d
 
 
 def choose_architecture(config: GPTConfig) -> Architecture:
-    """Return the first family that can represent the model; a ValueError names the flags that no family supports."""
+    """Return the first Hugging Face family that can represent a model.
+
+    Raises:
+        ValueError: no family can. The message names the flags that the most similar family does not support.
+    """
     architecture = find_architecture(config)
     if problems := _differences(architecture, config):
         flags = ", ".join(as_written(config, config.__dataclass_fields__[name]) for name in problems)
@@ -201,17 +232,20 @@ def choose_architecture(config: GPTConfig) -> Architecture:
 
 
 def find_architecture(config: GPTConfig) -> Architecture:
-    """Return the first family that can represent the model, otherwise the one that lacks the fewest flags."""
+    """Return the first Hugging Face family that can represent a model.
+
+    If no family can, return the family that does not support the fewest fields of the model's config.
+    """
     return min(ARCHITECTURES.values(), key=lambda architecture: len(_differences(architecture, config)))
 
 
 @functools.cache
 def _differences(architecture: Architecture, config: GPTConfig) -> list[str]:
-    """Return the fields of GPTConfig that the family's config.json cannot represent."""
+    """Return the names of those fields of a GPTConfig whose values a Hugging Face family cannot represent."""
     config = replace(config, max_position_embeddings=config.max_position_embeddings or 1)
     try:
         back = GPTConfig(**architecture.read(Settings(architecture.write(config), architecture.class_name)))
-    except ValueError:  # a value that `read` does not support
+    except ValueError:  # the family does not support one of the values at all
         return list(SHAPE)
     pairs = asdict(config), asdict(back)
     changed = [name for name, derived in SHAPE.items() if getattr(config, derived) != getattr(back, derived)]
@@ -219,24 +253,28 @@ def _differences(architecture: Architecture, config: GPTConfig) -> list[str]:
 
 
 def to_files(architecture: Architecture, tensors: dict[str, Deferred]) -> dict[str, Deferred]:
-    """Return the tensors in the form of the family's files: phi3 stores gate and up as one matrix."""
+    """Return a model's tensors as a Hugging Face family stores them in files: phi3 fuses the matrices gate and up."""
     return join_gate_up(tensors) if architecture.fused else tensors
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object; raises ValueError if it is missing or holds something else."""
+    """Return the JSON object in a file; raise ValueError if the file is missing or contains something else."""
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     return read_settings({path.name: path.read_bytes()}, path.name, f"in {path.parent}")
 
 
 def _open_files(folder: Path, architecture: Architecture, explicit: str | None) -> dict[str, Deferred]:
-    """Open the weights of a folder by transformers' names, with its order of precedence among files.
+    """Open the weights of a Hugging Face folder, without buffers, and return them by their names in transformers.
+
+    If the folder has weights in several formats, the function opens the files that transformers would open.
 
     Args:
-        folder: folder of the model.
+        folder: Hugging Face folder of the model.
         architecture: family of the model.
-        explicit: file that config.json names (transformers_weights), or None.
+        explicit: file that config.json names in transformers_weights; None if it names none.
+    Raises:
+        ValueError: a file is missing or damaged, or is not in this folder.
     """
     file = explicit or next((name for name in _FILES if (folder / name).is_file()), WHOLE)
     places: Any = {"": file}

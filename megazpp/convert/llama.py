@@ -1,4 +1,4 @@
-"""Hugging Face's Llama and its relatives: rotary positions, and queries, keys and values as three matrices.
+"""Convert Hugging Face's Llama and similar families: rotary positions, and queries, keys and values as three matrices.
 
 | model_type | differs from llama in                                        | flags here                              |
 |------------|--------------------------------------------------------------|-----------------------------------------|
@@ -11,8 +11,8 @@
 | olmo2      | norms after attention and MLP, and of all queries and keys   | --norm-after-block                      |
 | starcoder2 | LayerNorm, a GeLU MLP, biases everywhere; windows            | no --swiglu                             |
 
-A family that differs in these ways only is one more entry of `RELATIVES`. An export uses the first family that can
-represent the model (`huggingface.find_architecture`).
+To support a further family that differs from Llama only in these ways, add an entry to `RELATIVES`. An export uses the
+first family that can represent the model (`huggingface.find_architecture`).
 """
 
 from __future__ import annotations
@@ -41,26 +41,33 @@ _KEYS: Keys = {
     "initializer_range": ("init_method_std", "init_method_std", "number"),
     "attention_dropout": ("attention_dropout", "attention_dropout", "number"),
 }
-_GATE_UP, _GATE, _UP = "mlp.gate_up_proj.", "mlp.gate_proj.", "mlp.up_proj."  # phi3's files have gate and up in one
+_GATE_UP, _GATE, _UP = "mlp.gate_up_proj.", "mlp.gate_proj.", "mlp.up_proj."  # phi3 fuses the matrices gate and up
 
 
 @dataclass(frozen=True)
 class Relative:
-    """One model_type of the Llama kind; `gpt2.Gpt2` has the same methods.
+    """A Hugging Face family (model_type) that is similar to Llama, and the mapping of its models to GPTConfig and back.
 
     Attributes:
-        prefix: prefix of tensor names. Files that transformers' AutoModel wrote, without an output layer, lack it.
-        buffers: pattern of the names of stored tensors that are not weights, which are ignored.
-        predicts: files may hold layers after the last one, which predict further tokens and are left out.
+        prefix: prefix of the tensor names. Files that transformers' AutoModel has written without an output layer have
+            names without this prefix.
+        buffers: pattern of the names of stored tensors that are not weights. They are ignored.
+        predicts: True if files may contain further layers after the last one, for the prediction of several tokens.
+            They are left out.
         model_type: name of the family in config.json.
         class_name: transformers' class of the model with its output layer.
         biases: keys of config.json that enable biases in all linear layers.
         dropouts: keys of config.json with the dropout rate of the residual stream.
         qkv_bias: True if only the projections to queries, keys and values have biases.
-        qk_norm: whether queries and keys are normalized: not, per head, or over all heads together.
-        windows: layers with sliding-window attention: none, all, or the layers that `layer_types` names.
-        multipliers, unrotated, norm_after, fused, partial, layer_norm: True if the family differs from Llama in this
-            way; see the table at the top of the file.
+        qk_norm: normalization of queries and keys: "" for none, "heads" per head, "all" over all heads together.
+        windows: layers that may have sliding-window attention: "" for none, "all", or "layers" for the layers that the
+            key `layer_types` names.
+        multipliers: True if config.json has factors of embeddings, attention scores, residuals and logits.
+        unrotated: True if some layers may have no rotary positions.
+        norm_after: True if norms come after attention and MLP instead of before them.
+        fused: True if queries, keys and values are one matrix, and gate and up another one.
+        partial: True if only some channels of a head may rotate (partial_rotary_factor).
+        layer_norm: True for LayerNorm and a GeLU MLP instead of RMSNorm and SwiGLU.
     """
 
     prefix: ClassVar[str] = "model."
@@ -82,15 +89,17 @@ class Relative:
 
     @property
     def keys(self) -> Keys:
-        """The keys of config.json that each correspond to one field of GPTConfig."""
+        """The keys of the family's config.json that correspond to one field of GPTConfig each."""
         epsilon = "norm_epsilon" if self.layer_norm else "rms_norm_eps"
         return {**_KEYS, epsilon: ("norm_epsilon", "norm_epsilon", "positive")}
 
     def read(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of GPTConfig that `settings` define. Every key of the family must be present.
+        """Return the fields of GPTConfig that a config.json of this family defines.
 
+        Args:
+            settings: values of the config.json, completed by transformers' defaults.
         Raises:
-            ValueError: a value is not supported; the message names its key.
+            ValueError: a value is missing or not supported. The message names its key.
         """
         found = read_keys(settings, self.keys)
         hidden, heads = found["hidden_size"], found["num_attention_heads"]
@@ -129,7 +138,11 @@ class Relative:
         }
 
     def write(self, config: GPTConfig) -> dict[str, Any]:
-        """Return config.json without the vocabulary, and without settings that the family has no key for."""
+        """Return the family's config.json for a model, without the entries about vocabulary and special tokens.
+
+        A field of `config` for which the family has no key is left out without an error. `find_architecture` detects
+        this by reading the result back.
+        """
         window, found = config.window if self.windows else None, dict[str, Any]()
         if self.windows == "layers":
             kinds = ["full_attention" if span is None else "sliding_attention" for span in config.attention_span]
@@ -150,12 +163,12 @@ class Relative:
             "tie_word_embeddings": config.tied,
             **dict.fromkeys(self.dropouts, config.hidden_dropout),
             **dict.fromkeys(self.biases, config.linear_bias),
-            "pad_token_id": None,  # the family's default may be beyond the vocabulary
+            "pad_token_id": None,  # without this entry, the family's default applies, which may exceed the vocabulary
             **found,
         }
 
     def pieces(self, config: GPTConfig) -> dict[str, ForeignTensors]:
-        """Map each of our tensors to the tensors of Hugging Face's model that hold it."""
+        """Return for each tensor of `GPTModel` the tensors of the family's Hugging Face model with its values."""
         modules = {"embedding.word": "model.embed_tokens", "final_norm": "model.norm"}
         modules |= {} if config.tied else {"output": "lm_head"}
         parts = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -172,7 +185,8 @@ class Relative:
     def _read_layers(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of GPTConfig for sliding windows and for layers without rotary positions.
 
-        Hugging Face's window size includes the token itself; --window-size counts only earlier tokens.
+        Hugging Face's window size counts the attending token itself. --window-size counts only earlier tokens, so it is
+        smaller by one.
         """
         found, slides = dict[str, Any](), self.windows == "all" and "sliding_window" in settings
         if self.unrotated:
@@ -188,7 +202,7 @@ class Relative:
 
 
 def split_gate_up(tensors: Mapping[str, Deferred]) -> dict[str, Deferred]:
-    """Split phi3's fused gate and up matrices in two."""
+    """Split each fused matrix of gate and up, as in phi3's files, into two tensors; leave other tensors unchanged."""
     found: dict[str, Deferred] = {}
     for name, entry in tensors.items():
         if _GATE_UP in name:
@@ -201,7 +215,7 @@ def split_gate_up(tensors: Mapping[str, Deferred]) -> dict[str, Deferred]:
 
 
 def join_gate_up(tensors: Mapping[str, Deferred]) -> dict[str, Deferred]:
-    """Undo `split_gate_up`."""
+    """Fuse the matrices gate and up of each MLP into one tensor, as in phi3's files; the inverse of `split_gate_up`."""
     found: dict[str, Deferred] = {}
     for name, entry in tensors.items():
         if _GATE in name:

@@ -1,10 +1,11 @@
-"""A reader of Megatron-LM's legacy checkpoints, mp_rank_XX/model_optim_rng.pt, that joins the ranks' tensors.
+"""Read Megatron-LM's legacy checkpoints, mp_rank_XX/model_optim_rng.pt, and join the tensor-parallel ranks' tensors.
 
-Such a file is a pickle. In addition to tensors it holds the arguments (an `argparse.Namespace`), enums of Megatron, and
-states of random generators. No code in it is run. torch's restricted unpickler creates tensors, plain containers and
-the namespace. Objects of Megatron or numpy become an `Unknown`, and a file that names anything else is refused.
+Such a file is a pickle. In addition to tensors it contains the arguments (an `argparse.Namespace`), enums of Megatron,
+and states of random generators. No code in the file is run. torch's restricted unpickler creates tensors, plain
+containers and the namespace. Objects of Megatron or numpy become an `Unknown`, and a file that names any other class is
+rejected.
 
-Names of tensors in Megatron's versions:
+Names of tensors in the versions of Megatron-LM:
 
     language_model.embedding.{word,position}_embeddings.weight
     language_model.{transformer,encoder}.layers.N.{attention,self_attention}.query_key_value.{weight,bias}  ...
@@ -12,9 +13,10 @@ Names of tensors in Megatron's versions:
     decoder.layers.N.self_attention.linear_qkv.weight  ...   the same tensors in Megatron-Core
 
 Layout of the rows of query_key_value on a rank with np heads of hn channels: [3, np, hn] in version 0, [np, hn, 3] in
-version 1.0, and [np, 3, hn] from 2.0 on (with grouped queries [groups, queries + 2, hn]). Our layout is the last one.
+version 1.0, and [np, 3, hn] from 2.0 on (with grouped queries [groups, queries + 2, hn]). `GPTModel` has the last
+layout.
 
-The file is longer than 300 lines because all of it concerns this one format.
+This file is longer than 300 lines because all of it concerns this one format.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ from megazpp.model.config import GPTConfig
 from megazpp.optim.schedule import TrainingProgress
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")
-_TRUTHS = (  # arguments that are fields of GPTConfig
+_TRUTHS = (  # boolean arguments of Megatron-LM that are fields of GPTConfig with the same name
     *("group_query_attention", "use_rotary_position_embeddings", "qk_layernorm", "apply_layernorm_1p", "swiglu"),
     *("squared_relu", "untie_embeddings_and_output_weights", "add_qkv_bias"),
 )
-# Packages whose names a file may contain: Megatron and its forks, and the modules of random generators' states.
+# A checkpoint may refer to objects of these packages: Megatron and its forks, and modules of random generators' states.
 _HARMLESS = ("megatron.", "apex.", "deepspeed.", "transformer_engine.", "fp16.", "numpy.", "pathlib.", "signal.")
 _HARMLESS_NAMES = ("_codecs.encode", "_io.BytesIO", "types.SimpleNamespace", "enum.Enum")
 # Errors that torch and pickle raise for damaged files.
@@ -52,7 +54,7 @@ _DAMAGE = (OSError, zipfile.BadZipFile, RuntimeError, EOFError, LookupError, Val
 _LAYER = re.compile(r"(?:language_model\.(?:transformer|encoder)|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _FUSED_NORM = re.compile(r"(.*\.)(?:self_attention\.|mlp\.)(linear_qkv|linear_fc1)\.layer_norm_(weight|bias)")
 _FUSED_NORMS = {"linear_qkv": "input_layernorm", "linear_fc1": "pre_mlp_layernorm"}
-_LAYER_NAMES = {  # without the self_ of self_attention
+_LAYER_NAMES = {  # name of a layer's module in Megatron-LM, without the "self_" of self_attention: name in `GPTModel`
     "input_layernorm": "attention_norm",
     "input_norm": "attention_norm",
     "post_attention_layernorm": "mlp_norm",
@@ -80,11 +82,11 @@ _SPLIT_COLUMNS = ("proj.weight", "fc2.weight")
 
 
 def open_megatron(folder: Path, iteration: int | None) -> Model:
-    """Open a checkpoint of any tensor-parallel size; tensors are read on demand.
+    """Open the model of a legacy Megatron-LM checkpoint of any tensor-parallel size. Tensors are joined on demand.
 
     Args:
-        folder: folder of checkpoints, or one checkpoint.
-        iteration: iteration to open; None for the one that the tracker file names.
+        folder: folder of checkpoints, or folder of one checkpoint.
+        iteration: iteration of the checkpoint; None for the iteration in the tracker file.
     Raises:
         ValueError: a file is missing, damaged or unsafe, or the model is not supported.
     """
@@ -107,12 +109,12 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
     parts = [our_tensors(rank["model"], str(file)) for rank, file in zip(ranks, files, strict=True)]
     shapes = [{name: tuple(tensor.shape) for name, tensor in part.items()} for part in parts]
     for found, file in zip(shapes, files, strict=True):
-        check_tensors(found, shapes[0], str(file))  # all ranks have equal shapes
+        check_tensors(found, shapes[0], str(file))  # all tensor-parallel ranks must have tensors of equal shapes
     tensors: dict[str, Deferred] = {}
     for name in parts[0]:
         join = functools.partial(_join, name=name, config=config, version=version)
         of_ranks = [part[name] for part in parts]
-        if config.swiglu and ".mlp.fc1." in name:  # on each rank the rows of gate come first
+        if config.swiglu and ".mlp.fc1." in name:  # in each rank's fused matrix, the rows of gate come before fc1's
             halves = [tensor.chunk(2) for tensor in of_ranks]
             tensors[name.replace(".fc1.", ".gate.")] = _deferred([half[0] for half in halves], join)
             of_ranks = [half[-1] for half in halves]
@@ -120,12 +122,12 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
     if config.use_rope_scaling and "language_model" in ranks[0]["model"]:
         raise ValueError(f"{where}: args: use_rope_scaling True is not supported here with the legacy model")
     if config.tied:
-        tensors.pop(OUTPUT, None)  # a copy of the embedding
+        tensors.pop(OUTPUT, None)  # with tied embeddings, the stored output matrix is a copy of the embedding matrix
     # ---- progress and tokenizer
     done, consumed = ranks[0].get("iteration"), getattr(arguments, "consumed_train_samples", 0)
     names = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if name in settings]
     tokenizer: dict[str, Any] = {name: settings.text(name) for name in names}
-    here = all(Path(file).exists() for file in tokenizer.values())  # the arguments may be from another machine
+    here = all(Path(file).exists() for file in tokenizer.values())  # False for paths of another machine
     return checked_model(config, tensors, where)._replace(
         progress=TrainingProgress(done if isinstance(done, int) else 0, consumed, consumed),
         seq_length=settings.count("seq_length", config.max_position_embeddings),
@@ -135,7 +137,14 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
 
 
 def find_checkpoint(folder: Path, iteration: int | None) -> Path:
-    """Return the folder that contains the ranks' folders; raise ValueError if there is none."""
+    """Return the folder with the subfolders mp_rank_XX of a Megatron-LM checkpoint.
+
+    Args:
+        folder: folder of checkpoints, or folder of one checkpoint.
+        iteration: iteration of the checkpoint; None for the iteration in the tracker file.
+    Raises:
+        ValueError: there is no such checkpoint, or it has a format that is not supported.
+    """
     if iteration is None and any(folder.glob("mp_rank_*")):
         return folder
     text = str(iteration) if iteration is not None else read_tracker(folder / TRACKER, words=("release",))
@@ -149,6 +158,11 @@ def find_checkpoint(folder: Path, iteration: int | None) -> Path:
 
 
 def _rank_files(checkpoint: Path) -> list[Path]:
+    """Return the file of each tensor-parallel rank of a Megatron-LM checkpoint, in the order of ranks.
+
+    Raises:
+        ValueError: a rank's file is missing, or the checkpoint is pipeline- or expert-parallel.
+    """
     folders = sorted(checkpoint.glob("mp_rank_*"))
     odd = [folder for folder in folders if not re.fullmatch(r"mp_rank_\d{2,}", folder.name)]
     if odd:
@@ -167,7 +181,13 @@ def _rank_files(checkpoint: Path) -> list[Path]:
 
 
 def _read_config(settings: Settings) -> dict[str, Any]:
-    """Return fields of GPTConfig. Arguments that older versions of Megatron lack have defaults."""
+    """Return the fields of GPTConfig for the arguments of a Megatron-LM run.
+
+    Arguments that older versions of Megatron-LM do not have get the values by which these versions compute.
+
+    Raises:
+        ValueError: an argument has a value that is not supported. The message names it.
+    """
     settings.absent("apply_residual_connection_post_layernorm", "multi_latent_attention", "rotary_interleaved")
     settings.absent("num_experts", "window_size", "quick_geglu", "activation_func_clamp_value")
     settings.absent("glu_linear_offset", empty=(None, 0, 0.0))
@@ -203,12 +223,13 @@ def _read_config(settings: Settings) -> dict[str, Any]:
 
 
 def our_tensors(model: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return one rank's tensors by our names; with SwiGLU, gate and fc1 are still one tensor.
+    """Return the tensors of one rank's file by their names in `GPTModel`. With SwiGLU, fc1 still contains gate.
 
     Args:
-        model: nested dicts of tensors. Transformer Engine's extra state is ignored.
-        where: file, for messages.
-        prefix: prefix of the names in `model`.
+        model: nested dictionaries of tensors from a Megatron-LM checkpoint. Transformer Engine's extra state is
+            ignored.
+        where: path of the file, for messages.
+        prefix: prefix of all names in `model`, for the recursive call.
     Raises:
         ValueError: a tensor has an unknown name.
     """
@@ -225,6 +246,7 @@ def our_tensors(model: Mapping[str, Any], where: str, prefix: str = "") -> dict[
 
 
 def _our_name(name: str) -> str | None:
+    """Return the name in `GPTModel` of a tensor in a Megatron-LM checkpoint; None for an unknown name."""
     if fused := _FUSED_NORM.fullmatch(name):  # Transformer Engine's linear layers contain the norm before them
         name = f"{fused[1]}{_FUSED_NORMS[fused[2]]}.{fused[3]}"
     if layer := _LAYER.fullmatch(name):
@@ -236,7 +258,14 @@ def _our_name(name: str) -> str | None:
 
 
 def _join(parts: Sequence[torch.Tensor], *, name: str, config: GPTConfig, version: float) -> torch.Tensor:
-    """Join the ranks' parts of a tensor."""
+    """Join the shards of a tensor from all tensor-parallel ranks of a Megatron-LM checkpoint.
+
+    Args:
+        parts: shards in the order of ranks. A tensor that is not sharded has equal copies.
+        name: name of the tensor in `GPTModel`.
+        config: architecture of the model.
+        version: checkpoint_version of the checkpoint, which determines the layout of fused queries, keys and values.
+    """
     if not name.endswith(_SPLIT_ROWS + _SPLIT_COLUMNS):
         return parts[0]
     heads, head_size = max(config.heads // len(parts), 1), config.head_size
@@ -249,15 +278,16 @@ def _join(parts: Sequence[torch.Tensor], *, name: str, config: GPTConfig, versio
 
 
 def _deferred(parts: Sequence[torch.Tensor], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Deferred:
+    """Return a `Deferred` that joins the ranks' shards of a tensor when it is read."""
     try:
         shape = tuple(join([part.to("meta") for part in parts]).shape)
-    except RuntimeError:  # the parts do not fit together; a later check reports the shape of the first
+    except RuntimeError:  # the shards cannot be joined; `checked_model` then reports the wrong shape of the first shard
         shape = tuple(parts[0].shape)
     return Deferred(shape, parts[0].dtype, lambda: join(parts).contiguous())
 
 
 class Unknown:
-    """A placeholder for an unpickled object whose class is not imported."""
+    """A placeholder for an object in a checkpoint's pickle whose class is not imported, so that no code of it runs."""
 
     def __new__(cls, *args: Any) -> Unknown:
         return super().__new__(cls)
@@ -268,7 +298,9 @@ class Unknown:
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """Load a checkpoint file. Tensors are memory-mapped, except in files of torch before 1.6, which are read whole.
+    """Load one rank's file of a Megatron-LM checkpoint as a dictionary, without running code from the file.
+
+    Tensors are memory-mapped. Files from versions of torch before 1.6 do not support this and are read completely.
 
     Raises:
         ValueError: the file is missing or damaged, is not a checkpoint, or names classes that no checkpoint needs.
@@ -282,7 +314,7 @@ def load_file(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except pickle.UnpicklingError as error:
-        # torch's own message explains how to run the file anyway, so it is not shown
+        # The message of torch is not shown, because it explains how to load the file by running its code.
         named = re.search(r"GLOBAL (\S+)", str(error))
         if named is None:
             raise ValueError(f"{path} is damaged or no checkpoint") from error
@@ -296,7 +328,7 @@ def load_file(path: Path) -> dict[str, Any]:
 
 
 def _global_names(path: Path) -> set[str]:
-    """Return the names that the pickle would import, without unpickling it."""
+    """Return the names of all classes and functions that unpickling a file would import, without unpickling it."""
 
     def names(file: IO[bytes]) -> set[str]:
         codes = pickletools.genops(file)
@@ -306,5 +338,5 @@ def _global_names(path: Path) -> set[str]:
         with zipfile.ZipFile(path) as archive:
             name = [name for name in archive.namelist() if name.endswith("/data.pkl")][0]  # noqa: RUF015 - IndexError
             return names(io.BytesIO(archive.read(name)))
-    with path.open("rb") as file:  # magic number, version, machine, content
+    with path.open("rb") as file:  # a file before torch 1.6 is four pickles: magic number, version, machine, content
         return set().union(*(names(file) for _ in range(4)))

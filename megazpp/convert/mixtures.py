@@ -1,4 +1,4 @@
-"""Hugging Face's mixtures of experts: Llama's relatives with a router and experts in place of the MLP.
+"""Convert Hugging Face's mixtures of experts: Llama's relatives with a router and experts instead of the MLP.
 
 | model_type | attention like | router weights                    | shared MLP | dense layers     |
 |------------|----------------|-----------------------------------|------------|------------------|
@@ -8,10 +8,10 @@
 | olmoe      | olmo2          | by `norm_topk_prob`               | none       | none             |
 | glm4_moe   | qwen3, or 2    | sigmoid scores and an expert bias | no gate    | the first layers |
 
-With `norm_topk_prob`, weights of the chosen experts add up to 1, as in a softmax over these alone. Without it, they
-come from a softmax over all experts (--moe-router-pre-softmax). `decoder_sparse_step` and `mlp_only_layers` name the
-layers that keep a dense MLP. Hugging Face stores each matrix of each expert as a tensor. Here one tensor concatenates
-the matrices of all experts, with fc2 transposed.
+With `norm_topk_prob`, the router weights of a token's chosen experts add up to 1, as in a softmax over these experts
+alone. Without it, the weights come from a softmax over all experts (--moe-router-pre-softmax). `decoder_sparse_step`
+and `mlp_only_layers` name the layers that have a dense MLP. Hugging Face stores each matrix of each expert as a tensor.
+`GPTModel` has one tensor with the concatenated matrices of all experts, where fc2 is transposed.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ _SPARSE = "decoder_sparse_step", "mlp_only_layers"
 
 @dataclass(frozen=True)
 class Mixture(Relative):
-    """A model_type with experts; it has the attributes and methods of `llama.Relative`.
+    """A Hugging Face family (model_type) with experts. It also has the attributes and methods of `llama.Relative`.
 
     Attributes:
-        moe: name of the module that contains the router and the experts.
-        count: key of config.json with the number of experts, and its names in other versions of transformers.
+        moe: name of the module in a layer that contains the router and the experts.
+        count: key of config.json with the number of experts, followed by its names in other versions of transformers.
         parts: names of an expert's gate, up and down matrices.
-        always_normalized: True if config.json has no `norm_topk_prob`, and the weights of chosen experts add up to 1.
-        inner: key of config.json with the width inside an expert.
-        shared: True if every token also passes through a shared MLP with a gate.
-        shared_name: name of the shared MLP.
+        always_normalized: True if config.json has no `norm_topk_prob`, and the router weights of the chosen experts
+            always add up to 1.
+        inner: key of config.json with the inner width of an expert.
+        shared: True if each layer with experts also has an MLP for all tokens, whose output is multiplied by a gate.
+        shared_name: name of the module with the MLP for all tokens.
         sparse: True if some layers may have a dense MLP instead of experts.
-        switched: True if config.json has a key that enables the window of all layers (use_sliding_window).
+        switched: True if the key use_sliding_window of config.json enables the sliding window of all layers.
     """
 
     moe: str = "mlp"
@@ -57,7 +58,13 @@ class Mixture(Relative):
     switched: bool = False
 
     def read(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of GPTConfig that `settings` define; a ValueError names an unsupported key."""
+        """Return the fields of GPTConfig that a config.json of this family of mixtures of experts defines.
+
+        Args:
+            settings: values of the config.json, completed by transformers' defaults.
+        Raises:
+            ValueError: a value is missing or not supported. The message names its key.
+        """
         settings.absent("router_jitter_noise", empty=(None, 0, 0.0))
         settings.absent("clip_qkv")
         settings.only("qkv_bias", True)
@@ -80,7 +87,7 @@ class Mixture(Relative):
         return found
 
     def write(self, config: GPTConfig) -> dict[str, Any]:
-        """Return config.json without the vocabulary, and without settings that the family has no key for."""
+        """Return the family's config.json for a mixture of experts; see `Relative.write` for the entries left out."""
         normalized = {} if self.always_normalized else {"norm_topk_prob": not config.moe_router_pre_softmax}
         without = [layer for layer in range(config.layers) if not config.has_experts(layer)]
         width = config.moe_shared_expert_intermediate_size
@@ -97,7 +104,7 @@ class Mixture(Relative):
         }
 
     def pieces(self, config: GPTConfig) -> dict[str, ForeignTensors]:
-        """Map each of our tensors to the tensors of Hugging Face's model that hold it."""
+        """Return for each tensor of `GPTModel` the tensors of the family's Hugging Face model with its values."""
         found = super().pieces(config)
         for layer in config.expert_layers:
             ours, theirs = f"layers.{layer}.mlp", f"model.layers.{layer}.{self.moe}"
@@ -119,7 +126,12 @@ class Mixture(Relative):
 
 
 def of_experts(names: Sequence[str], *, transposed: bool) -> ForeignTensors:
-    """Map our concatenated matrix of all experts to one tensor per expert."""
+    """Return the mapping between the concatenated matrices of all experts in `GPTModel` and one tensor per expert.
+
+    Args:
+        names: names of the experts' tensors in Hugging Face's model, in the order of experts.
+        transposed: True if `GPTModel` stores each expert's matrix transposed.
+    """
 
     def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([part.t() if transposed else part for part in parts])
@@ -132,21 +144,29 @@ def of_experts(names: Sequence[str], *, transposed: bool) -> ForeignTensors:
 
 @dataclass(frozen=True)
 class Glm(Mixture):
-    """GLM-4.5: sigmoid scores with a bias, a shared MLP without a gate, and dense layers before those with experts.
+    """Hugging Face's family GLM-4.5, a mixture of experts.
 
-    Its config.json says whether queries, keys and values have biases, and whether queries and keys have norms. Files of
-    released models have one more layer, which predicts a second token. transformers does not load it, and it is left
-    out here.
+    The router has sigmoid scores and a bias per expert. Layers with experts also have a shared MLP without a gate. The
+    first layers are dense. The config.json says whether queries, keys and values have biases, and whether queries and
+    keys have norms. Files of released models have one more layer, which predicts a second token. transformers does not
+    load this layer, and a conversion leaves it out.
     """
 
     predicts: ClassVar[bool] = True
 
     def read(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of GPTConfig; a ValueError names a key."""
+        """Return the fields of GPTConfig that a config.json of GLM-4.5 defines.
+
+        Args:
+            settings: values of the config.json, completed by transformers' defaults.
+        Raises:
+            ValueError: a value is missing or not supported. The message names its key.
+        """
         settings.only("norm_topk_prob", True)
         for key in ("n_group", "topk_group"):
             settings.only(key, 1)
-        # with one expert per token, transformers normalizes its weight to 1, but --moe-router-topk 1 keeps its score
+        # One expert per token is not supported: transformers normalizes the expert's weight to 1, but with
+        # --moe-router-topk 1 the weight is the expert's score.
         settings.only("num_experts_per_tok", *range(2, settings.count("n_routed_experts") + 1))
         found = super().read(Settings({**settings.values, "attention_bias": False}, settings.where))
         dense, scaling = settings.number("first_k_dense_replace"), settings.positive("routed_scaling_factor")
@@ -162,7 +182,7 @@ class Glm(Mixture):
         }
 
     def write(self, config: GPTConfig) -> dict[str, Any]:
-        """Return config.json without the vocabulary, and without settings that the family has no key for."""
+        """Return the config.json of GLM-4.5 for a model; see `Relative.write` for the entries that are left out."""
         return {
             **super().write(config),
             "attention_bias": config.qkv_bias,

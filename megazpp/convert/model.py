@@ -1,7 +1,7 @@
-"""A model during a conversion: its tensors by our names, and the mapping from another format's tensors to ours.
+"""A model during a conversion, and the mapping between the tensors of another format and those of `GPTModel`.
 
-A conversion handles one tensor at a time. All shapes and dtypes are checked before the first tensor is read. Each
-tensor is then read, rearranged and written before the next one.
+All shapes and dtypes are checked before the first tensor is read. The conversion then reads, rearranges and writes one
+tensor after the other.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ WORDS, OUTPUT, HEAD = "embedding.word.weight", "output.weight", "scalar_head.wei
 
 
 class Deferred(NamedTuple):
-    """A tensor that is read on demand.
+    """A tensor of a model during a conversion, whose values are read on demand.
 
     Attributes:
         shape: shape of the tensor.
         dtype: dtype of the tensor.
-        read: function that reads it.
+        read: function that reads the values and returns the tensor on the CPU.
     """
 
     shape: tuple[int, ...]
@@ -38,30 +38,33 @@ class Deferred(NamedTuple):
 
 
 def held(tensor: torch.Tensor) -> Deferred:
-    """Return a `Deferred` for a tensor in memory."""
+    """Return a `Deferred` whose `read` returns the given tensor, which is already in memory."""
     return Deferred(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
 def rows_of(entry: Deferred, first: int, last: int) -> Deferred:
-    """Return the rows from `first` up to `last` of a tensor."""
+    """Return the rows `first` to `last` - 1 of a tensor, which are cut out when the result is read."""
     return Deferred((last - first, *entry.shape[1:]), entry.dtype, lambda: entry.read()[first:last])
 
 
 class Model(NamedTuple):
-    """A model during a conversion.
+    """A model during a conversion, from any format, with its tensors by the names of `GPTModel`.
+
+    For a model from a MegaZ++ checkpoint, only the first three attributes are set, because the checkpoint's metadata
+    has the other values.
 
     Attributes:
         config: architecture of the model.
-        rows: rows of the embedding.
-        tensors: all tensors, by the names of `GPTModel`.
-        seq_length: tokens of a training sample. 0 for a model from our checkpoint, whose metadata has this and the next
-            values.
-        tokenizer: flags of the tokenizer, whose files are on this machine; empty flags if there is none.
-        progress: progress of the training.
-        padded: True if rows beyond the tokenizer's vocabulary are padding.
-        origin: Hugging Face folder with these weights, or None.
-        score_pad: padding token of a reward model, whose score is at the last other token; None for the last token.
-        notes: differences from the other program's model, for the user.
+        rows: rows of the embedding matrix.
+        tensors: all tensors of the model, by their names in `GPTModel`.
+        seq_length: tokens of a training sample.
+        tokenizer: flags that name the tokenizer's files on this machine; flags with their defaults if there are none.
+        progress: training progress of the model.
+        padded: True if rows of the embedding matrix beyond the tokenizer's vocabulary are padding.
+        origin: Hugging Face folder with these weights; None for other formats.
+        score_pad: padding token of a reward model, which scores a text at the last token that is not padding. None if
+            it always scores the last token.
+        notes: lines for the log about differences from the model in the original program.
     """
 
     config: GPTConfig
@@ -77,23 +80,23 @@ class Model(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the embedding, which nearly all tensors share."""
+        """The dtype of the embedding matrix. Nearly all tensors of a model have the same dtype."""
         return self.tensors[WORDS].dtype
 
     def first_rows(self, rows: int) -> Model:
-        """Return the model with the first `rows` rows of its embedding and output layer, without padding."""
+        """Return the model with only the first `rows` rows of its embedding and output matrix, without padding rows."""
         cut = {name: rows_of(self.tensors[name], 0, rows) for name in (WORDS, OUTPUT) if name in self.tensors}
         return self._replace(rows=rows, tensors={**self.tensors, **cut})
 
 
 class ForeignTensors(NamedTuple):
-    """The tensors of another format that correspond to one of ours, and the conversions between them.
+    """The tensors of another format that correspond to one tensor of `GPTModel`, and the conversions between them.
 
     Attributes:
         theirs: names of the other format's tensors.
-        join: function that builds our tensor from the other format's tensors, in the order of `theirs`.
-        split: inverse of `join`; it also works on meta tensors, to find shapes.
-        transposed: True if the other format stores matrices as [in, out].
+        join: function from the other format's tensors, in the order of `theirs`, to the tensor of `GPTModel`.
+        split: inverse of `join`. It also works on meta tensors, to compute shapes.
+        transposed: True if the other format stores matrices as [in, out]; `GPTModel` stores them as [out, in].
     """
 
     theirs: tuple[str, ...]
@@ -103,7 +106,10 @@ class ForeignTensors(NamedTuple):
 
 
 def model_config(values: Mapping[str, Any], where: str) -> GPTConfig:
-    """Return a GPTConfig with these fields; a ValueError about invalid ones names their source `where`."""
+    """Return a GPTConfig with the fields `values`; raise ValueError if one is invalid. The message begins with `where`.
+
+    `where` is the file that describes the model.
+    """
     with errors_as(f"{where} describes no model", (ValueError, TypeError)):
         return GPTConfig(**values)
 
@@ -111,16 +117,17 @@ def model_config(values: Mapping[str, Any], where: str) -> GPTConfig:
 def model_shapes(
     config: GPTConfig, rows: int, where: str, *, num_tensors: int, scalar_head: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """Return the unsharded shape of each tensor of a model.
+    """Return the unsharded shape of each tensor of a `GPTModel`, by name.
 
     Args:
         config: architecture of the model.
-        rows: rows of the embedding.
+        rows: rows of the embedding matrix.
         where: file that describes the model, for messages.
-        num_tensors: number of existing tensors; a model with more layers is refused before it is built.
+        num_tensors: number of tensors in the model's files. It limits the number of layers of a damaged description,
+            because building many layers would take too long.
         scalar_head: True for a model with a scalar head.
     Raises:
-        ValueError: the settings describe no model.
+        ValueError: no model can be built from `config`, or it has more layers than there are tensors.
     """
     if config.layers > num_tensors:
         raise ValueError(f"{where} describes a model of {config.layers} layers, but there are {num_tensors} tensors")
@@ -134,7 +141,15 @@ def model_shapes(
 
 
 def checked_model(config: GPTConfig, tensors: Mapping[str, Deferred], where: str) -> Model:
-    """Return a model of these tensors; raise ValueError that names their file `where` if they do not fit `config`."""
+    """Return a `Model` with these tensors, after a check that they are exactly the tensors of the architecture.
+
+    Args:
+        config: architecture of the model.
+        tensors: tensors by their names in `GPTModel`.
+        where: file with the tensors, for messages.
+    Raises:
+        ValueError: a tensor is missing, unexpected, or of the wrong shape.
+    """
     if WORDS not in tensors:
         raise ValueError(f"{where} holds no word embeddings")
     rows = tensors[WORDS].shape[0]
@@ -144,33 +159,43 @@ def checked_model(config: GPTConfig, tensors: Mapping[str, Deferred], where: str
 
 
 def same(name: str) -> ForeignTensors:
-    """Map one of our tensors to the same tensor with another name."""
+    """Return the mapping of a tensor of `GPTModel` to an equal tensor with the name `name` in the other format."""
     return ForeignTensors((name,), lambda parts: parts[0], lambda ours: [ours])
 
 
 def transposed(name: str) -> ForeignTensors:
-    """Map one of our matrices to a matrix that the other format stores as [in, out]."""
+    """Return the mapping of a matrix of `GPTModel` to its transpose with the name `name` in the other format."""
     return ForeignTensors((name,), lambda parts: parts[0].t(), lambda ours: [ours.t()], transposed=True)
 
 
 def fuse_qkv(parts: Sequence[torch.Tensor], *, groups: int, head_size: int) -> torch.Tensor:
-    """Fuse rows of queries, keys and values into our layout [group, (queries of the group, key, value), channel]."""
+    """Fuse the matrices (or biases) of queries, keys and values into the single one of `GPTModel`.
+
+    Its rows have the order [group, (queries of the group, key, value), channel]. A group is a key-value head with the
+    query heads that use it.
+
+    Args:
+        parts: the three matrices [rows, in], or the three biases [rows].
+        groups: number of groups.
+        head_size: channels of a head.
+    """
     rest = parts[0].shape[1:]
     return torch.cat([part.reshape(groups, -1, head_size, *rest) for part in parts], dim=1).flatten(0, 2)
 
 
 def split_qkv(fused: torch.Tensor, *, groups: int, head_size: int) -> list[torch.Tensor]:
-    """Undo `fuse_qkv`."""
+    """Split a fused matrix (or bias) of `GPTModel` into those of queries, keys and values; inverse of `fuse_qkv`."""
     rows = fused.reshape(groups, -1, head_size, *fused.shape[1:])
     queries = rows.shape[1] - 2
     return [part.flatten(0, 2) for part in rows.split((queries, 1, 1), dim=1)]
 
 
 def qkv_rows(names: Sequence[str], config: GPTConfig, *, transposed: bool = False) -> ForeignTensors:
-    """Map our fused rows to queries, keys and values as three tensors, or concatenated in one.
+    """Return the mapping of the fused queries, keys and values of `GPTModel` to the tensors of another format.
 
     Args:
-        names: names of the three tensors, or of the one.
+        names: names of the other format's three tensors for queries, keys and values, or the name of one tensor that
+            concatenates all queries, all keys and all values.
         config: architecture of the model.
         transposed: True if the other format stores matrices as [in, out].
     """
@@ -197,15 +222,15 @@ def named_pieces(
     layers: str,
     is_transposed: bool = False,
 ) -> dict[str, ForeignTensors]:
-    """Map each of our tensors to the tensors of Hugging Face's model that hold it, by the names of modules.
+    """Return for each tensor of `GPTModel` the tensors of Hugging Face's model with its values, by names of modules.
 
     Args:
         config: architecture of the model.
-        modules: our names to transformers' names, for modules outside the layers.
-        layer_modules: the same inside a layer, without queries, keys and values.
-        qkv: modules inside a layer that hold queries, keys and values: three, or one for all.
-        layers: prefix of transformers' layers.
-        is_transposed: matrices of linear layers are stored as [in, out].
+        modules: name in transformers of each module of `GPTModel` outside of the layers.
+        layer_modules: name in transformers of each module of `GPTModel` in a layer, except queries, keys and values.
+        qkv: names in transformers of the modules in a layer for queries, keys and values: three names, or one.
+        layers: prefix of the names of layers in transformers.
+        is_transposed: True if transformers stores the matrices of linear layers as [in, out].
     """
     found, named = dict[str, ForeignTensors](), dict(modules)
     for layer in range(config.layers):
@@ -229,13 +254,13 @@ def join_all(
     shapes: Mapping[str, tuple[int, ...]],
     where: str,
 ) -> dict[str, Deferred]:
-    """Return our tensors; each is assembled from the other format's tensors when it is read.
+    """Return the tensors of `GPTModel`, each of which is joined from another format's tensors when it is read.
 
     Args:
-        pieces: for each of our tensors, the other format's tensors that hold it.
-        theirs: tensors of the other format.
-        shapes: shapes of our tensors.
-        where: file that holds `theirs`, for messages.
+        pieces: for each tensor of `GPTModel`, the mapping to tensors of the other format.
+        theirs: tensors of the other format, by name.
+        shapes: shape of each tensor of `GPTModel`.
+        where: file with the other format's tensors, for messages.
     Raises:
         ValueError: a tensor is missing, has the wrong shape, or does not belong to the model.
     """
@@ -249,22 +274,25 @@ def join_all(
     check_tensors({name: entry.shape for name, entry in theirs.items()}, expected, where)
     joined = {}
     for ours, piece in pieces.items():
-        # the narrowest dtype that holds the values of all pieces without rounding
+        # The joined tensor has the narrowest dtype that represents the values of all its pieces without rounding.
         dtype = functools.reduce(torch.promote_types, (theirs[name].dtype for name in piece.theirs))
         joined[ours] = Deferred(shapes[ours], dtype, functools.partial(join, piece, dtype))
     return joined
 
 
 def split_all(pieces: Mapping[str, ForeignTensors], ours: Mapping[str, Deferred]) -> dict[str, Deferred]:
-    """Return the other format's tensors; each is cut out of one of our tensors when it is read.
+    """Return the tensors of another format, each of which is cut out of a tensor of `GPTModel` when it is read.
 
-    A tensor of ours is read once if its parts are read in order.
+    If the results are read in their order, each tensor of `GPTModel` is read only once.
 
+    Args:
+        pieces: for each tensor of `GPTModel`, the mapping to tensors of the other format.
+        ours: tensors of `GPTModel`, by name.
     Raises:
-        ValueError: the other format has no place for a tensor of ours.
+        ValueError: the other format has no counterpart of a tensor in `ours`.
     """
 
-    last: list[tuple[Deferred, torch.Tensor]] = []  # the tensor of ours that was read last
+    last: list[tuple[Deferred, torch.Tensor]] = []  # cache with the tensor of `GPTModel` that was read last
 
     def split(piece: ForeignTensors, entry: Deferred, index: int) -> torch.Tensor:
         if not last or last[0][0] is not entry:
@@ -286,12 +314,14 @@ def split_all(pieces: Mapping[str, ForeignTensors], ours: Mapping[str, Deferred]
 
 
 def check_tensors(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Raise ValueError that names missing tensors, unexpected tensors, and tensors with the wrong shape.
+    """Raise ValueError if a model's files lack tensors, have unexpected ones, or have tensors of the wrong shape.
+
+    The message has up to three of these problems.
 
     Args:
-        found: shapes of the existing tensors.
-        expected: shapes of the model's tensors.
-        where: file that holds the tensors, for messages.
+        found: shape of each tensor in the files, by name.
+        expected: shape of each tensor of the model, by name.
+        where: file with the tensors, for the message.
     """
     problems = []
     for names, one, several in (
@@ -302,7 +332,7 @@ def check_tensors(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, t
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             problems.append(f"{', '.join(names[:3])}{more} {one if len(names) == 1 else several}")
     problems += [
-        f"{name} has shape {list(found[name])}, the model's is {list(shape)}"
+        f"{name} has shape {list(found[name])}, but the model's is {list(shape)}"
         for name, shape in expected.items()
         if name in found and tuple(found[name]) != tuple(shape)
     ]

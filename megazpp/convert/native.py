@@ -1,4 +1,4 @@
-"""Our own checkpoints in a conversion, read and written one tensor at a time."""
+"""Read and write MegaZ++'s own checkpoints for a conversion, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -27,21 +27,24 @@ from megazpp.parallel.axis import MeshAxis
 
 
 class AdapterConverter(WeightOpener):
-    """An opener of checkpoints that also converts adapters from and to another program's format.
+    """An opener of checkpoints that also converts adapters (LoRA) from and to another program's format.
 
-    This class is for checkpoints of whole weights. An optional feature can provide a subclass for adapters, see
-    `megazpp.run.feature.Feature.weight_opener`.
+    This class is for checkpoints that contain all weights of their model, and supports no adapters. An optional feature
+    can provide a subclass that supports them; see `megazpp.run.feature.Feature.weight_opener`.
     """
 
     def open_base(self, checkpoint: Path, record: CheckpointMetadata, files: MeshAxis) -> SafeReader:
-        """Open the weights that a checkpoint's adapters change, without the adapters."""
+        """Open the base weights of a checkpoint with adapters, without the changes by the adapters.
+
+        The arguments are those of `open`. A checkpoint that contains all weights has no adapters, so this is `open`.
+        """
         return self.open(checkpoint, record, files)
 
     def merge(self, model: Model, folder: Path) -> Model:
-        """Return the model with an adapter of another program merged into its weights.
+        """Return a model whose weights include the changes by another program's adapter.
 
         Args:
-            model: model to change.
+            model: model with the base weights.
             folder: folder of the adapter.
         Raises:
             ValueError: a file is missing or damaged, the adapter does not fit the model, or no feature converts
@@ -56,8 +59,8 @@ class AdapterConverter(WeightOpener):
             checkpoint: folder of the checkpoint.
             record: metadata of the checkpoint.
             config: architecture of the model.
-            base: folder that will contain the converted base.
-            folder: existing folder for the files.
+            base: folder that will contain the converted base weights, which the adapter's files name.
+            folder: existing folder into which the adapter's files are written.
         """
 
 
@@ -67,13 +70,15 @@ NO_ADAPTERS = AdapterConverter()
 def open_checkpoint(
     folder: Path, iteration: int | None, opener: AdapterConverter = NO_ADAPTERS, *, merge: bool = True
 ) -> tuple[Model, CheckpointMetadata]:
-    """Open a checkpoint; return its model without padding of the vocabulary, and its metadata.
+    """Verify and open a MegaZ++ checkpoint for a conversion. Tensors are read on demand.
 
     Args:
         folder: folder of checkpoints.
-        iteration: iteration to open; None for the latest.
-        opener: opener of the weights.
-        merge: True to merge adapters into their base, False to drop them.
+        iteration: iteration of the checkpoint; None for the latest.
+        opener: opener of the weights, also of checkpoints with adapters.
+        merge: True to return weights that include the changes by adapters; False to return the base weights.
+    Returns:
+        The model without padding rows in its vocabulary matrices, and the metadata of the checkpoint.
     Raises:
         ValueError: there is no checkpoint, or it is damaged.
     """
@@ -83,7 +88,8 @@ def open_checkpoint(
     names = ("hidden_dropout", "attention_dropout", "init_method_std")
     values = shape_of(flags) | {name: flags[name] for name in names if name in flags}
     if values.get("max_position_embeddings") is None:
-        values["max_position_embeddings"] = flags.get("seq_length")  # rotary positions need no such flag here
+        # A run with rotary positions may leave out --max-position-embeddings, but other formats require a value.
+        values["max_position_embeddings"] = flags.get("seq_length")
     config = model_config(values, where)
     reader = (opener.open if merge else opener.open_base)(checkpoint, record, MeshAxis("checkpoint"))
     tensors = {
@@ -91,31 +97,35 @@ def open_checkpoint(
         for name, entry in under(MODEL, reader.tensors()).items()
     }
     model = checked_model(config, tensors, where)
-    # Runs pad the vocabulary. A checkpoint without a layout comes from a conversion, which does not.
+    # A training run pads the vocabulary matrices. A checkpoint without a layout comes from a conversion, without
+    # padding.
     return (model.first_rows(record.vocab_size) if record.layout else model), record
 
 
 def open_tokenizer(
     folder: Path, record: CheckpointMetadata, given: TokenizerConfig, say: Callable[[str], None]
 ) -> Tokenizer | None:
-    """Open the tokenizer of a checkpoint.
+    """Open the tokenizer for a checkpoint: the one that the user names, or else the checkpoint's.
+
+    The checkpoint's tokenizer comes from the files stored with it. If there are none, the flags of its run determine
+    the tokenizer, which may then be trained again.
 
     Args:
         folder: folder of checkpoints.
-        record: metadata of the checkpoint. Its tokenizer's files come first, then the flags of its run.
-        given: flags of the user, which take precedence if they name a tokenizer.
+        record: metadata of the checkpoint.
+        given: tokenizer flags of the user, which may name no tokenizer.
         say: function that prints a line.
     Returns:
-        The tokenizer; None, after a note, if none is known.
+        The tokenizer; None, after a note in the log, if neither the user nor the checkpoint names one.
     Raises:
-        ValueError: files are missing or damaged, or the tokenizer has another number of tokens.
+        ValueError: files are missing or damaged, or the tokenizer has another number of tokens than the checkpoint's.
     """
     if names_tokenizer(given):
         tokenizer = load_tokenizer(given)
     elif record.tokenizer_folder is not None:
         adds, found = record.adds_special_tokens, read_tokenizer(folder, record.tokenizer_folder)
         tokenizer = load_tokenizer(dataclasses.replace(found, add_special_tokens=adds, eos_token=given.eos_token))
-    else:  # load or train the tokenizer that the flags of the run describe
+    else:  # load or train the tokenizer that the flags of the checkpoint's run describe
         saved: dict[str, Any] = {f.name: record.flags.get(f.name) for f in dataclasses.fields(TokenizerConfig)}
         config = TokenizerConfig(**saved | {"add_special_tokens": record.adds_special_tokens})
         texts, mock = tuple(record.flags.get("text_path") or ()), bool(record.flags.get("mock_data"))
@@ -127,7 +137,7 @@ def open_tokenizer(
     if tokenizer is None:
         say("note: the checkpoint comes without a tokenizer; --tokenizer-model adds it to the output")
     elif record.tokenizer in (None, tokenizer.identity):
-        pass  # it is the recorded tokenizer, or none was recorded
+        pass  # the tokenizer is the checkpoint's, or the checkpoint does not say which one it had
     elif tokenizer.vocab_size != record.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but {folder} was made with {record.vocab_size}"
@@ -138,7 +148,14 @@ def open_tokenizer(
 
 
 def write_weights(folder: Path, model: Model, record: CheckpointMetadata, tokenizer: Mapping[str, bytes]) -> str:
-    """Write weights and tokenizer files as the checkpoint of `record.iteration`; return a line for the log."""
+    """Write a converted model as a MegaZ++ checkpoint, without optimizer states, and return a line for the log.
+
+    Args:
+        folder: folder of checkpoints to write into.
+        model: model whose tensors are read and written one after the other.
+        record: metadata of the checkpoint, whose training progress contains the iteration.
+        tokenizer: contents of the tokenizer's files by file name; empty for a tokenizer without files.
+    """
     entries = {MODEL + name: entry for name, entry in model.tensors.items()}
     meta = {key: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for key, entry in entries.items()}
 

@@ -1,4 +1,8 @@
-"""Rotary frequencies in a config.json of transformers: `rope_parameters` of version 5, and the keys of version 4."""
+"""Convert the settings of rotary positions between a config.json of transformers and GPTConfig.
+
+transformers 5 has these settings in `rope_parameters`, and transformers 4 in `rope_theta`, `rope_scaling` and
+`partial_rotary_factor`. Written files contain both.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,15 @@ _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "facto
 
 
 def read_rotary(settings: Settings, *, partial: bool, scaled: bool) -> dict[str, Any]:
-    """Return the fields of GPTConfig that `rope_parameters` define.
+    """Return the fields of GPTConfig for the rotary positions (`rope_parameters`) of a Hugging Face config.json.
 
     Args:
-        settings: values of config.json, completed by transformers' defaults.
-        partial: True if the family supports rotating only some channels (partial_rotary_factor).
-        scaled: True if the family supports a scaled rope_type for longer contexts.
+        settings: values of the config.json, completed by transformers' defaults.
+        partial: True if the model's family supports rotating only some channels of a head (partial_rotary_factor).
+        scaled: True if the model's family supports scaled rotary frequencies for longer contexts, such as llama3 or
+            yarn.
+    Raises:
+        ValueError: a value is missing or not supported. The message names its key.
     """
     rope = settings.part("rope_parameters")
     kind = rope.only("rope_type", "default", *(("llama3", "linear", "dynamic", "yarn") if scaled else ()))
@@ -54,7 +61,13 @@ def read_rotary(settings: Settings, *, partial: bool, scaled: bool) -> dict[str,
 
 
 def write_rotary(config: GPTConfig, *, partial: bool, scaled: bool) -> dict[str, Any]:
-    """Return the keys of config.json for transformers 4 and 5; see `read_rotary` for the arguments."""
+    """Return the keys of config.json for a model's rotary positions, as transformers 4 and 5 read them.
+
+    Args:
+        config: architecture of the model.
+        partial: True if the model's family supports rotating only some channels of a head (partial_rotary_factor).
+        scaled: True if the model's family supports scaled rotary frequencies for longer contexts.
+    """
     factor, original = config.rotary_scaling_factor, config.yarn_original_max_position_embeddings
     scaling: dict[str, Any] = {}
     if config.rope_scaling is not None:

@@ -1,8 +1,8 @@
-"""safetensors files, which are read and written one tensor at a time, and torch's pickled files, which are only read.
+"""Read and write safetensors files one tensor at a time, and read torch's pickled files (.bin).
 
-A safetensors file has 8 bytes with the length of the header, a header in JSON ({name: dtype, shape, place}), and the
-data of all tensors. The package reads lazily, but it writes only tensors that are all in memory. The writer here makes
-the header of shapes that are known before any tensor is read.
+A safetensors file has 8 bytes with the length of the header, a header in JSON ({name: dtype, shape, offsets}), and the
+data of all tensors. The package safetensors reads single tensors, but it can only write tensors that are all in memory.
+The writer of this file computes the header from the shapes, which are known before any tensor is read.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ _ALIGNMENT = 8
 
 
 def open_tensors(path: Path, used: Callable[[str], bool] = lambda name: True) -> dict[str, Deferred]:
-    """Open the tensors of a safetensors file, or of a .bin file, which torch's restricted unpickler reads.
+    """Open the tensors of a safetensors file or of a .bin file, to be read on demand, and return them by name.
+
+    torch's restricted unpickler reads .bin files, so no code from the file runs.
 
     Args:
         path: file to open.
-        used: function that tells from a tensor's name whether it is needed.
+        used: function that returns True for the name of a tensor to open. Other tensors are left out.
     Raises:
         ValueError: the file is missing, damaged or has another format, or a tensor has an unsupported dtype.
     """
@@ -66,13 +68,16 @@ def _open_pickled(path: Path, used: Callable[[str], bool]) -> dict[str, Deferred
 
 
 def _read(path: Path, name: str) -> torch.Tensor:
-    """Read one tensor, and close the file again: its pages count as memory of the process while it is open."""
+    """Read one tensor of a safetensors file, and close the file, because pages of an open file count as used memory."""
     with import_package("safetensors", str(path)).safe_open(path, framework="pt") as file:
         return file.get_tensor(name).clone()
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Read the metadata of a safetensors file that `open_tensors` or PEFT has opened before."""
+    """Return the metadata in a safetensors file's header, a dictionary of strings; {} if there is none.
+
+    The file must be valid: `open_tensors` or PEFT has opened it before.
+    """
     with import_package("safetensors", str(path)).safe_open(path, framework="pt") as file:
         return file.metadata() or {}
 
@@ -82,8 +87,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Deferred], metadata: Mapping
 
     Args:
         path: file to write.
-        tensors: tensors, which are read one after the other.
-        metadata: strings to store in the header.
+        tensors: tensors by name. Each is read when it is written, one after the other.
+        metadata: strings to store in the header, by name; None for no metadata.
     """
     names, start = {dtype: name for name, dtype in (*DTYPES.items(), ("U8", torch.uint8))}, 0
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -104,5 +109,5 @@ def write_tensors(path: Path, tensors: Mapping[str, Deferred], metadata: Mapping
 
 
 def num_bytes(entry: Deferred) -> int:
-    """Return the bytes of a tensor in a file."""
+    """Return the size of a tensor's data in a safetensors file, in bytes."""
     return torch.empty(entry.shape, dtype=entry.dtype, device="meta").nbytes

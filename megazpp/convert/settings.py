@@ -1,4 +1,4 @@
-"""Checked access to the values of a config.json or of a checkpoint's arguments; errors name the key."""
+"""Checked access to a model's settings: the values of a config.json, or the arguments in a Megatron-LM checkpoint."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ _LARGEST = 2**31 - 1
 
 
 class Settings:
-    """Values by key.
+    """The values of a config.json, or the arguments in a Megatron-LM checkpoint. Each method checks the value it reads.
+
+    A value of null counts as missing. All errors name the file and the key.
 
     Args:
-        values: values of a file.
+        values: values by key.
         where: name of the file, for messages.
-        prefix: prefix of keys in messages.
+        prefix: prefix of keys in messages, for settings that are nested under another key.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
         self.values, self.where, self._prefix = values, where, prefix
 
     def __contains__(self, key: str) -> bool:
-        """Return True if the key is present and its value is not null."""
+        """Return True if the settings have a value for `key` that is not null."""
         return self.values.get(key) is not None
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return the value of `key`, a positive integer; raise ValueError if it is larger than a model can have."""
+        """Return the value of `key`, a size; raise ValueError if it is not an integer from 1 to 2**31 - 1.
+
+        `default` replaces a missing value. Without a default, a missing value is an error.
+        """
         value = self._get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._wrong(key, value, "is not a positive integer")
@@ -35,7 +40,10 @@ class Settings:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return the value of `key` as a finite number; raise ValueError for any other value."""
+        """Return the value of `key` as a float; raise ValueError if it is not a finite number.
+
+        `default` replaces a missing value. Without a default, a missing value is an error.
+        """
         value = self._get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._wrong(key, value, "is not a number")
@@ -44,32 +52,41 @@ class Settings:
         return float(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """Return the value of `key` as a finite number above zero; raise ValueError for any other value."""
+        """Return the value of `key` as a float; raise ValueError if it is not a finite number above zero.
+
+        `default` replaces a missing value. Without a default, a missing value is an error.
+        """
         value = self.number(key, default)
         if value <= 0.0:
             raise self._wrong(key, value, "is not positive")
         return value
 
     def truth(self, key: str, default: bool) -> bool:
-        """Return the value of `key`, true or false; raise ValueError for any other value."""
+        """Return the value of `key`, or `default` if it is missing; raise ValueError if it is not true or false."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self._wrong(key, value, "is not true or false")
         return value
 
     def text(self, key: str) -> str:
-        """Return the value of `key` as text; raise ValueError if it is missing."""
+        """Return the value of `key` as a string; raise ValueError if the value is missing."""
         return str(self._get(key, None))
 
     def only(self, key: str, *allowed: Any) -> Any:
-        """Return the value of `key`; raise ValueError if it is not in `allowed`, whose first item is the default."""
+        """Return the value of `key`; raise ValueError if it is not one of `allowed`, the values that are supported.
+
+        The first of `allowed` replaces a missing value.
+        """
         value = self._get(key, allowed[0])
         if value not in allowed:
             raise self._wrong(key, value, f"is not supported here (only {', '.join(map(str, allowed))})")
         return value
 
     def each(self, key: str, *allowed: Any) -> list[Any]:
-        """Return a list, empty where there is no value; raise ValueError for an item that is not allowed."""
+        """Return the value of `key`, a list with one item per layer; raise ValueError for an item not in `allowed`.
+
+        A missing value gives an empty list.
+        """
         items = self._get(key, [])
         for item in items if isinstance(items, list) else [items]:
             if item not in allowed or not isinstance(items, list):
@@ -77,20 +94,26 @@ class Settings:
         return items
 
     def absent(self, *keys: str, empty: tuple[Any, ...] = (None, False)) -> None:
-        """Raise ValueError if a key of an unsupported feature has a value other than those in `empty`."""
+        """Raise ValueError if one of `keys`, which belong to features that are not supported, enables its feature.
+
+        Args:
+            keys: keys to check. A missing key is accepted.
+            empty: values that leave the feature off.
+        """
         for key in keys:
             value = self.values.get(key)
             if not any(value is nothing or (nothing is not None and value == nothing) for nothing in empty):
                 raise self._wrong(key, value, "is not supported here")
 
     def part(self, key: str) -> Settings:
-        """Return the settings nested under a key; empty settings if it has no value."""
+        """Return the settings nested under `key`, such as `rope_parameters`; empty settings if the value is missing."""
         value = self._get(key, {})
         if not isinstance(value, Mapping):
-            raise self._wrong(key, value, "holds no settings")
+            raise self._wrong(key, value, "is not a set of keys with values")
         return Settings(value, self.where, f"{key}.")
 
     def _get(self, key: str, default: Any) -> Any:
+        """Return the value of `key`, or `default` if it is missing; raise ValueError if both are missing."""
         value = self.values.get(key)
         value = default if value is None else value
         if value is None:
@@ -98,4 +121,5 @@ class Settings:
         return value
 
     def _wrong(self, key: str, value: Any, problem: str) -> ValueError:
+        """Return the error for a wrong value of `key`. `problem` is the end of the message, such as "is not true"."""
         return ValueError(f"{self.where}: {self._prefix}{key} {value!r} {problem}")

@@ -1,4 +1,4 @@
-"""Writes the tokenizer files of a Hugging Face folder, with the JSON files from which transformers takes the class."""
+"""Write a tokenizer into a Hugging Face folder, with the JSON files by which transformers selects and configures it."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from megazpp.data.tokenizer_folder import (
 )
 
 _EOD = "<eod>"
-_UNUSUAL = "a  \N{FULLWIDTH LATIN CAPITAL LETTER B}\tc "  # text that any normalization changes
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's sign for it
-_NEVER = -1e6  # log probability of a piece that must never be used
-_PLAIN = {"split_special_tokens": True}  # "<eod>" in a text is encoded as five letters, as in our training
+_UNUSUAL = "a  \N{FULLWIDTH LATIN CAPITAL LETTER B}\tc "  # a text that SentencePiece's usual normalizations change
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # character by which SentencePiece represents a space
+_NEVER = -1e6  # log probability of a piece that the tokenizer must never choose
+_PLAIN = {"split_special_tokens": True}  # encodes "<eod>" in a text as five letters, as training with MegaZ++ does
 
 
 def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Write the tokenizer's files into a Hugging Face folder.
+    """Write a tokenizer's files into a Hugging Face folder.
+
+    A tokenizer for which transformers has no class is written as an equivalent tokenizer.json.
 
     Args:
-        folder: folder to write into.
-        tokenizer: tokenizer to write; None writes nothing. A tokenizer that transformers has no class for gets an
-            equivalent tokenizer.json.
+        folder: existing folder to write into.
+        tokenizer: tokenizer to write; None writes nothing.
     Returns:
-        The entries of config.json about special tokens.
+        The entries of config.json about special tokens, such as {"eos_token_id": 0}. A value of None means no token.
     """
     if tokenizer is None:
         return dict.fromkeys(("bos_token_id", "eos_token_id"))
     files = dict(tokenizer.files)
     ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eod) | read_settings(files, CONFIG)
-    ids = {name: value for name, value in ids.items() if name.endswith("_token_id")}  # without model_type
+    ids = {name: value for name, value in ids.items() if name.endswith("_token_id")}  # drops model_type and the like
     files.pop(CONFIG, None)
     made: dict[str, Any] = {}
     if not files:
@@ -62,27 +63,34 @@ def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str
 
 
 def find_differences(tokenizer: Tokenizer) -> list[str]:
-    """Return notes about texts for which transformers, given the tokenizer's files, returns other token ids."""
+    """Return notes about texts that transformers, with this tokenizer's files, encodes to other token ids.
+
+    The list has at most one note, and is empty if both always agree.
+    """
     if not tokenizer.special_tokens.used and (note := special_tokens_note(tokenizer)):
         return [note]
     if isinstance(tokenizer, SentencePieceTokenizer):
         processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.files[SENTENCEPIECE])
         if processor.normalize(_UNUSUAL).replace(_SPACE, " ").removeprefix(" ") != _UNUSUAL:
-            return ["the SentencePiece model normalizes texts but transformers does not, so some ids differ there"]
+            return ["the SentencePiece model normalizes texts but transformers does not, so some token ids differ"]
     return []
 
 
 def _describe_sentencepiece(model: bytes, eod: int | None) -> dict[str, dict[str, Any]]:
-    """Return the files that transformers needs in addition to a SentencePiece model.
+    """Return the files, by name, that transformers needs in addition to a SentencePiece model's file.
 
-    transformers reads a model of merges (BPE) itself. It would misread a model of probabilities (unigram), so that gets
-    a tokenizer.json.
+    transformers reads a model of merges (BPE) itself. It would misread a model of probabilities (unigram), so a
+    tokenizer.json is added for such a model.
+
+    Args:
+        model: content of the SentencePiece model's file.
+        eod: id of the end-of-document token; None if there is none.
     """
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     piece = None if eod is None else processor.id_to_piece(eod)
     scores = [processor.get_score(i) for i in range(processor.get_piece_size())]
     prefix = processor.encode("a", out_type=str)[0].startswith(_SPACE)
-    if any(score != int(score) for score in scores):  # BPE models have integer scores, the numbers of merges
+    if any(score != int(score) for score in scores):  # a unigram model; the scores of BPE are integers, ranks of merges
         return {DEFINITION: _unigram(processor, scores, prefix=prefix), DESCRIPTION: fast(piece) | _PLAIN}
     marks = {"bos_token": piece, "eos_token": piece, "unk_token": processor.id_to_piece(processor.unk_id())}
     added = {"add_bos_token": False, "add_eos_token": False, "add_prefix_space": prefix, "legacy": False}
@@ -90,14 +98,21 @@ def _describe_sentencepiece(model: bytes, eod: int | None) -> dict[str, dict[str
 
 
 def _unigram(processor: sentencepiece.SentencePieceProcessor, scores: Sequence[float], *, prefix: bool) -> Any:
-    """Return a tokenizer.json equal to a SentencePiece unigram model; `prefix` adds a space before each text."""
+    """Return the content of a tokenizer.json that encodes texts as a SentencePiece unigram model does.
+
+    Args:
+        processor: SentencePiece's processor with the model.
+        scores: log probability of each piece.
+        prefix: True if the model adds a space before each text.
+    """
     tokenizers = import_package("tokenizers", "a tokenizer.json")
     count = processor.get_piece_size()
     special = [i for i in range(count) if processor.is_control(i) or processor.is_unknown(i)]
     never = {*special, *(i for i in range(count) if processor.is_byte(i) or processor.is_unused(i))}
     pieces = [(processor.id_to_piece(i), _NEVER if i in never else scores[i]) for i in range(count)]
     known = {piece for i, (piece, _) in enumerate(pieces) if i not in never}
-    # A letter without a piece costs even more than _NEVER. It must not be taken for the beginning of <eod> or <0x41>.
+    # A letter without a piece costs even more than _NEVER, so the tokenizer would prefer a piece like <eod> that begins
+    # with this letter. The pre-tokenizer therefore splits off such letters.
     alone = sorted({processor.id_to_piece(i)[0] for i in never} - known)
     found = tokenizers.Tokenizer(
         tokenizers.models.Unigram(pieces, processor.unk_id(), any(map(processor.is_byte, range(count))))
@@ -116,7 +131,10 @@ def _unigram(processor: sentencepiece.SentencePieceProcessor, scores: Sequence[f
 
 
 def _byte_level(vocab_size: int) -> Any:
-    """Return the tokenizer.json of a `ByteTokenizer`: GPT-2's letters for the 256 bytes, no merges, and the last id."""
+    """Return the content of a tokenizer.json that encodes texts as `ByteTokenizer` does, one token per byte.
+
+    GPT-2's letters represent the 256 bytes, there are no merges, and the last id is the end-of-document token.
+    """
     tokenizers = import_package("tokenizers", "a tokenizer.json")
     letters = import_package("transformers.convert_slow_tokenizer", "a tokenizer.json").bytes_to_unicode()
     vocabulary = {letter: byte for byte, letter in letters.items()} | {_EOD: vocab_size - 1}
@@ -127,5 +145,6 @@ def _byte_level(vocab_size: int) -> Any:
 
 
 def _definition(tokenizer: Any, special: list[str]) -> Any:
+    """Add special tokens to a tokenizer of the package tokenizers; return the content of its tokenizer.json."""
     tokenizer.add_special_tokens(special)
     return json.loads(tokenizer.to_str())

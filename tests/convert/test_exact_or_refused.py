@@ -260,7 +260,7 @@ REFUSED: list[tuple[str, Values, str]] = [
     ("llama", {"layer_types": 3}, "config.json: "),
     ("llama", {"rms_norm_eps": "tiny"}, "'rms_norm_eps' expected float, got str (value: 'tiny')"),
     ("llama", {"num_key_value_heads": 3}, "--num-attention-heads 4 is not divisible by --num-query-groups 3"),
-    ("llama", {"hidden_size": 40}, "q_proj.weight has shape [32, 32], the model's is [40, 40]"),
+    ("llama", {"hidden_size": 40}, "q_proj.weight has shape [32, 32], but the model's is [40, 40]"),
     ("llama", {"vocab_size": 108}, "model.embed_tokens.weight has shape [107, 32]"),
     ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.v_proj.weight and 6 more are missing"),
     ("llama", {"num_hidden_layers": 1}, "have no place in this model"),
