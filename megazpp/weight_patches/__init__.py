@@ -1,1 +1,1 @@
-"""Weight patches: the changed 16-bit weights of every step, for engines that generate with the policy."""
+"""Weight patches: files with the 16-bit weights that each training step changes, for external inference engines."""

@@ -12,7 +12,7 @@ from megazpp.run.arguments import FeatureConfig
 class PatchesConfig(FeatureConfig):
     """Weight patches.
 
-    Changed weights of every step, for engines that generate with the policy.
+    Files with the weights that each training step changes, for external inference engines.
     """
 
     save_weight_patches: str | None = flag(

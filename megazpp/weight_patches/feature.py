@@ -1,4 +1,4 @@
-"""Optional feature that writes weight patches: files with the changes of the 16-bit weights in each step."""
+"""The optional feature that writes weight patches: files with the 16-bit weights that each training step changes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class WeightPatchesFeature(Feature):
-    """The feature that writes the changed weights of every step to the folder --save-weight-patches."""
+    """The feature that writes the weights changed by each training step to the folder --save-weight-patches."""
 
     config = PatchesConfig
 
     def check(self, config: RunConfig, plan: RunPlan) -> None:
-        """Raise a ValueError if patches are requested in a run whose weights cannot be written as patches."""
+        """Raise ValueError if --save-weight-patches is given for a run whose weights cannot be written as patches."""
         flags = config.section(PatchesConfig)
         if flags.save_weight_patches is None:
             return
@@ -30,11 +30,11 @@ class WeightPatchesFeature(Feature):
                 "--save-weight-patches cannot be combined with --diloco-steps: replica groups have different weights"
             )
         if config.zero.optimizer_cpu_offload:
-            raise ValueError("--optimizer-cpu-offload does not support --save-weight-patches")
+            raise ValueError("--optimizer-cpu-offload does not support --save-weight-patches: leave out one of them")
         check_patches(config.model, config.precision, plan.wire)
 
     def attach(self, parts: TrainerParts) -> Attached:
-        """Return the action that writes files after every step; nothing without --save-weight-patches."""
+        """Return the action that writes files after each training step; no action without --save-weight-patches."""
         flags = parts.config.section(PatchesConfig)
         if flags.save_weight_patches is None:
             return Attached()

@@ -1,24 +1,27 @@
-"""Weight patches: the changes of the 16-bit weights in each optimizer step, for engines that generate with the policy.
+"""Write weight patches: files with the 16-bit weights that each training step changes, for external inference engines.
 
-    DIR/0001/weights-000001-00000-of-00004.safetensors    all weights, first and at regular intervals of steps
-    DIR/0001/patch-000002-00000-of-00004.safetensors      the changes since the step before, as lossless deltas
+    DIR/0001/weights-000001-00000-of-00004.safetensors    all weights, after the first step and at regular intervals
+    DIR/0001/patch-000002-00000-of-00004.safetensors      the changes by one step, as lossless weight deltas
 
-Each rank writes the shards that it holds, so nothing is communicated. Of ranks with equal copies the first one writes.
-A version is complete when all its files exist; files appear atomically. A run begins a new chain, which is a numbered
-folder, when it starts and when it resumes. reader.py reads the files.
+Each rank writes the shards that it holds, so nothing is communicated. If several ranks hold equal copies of a shard,
+only the first of them writes it. Each file appears atomically, and a step is complete when the files of all ranks
+exist. A run begins a new chain of files, in a new numbered folder, when it starts and when it resumes.
+weight_patches/reader.py reads the files.
 
-A file has tensors by the names of `GPTModel`. In `weights` they are shards in the dtype of compute; in `patch` each is
-a message of kernels/weight_delta, [M] uint8, as long as needed. Buffers are whole, in fp32. The metadata has:
+A file contains tensors by their names in `GPTModel`. A `weights` file has shards in the dtype of compute. A `patch`
+file has for each shard a message of kernels/weight_delta, [M] uint8, of the shortest possible length. Both have the
+model's buffers, unsharded and in fp32. The metadata in the file's header has:
 
-    step        number of the optimizer step
-    chain       checksum of the first `weights` of the chain and of all patches up to this step: 8 hexadecimal digits
-    base        `chain` of the weights to which a patch applies
-    checksum    checksum of the tensors of `weights`
-    model       JSON in `weights`: architecture, size of the vocabulary, whole shape and first index of each shard
+    step        number of the training step
+    chain       checksum of the first `weights` file of the chain and of all patches up to this step: 8 hexadecimal
+    digits base        `chain` of the weights to which a patch applies
+    checksum    checksum of the tensors in a `weights` file
+    model       JSON in a `weights` file: architecture, size of the vocabulary, and for each shard the unsharded shape
+                and the index of the shard's first element
 
-The weights are the master weights rounded to 16 bits, as in a checkpoint that was converted to 16 bits. Training with
-`--zero-weight-delta lossless` computes with them too, except for changes that a message had no room for
-(`weights_left_out`), which follow a step later.
+The weights are the fp32 master weights rounded to 16 bits, as in a checkpoint that was converted to 16 bits. Training
+with `--zero-weight-delta lossless` computes with the same weights. The exception are changes that do not fit into a
+message between nodes (`weights_left_out` in the log). Training uses these changes one step later.
 """
 
 from __future__ import annotations
@@ -46,17 +49,17 @@ from megazpp.zero.sharding import Sharding
 
 
 class WeightPatches:
-    """The writer of this rank's patch after every step, and of its weights at regular intervals.
+    """The writer of a rank's weight patch after each training step, and of all its weights at regular intervals.
 
-    The weights of the last step stay in host memory: two bytes per parameter that this rank holds.
+    A copy of the rank's weights after the last step stays in host memory, with two bytes per weight of its shards.
 
     Args:
-        folder: folder of the chains; it is created.
-        interval: iterations between files with all weights.
+        folder: folder of --save-weight-patches, which is created if needed.
+        interval: number of training steps between files with all weights.
         model: model whose weights are written.
-        sharding: its sharding units.
-        dims: axes of the job.
-        dtype: dtype in which training computes, of 16 bits.
+        sharding: sharding of the model, with its sharding units.
+        dims: mesh axes.
+        dtype: 16-bit dtype in which training computes, which the files contain.
     """
 
     def __init__(
@@ -73,13 +76,14 @@ class WeightPatches:
         self._model, self._sharding, self._dims = model, sharding, dims
         self._file = dims.shard.rank * dims.tp.size + dims.tp.rank
         self._num_files = dims.shard.size * dims.tp.size
-        self._last: dict[str, torch.Tensor] = {}  # this rank's shards after the last step, on the host
-        self._places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # whole shape and first index
+        self._last: dict[str, torch.Tensor] = {}  # this rank's shards after the last step, in host memory
+        # For each shard, the unsharded shape of its parameter and the index of the shard's first element.
+        self._places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._step: int | None = None
         self._chain = 0
 
     def write(self, progress: TrainingProgress) -> None:
-        """Write how the last step has changed this rank's shards. All ranks call this after every step."""
+        """Write how the last training step has changed this rank's shards. All ranks call this after each step."""
         step, first = progress.iteration, self._step is None or progress.iteration != self._step + 1
         if first:
             self._begin_chain()
@@ -108,7 +112,7 @@ class WeightPatches:
             self._write("weights", weights, {"checksum": f"{checksum(weights):08x}", "model": json.dumps(model)})
 
     def _begin_chain(self) -> None:
-        """Create the folder of a new chain. All ranks call this."""
+        """Create the numbered folder for a new chain of weight patches. All ranks call this."""
         chain: Path | None = None
         if self._dims.world.rank == 0:
             chain = first_free(lambda number: self._folder / f"{number:04d}")
@@ -117,7 +121,7 @@ class WeightPatches:
             self._chain_folder: Path = self._dims.world.share_object(chain)
 
     def _shards(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and local tensor of each shard that this rank writes, and note its place in the whole tensor."""
+        """Yield name and local tensor of each shard that this rank writes, and record its position in `_places`."""
         for unit in self._sharding.units:
             for name, weight in unit.as_dtensors(unit.shards()).items():
                 local = weight.to_local()
@@ -127,6 +131,13 @@ class WeightPatches:
                     yield name, local
 
     def _write(self, kind: str, tensors: Mapping[str, torch.Tensor], about: dict[str, str]) -> None:
+        """Write this rank's file of the current step into the folder of the chain, atomically.
+
+        Args:
+            kind: "weights" or "patch", the beginning of the file's name.
+            tensors: tensors to write, by name.
+            about: entries of the file's metadata, beside `step` and `chain`.
+        """
         name = f"{kind}-{self._step:06d}-{self._file:05d}-of-{self._num_files:05d}.safetensors"
         path = self._chain_folder / name
         about = {"step": str(self._step), "chain": f"{self._chain:08x}", **about}
@@ -135,18 +146,18 @@ class WeightPatches:
 
 
 def _is_first_copy(weight: DTensor) -> bool:
-    """Return True if no earlier rank holds an equal copy of this rank's shard."""
+    """Return True if no rank with a lower index on a replicated mesh axis holds an equal copy of this rank's shard."""
     coordinate = weight.device_mesh.get_coordinate()
     assert coordinate is not None
     return not any(index for index, place in zip(coordinate, weight.placements, strict=True) if place.is_replicate())
 
 
 def encode_change(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Return a message [M] uint8 on the host, as short as possible, that turns `old` into `new` bit for bit.
+    """Return the lossless weight delta from `old` to `new`: [M] uint8 in host memory, of the shortest possible length.
 
     Args:
-        new: weights in 16 bits, contiguous.
-        old: weights of the same shape and dtype, on any device.
+        new: weights in a 16-bit dtype, contiguous.
+        old: earlier weights of the same shape and dtype, on any device.
     """
     message = torch.empty(message_bytes(new.numel()), dtype=torch.uint8, device=new.device)
     encode(new.view(-1), old.to(new.device).view(-1), message)
@@ -155,7 +166,12 @@ def encode_change(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(tensors: Mapping[str, torch.Tensor], start: int = 0) -> int:
-    """Return the CRC-32 of names and contents, in the order of names, continued from the checksum `start`."""
+    """Return the CRC-32 of the names and contents of tensors, in the order of their names.
+
+    Args:
+        tensors: tensors in host memory, by name.
+        start: CRC-32 of preceding data, which the result continues.
+    """
     for name in sorted(tensors):
         start = zlib.crc32(name.encode(), start)
         start = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, start)
@@ -163,12 +179,12 @@ def checksum(tensors: Mapping[str, torch.Tensor], start: int = 0) -> int:
 
 
 def check_patches(config: GPTConfig, precision: PrecisionConfig, wire: CommPlan) -> None:
-    """Raise a ValueError that names the flags if the run's weights cannot be written as patches.
+    """Raise ValueError if a run's weights cannot be written as weight patches. The message names the flags.
 
     Args:
-        config: architecture of the model.
-        precision: dtype in which training computes.
-        wire: formats in which weights are communicated.
+        config: architecture of the model, which a Hugging Face family must be able to represent.
+        precision: dtype in which training computes, which must have 16 bits.
+        wire: formats in which weights are communicated, which must have 16 bits.
     """
     if precision.param_dtype.itemsize != 2:
         raise ValueError("--save-weight-patches needs --bf16 or --fp16, because every step changes all fp32 weights")

@@ -1,12 +1,12 @@
 """A reader of weight patches for the process of an inference engine. It needs neither a process group nor a GPU.
 
     reader = PatchReader("patches")
-    step = reader.advance()                      # all complete patches; None if there are no weights yet
-    model.load_weights(reader.weights())         # names and shapes of Hugging Face
-    reader.save("/dev/shm/policy")               # or a folder that from_pretrained reads
+    step = reader.advance()                      # applies all complete patches; None if there are no weights yet
+    model.load_weights(reader.weights())         # weights with the names and shapes of Hugging Face's model
+    reader.save("/dev/shm/policy")               # or writes a folder that from_pretrained reads
 
-patches.py describes the files. The reader checks the checksum of each file, and that each patch applies to the weights
-that it holds, before it changes them. It keeps one copy of all weights in host memory.
+weight_patches/patches.py describes the files. The reader has one copy of all weights in host memory. Before it applies
+a patch, it verifies the checksum of each file, and that the patch is made for exactly these weights.
 """
 
 from __future__ import annotations
@@ -29,11 +29,17 @@ from megazpp.kernels.weight_delta import decode
 from megazpp.weight_patches.patches import checksum
 
 _NAME = re.compile(r"(weights|patch)-(\d+)-(\d+)-of-(\d+)\.safetensors")
-_SAVED = "weight_patch.json"  # marks a folder that `PatchReader.save` may replace
+_SAVED = "weight_patch.json"  # file in a folder that `PatchReader.save` has written, and may therefore replace
 
 
 class _Part(NamedTuple):
-    """The weights of one writer: its shards by name, their places, and the checksum of its chain."""
+    """The shards that one training rank has written, in host memory.
+
+    Attributes:
+        tensors: shards by name; each patch changes them.
+        model: metadata `model` of the rank's `weights` file: architecture, and the position of each shard.
+        chain: checksum of the rank's files so far, to which the next patch must refer.
+    """
 
     tensors: dict[str, torch.Tensor]
     model: dict[str, Any]
@@ -41,12 +47,12 @@ class _Part(NamedTuple):
 
 
 class PatchReader:
-    """The weights of a run after one of its steps, in host memory.
+    """The weights of a run after one of its training steps, in host memory.
 
     Args:
-        folder: the folder that --save-weight-patches names.
+        folder: folder that the run's --save-weight-patches names.
     Attributes:
-        step: optimizer step of the weights; None before the first `advance`.
+        step: training step after which the weights were written; None before `advance` has found weights.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -56,17 +62,17 @@ class PatchReader:
         self._parts: list[_Part] = []
 
     def advance(self, step: int | None = None) -> int | None:
-        """Read the files that lead to the weights of `step`, and return the step.
+        """Read the files from which the weights of `step` follow, and return the step.
 
-        Processes that share a model must load the same weights, so give them the same step (`newest_step`).
+        Processes that share a model must load the same weights. Pass the same step to all of them (`newest_step`).
 
         Args:
-            step: a step of the newest chain; None for its newest complete one.
+            step: training step of the newest chain of files; None for the newest step whose files are complete.
         Returns:
-            the step of the weights; None if no weights are complete.
+            The training step of the weights; None if there are no complete files yet.
         Raises:
             ValueError: there are no complete files for `step`.
-            DamagedError: a file is damaged, or its patch does not apply to these weights. It has changed nothing.
+            DamagedError: a file is damaged, or its patch is made for other weights. This patch has changed nothing.
         """
         step = newest_step(self._folder) if step is None else step
         if step is None:
@@ -86,21 +92,25 @@ class PatchReader:
         return step
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and contents of all tensors as Hugging Face's model has them, assembled one after the other."""
+        """Yield name and values of each tensor of Hugging Face's model, in host memory, one after the other."""
         model = self._model()
         theirs = split_all(model_pieces(model.config), model.tensors)
         for name, entry in to_files(choose_architecture(model.config), theirs).items():
             yield name, entry.read()
 
     def save(self, folder: str | Path) -> None:
-        """Write config.json, the weights, and their step to a folder. An earlier one of this method is replaced.
+        """Write config.json and the weights to a Hugging Face folder, with their training step in weight_patch.json.
 
+        A folder that this method has written before is replaced.
+
+        Args:
+            folder: folder to write.
         Raises:
-            ValueError: the folder holds other files.
+            ValueError: the folder contains other files.
         """
         folder = Path(folder)
         if folder.exists() and not (folder / _SAVED).is_file() and any(folder.iterdir()):
-            raise ValueError(f"{folder} holds files that were not written here: name a new or empty folder")
+            raise ValueError(f"{folder} has files that PatchReader.save has not written: name a new or empty folder")
         unfinished = folder.with_name(folder.name + ".unfinished")
         remove(unfinished)
         unfinished.mkdir(parents=True)
@@ -110,7 +120,7 @@ class PatchReader:
             remove(folder)
 
     def _model(self) -> Model:
-        """Return the model, whose tensors are assembled from all parts when they are read."""
+        """Return the model of the run. A tensor is assembled from the shards of all training ranks when it is read."""
         assert self._parts, "advance() has found no weights yet"
         about, tensors = self._parts[0].model, dict[str, Deferred]()
         for part in self._parts:
@@ -121,7 +131,7 @@ class PatchReader:
         return Model(config, rows, tensors).first_rows(rows)
 
     def _assemble(self, name: str) -> torch.Tensor:
-        """Return a whole tensor, from the shards of all writers."""
+        """Return an unsharded tensor of the model, assembled from the shards that the training ranks have written."""
         found = [(part.tensors[name], *part.model["places"][name]) for part in self._parts if name in part.tensors]
         whole = torch.empty(found[0][1], dtype=found[0][0].dtype)
         for shard, _, first in found:
@@ -129,7 +139,7 @@ class PatchReader:
         return whole
 
     def _apply(self, paths: Sequence[Path]) -> None:
-        """Apply the patches of all writers, after all of them were checked."""
+        """Verify the patches of all training ranks for one step, then apply them. `paths` has one file per rank."""
         found = [(part, *_read_patch(path, part)) for path, part in zip(paths, self._parts, strict=True)]
         for part, changes, _ in found:
             for name, change in changes.items():
@@ -141,13 +151,18 @@ class PatchReader:
 
 
 def newest_step(folder: str | Path) -> int | None:
-    """Return the newest step whose weights a `PatchReader` can read; None if there is none."""
+    """Return the newest training step whose weights a `PatchReader` can read from a folder; None if there is none."""
     _, weights, patches = _newest_chain(Path(folder))
     return next((a for a in count(max(weights)) if a + 1 not in patches), None) if weights else None
 
 
 def _newest_chain(folder: Path) -> tuple[Path | None, dict[int, list[Path]], dict[int, list[Path]]]:
-    """Return the newest chain with complete weights, and the files of its complete weights and patches by step."""
+    """Find the newest chain of weight patches in a folder, and list its complete files.
+
+    Returns:
+        The chain's folder, then the `weights` files and the `patch` files of each step that has the files of all ranks.
+        (None, {}, {}) if no chain has a complete set of `weights` files.
+    """
     chains = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
     for chain in sorted(chains, key=lambda path: int(path.name), reverse=True):
         found: dict[tuple[str, int], list[Path]] = {}
@@ -164,7 +179,16 @@ def _newest_chain(folder: Path) -> tuple[Path | None, dict[int, list[Path]], dic
 
 
 def _read(path: Path, start: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, str], str]:
-    """Return the tensors and the metadata of a file, and the checksum of its tensors, continued from `start`."""
+    """Read a file of weight patches.
+
+    Args:
+        path: file to read.
+        start: checksum of the chain before this file, which the checksum of the tensors continues.
+    Returns:
+        The tensors by name, the metadata, and the checksum of the tensors as 8 hexadecimal digits.
+    Raises:
+        DamagedError: the file cannot be read.
+    """
     safetensors = import_package("safetensors", str(path))
     try:
         with safetensors.safe_open(path, framework="pt") as file:
@@ -175,7 +199,7 @@ def _read(path: Path, start: int = 0) -> tuple[dict[str, torch.Tensor], dict[str
 
 
 def _read_weights(path: Path) -> _Part:
-    """Read the shards of one writer."""
+    """Read and verify a `weights` file, with all shards that one training rank has written."""
     tensors, about, found = _read(path)
     if found != about.get("checksum"):
         raise DamagedError(f"{path} is damaged: its tensors have the checksum {found}, not {about.get('checksum')}")
@@ -183,7 +207,16 @@ def _read_weights(path: Path) -> _Part:
 
 
 def _read_patch(path: Path, part: _Part) -> tuple[dict[str, torch.Tensor], str]:
-    """Read the changes of one writer, and the checksum of its chain after them."""
+    """Read a `patch` file, and verify that it applies to the shards of its training rank.
+
+    Args:
+        path: file to read.
+        part: shards of the training rank that has written the file.
+    Returns:
+        The changes of each shard by name, and the checksum of the chain after this patch.
+    Raises:
+        DamagedError: the file is damaged, or the patch is made for other weights.
+    """
     changes, about, found = _read(path, int(part.chain, 16))
     if about.get("base") != part.chain:
         raise DamagedError(f"{path} applies to weights with chain {about.get('base')}, but these have {part.chain}")

@@ -1,7 +1,8 @@
-"""vLLM's weight transfer from weight patches: the back end `megazpp` of `--weight-transfer-config`.
+"""Load weight patches into vLLM: the back end `megazpp` of its option `--weight-transfer-config`.
 
-vLLM loads `register` in each of its processes, because pyproject.toml names it as a plugin (vllm.general_plugins). Each
-worker reads the patches itself, and loads the weights like a checkpoint. Written for vLLM 0.33.
+vLLM calls `register` in each of its processes, because pyproject.toml names this function as a plugin
+(vllm.general_plugins). Each worker of vLLM reads the patches itself, and loads the weights like a checkpoint. Written
+for vLLM 0.33.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from megazpp.weight_patches.reader import PatchReader
 
 @dataclass
 class PatchFolder(base.WeightTransferInitInfo):
-    """The folder that --save-weight-patches names, as the workers see it."""
+    """The settings of a weight transfer: the path, on the workers' hosts, of the folder of --save-weight-patches."""
 
     folder: str
 
 
 @dataclass
 class PatchStep(base.WeightTransferUpdateInfo):
-    """The optimizer step whose weights all workers load."""
+    """The request to load weights: the training step whose weights all workers of vLLM load."""
 
     step: int
 
 
 class PatchTransferEngine(base.WeightTransferEngine[PatchFolder, PatchStep]):
-    """The receiving side of a weight transfer in a worker of vLLM; its methods are vLLM's."""
+    """The receiving side of vLLM's weight transfer, in each worker of vLLM. vLLM defines and calls the methods."""
 
     init_info_cls, update_info_cls = PatchFolder, PatchStep
     supports_draft_weight_update = False
@@ -54,6 +55,6 @@ class PatchTransferEngine(base.WeightTransferEngine[PatchFolder, PatchStep]):
 
 
 def register() -> None:
-    """Register the back end with vLLM; a second call changes nothing."""
-    with suppress(ValueError):  # it is registered already
+    """Register the back end `megazpp` with vLLM's weight transfer; a second call changes nothing."""
+    with suppress(ValueError):  # vLLM raises this error if the back end is already registered
         WeightTransferEngineFactory.register_engine("megazpp", PatchTransferEngine)
