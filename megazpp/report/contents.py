@@ -1,8 +1,8 @@
-"""The curves and the tables of a report.
+"""Curves and tables of the HTML report about training runs.
 
 A curve is interrupted where a restart has gone back to an earlier iteration. Training time is the sum over all steps so
-far, including those that a restart has repeated. Long curves are thinned in buckets of neighboring points. The lowest
-and the highest point of each bucket are kept, so that no spike disappears.
+far, including steps that a restart has repeated. Long curves are downsampled in buckets of neighboring points. The
+lowest and the highest point of each bucket remain, so that no spike disappears.
 """
 
 from __future__ import annotations
@@ -21,37 +21,38 @@ from megazpp.base.program import GIGA, MEGA, times_fewer
 from megazpp.report.runs import Row, Run, number
 from megazpp.topology.layout import WIRE_NAMES
 
+# An uninterrupted part of a curve: lists of the steps, tokens, seconds, bytes and values of its points
 Segment = list[list[float | None]]
-Table = list[list[str]]
+Table = list[list[str]]  # rows of cells; the first row is the header
 
-DIGITS = 6  # significant digits of a point's coordinates
-NOTHING = "-"  # cell for an unknown value
-COMPLETIONS = 16  # number of completions shown per run
-DIFFERENCES = 3  # number of differing flags shown in the legend
+DIGITS = 6  # significant digits of a curve's coordinates in the page
+NOTHING = "-"  # cell of a table for an unknown value
+COMPLETIONS = 16  # number of completions that the report shows per run
+DIFFERENCES = 3  # number of differing flags that the legend shows per run
 PLACES = ("--save", "--load", "--data-cache-path")  # flags left out of the legend, because paths say little about a run
 
 
 class Chart(NamedTuple):
-    """The definition of a chart with one curve per run."""
+    """Definition of a chart of the report, which has one curve per run."""
 
-    key: str  # key in metrics.jsonl
+    key: str  # key of the values in metrics.jsonl
     title: str
     unit: str  # unit of the vertical axis
     scale: str  # vertical axis: "fit" covers the range of the values, "zero" begins at zero, "log" is logarithmic
-    factor: float = 1.0  # factor from recorded values to `unit`
+    factor: float = 1.0  # number by which recorded values are multiplied to get values in `unit`
 
 
 CHARTS = (
     Chart("lm_loss", "Loss", "nats per token", "fit"),
     Chart("reward", "Reward", "mean over the sampled completions", "fit"),
-    Chart("rewards/accuracies", "Preferences", "share of pairs in the right order", "fit"),
-    Chart("accuracy", "Preferences of the reward model", "share of pairs in the right order", "fit"),
+    Chart("rewards/accuracies", "Preferences", "fraction of pairs in the right order", "fit"),
+    Chart("accuracy", "Preferences of the reward model", "fraction of pairs in the right order", "fit"),
     Chart("kl", "Divergence from the reference", "nats per token", "fit"),
     Chart("entropy", "Entropy", "nats per token", "fit"),
     Chart("completions/mean_length", "Length of completions", "tokens", "zero"),
     Chart("tokens_per_second", "Throughput", "tokens per second", "zero"),
     Chart("max_expert_load", "Busiest expert", "choices, relative to the mean", "fit"),
-    Chart("idle_experts", "Experts without tokens", "share of all experts", "zero"),
+    Chart("idle_experts", "Experts without tokens", "fraction of all experts", "zero"),
     Chart("router_entropy", "Entropy of the router's scores", "nats per token", "fit"),
     Chart("expert_balance", "Balance loss of the router", "1 is even", "fit"),
     Chart("grad_norm", "Gradient norm", "L2 norm before clipping", "log"),
@@ -66,16 +67,17 @@ CHARTS = (
 
 
 def times(run: Run) -> np.ndarray:
-    """Return the steps, tokens, training seconds and inter-node bytes per node up to each row of metrics.jsonl.
+    """Return a run's cumulative steps, tokens, seconds and bytes at each row of metrics.jsonl, for horizontal axes.
 
-    The shape is [4, rows].
+    The result is [4, rows]: iteration, trained tokens, seconds of training, and bytes that a node has sent to other
+    nodes.
     """
     before, total, tokens, sent, places = 0, 0.0, 0.0, 0.0, []
     for row in run.rows:
         iteration = row["iteration"]
         steps = _finite(row.get("steps")) or max(1, iteration - before if iteration > before else 1)
         total += steps * max(0.0, _finite(row.get("step_seconds")))
-        tokens += _finite(row.get("tokens"))  # runs whose samples differ in length record tokens instead of a total
+        tokens += _finite(row.get("tokens"))  # recorded, instead of "consumed_tokens", if samples differ in length
         sent += steps * _finite(row.get("cross_bytes"))
         places.append([iteration, _finite(row.get("consumed_tokens", tokens)), total, sent])
         before = iteration
@@ -83,15 +85,16 @@ def times(run: Run) -> np.ndarray:
 
 
 def curves(run: Run, max_points: int) -> dict[str, list[Segment]]:
-    """Return the curves of a run, without the charts for which it has no values.
+    """Return the curves of a run for the report's charts, without charts for which the run has no values.
 
     Args:
-        run: the run.
-        max_points: approximate number of points to which a curve is thinned.
+        run: recorded data of the run.
+        max_points: approximate number of points to which a curve is downsampled.
+
     Returns:
-        The segments of each curve, by the chart's key. "validation" and "validation_reward" are the curves of
-        validations. A segment is [steps, tokens, seconds, bytes, values], with the columns of `times`. None replaces a
-        value that is not finite.
+        the segments of each curve, by the chart's key. The keys "validation" and "validation_reward" are for curves of
+        validations. A segment is the list [steps, tokens, seconds, bytes, values] of equally long lists, where the
+        first four are the rows of `times`. None replaces a value that is not finite.
     """
     at, there = times(run), times_of_validations(run)
     found = {chart.key: _curve(run.rows, chart.key, at, max_points, chart.factor) for chart in CHARTS}
@@ -99,14 +102,15 @@ def curves(run: Run, max_points: int) -> dict[str, list[Segment]]:
     found["validation_reward"] = _curve(run.validations, "reward", there, max_points)
     for key in ("cross_bytes", "local_bytes", "tp_bytes"):
         if not any(value for segment in found[key] for value in segment[4]):
-            found[key] = []  # the run sends nothing of this kind, so the chart would show only zeros
+            found[key] = []  # the run sends no bytes over this kind of link, so the chart would show only zeros
     return {key: segments for key, segments in found.items() if segments}
 
 
 def times_of_validations(run: Run) -> np.ndarray:
-    """Return the columns of `times` at each validation, [4, validations], interpolated between rows of metrics.jsonl.
+    """Return the cumulative steps, tokens, seconds and bytes of a run at each of its validations, [4, validations].
 
-    Rows that a restart has repeated do not count: rows that a later row of the same or a lower iteration follows.
+    The values are interpolated between the rows of metrics.jsonl, for which `times` returns them. A row is ignored if a
+    restart has repeated its iteration later.
     """
     at = times(run)
     latest = np.minimum.accumulate(np.append(at[0, 1:], np.inf)[::-1])[::-1][: at.shape[1]] > at[0]
@@ -116,14 +120,15 @@ def times_of_validations(run: Run) -> np.ndarray:
 
 
 def unigram_entropy(run: Run) -> float | None:
-    """Return the recorded unigram entropy of the validation text in nats per token, None if it is unknown."""
+    """Return the unigram entropy of a run's validation text in nats per token; None if the run has not recorded it."""
     return _short(_finite(run.summary.get("unigram_entropy"))) or None
 
 
 def thin(values: np.ndarray, max_points: int) -> np.ndarray:
-    """Return the ascending indices of about `max_points` values that represent a curve.
+    """Return the ascending indices of about `max_points` points that represent a curve with the given values.
 
-    They include both ends, and for each bucket of neighbors the lowest, the highest and the first non-finite value.
+    The indices include both ends of the curve, and for each bucket of neighboring points the lowest, the highest and
+    the first non-finite value.
     """
     if len(values) <= max_points:
         return np.arange(len(values))
@@ -146,9 +151,9 @@ def _curve(rows: Sequence[Row], key: str, at: np.ndarray, max_points: int, facto
     Args:
         rows: rows of a .jsonl file.
         key: key of the values; rows without it are skipped.
-        at: [4, rows] steps, tokens, seconds and bytes at each row.
+        at: [4, rows] cumulative steps, tokens, seconds and bytes at each row, from `times`.
         max_points: approximate number of points of all segments together.
-        factor: number by which the values are multiplied.
+        factor: number by which the values are multiplied to get the chart's unit.
     """
     has = np.array([i for i, row in enumerate(rows) if number(row.get(key)) is not None], dtype=np.int64)
     segments: list[Segment] = []
@@ -162,12 +167,12 @@ def _curve(rows: Sequence[Row], key: str, at: np.ndarray, max_points: int, facto
 
 
 def _finite(value: Any) -> float:
-    """Return the value if it is a finite number, 0.0 otherwise."""
+    """Return a recorded value as a float if it is a finite number; otherwise return 0.0."""
     return float(value) if number(value) is not None and math.isfinite(value) else 0.0
 
 
 def _short(value: float) -> float | None:
-    """Return the value rounded to a few digits, to keep the page small; None if it is not finite."""
+    """Return a coordinate rounded to DIGITS digits, which keeps the page small; None if it is not finite."""
     if not math.isfinite(value):
         return None
     rounded = float(f"{value:.{DIGITS}g}")
@@ -178,36 +183,36 @@ def _short(value: float) -> float | None:
 
 
 def summary_table(runs: Sequence[Run]) -> Table:
-    """Return the summary with a column per run, without rows that are empty for all runs."""
+    """Return the report's summary table with a column per run, without rows that are unknown for all runs."""
     columns = [_came_out(run) for run in runs]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     return [["", *(run.name for run in runs)], *(row for row in rows if set(row[1:]) != {NOTHING})]
 
 
 def differences_in_words(runs: Sequence[Run]) -> list[str]:
-    """Return a text for the legend per run, with the first few flags in which the runs differ."""
+    """Return for each run the text of the legend with the first DIFFERENCES flags in which the runs differ."""
     rows = [row for row in flag_differences(runs)[1:] if row[0] not in PLACES][:DIFFERENCES]
     return [", ".join(f"{row[0]} {row[1 + index]}" for row in rows) for index in range(len(runs))]
 
 
 def flag_differences(runs: Sequence[Run]) -> Table:
-    """Return a table with a row for each flag for which the runs have recorded different values."""
+    """Return a table with a column per run and a row per flag of which the runs have recorded different values."""
     head, *rows = flags_table(runs)
     return [head, *(row for row in rows if len({*row[1:]} - {NOTHING}) > 1 and row[0] != "--run-dir")]
 
 
 def flags_table(runs: Sequence[Run]) -> Table:
-    """Return a table with a row for each flag that any run has recorded."""
+    """Return a table with a column per run and a row for each flag that at least one run has recorded."""
     names = sorted({name for run in runs for name in run.flags})
     rows = [[f"--{name.replace('_', '-')}", *(_flag(run.flags.get(name, NOTHING)) for run in runs)] for name in names]
     return [["flag", *(run.name for run in runs)], *rows]
 
 
 def same_loss_table(runs: Sequence[Run]) -> Table:
-    """Return the steps, tokens, hours and bytes that each run needed for a loss that all runs have reached.
+    """Return a table of the steps, tokens, hours and bytes that each run needed for a loss that all runs have reached.
 
-    The loss is the lowest validation loss of the run that has come least far. A run's figures are those of its first
-    validation with at most this loss. Without validations of every run, the table has only a header.
+    The common loss is the largest, over the runs, of a run's lowest validation loss. The column of a run has the values
+    at its first validation with at most the common loss. If a run has no validation, the table has only a header.
     """
     head = ["", *(run.name for run in runs)]
     losses = [np.array([_finite(row.get("lm_loss")) or math.inf for row in run.validations]) for run in runs]
@@ -223,7 +228,7 @@ def same_loss_table(runs: Sequence[Run]) -> Table:
 
 
 def completions_table(run: Run) -> Table:
-    """Return a table of the latest completions that the run has recorded, with rewards if a run of post-training."""
+    """Return a table of the last COMPLETIONS completions that a run has recorded, with their rewards if it has any."""
     rows = []
     for row in run.completions[-COMPLETIONS:]:
         texts = [text if isinstance(text, str) else json.dumps(text) for text in map(row.get, ("prompt", "completion"))]
@@ -235,7 +240,7 @@ def completions_table(run: Run) -> Table:
 
 
 def traffic_table(run: Run) -> Table:
-    """Return a table of the bytes sent by axis, wire and collective, counted since the run's last start."""
+    """Return a table of the bytes that a run has sent by axis, wire and collective since its last start."""
     steps = max(1, number(run.summary.get("iterations"), 1))
     rows = []
     for row in _traffic(run):
@@ -248,7 +253,7 @@ def traffic_table(run: Run) -> Table:
 
 
 def experts_table(run: Run) -> Table:
-    """Return a table of the latest loads of experts that the run has recorded, with a row per layer with experts."""
+    """Return a table of the experts' loads in the last row of a run's metrics.jsonl, with a row per layer."""
     row = run.rows[-1] if run.rows else {}
     keys = [key for key in row if key.startswith("max_expert_load/")]
     names = ("max_expert_load", "idle_experts", "router_entropy", "expert_balance")
@@ -258,7 +263,7 @@ def experts_table(run: Run) -> Table:
 
 
 def traffic_line(run: Run) -> str:
-    """Return a sentence with the number of counted steps, and the inter-node bytes of ZeRO-3 for the same steps."""
+    """Return the sentence below a run's traffic table: the counted steps, and ZeRO-3's bytes for these steps."""
     line = f"Counted over the {run.summary.get('iterations')} steps since the last start."
     if (would := _zero3_bytes(run)) is None:
         return line
@@ -266,20 +271,20 @@ def traffic_line(run: Run) -> str:
 
 
 def _traffic(run: Run) -> list[Row]:
-    """Return the well-formed rows of the traffic that the run's summary has recorded."""
+    """Return the rows of the traffic that a run has recorded in summary.json, without damaged rows."""
     counted = run.summary.get("traffic")
     return [row for row in counted if isinstance(row, dict)] if isinstance(counted, list) else []
 
 
 def _zero3_bytes(run: Run) -> float | None:
-    """Return the bytes that ZeRO-3 would have sent between nodes, None if the summary lacks them."""
+    """Return the bytes that ZeRO-3 would have sent between nodes in a run; None if summary.json lacks them."""
     zero3 = run.summary.get("zero3")
     return number(zero3.get("cross_bytes")) if isinstance(zero3, dict) else None
 
 
 def _came_out(run: Run) -> dict[str, str]:
-    """Return the cells of the summary table for a run, by the name of their row."""
-    # Steps, samples and time.
+    """Return a run's cells of the summary table, by the title of their row."""
+    # Progress of the run: steps, samples and time
     rows, at = run.rows, times(run)
     cross = sum(number(row.get("sent_bytes")) or 0 for row in _traffic(run) if row.get("wire") == "cross")
     summary = {key: number(value) for key, value in run.summary.items()}
@@ -292,7 +297,7 @@ def _came_out(run: Run) -> dict[str, str]:
     seconds = float(at[2, -1]) if rows else 0.0
     duration = f"{seconds:,.1f} s" if seconds < 3600 else str(datetime.timedelta(seconds=round(min(seconds, 1e12))))
 
-    # Losses, speed and memory.
+    # Results of the run: losses, speed and memory
     losses, speeds = _numbers(run.validations, "lm_loss"), _numbers(rows, "tokens_per_second")
     mfu = _numbers(rows, "mfu")
     validation = losses[-1] if losses else summary.get("validation_loss")
@@ -300,7 +305,7 @@ def _came_out(run: Run) -> dict[str, str]:
     also = f" (lowest {lowest:.4f})" if lowest not in (None, validation) else ""
     peak = max([*_numbers(rows, "peak_memory_bytes"), summary.get("peak_memory_bytes") or 0])
 
-    # Incidents.
+    # Faults of the run: restarts and non-finite losses
     went_back = int((at[0, 1:] <= at[0, :-1]).sum())
     not_finite = sum(not math.isfinite(loss) for loss in _numbers(rows, "lm_loss"))
     return {
@@ -328,19 +333,24 @@ def _came_out(run: Run) -> dict[str, str]:
 
 
 def _numbers(rows: Sequence[Row], key: str) -> list[float]:
-    """Return the values of `key` that are numbers."""
+    """Return the values of `key` in rows of a .jsonl file, without values that are missing or no numbers."""
     return [row[key] for row in rows if number(row.get(key)) is not None]
 
 
 def _megabytes(rows: Sequence[Row], key: str) -> str:
-    """Return the mean of `key` per step in MB, weighted by the steps of each row; "-" if it is zero."""
+    """Return the mean bytes per step in MB, as a cell of a table; "-" if no bytes were recorded.
+
+    Args:
+        rows: rows of metrics.jsonl, each of which has means over several steps.
+        key: key of the bytes, such as "cross_bytes".
+    """
     steps = [number(row.get("steps"), 1) for row in rows]
     sent = sum(count * number(row.get(key), 0) for count, row in zip(steps, rows, strict=True))
     return f"{sent / max(1, sum(steps)) / MEGA:,.3f}" if sent else NOTHING
 
 
 def _decimal(value: Any, digits: int) -> str:
-    """Return a number with this many decimals, "-" for anything else."""
+    """Return a value as a cell of a table: a number with `digits` decimals, "-" for anything else."""
     return NOTHING if number(value) is None else f"{value:,.{digits}f}"
 
 

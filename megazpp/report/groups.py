@@ -1,7 +1,8 @@
-"""The groups of an elastic run, from the coordinator's rounds.jsonl: a strip of versions and a row of a table for each.
+"""The report's section on the replica groups of an elastic DiLoCo run, from the coordinator's rounds.jsonl.
 
-A row of the file is a version. Its "groups" are the contributions that it has merged, and "sent_bytes" has an entry for
-each group that took part.
+Each row of the file describes a version of the outer weights. "groups" lists the contributions of groups that the
+version has merged. "sent_bytes" has an entry for each group that takes part in the run at this version. The report
+shows each group as a strip with a box per version, and as a row of a table.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ STATES = {
     "late": "merged late",
     "idle": "nothing merged",
     "out": "not in the run",
-}  # states of a group in a version, with their names; page.css has a color for each
+}  # states of a replica group in a version, with the names that the report shows; page.css has a color for each state
 
 
 def read_rounds(file: Path) -> list[Row]:
-    """Return the rows of rounds.jsonl, without damaged lines.
+    """Return the rows of the coordinator's rounds.jsonl, one per version, without damaged lines.
 
     Raises:
-        ValueError: no line is a row of this file.
+        ValueError: the file cannot be read, or none of its lines describes a version.
     """
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -45,7 +46,7 @@ def read_rounds(file: Path) -> list[Row]:
 
 
 def states(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Return the state of each group in each version, by the names of `STATES`."""
+    """Return the states of each replica group, one key of STATES per version, by the name of the group."""
     names = sorted({name for row in rows for name in (*row["sent_bytes"], *(g["group"] for g in row["groups"]))})
     found: dict[str, list[str]] = {name: [] for name in names}
     for row in rows:
@@ -59,7 +60,7 @@ def states(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 
 def groups_table(rows: Sequence[Row]) -> Table:
-    """Return a table with a row for each group."""
+    """Return the report's table of an elastic run, with a row of totals over all versions for each replica group."""
     head = ["group", "versions", "steps", "of these late", "times out", "waiting, s", "MB sent"]
     table = [head]
     for name, of_group in states(rows).items():
@@ -67,14 +68,15 @@ def groups_table(rows: Sequence[Row]) -> Table:
         steps, late = (sum(g["steps"] for g in own if g["late"] >= least) for least in (0, 1))
         outs = sum(a != "out" and b == "out" for a, b in itertools.pairwise(of_group))
         totals = [0, *(row["sent_bytes"][name] for row in rows if name in row["sent_bytes"])]
-        sent = sum(b - a if b >= a else b for a, b in itertools.pairwise(totals))  # a job that starts again begins at 0
+        # The rows have cumulative bytes, which begin at 0 again if the job of the group is restarted.
+        sent = sum(b - a if b >= a else b for a, b in itertools.pairwise(totals))
         waited = sum(group["waited"] for group in own)
         table.append([name, str(len(own)), str(steps), str(late), str(outs), f"{waited:.1f}", f"{sent / MEGA:.3f}"])
     return table
 
 
 def groups_line(rows: Sequence[Row]) -> str:
-    """Return a sentence about all groups together: versions, speed, late and repeated steps."""
+    """Return the report's sentence about all groups of an elastic run: versions, speed, late and repeated steps."""
     groups = [group for row in rows for group in row["groups"]]
     steps, late = (sum(g["steps"] for g in groups if g["late"] >= least) for least in (0, 1))
     seconds = rows[-1]["time"] - rows[0]["time"]
@@ -86,7 +88,10 @@ def groups_line(rows: Sequence[Row]) -> str:
 
 
 def strips(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the HTML of a legend, and of a strip for each group, in which equal neighbors are one rectangle."""
+    """Yield the HTML of a legend, and of a strip for each replica group with its states in all versions.
+
+    Successive versions with equal states are one rectangle of the strip.
+    """
     boxes = (f'<li><i class="{state}"></i>{text}</li>' for state, text in STATES.items())
     yield f'<ul class="legend strips">{"".join(boxes)}</ul>'
     for name, of_group in states(rows).items():
@@ -100,7 +105,7 @@ def strips(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _row(line: str) -> Row | None:
-    """Return a line as a row; None if it is cut or damaged."""
+    """Return a line of rounds.jsonl as a row with values of the right types; None if the line is cut or damaged."""
     try:
         row = json.loads(line)
         groups = [

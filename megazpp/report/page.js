@@ -1,5 +1,6 @@
 "use strict";
-// Draws the curves in #data as SVG elements into .charts. Redraws them when the width or the horizontal axis changes.
+// Draws the curves of the report, whose data is the JSON in #data, as SVG elements into .charts. Redraws a chart when
+// its width or the horizontal axis changes.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const COLOURS = 7, LEFT = 56, RIGHT = 14, TOP = 8, BOTTOM = 40, NEAR = 24;
@@ -12,7 +13,7 @@
     { label: "sent to other nodes by each node", units: [
       [1, "bytes", 0], [1e6, "MB", 1e6], [1e9, "GB", 2e9], [1e12, "TB", 2e12]] },
   ];
-  let chosen = 0; // index in AXES that the switch selects; a chart with an axis of its own ignores it
+  let chosen = 0; // index in AXES of the horizontal axis that the user selects; charts with a fixed `axis` ignore it
   const axisOf = (chart) => chart.axis ?? chosen;
 
   const style = (run) => `colour${run % COLOURS} dash${Math.floor(run / COLOURS) % 3}`;
@@ -32,7 +33,8 @@
     return element;
   }
 
-  // Choose the unit of an axis. units: [divisor, name, smallest maximum of the values for which the unit is used]
+  // Return the unit for the labels of an axis whose values reach `largest`: the last of `units` that is not too large.
+  // units: [divisor, name, smallest maximum of the values for which the unit is used], from the smallest unit.
   function unitFor(largest, units) {
     const [divisor, name] = units.filter((unit) => largest >= unit[2]).at(-1);
     return { divisor, name };
@@ -78,7 +80,7 @@
     return value.toFixed(Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
   }
 
-  // Return all curves of a chart: { run, kind, segments: [{ x, y }] }.
+  // Return all curves of a chart: { run: index, kind: "training", "validation" or "", segments: [{ x, y }] }.
   function curvesOf(chart) {
     const held_out = { lm_loss: "validation", reward: "validation_reward" }[chart.key];
     const kinds = held_out ? [[chart.key, "training"], [held_out, "validation"]] : [[chart.key, ""]];
@@ -92,7 +94,7 @@
     return found;
   }
 
-  // The horizontal range is the same for all charts with this axis, so that charts below each other are comparable.
+  // Return the range of a horizontal axis, equal for all charts, so that charts below each other are comparable.
   function acrossRange(axis) {
     let low = Infinity, high = -Infinity;
     for (const run of data.runs) for (const segment of Object.values(run.curves).flat()) for (const value of segment[axis]) {
@@ -103,7 +105,8 @@
     return low < high ? [low, high] : [Math.max(0, high - 1), high + 1];
   }
 
-  // The unigram entropies of the validation texts: a model that knows only how frequent each token is has this loss.
+  // Return the levels that a loss chart marks: the unigram entropies of the runs' validation texts. A model that knows
+  // only the frequency of each token has this loss.
   const levelsOf = (chart) => chart.key !== "lm_loss" ? []
     : [...new Set(data.runs.map((run) => run.entropy).filter((entropy) => entropy !== null))];
 
@@ -164,7 +167,7 @@
           if (drawable(value)) {
             path += `${pen ? "L" : "M"}${px(x[i]).toFixed(1)} ${py(value).toFixed(1)}`;
             pen = true;
-            const alone = !drawable(y[i - 1]) && !drawable(y[i + 1]); // a single point, which no line would show
+            const alone = !drawable(y[i - 1]) && !drawable(y[i + 1]); // without neighbors there is no line: draw a dot
             if (alone || (kind === "validation" && px(x[i]) - lastDot > 14)) {
               lastDot = px(x[i]);
               svg("circle", { cx: px(x[i]), cy: py(value), r: 3.5, class: `dot ${style(run)}` }, root);
@@ -204,7 +207,7 @@
   const nearest = (flat, at) =>
     flat.reduce((best, point) => (Math.abs(point[0] - at) <= Math.abs(best[0] - at) ? point : best));
 
-  // Show the values of all curves at the recorded point nearest to the pointer.
+  // Show the values of all curves of a chart in its tip, at the recorded point that is nearest to the pointer.
   function show(pointer, points, marks, tip, { axis, py, bottom, unit, width, drawable }) {
     marks.replaceChildren();
     if (!points.length) return;
@@ -229,7 +232,7 @@
       if (drawable(point[2])) svg("circle", { cx: point[0], cy: py(point[2]), r: 4, class: `dot ${style(run)}` }, marks);
     }
     tip.hidden = false;
-    const right = at > width / 2, narrow = width < 480; // if narrow, the tip goes below the chart, so as not to cover the curves
+    const right = at > width / 2, narrow = width < 480; // a narrow chart has its tip below, where it covers no curve
     tip.style.left = narrow ? "0" : right ? "auto" : `${at + 28}px`;
     tip.style.right = narrow ? "0" : right ? `${width - at + 28}px` : "auto";
     tip.style.top = narrow ? "calc(100% + 3px)" : "36px";
@@ -237,13 +240,13 @@
 
   const redraws = [];
   const charts = document.querySelector(".charts");
-  const sent = acrossRange(3)[1] > 1; // false if no run sends bytes between nodes
+  const sent = acrossRange(3)[1] > 1; // false if no run sends bytes between nodes; the axis "bytes" is then left out
   if (!sent) document.querySelector("input[name=axis][value='3']").parentElement.remove();
   const compared = data.runs.length < 2 ? [] : ["tokens", "time", "bytes between nodes"].map((name, index) => (
     { ...data.charts[0], axis: index + 1, title: `${data.charts[0].title} against ${name}` })).slice(0, sent ? 3 : 2);
   for (const chart of [...compared, ...data.charts]) {
     const curves = curvesOf(chart), values = curves.flatMap(({ segments }) => segments.flatMap(({ y }) => y));
-    // A chart of a constant would show nothing: the summary or the flags have its value.
+    // Charts without values, and of values that never change, are left out: the summary or the flags have the value.
     if (!values.length || (values.length > 1 && values[0] !== null && values.every((value) => value === values[0]))) continue;
     const card = html("div", "chart", charts);
     const title = html("h3", "", card, chart.title + " ");

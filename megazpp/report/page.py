@@ -1,6 +1,7 @@
-"""The report as a single HTML file: tables as HTML, curves as numbers that the page's script plots.
+"""Writer of the report about training runs as a single HTML file.
 
-The page loads nothing from the network: `page.css` and `page.js` are part of the file. Text from the runs is escaped.
+Tables are HTML. Curves are numbers that the page's script draws. The page loads nothing from the network, because
+`page.css` and `page.js` are copied into the file. Text from the runs is escaped.
 """
 
 from __future__ import annotations
@@ -32,25 +33,26 @@ from megazpp.report.groups import Row, groups_line, groups_table, strips
 from megazpp.report.runs import Run
 from megazpp.topology.show import topology_text
 
-MARK = "<!doctype html><!-- MegaZ++ report -->"
+MARK = "<!doctype html><!-- MegaZ++ report -->"  # first line of a report, by which `write_report` detects an older one
 # A curve has POINTS_OF_PAGE / number of runs points, but at least FEWEST_POINTS and at most MOST_POINTS.
 POINTS_OF_PAGE, MOST_POINTS, FEWEST_POINTS = 8000, 1500, 200
-COLOURS = 7  # number of colors that page.css defines for runs
+COLOURS = 7  # number of colors that page.css defines for the curves of runs
 
 
 def write_report(runs: Sequence[Run], output: Path, now: datetime.datetime, rounds: Sequence[Row] = ()) -> None:
-    """Write the report atomically. An older report at the same path is replaced.
+    """Write the HTML report about training runs atomically. An older report at the same path is replaced.
 
     Args:
-        runs: runs to report.
+        runs: recorded data of the runs.
         output: path of the HTML file.
-        now: time of the report, shown in the page.
-        rounds: versions of the elastic run of which `runs` are groups; see groups.py.
+        now: time of the report, which the page shows.
+        rounds: versions of an elastic DiLoCo run whose replica groups are `runs`, from `read_rounds`; () otherwise.
+
     Raises:
         ValueError: the path exists and is not a report, or the file cannot be written.
     """
     if output.exists() and not (output.is_file() and output.read_bytes().startswith(MARK.encode())):
-        raise ValueError(f"--output {output} exists and is not a report; it was not overwritten, choose another path")
+        raise ValueError(f"--output {output} exists and is not a report, so it was not replaced: choose another path")
     try:
         write_whole(output, report_html(runs, now, rounds).encode())
     except OSError as error:
@@ -58,8 +60,8 @@ def write_report(runs: Sequence[Run], output: Path, now: datetime.datetime, roun
 
 
 def report_html(runs: Sequence[Run], now: datetime.datetime, rounds: Sequence[Row] = ()) -> str:
-    """Return the HTML of the report on `runs`, with the time `now` in its header; see `write_report`."""
-    # The sections with tables.
+    """Return the HTML text of the report about training runs, from the same arguments as `write_report`."""
+    # The sections of the page that contain tables
     names = [_named(index, run.name) for index, run in enumerate(runs)]
     named = list(zip(names, runs, strict=True))
     traffic, experts, completions, topology, flags = (list[str]() for _ in range(5))
@@ -90,14 +92,14 @@ def report_html(runs: Sequence[Run], now: datetime.datetime, rounds: Sequence[Ro
         "Placement of ranks": topology,
     }
 
-    # The data of the curves. "<" is escaped, so that no text can end the script element that holds the data.
+    # The data of the curves, as JSON in a script element. "<" is escaped, so that no name of a run can end the element.
     title = "Report on one run" if len(runs) == 1 else f"Report on {len(runs)} runs"
     max_points = min(MOST_POINTS, max(FEWEST_POINTS, POINTS_OF_PAGE // max(1, len(runs))))
     drawn = [{"name": run.name, "curves": curves(run, max_points), "entropy": unigram_entropy(run)} for run in runs]
     data = {"charts": [chart._asdict() for chart in CHARTS], "runs": drawn}
     numbers = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
-    # The page.
+    # The page with styles, sections, data and script
     assets = files("megazpp.report")
     return "\n".join(
         [
@@ -118,11 +120,13 @@ def report_html(runs: Sequence[Run], now: datetime.datetime, rounds: Sequence[Ro
 
 
 def _curve_section(names: Sequence[str], differences: Sequence[str]) -> Iterator[str]:
-    """Yield the HTML of the section with the legend, the choice of the horizontal axis and an empty place for curves.
+    """Yield the HTML of the report's section of curves: legend, choice of the horizontal axis, and an empty element.
+
+    The page's script draws the charts into the empty element.
 
     Args:
-        names: HTML name of each run.
-        differences: text with the flags in which each run differs.
+        names: HTML name of each run, from `_named`.
+        differences: text for each run with the flags in which it differs from the other runs.
     """
     yield '<section id="curves"><div class="bar"><div class="switch" role="radiogroup" aria-label="horizontal axis">'
     for index, name in enumerate(("steps", "tokens", "time", "bytes")):
@@ -137,12 +141,12 @@ def _curve_section(names: Sequence[str], differences: Sequence[str]) -> Iterator
 
 
 def _table(table: Table, names: Sequence[str] = (), *, style: str = "numbers") -> str:
-    """Return a table as HTML.
+    """Return a table of the report as HTML.
 
     Args:
         table: rows of cells; the first row is the header.
-        names: HTML names of the runs, if the columns after the first belong to runs. They replace the header's cells.
-        style: class in page.css of a table without `names`: "numbers", or "texts" whose line breaks are kept.
+        names: HTML names of the runs, which replace the header's cells after the first; () if columns are not runs.
+        style: class in page.css of a table without `names`: "numbers", or "texts", which keeps line breaks.
     """
     head, *rows = ([escape(cell) for cell in row] for row in table)
     columns = "".join(f'<th scope="col">{cell}</th>' for cell in ([head[0], *names] if names else head))
@@ -154,7 +158,7 @@ def _table(table: Table, names: Sequence[str] = (), *, style: str = "numbers") -
 
 
 def _named(index: int, name: str) -> str:
-    """Return the HTML of a run's name after a sample of its line, in the style that page.js uses for its curves."""
+    """Return the HTML of a run's name, after a short line in the color and dash pattern of the run's curves."""
     style = f"colour{index % COLOURS} dash{index // COLOURS % 3}"
     line = f'<svg class="swatch {style}" width="26" height="10" aria-hidden="true"><path d="M1 5h24"/></svg>'
     return f'{line}<span class="name" title="{escape(name)}">{escape(name)}</span>'

@@ -1,7 +1,8 @@
-"""Reader of run folders (training/context.py) for reports.
+"""Reader of run folders, the folders with the records of training runs, for the HTML report.
 
-A folder may belong to a run that has finished, has crashed, was resumed after a restart, or is still running. Missing
-and damaged files are noted and otherwise ignored. Only a folder that is not a run folder is an error.
+A folder may belong to a run that has finished, has crashed, was resumed after a restart, or is still running. The
+reader notes damaged files and otherwise ignores them, as it does missing files. Only a folder that is not a run folder,
+or whose metrics have an unknown format, is an error.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The recorded data of one run."""
+    """Recorded data of one training run."""
 
-    name: str  # unique among the runs of a report
-    flags: Mapping[str, Any]  # flags of the last start; {} without args.json
+    name: str  # name in the report, unique among its runs
+    flags: Mapping[str, Any]  # values of the flags at the last start, by field name; {} without args.json
     rows: Sequence[Row]  # rows of metrics.jsonl in file order; after a restart the iteration may go back
     validations: Sequence[Row]  # rows of validation.jsonl
     completions: Sequence[Row]  # rows of completions.jsonl, which post-training writes
-    summary: Mapping[str, Any]  # contents of summary.json; {} if no process of the run has finished
-    layout: Layout | None  # None if it was not recorded
-    notes: Sequence[str]  # messages about damaged files and about files that tell why the run ended
+    summary: Mapping[str, Any]  # contents of summary.json; {} if no attempt of the run has finished
+    layout: Layout | None  # placement of the ranks; None if topology.json is missing or damaged
+    notes: Sequence[str]  # messages about damaged files, and about files that tell why the run ended
 
     @property
     def state(self) -> str:
-        """The state of the run in a few words, for instance "finished"."""
+        """State of the run in a few words for the report, for instance "finished"."""
         if not self.rows and not self.summary:
             return "no log line yet"
         if not self.summary or (self.rows and number(self.summary.get("iteration"), 0) < self.rows[-1]["iteration"]):
@@ -44,9 +45,9 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read run folders, each folder once.
+    """Return the recorded data of several runs, one per run folder. A folder that is given twice is read once.
 
-    A run's name is the end of its path, with as many parts as are needed to make all names different.
+    The name of a run is the end of its folder's path, with as many parts as needed to make all names different.
 
     Raises:
         ValueError: a path is not a run folder, or its metrics have an unknown format.
@@ -60,11 +61,12 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """Read one run folder.
+    """Return the recorded data of one run.
 
     Args:
-        folder: the run folder.
+        folder: run folder.
         name: name of the run in the report.
+
     Raises:
         ValueError: the folder is not a run folder, or its metrics have an unknown format.
     """
@@ -95,18 +97,19 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def number(value: Any, default: float | None = None) -> Any:
-    """Return `value` if it is a number (also NaN or infinite, but not a bool), `default` otherwise."""
+    """Return a recorded value if it is a number (NaN and infinity included, bool excluded), otherwise `default`."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else default
 
 
 def _rows(file: Path, notes: list[str]) -> list[Row]:
-    """Return the JSON objects of a .jsonl file that have an iteration; [] if there is no file.
+    """Return the lines of a run's .jsonl file that are JSON objects with an iteration; [] if the file does not exist.
 
     Args:
-        file: path of the file.
-        notes: list to which a note with the number of other lines is appended.
+        file: path of the .jsonl file.
+        notes: list of messages for the report, to which a message about ignored lines is appended.
+
     Raises:
-        ValueError: the file has lines, but none of them is such an object or the beginning of one.
+        ValueError: the file has lines, but none of them is such an object or the beginning of an object.
     """
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     lines = [line for line in text.split("\n") if line.strip()]
@@ -122,7 +125,10 @@ def _rows(file: Path, notes: list[str]) -> list[Row]:
 
 
 def _object(file: Path, notes: list[str]) -> Mapping[str, Any]:
-    """Return the object in a .json file; {} if there is no file, or with a note in `notes` if it is damaged."""
+    """Return the JSON object in a run's .json file; {} if the file does not exist or is damaged.
+
+    A message about a damaged file is appended to `notes`.
+    """
     if not file.is_file():
         return {}
     content = _parsed(file.read_text(encoding="utf-8", errors="replace"))
@@ -133,7 +139,7 @@ def _object(file: Path, notes: list[str]) -> Mapping[str, Any]:
 
 
 def _parsed(text: str) -> Any:
-    """Return the parsed JSON, None if the text is not JSON. Integers beyond 64 bits become infinite."""
+    """Return the value of a JSON text; None if the text is not JSON. Integers of 19 or more digits become infinite."""
     try:
         return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 19 else math.inf)
     except (ValueError, RecursionError):
