@@ -4,8 +4,8 @@
     python pretrain_gpt.py @configs/gpt_125m.args --lr 3e-4     flags from a file; later flags override earlier ones
     torchrun --nproc-per-node 8 pretrain_gpt.py @configs/...    workers that torchrun (or srun) starts
 
-`main` is the program from top to bottom. The process that a user starts checks everything and starts the workers. Each
-worker runs the same `main`, makes the same checks, and then trains.
+`main` is the program from top to bottom. The process that a user starts checks flags and files, and starts the workers.
+Each worker runs the same `main`, makes the same checks, and then trains.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megazpp.run.arguments import ParsedRun, parse_run_config
 
 
 def parse(argv: list[str]) -> ParsedRun:
-    """Parse the flags."""
+    """Parse the command line, without the program name, into the configs of a pretraining run."""
     return parse_run_config(argv, HOME, features=FEATURES)
 
 
-if __name__ == "__main__":  # before the imports below, which take seconds
+if __name__ == "__main__":  # wrong flags end the program here, before the imports below, which take seconds
     answer_flags(parse, ParsedRun.answers)
     announce("pretrain_gpt.py", "megazpp")
 
@@ -67,7 +67,7 @@ from megazpp.training.setup import build_model, open_loader
 
 @distributed_program
 def main(argv: list[str]) -> int:
-    """Pretrain a model as a worker, or check the flags and start the workers. Return the exit code."""
+    """Pretrain a model as a worker, or check flags and files and start the workers; return the exit code."""
     # ---- flags, and commands that replace training
     parsed = parse(argv)
     if parsed.answers():
@@ -77,14 +77,14 @@ def main(argv: list[str]) -> int:
         if status is not None:
             return status
 
-    # ---- the checkpoint to load, which may determine further flags
+    # ---- the checkpoint to load, whose flags may complete the command line
     problems, source, earlier = Problems(), None, None
     with problems:
         parsed, source, earlier = find_checkpoint(parsed)
     config, place = parsed.config, detect_rank_info(parsed.config.launch)
     has_shape = not problems or not config.checkpoint.use_checkpoint_args
 
-    # ---- checks before anything is allocated or written; the plan is dropped, because workers may find other hosts
+    # ---- checks before anything is allocated or written; workers plan again, because they may find other hosts
     with problems:
         announced = announced_cluster(config, place)
         if has_shape:
@@ -93,7 +93,8 @@ def main(argv: list[str]) -> int:
         parsed = parsed._replace(notices=(*parsed.notices, *check_uses(config, parsed.origins)))
         check_device(config.model, device_type())
     with problems:
-        if LAUNCHER_PID not in os.environ and config.data.sources:  # our launcher has checked its workers' files
+        # The process that starts workers has checked their files, so they do not check them again.
+        if LAUNCHER_PID not in os.environ and config.data.sources:
             parsed = parsed._replace(tokenizer=check_inputs(config.data, config.tokenizer, loaded=parsed.tokenizer))
     problems.raise_all()
     hold_run_dir(parsed)
@@ -101,7 +102,7 @@ def main(argv: list[str]) -> int:
     # ---- start the workers, or become one
     if not place.started:
         return start_workers(place, config.launch, main)
-    facts = facts_of(parsed)  # all ranks have to agree on them
+    facts = facts_of(parsed)  # flags, versions and variables that must be equal on all ranks
     with worker_process(place, config.launch, facts) as worker, open_run(worker, parsed, announced, source) as run:
         # ---- build
         with user_errors():
@@ -116,12 +117,17 @@ def main(argv: list[str]) -> int:
 
 
 def find_checkpoint(parsed: ParsedRun) -> tuple[ParsedRun, LoadSource | None, CheckpointMetadata | None]:
-    """Choose the checkpoint to load, and complete the flags with those that it has recorded.
+    """Choose the checkpoint from which the run resumes or takes its weights, and complete the flags from it.
+
+    Args:
+        parsed: command line of the run.
 
     Returns:
-        The flags, the checkpoint and its record. A run that starts from random weights has None for the last two.
+        the completed command line, the checkpoint, and the checkpoint's metadata. Checkpoint and metadata are None for
+        a run that starts from random weights.
+
     Raises:
-        ValueError: there is no such checkpoint, or it belongs to a different model.
+        ValueError: the flags name a checkpoint that does not exist or that belongs to a different model.
     """
     restarted, given = int(os.environ.get(RESTART_COUNT, "0")) > 0, parsed.config.checkpoint
     flags = own_checkpoints(given, parsed.config.tracking, restarted=restarted)
@@ -141,13 +147,16 @@ def find_checkpoint(parsed: ParsedRun) -> tuple[ParsedRun, LoadSource | None, Ch
 
 
 def open_data(run: OpenRun) -> tuple[Tokenizer, Splits[Samples | None]]:
-    """Open the tokenizer, and the data for training, validation and test; None for a use without data.
+    """Open the tokenizer of a run, and its samples for training, validation and test.
+
+    Returns:
+        the tokenizer; and the samples of each of the three uses, None for a use without data.
 
     Raises:
         ValueError: the data or the tokenizer cannot be used.
     """
     config, log, wanted = run.config, run.context.log, count_samples(run)
-    # the vocabulary and the split of a flag file, or of no flag, may be changed for a small text
+    # A small text may get a smaller vocabulary and another split, unless the user has typed these flags.
     sized, split = (run.parsed.origins.get(name) == COMMAND_LINE for name in ("vocab_size", "split"))
     tokenizer = run.parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, exact=sized, log=log)
     options: dict[str, Any] = {"num_samples": wanted, "seed": config.launch.seed, "exact": split, "log": log}
@@ -155,7 +164,7 @@ def open_data(run: OpenRun) -> tuple[Tokenizer, Splits[Samples | None]]:
 
 
 def count_samples(run: OpenRun) -> Splits[int]:
-    """Return the number of samples that the whole run takes for training, and that one evaluation takes."""
+    """Return the number of samples for the training of the complete run, and for one evaluation of held-out data."""
     batches = run.plan.batches
     held_out = run.config.evaluation.eval_iters * batches.global_batch_size
     return Splits(train=batches.dataset_samples, valid=held_out, test=held_out)
@@ -165,11 +174,11 @@ def pretraining(run: OpenRun, tokenizer: Tokenizer, data: Splits[Samples | None]
     """Build the parts of a run that are specific to pretraining: model, next-token loss, loaders and evaluations.
 
     Args:
-        run: this rank's part of the run.
+        run: flags, plan, process groups and checkpoint of the run on this rank.
         tokenizer: tokenizer of the data.
-        data: data for training, validation and test.
+        data: samples for training, validation and test; None for a use without data.
     """
-    # ---- the data is the same on all ranks
+    # ---- check that all ranks have the same data
     samples = describe_samples(data, count_samples(run)) if run.needs_samples else {}
     run.compare_data(tokenizer, samples)
 

@@ -1,6 +1,6 @@
 """Entry points of the installed commands `megazpp` (also `python -m megazpp`) and `megazpp-post-train`.
 
-Each command runs a program file, as `python FILE` does.
+Each command runs a program file, such as pretrain_gpt.py, in this process, as `python FILE` does.
 """
 
 import runpy
@@ -20,7 +20,12 @@ def post_train() -> None:
 
 
 def _run(in_checkout: str, *, installed: str) -> None:
-    """Run the file `installed` of an installed wheel or, if this package is in a checkout, the file `in_checkout`."""
+    """Run a program file as the main module, with this process's arguments.
+
+    Args:
+        in_checkout: path of the file in a checkout, relative to its root.
+        installed: path of the file in an installed wheel, relative to the package megazpp.
+    """
     path = PACKAGE / installed
     runpy.run_path(str(path if path.exists() else PACKAGE.parent / in_checkout), run_name="__main__")
 

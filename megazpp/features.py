@@ -1,7 +1,8 @@
-"""List of the optional features, each with the features that it imports.
+"""List of the optional features of MegaZ++, each with the features that it imports.
 
-To remove a feature, delete its line and its folder. Features that need it, also indirectly, are then disabled. Features
-with a feature.py extend pretraining through the hooks of run/feature.py. The others only have separate programs.
+To remove a feature, delete its line in this list and its folder. Features that need the removed feature, also
+indirectly, are then disabled. Features with a feature.py extend pretraining through the hooks of run/feature.py. Other
+features only have separate programs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from megazpp.run.feature import Feature
 
+# For each optional feature, which is a folder of megazpp/, the features that it imports
 NEEDS: dict[str, tuple[str, ...]] = {
     "convert": (),
     "diloco": (),
@@ -28,14 +30,16 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 
 def _load_features() -> tuple[Feature, ...]:
-    """Return the `FEATURE` of each feature.py, in the order of the list, without features that lack one they need."""
+    """Return the `FEATURE` of each feature.py in the order of `NEEDS`, without features that need a missing one."""
     folder = Path(__file__).parent
     names = [name for name in NEEDS if _is_complete(name) and (folder / name / "feature.py").exists()]
     return tuple(import_module(f"megazpp.{name}.feature").FEATURE for name in names)
 
 
 def _is_complete(name: str) -> bool:
+    """Return True if a feature, and all features that it imports directly or indirectly, are in `NEEDS`."""
     return name in NEEDS and all(_is_complete(needed) for needed in NEEDS[name])
 
 
+# Optional features that extend pretraining: the `FEATURE` of each feature.py
 FEATURES = _load_features()
