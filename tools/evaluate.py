@@ -57,6 +57,7 @@ from megazpp.data.config import Splits
 from megazpp.data.dataset import build_datasets, check_inputs
 from megazpp.inference.on_checkpoint import Loaded, run_on_checkpoint
 from megazpp.inference.scoring import Score, check_input, count_labels, score_whole
+from megazpp.parallel.dims import check_equal_on_all_ranks
 from megazpp.run.arguments import RunConfig
 from megazpp.run.start import distributed_program
 from megazpp.training.batches import plan_batches
@@ -112,6 +113,8 @@ def score_held_out(loaded: Loaded) -> dict[str, Score]:
     wanted = Splits(train=0, valid=count, test=count)
     options: dict[str, Any] = {"num_samples": wanted, "seed": config.launch.seed, "exact": False, "log": loaded.say}
     datasets = build_datasets(config.data, tokenizer, **options)
+    orders = [None if dataset is None else dataset.order() for dataset in (datasets.valid, datasets.test)]
+    check_equal_on_all_ranks(dims.world, "the validation and test data", str(orders))
     scores = {}
     for where, dataset in (("", datasets.valid), (" on test set", datasets.test)):
         if dataset is None:

@@ -48,9 +48,9 @@ def describe_samples(
         The object that the docstring of data/identity.py describes; {} if there is no training dataset.
     """
     train, *held_out = datasets
-    if train is None:
-        return {}
-    found = {"count": counts[0], "order": train.order(), "sources": [list(source) for source in train.sources()]}
+    found: dict[str, Any] = {}
+    if train is not None:
+        found = {"count": counts[0], "order": train.order(), "sources": [list(source) for source in train.sources()]}
     for use, dataset, count in zip(HELD_OUT, held_out, counts[1:], strict=True):
         found[use] = None if dataset is None else [dataset.order(), count]
     return found | {"per_prompt": per_prompt}

@@ -20,7 +20,7 @@ from megazpp.model.gpt import GPTModel
 from megazpp.packed_weights.load import bf16_note, load_used_model
 from megazpp.packed_weights.reader import open_frozen_place
 from megazpp.packed_weights.streamed import StreamedUnits
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.dims import ParallelDims, check_equal_on_all_ranks
 from megazpp.parallel.host_discovery import resolve_cluster
 from megazpp.parallel.launch import detect_rank_info, device_type
 from megazpp.parallel.worker import Worker, seed_everything, worker_process
@@ -137,6 +137,7 @@ def _load(
     worker.watchdog.watch(dims)
     seed_everything(seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
     tokenizer = parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, log=say)
+    check_equal_on_all_ranks(dims.world, "the tokenizer", str(tokenizer.identity))
     for notice in (*parsed.notices, *notices):
         say(f"note: {notice}")
     # model: streamed or frozen, or sharded

@@ -26,7 +26,7 @@ from megazpp.data.token_bytes import TokenBytes
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.inference.whole_text import PADDING, WholeText, make_padded_batch
 from megazpp.model.gpt import GPTModel
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.dims import ParallelDims, check_equal_on_all_ranks
 from megazpp.training.metrics import validation_lines
 from megazpp.training.objective import Evaluator
 from megazpp.zero.sharding import WeightHandle
@@ -134,6 +134,7 @@ def score_whole(
         files = resolve_text_paths([path])
         prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(data), log=say, flag_name="--input")
     sequences = IndexedDataset(prefix)
+    check_equal_on_all_ranks(dims.world, f"--input {path}", sequences.digest())
     check_special_tokens([sequences], tokenizer, f"--input {path}")
     if warning := missing_ends([DataSource(sequences, f"--input {path}")], data, tokenizer):
         say(warning)

@@ -19,10 +19,11 @@ from megazpp.checkpoint.metadata import IMPORTED_FROM, CheckpointMetadata
 from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import MODEL, SCALAR_HEAD
+from megazpp.data.text import content_hash
 from megazpp.lora.checks import adapter_settings
 from megazpp.lora.config import LoraConfig
 from megazpp.lora.layers import Linear, LowRankAdapter, LowRankExpertAdapter, QkvAdapter
-from megazpp.lora.peft import AdapterSettings, Branch, find_branches, read_adapter, write_adapter
+from megazpp.lora.peft import TENSORS, AdapterSettings, Branch, find_branches, read_adapter, write_adapter
 from megazpp.model.backends import GROUPED_MULTIPLE
 from megazpp.model.gpt import GPTModel, TransformerLayer
 from megazpp.model.layer_parts import Dropout, SharedGenerator
@@ -30,7 +31,7 @@ from megazpp.model.moe import Experts
 from megazpp.packed_weights.frozen import FrozenUnits
 from megazpp.packed_weights.load import load_frozen_model
 from megazpp.packed_weights.reader import FrozenPlace
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.dims import ParallelDims, check_equal_on_all_ranks
 from megazpp.tensor_parallel.layers import Adapter, RowParallelLinear
 from megazpp.training.config import ModelSpec
 from megazpp.training.setup import ShardedModel, fill, shard_built
@@ -92,6 +93,8 @@ def load_adapted(
     begun = {key.removeprefix(MODEL): saved.read_whole(key) for key in saved.tensors() if key.startswith(SCALAR_HEAD)}
     if lora.lora_load is not None:
         found, tensors = read_adapter(Path(lora.lora_load), spec.config)
+        (digest,) = content_hash([Path(lora.lora_load) / TENSORS])
+        check_equal_on_all_ranks(place.files, f"--lora-load {lora.lora_load}", digest)
         if found.checksum not in (None, settings.checksum):
             raise ValueError(
                 f"--lora-load {lora.lora_load} was trained on weights with checksum {found.checksum}, but --load "

@@ -32,7 +32,7 @@ from megazpp.packed_weights.reader import FrozenPlace, WeightReader
 from megazpp.packed_weights.store import FetchRing, WeightStore, write_store
 from megazpp.packed_weights.streamed import StreamedUnits, StreamPlan, plan_stream
 from megazpp.parallel.comm_queue import ThreadQueue, Work
-from megazpp.parallel.dims import raise_on_all_ranks
+from megazpp.parallel.dims import check_equal_on_all_ranks, raise_on_all_ranks
 from megazpp.training.config import ModelSpec
 from megazpp.training.setup import model_on_meta
 
@@ -188,7 +188,9 @@ def _open_store(
     folder = cache_folder() / "weights" if config.weight_store is None else Path(config.weight_store).expanduser()
     # everything that determines the content of the store is part of its name
     part = f"tp{tp.rank}of{tp.size}-part{axis.rank}of{axis.size}"
-    key = cache_key(kind="weights-1", checkpoint=checkpoint_digest(source.checkpoint), part=part, layout=repr(plan))
+    digest = checkpoint_digest(source.checkpoint)
+    check_equal_on_all_ranks(files, f"the checkpoint {source.checkpoint}", digest)
+    key = cache_key(kind="weights-1", checkpoint=digest, part=part, layout=repr(plan))
     path, messages = folder / f"{bits}bits-{part}-{key}.weights", (plan.kept, *plan.streamed)
     started = time.perf_counter()
     if any(files.share_object(files.gather_objects(not path.exists()))):

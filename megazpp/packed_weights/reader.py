@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from megazpp.checkpoint.checksums import verify_files
+from megazpp.checkpoint.checksums import checkpoint_digest, verify_files
 from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model, check_same_vocabulary
 from megazpp.checkpoint.state import MODEL
 from megazpp.checkpoint.weights import WeightOpener, check_weights
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
+from megazpp.parallel.dims import ParallelDims, check_equal_on_all_ranks, open_axis, raise_on_all_ranks
 from megazpp.tensor_parallel.initialize import seed_for
 from megazpp.tensor_parallel.parameters import ParameterSpec, model_state, owned_parameters
 
@@ -99,6 +99,7 @@ class WeightReader:
         check_same_vocabulary(record, vocab_size, checkpoint)
         place.say(f" loading weights from {checkpoint}")
         raise_on_all_ranks(files, lambda: verify_files(checkpoint, rank=files.rank, num_ranks=files.size))
+        check_equal_on_all_ranks(files, f"the checkpoint {checkpoint}", checkpoint_digest(checkpoint))
         self._reader, self._tp, self._axis, self._sum = opener.open(checkpoint, record, files), model.tp, place.axis, 0
         # compare names and shapes
         parts = {

@@ -28,6 +28,7 @@ node are created on first use, because ZeRO without two-hop communication never 
 from __future__ import annotations
 
 import functools
+import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -301,3 +302,22 @@ def raise_on_all_ranks(axis: MeshAxis, work: Callable[[], T]) -> T:
         kind = kinds.pop() if len(kinds) == 1 else ValueError
         raise kind("\n".join(dict.fromkeys(text for _, text in failures)))
     return result  # type: ignore[return-value]
+
+
+def check_equal_on_all_ranks(axis: MeshAxis, name: str, value: str) -> None:
+    """Check that a file or another input has the same content on all ranks of `axis`. All its ranks call this.
+
+    Args:
+        axis: axis of the ranks to compare.
+        name: name of the compared input, with its flag and path, for the error message.
+        value: digest of the content on this rank.
+    Raises:
+        ValueError: a rank has another value than the first one. All ranks raise the error.
+    """
+    found = axis.share_object(axis.gather_objects((socket.gethostname(), value)))
+    for rank, (host, other) in enumerate(found):
+        if other != found[0][1]:
+            raise ValueError(
+                f"{name} must have the same content on all ranks, but differs between rank 0 on {found[0][0]} and rank "
+                f"{rank} on {host}: copy it from one host to the others"
+            )

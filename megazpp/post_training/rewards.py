@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -55,6 +56,15 @@ def load_reward_functions(config: RewardConfig) -> list[RewardFunction]:
         RewardFunction(name if names.count(name) == 1 else value, function)
         for name, (value, function) in zip(names, functions, strict=True)
     ]
+
+
+def digest_of_sources(functions: Iterable[RewardFunction]) -> str:
+    """Return a digest of the source files of reward functions, to compare it between ranks."""
+    digest = hashlib.sha256()
+    for each in functions:
+        with contextlib.suppress(TypeError):  # a function in C has no source file
+            digest.update(Path(inspect.getfile(each.function)).read_bytes())
+    return digest.hexdigest()
 
 
 def check_arguments(functions: Sequence[RewardFunction], columns: Iterable[str]) -> None:

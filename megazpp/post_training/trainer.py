@@ -27,6 +27,7 @@ from megazpp.lora.peft import TENSORS
 from megazpp.lora.policy import AdaptedPolicy, load_adapted, save_adapter
 from megazpp.packed_weights.format import at_rest
 from megazpp.packed_weights.reader import FrozenPlace, open_frozen_place
+from megazpp.parallel.dims import check_equal_on_all_ranks
 from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.chat import load_chat_template
 from megazpp.post_training.config import post_configs
@@ -40,7 +41,7 @@ from megazpp.post_training.data import (
 from megazpp.post_training.formatting import read_examples, read_prompts
 from megazpp.post_training.objectives import Logps, ObjectiveEvaluator, PolicyLoss, PreferenceLoss
 from megazpp.post_training.reference import FrozenModel, SyncedModel, cached_logps, load_frozen
-from megazpp.post_training.rewards import check_arguments, load_reward_functions
+from megazpp.post_training.rewards import check_arguments, digest_of_sources, load_reward_functions
 from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader
 from megazpp.post_training.sampler import PolicySampler
 from megazpp.post_training.setup import reference_folder, train_paths
@@ -217,6 +218,8 @@ class PostTraining:
 
     def _open_rollouts(self, reference: Logps | None) -> RolloutLoader:
         post, plan, functions = self.post, self.plan.batches, load_reward_functions(self.rewards)
+        named = f"--reward-funcs {' '.join(self.rewards.reward_funcs)}"
+        check_equal_on_all_ranks(self.run.dims.world, named, digest_of_sources(functions))
         for prompts in (each for each in self.datasets if each is not None):
             check_arguments(functions, prompts.columns)
         reward_model = None

@@ -110,7 +110,9 @@ def facts_of(parsed: ParsedRun) -> dict[str, str]:
 
     The keys are the names that error messages use, such as "--lr", and the values are texts.
     """
-    return facts_of_flags(parsed.parts)
+    path = parsed.config.cluster.cluster_file
+    cluster = {} if path is None else {f"the cluster of --cluster-file {path}": str(read_cluster(path))}
+    return facts_of_flags(parsed.parts) | cluster
 
 
 def facts_of_flags(parts: Sequence[Any]) -> dict[str, str]:

@@ -46,6 +46,14 @@ def describe(tmp_path):
     return described
 
 
+def test_held_out_data_is_described_without_training_data(describe):
+    """A run with --skip-train compares its validation data between ranks by this description."""
+    no_train = Splits(0, 8, 8)
+    found, other = (describe(name, counts=no_train) for name in "ab")
+    assert "order" not in found
+    assert found["valid"] == describe("a")["valid"] != other["valid"]
+
+
 def follows(before: dict[str, Any], now: dict[str, Any], consumed: int = 100) -> str:
     return what_follows(before, now, consumed)
 

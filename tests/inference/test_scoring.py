@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import CPU, Case, build_on_ranks
@@ -98,6 +100,22 @@ def score_with_masks(path: str, cache: str) -> Score:
     data = DataConfig(seq_length=16, data_cache_path=cache, num_workers=0, eod_mask_loss=True)
     options = {"micro_batch_size": 2, "device": CPU, "say": lambda line: None}
     return score_whole(ShardedModel(model, sharding), dims, BYTES, path, data, **options)
+
+
+def score_own_text(paths: list[str], cache: str) -> str:
+    """Score another text on each rank under the same name, and return the error."""
+    os.chdir(paths[dist.get_rank()])
+    with pytest.raises(ValueError, match=r"rank 0 on .* and rank 1 on") as caught:
+        score_with_masks("text.txt", cache)
+    return str(caught.value)
+
+
+def test_text_that_differs_between_hosts_is_rejected(tmp_path):
+    for name, text in (("a", "Call me Ishmael."), ("b", "Call me Ishmaal.")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text(text)
+    for error in ranks(2).run(score_own_text, [str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path)):
+        assert error.startswith("--input text.txt must have the same content on all ranks")
 
 
 def test_score_lines_match_megatron_with_one_added_line():

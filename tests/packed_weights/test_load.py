@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.checkpoints import frozen_place, run
 from helpers.ranks import ranks
 from helpers.refusals import not_refused
@@ -403,6 +404,24 @@ def test_damaged_checkpoint_or_another_tokenizer_raise_errors(load, tmp_path):
         (said,) = ranks(1).run(use, from_, config, **changes)
         assert said.startswith("error: ")
         assert words in said
+
+
+def load_own_step(load: str, config: WeightsConfig) -> None:
+    """Load another checkpoint on each rank, as on hosts with a stale copy, and check the error."""
+    dims, step = dims_on_ranks(ALONE), 1 + dist.get_rank()
+    with pytest.raises(ValueError, match="must have the same content on all ranks"):
+        load_used_model(config, spec_of(ALONE), frozen_place(dims), *found(load, step))
+
+
+@pytest.mark.parametrize("config", [WeightsConfig(), WeightsConfig(weight_bits=8)], ids=["frozen", "packed"])
+def test_checkpoint_that_differs_between_hosts_is_rejected(load, config):
+    ranks(2).run(load_own_step, load, config)
+
+
+def test_store_of_a_checkpoint_that_differs_between_hosts_is_rejected(load, tmp_path):
+    for step in (1, 2):
+        ranks(1).run(use, load, disk(tmp_path), step=step)
+    ranks(2).run(load_own_step, load, disk(tmp_path))
 
 
 def use_on_a_full_disk(load: str, config: WeightsConfig) -> str:

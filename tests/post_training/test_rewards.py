@@ -15,6 +15,7 @@ from megazpp.post_training.rewards import (
     RewardFunction,
     check_arguments,
     check_reward_functions,
+    digest_of_sources,
     judge,
     load_reward_functions,
     reward_metrics,
@@ -170,6 +171,15 @@ def test_argument_that_a_reward_function_does_not_get_is_named_before_the_first_
             check_arguments(functions, ["answer", "level"])
     wants = load_reward_functions(RewardConfig(reward_funcs=(f"{path}:wants",)))
     check_arguments(wants, ["solution"])
+
+
+def test_digest_of_reward_functions_changes_with_their_file(file):
+    digests = []
+    for text in (SOURCE, SOURCE + "# changed on one host\n", SOURCE):
+        file.write_text(text)
+        digests.append(digest_of_sources([*load_reward_functions(RewardConfig(reward_funcs=(f"{file}:right",)))]))
+    assert digests[0] == digests[2] != digests[1]
+    assert digest_of_sources([RewardFunction("len", len)]) != digests[0]
 
 
 def test_reward_functions_are_checked_without_running_their_file(file, tmp_path):

@@ -38,6 +38,17 @@ def test_facts_have_flags_versions_and_variables_but_no_paths(monkeypatch):
     assert {name for name in facts if facts[name] != other[name]} == {"--seed"}
 
 
+def test_facts_have_the_content_of_the_cluster_file(tmp_path):
+    file = tmp_path / "cluster.yaml"
+    found = []
+    for nodes in (1, 2):
+        file.write_text(f"nodes: {nodes}\nranks_per_node: 2\n")
+        facts = facts_of(parse(f"{SMALL} --cluster-file {file}"))
+        found.append({name: value for name, value in facts.items() if str(file) in name})
+    assert len(found[0]) == 1
+    assert found[0] != found[1]
+
+
 def free_port() -> int:
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
