@@ -1,8 +1,8 @@
 """NVIDIA apex's FusedAdam for DTensor parameters.
 
-FusedAdam passes raw pointers to its kernels, and a DTensor has no raw pointer. Therefore `ApexAdam` holds the DTensors,
-so that its groups and state can be checkpointed and resharded. In each step FusedAdam works on plain parameters and
-moments that share the memory of the local shards.
+FusedAdam passes raw pointers to its kernels, and a DTensor has no raw pointer. So there are two optimizers. `ApexAdam`
+holds the DTensors, so that its groups and state can be checkpointed and resharded. In each step it calls FusedAdam,
+which works on plain parameters and moments that share the memory of the DTensors' local shards.
 
 `check_apex` looks for apex's files, because the package named apex on PyPI is an unrelated project.
 """
@@ -27,7 +27,10 @@ _ADVICE = (
 
 
 def check_apex(device_type: str) -> None:
-    """Raise ValueError if apex cannot run: the device is not CUDA, or FusedAdam or its extension `amp_C` is missing."""
+    """Raise ValueError if --optimizer-backend apex cannot run on devices of the type `device_type`.
+
+    The type is not "cuda", or apex's FusedAdam or its CUDA extension `amp_C` is not installed.
+    """
     if device_type != "cuda":
         raise ValueError(f"--optimizer-backend apex needs a CUDA device, but this run uses {device_type}; {_ADVICE}")
     package = importlib.util.find_spec("apex")
@@ -41,12 +44,13 @@ def check_apex(device_type: str) -> None:
 class ApexAdam(torch.optim.Optimizer):
     """AdamW computed by apex.optimizers.FusedAdam, for parameters that may be DTensors.
 
-    The moments are sharded like their parameters. As in apex, "step" is an entry of each group, not of each parameter.
+    The moments are sharded like their parameters. As in apex, "step" is an entry of each parameter group, not of each
+    parameter's state.
 
     Args:
         groups: parameter groups, as `parameter_groups` returns them.
-        betas: decay rates of the averages of the gradient and the squared gradient.
-        eps: constant added to the denominator.
+        betas: decay rates of the running averages of the gradient and of the squared gradient.
+        eps: constant that is added to the denominator of the update.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> None:
@@ -60,8 +64,8 @@ class ApexAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient. A closure is not supported."""
-        assert closure is None, "FusedAdam does not support a closure"
+        """Update every parameter that has a gradient; `closure` is not supported and must be None."""
+        assert closure is None, "FusedAdam does not support a closure, which torch's optimizers accept"
         for group, fused_group in zip(self.param_groups, self._fused.param_groups, strict=True):
             for name in ("lr", "weight_decay", "step"):
                 fused_group[name] = group[name]
@@ -72,7 +76,11 @@ class ApexAdam(torch.optim.Optimizer):
             group["step"] = fused_group["step"]
 
     def _lend_(self, parameter: nn.Parameter, stand_in: nn.Parameter) -> None:
-        """Let FusedAdam's parameter `stand_in`, its gradient and its moments share the local shards of `parameter`."""
+        """Let FusedAdam's plain parameter `stand_in` share the memory of a DTensor's local shard for one step.
+
+        Its gradient and its moments share the memory of the local shards of `parameter`'s gradient and moments. Without
+        a gradient, or for an empty shard, `stand_in` gets no gradient, so that FusedAdam skips it.
+        """
         stand_in.grad = None
         if parameter.grad is None:
             return

@@ -1,7 +1,7 @@
-"""The optimizer that the flags select; the matrix operations of Muon are in muon.py.
+"""Build the optimizer that the flags select; the matrix operations of Muon are in muon.py.
 
-Torch's fused SGD does not accept DTensors (torch 2.13: "no sharding strategy registered"), so SGD uses the multi-tensor
-implementation.
+Torch's fused SGD does not accept DTensors (torch 2.13: "no sharding strategy registered"), so SGD uses torch's
+multi-tensor implementation (foreach=True).
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ def build_optimizer(
     dtype: torch.dtype = torch.float32,
     adamw: Callable[..., torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that `config` selects; its learning rate is 0 until `set_rates_` is called.
+    """Build the optimizer that the flags select; its learning rate is 0 until `set_rates_` is called.
 
     Args:
         model: sharded model. Parameters that do not require a gradient are left out.
         config: flags of the optimizer.
-        dims: parallel axes, which only Muon needs.
-        dtype: dtype in which the model computes, which only Muon needs.
-        adamw: constructor of --optimizer adam; None for `ShardedAdamW`.
+        dims: mesh axes of the run, which only Muon needs; None for other optimizers.
+        dtype: dtype in which the model computes. Muon derives from it the dtype in which rows are communicated.
+        adamw: class that --optimizer adam uses in place of `ShardedAdamW`, such as the one for host memory; None for
+            `ShardedAdamW`.
 
     Raises:
-        ValueError: --optimizer-backend apex, but apex is not installed or the device is not CUDA.
+        ValueError: --optimizer-backend apex is set, but apex is not installed or the device is not CUDA.
     """
     named = list(model.named_parameters())
     if config.optimizer == "muon":
-        assert dims is not None, "--optimizer muon needs the parallel axes"
+        assert dims is not None, "--optimizer muon needs the mesh axes of the run, the argument `dims`"
         return Muon(dict(named), build_orthogonalizer(model, config, dims, dtype), config)
     groups, betas = parameter_groups(named, config.weight_decay), (config.adam_beta1, config.adam_beta2)
     if config.optimizer == "sgd":
@@ -60,20 +61,25 @@ def build_optimizer(
 def build_orthogonalizer(
     model: nn.Module, config: OptimizerConfig, dims: ParallelDims, dtype: torch.dtype
 ) -> Orthogonalizer | JointOrthogonalizer:
-    """Build the part of --optimizer muon that orthogonalizes matrices.
+    """Build the object with which --optimizer muon orthogonalizes the updates of the layers' matrices.
 
     Args:
         model: sharded model.
         config: flags of the optimizer.
-        dims: parallel axes.
+        dims: mesh axes of the run.
         dtype: dtype in which the model computes.
+
+    Returns:
+        An `Orthogonalizer`, or for a model with experts a `JointOrthogonalizer`: dense matrices and the matrices of
+        experts are sharded over different axes.
     """
     matrices, rows = layer_matrices(model, dims.tp.size, dims.layout.ep), row_dtype(dtype)
     dense = [matrix for matrix in matrices if not matrix.expert]
     joined = Orthogonalizer(dense, config, dims.layout, node=dims.node, cross=dims.cross, dtype=rows)
     if len(dense) == len(matrices):
         return joined
-    # Each ep rank has whole experts. So an expert's rows are split only over the axis `local` of the experts' mesh.
+    # An expert-parallel rank has complete experts. So the rows of an expert's matrices are split only over the axes on
+    # which FSDP2 shards experts, and not over tensor-parallel ranks.
     axes, layout = dims.experts, dataclasses.replace(dims.experts.layout, tp=1)
     experts = [matrix for matrix in matrices if matrix.expert]
     return JointOrthogonalizer(
@@ -82,7 +88,12 @@ def build_orthogonalizer(
 
 
 def optimizer_backends(config: OptimizerConfig, device_type: str) -> list[tuple[str, str, str]]:
-    """Return the optimizer's rows (part, implementation, reason) for the table of implementations in the log."""
+    """Return the optimizer's rows (part, implementation, reason) for the log's table of back ends.
+
+    Args:
+        config: flags of the optimizer.
+        device_type: type of the run's devices, "cpu" or "cuda".
+    """
     implementation, why = "torch.optim.AdamW(fused=True)", f"torch has a fused kernel on {device_type}"
     if config.optimizer_backend == "apex":
         implementation, why = "apex.optimizers.FusedAdam", "selected by --optimizer-backend apex"
@@ -97,12 +108,12 @@ class Muon(DeviceOptimizer):
     """Muon for the matrices of the layers, which must have gradients, and fused AdamW for all other parameters.
 
     The state of a matrix has the entry "momentum_buffer", sharded like the parameter. Other parameters have AdamW's
-    state. The first group, with the entry "matrices" True, holds Muon's matrices. The learning rate of the other groups
-    is multiplied by --muon-adam-lr-multiple.
+    state. The first parameter group, with the entry "matrices" True, holds the matrices that Muon trains. The learning
+    rate of the other groups is multiplied by --muon-adam-lr-multiple.
 
     Args:
-        named: all parameters by name.
-        orthogonalizer: orthogonalization of the matrices; its `parameters` are those that Muon trains.
+        named: all parameters of the model by name; those that do not require a gradient are left out.
+        orthogonalizer: object that orthogonalizes the updates; its `parameters` are the matrices that Muon trains.
         config: flags of the optimizer.
     """
 
@@ -124,14 +135,15 @@ class Muon(DeviceOptimizer):
     def _update_(
         self, group: dict[str, Any], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None, iteration: int
     ) -> None:
-        """Update a group of matrices by Muon, and other groups by AdamW.
+        """Update one parameter group: the group of matrices by Muon, and other groups by AdamW.
 
         Args:
-            group: the group of parameters.
-            grad_scale: see `step`.
-            found_inf: see `step`.
-            iteration: number of the step. At multiples of --muon-full-interval, matrices that span nodes are
-                orthogonalized as a whole.
+            group: parameter group of this optimizer.
+            grad_scale: fp32 scalar by which gradients are divided before the update; None for 1.
+            found_inf: fp32 scalar on the device; 1 skips the update without making the host wait. 0 or None does not
+                skip it.
+            iteration: number of the training step. At multiples of --muon-full-interval, a matrix that spans nodes is
+                gathered and orthogonalized as one matrix.
         """
         if not group["matrices"]:
             super()._update_(group, grad_scale, found_inf, iteration)
@@ -147,7 +159,7 @@ class Muon(DeviceOptimizer):
             if grad_scale is not None:
                 gradient = gradient / grad_scale
             if taken is not None:
-                # in a skipped step the momentum is averaged with itself, which leaves it bit-identical
+                # In a skipped step the momentum is averaged with itself, which leaves it bit-identical.
                 gradient = gradient.where(taken, buffer)
             buffer.lerp_(gradient, 1.0 - momentum)
             updates.append(gradient.lerp(buffer, momentum) if self._config.muon_use_nesterov else buffer)

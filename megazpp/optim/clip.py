@@ -6,11 +6,12 @@ each rank divides the squares of its local shards by the number of ranks that ho
 one number, one over each axis, add up the result. The replicate axis is not included, because its ranks hold equal
 shards.
 
-A NaN or Inf reaches every rank, and the caller then skips the step. No function here waits for the device, except
-`grad_norms`.
+A NaN or Inf in a gradient makes the norm NaN or Inf on every rank, and the caller then skips the step. Only
+`grad_norms` makes the host wait for the device.
 
 The padding rows of the vocabulary do not count. The argument `rows` excludes them (`existing_rows` of
-tensor_parallel/parameters.py). `global_grad_norm` does not need it, because their gradients are exactly zero.
+tensor_parallel/parameters.py). `global_grad_norm` has no such argument, because the gradients of padding rows are
+exactly zero.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
 class GradNorm(NamedTuple):
-    """Global gradient norm, with this rank's contribution of each parameter.
+    """Global L2 norm of the gradients, with this rank's contribution for each parameter.
 
     Attributes:
         value: fp32 scalar, the norm of all gradients divided by `divisor`; equal on all ranks.
         names: names of the parameters that have a gradient.
-        squares: [len(names)] fp64, this rank's part of the squared norm of each gradient, before the division.
-        divisor: divisor of the gradients (the loss scale).
+        squares: [len(names)] fp64, for each gradient this rank's summand of the squared norm, before the division by
+            `divisor`. The sum over tp and shard ranks is the squared norm.
+        divisor: loss scale, by which the gradients will be divided.
     """
 
     value: torch.Tensor
@@ -57,15 +59,16 @@ def global_grad_norm(
     """Compute the L2 norm of all gradients, with one all-reduce of one number on each axis.
 
     Args:
-        named_parameters: names and parameters, in the same order on every rank. A DTensor's mesh dimensions have the
-            names of the axes. A plain tensor counts as replicated over both axes.
+        named_parameters: names and parameters, in the same order on every rank. The mesh dimensions of a DTensor have
+            the names of the axes `tp` and `shard`. A plain tensor counts as replicated over both axes.
         tp: tensor-parallel axis.
         shard: axis over which FSDP2 shards parameters.
-        divisor: number by which the norm is divided, the loss scale.
-        norms: the L2 norm of this rank's shard of each gradient, fp32 scalars by name; None computes them from `.grad`.
+        divisor: loss scale, by which the norm is divided.
+        norms: L2 norm of this rank's shard of each gradient, fp32 scalars by parameter name; None computes the norms
+            from `.grad`.
     """
     names, gradients, counts = list[str](), list[torch.Tensor](), list[int]()
-    copies = dict[object, int]()  # number of copies by placement: computed once for the few placements that occur
+    copies = dict[object, int]()  # number of ranks with equal elements, cached for each mesh and placement of DTensors
     for name, parameter in named_parameters:
         if norms is None and parameter.grad is not None:
             gradients.append(local(parameter.grad))
@@ -82,9 +85,9 @@ def global_grad_norm(
 
 
 def grad_norms(norm: GradNorm, tp: MeshAxis, shard: MeshAxis) -> dict[str, float]:
-    """Return the L2 norm of each parameter's gradient by name, equal on every rank.
+    """Return the L2 norm of each parameter's gradient by parameter name, for the log; equal on every rank.
 
-    It takes one all-reduce over each axis, and waits for the device.
+    This takes one all-reduce over each axis, and makes the host wait for the device.
 
     Args:
         norm: result of `global_grad_norm`.
@@ -103,7 +106,9 @@ def global_parameter_norm(
     rows: Mapping[str, int],
     device: torch.device,
 ) -> torch.Tensor:
-    """Compute the L2 norm of all parameters, an fp32 scalar; elements are counted as in `global_grad_norm`.
+    """Compute the L2 norm of all parameters, an fp32 scalar that is equal on all ranks.
+
+    Elements that several ranks hold count once, and padding rows of the vocabulary do not count.
 
     Args:
         named_parameters: names and parameters, as for `global_grad_norm`.
@@ -123,9 +128,9 @@ def global_parameter_norm(
 def count_zero_grads(
     named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis, *, rows: Mapping[str, int]
 ) -> torch.Tensor:
-    """Count the gradient elements that are exactly zero; returns a whole number in fp64.
+    """Count the gradient elements of all ranks that are exactly zero, for the log.
 
-    Parameters without a gradient do not count.
+    Returns a scalar tensor in fp64 that holds an integer. Parameters without a gradient do not count.
 
     Args:
         named_parameters: names and parameters, as for `global_grad_norm`.
@@ -146,12 +151,12 @@ def count_zero_grads(
 def clip_divisor(norm: torch.Tensor, max_norm: float, *, divisor: float = 1.0) -> torch.Tensor:
     """Return the number by which gradients must be divided to remove the loss scale and clip them, an fp32 scalar.
 
-    It is `divisor`, multiplied by (norm + 1e-6) / max_norm if that ratio is above 1. A NaN norm gives NaN. Source:
+    The result is the loss scale, times (norm + 1e-6) / max_norm if that ratio is above 1. A NaN norm gives NaN. Source:
     Megatron-LM's clip_grads.py.
 
     Args:
-        norm: fp32 scalar, the global norm of the gradients after the division by `divisor`.
-        max_norm: largest norm that is not clipped; 0 disables clipping.
+        norm: fp32 scalar, the global norm of the gradients after division by the loss scale.
+        max_norm: largest norm of gradients that are not clipped; 0 disables clipping.
         divisor: loss scale.
     """
     excess = (norm + 1e-6) / max_norm if max_norm > 0.0 else torch.ones_like(norm)
@@ -159,9 +164,9 @@ def clip_divisor(norm: torch.Tensor, max_norm: float, *, divisor: float = 1.0) -
 
 
 def divide_grads_(parameters: Iterable[nn.Parameter], divisor: torch.Tensor) -> None:
-    """Divide the gradients by a scalar, in one pass over memory.
+    """Divide the gradients of all parameters by a scalar tensor in place, in one pass over memory.
 
-    Fused optimizers do not need this; they divide in their own kernel (argument `grad_scale`).
+    Fused optimizers do not need this function, because their update kernels divide gradients (argument `grad_scale`).
     """
     grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if grads:
@@ -169,32 +174,37 @@ def divide_grads_(parameters: Iterable[nn.Parameter], divisor: torch.Tensor) -> 
 
 
 def _norms(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the L2 norm of each tensor, fp32 scalars."""
+    """Return the L2 norm of each tensor as an fp32 scalar; () for no tensors."""
     return torch._foreach_norm(tensors, 2, dtype=torch.float32) if tensors else ()
 
 
 def _squares(norms: Sequence[torch.Tensor], copies: list[int]) -> torch.Tensor:
-    """Return the square of each norm, divided by the number of copies of its tensor, [len(norms)] fp64.
+    """Return the square of each norm, divided by the number of ranks that hold the same tensor, [len(norms)] fp64.
 
     In fp32 the square of a norm above 2e19 would overflow, and a sum of many small squares would lose digits.
+
+    Args:
+        norms: L2 norm of this rank's shard of each tensor, fp32 scalars.
+        copies: for each tensor, the number of ranks that hold the same elements.
     """
     if not norms:
         return torch.zeros(0, dtype=torch.float64)
     found, divisors = torch.stack(tuple(norms)), torch.tensor(copies, dtype=torch.float64)
-    if found.is_cuda:  # a copy from memory that is not pinned would make the host wait for the whole backward
+    if found.is_cuda:  # copying from memory that is not pinned would make the host wait until backward has finished
         divisors = divisors.pin_memory().to(found.device, non_blocking=True)
     return found.double().square() / divisors
 
 
 def _summed_root(squares: torch.Tensor, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
-    """Sum `squares` over both axes and return the square roots."""
+    """Sum the squares of norms over the ranks of both axes, and return the square roots."""
     return shard.all_reduce_(tp.all_reduce_(squares.clone())).sqrt()
 
 
 def _split(name: str, parameter: nn.Parameter, tp: MeshAxis, shard: MeshAxis) -> dict[str, int]:
-    """Return the names and sizes of the axes over which a parameter is split; AssertionError for any other axis.
+    """Return the names and sizes of the axes over which a parameter is split; {} for a replicated parameter.
 
-    Experts are split over the ranks of tp x shard as well, along axes with other names.
+    An axis that is neither `tp`, `shard` nor an axis of experts raises AssertionError. The experts of a mixture of
+    experts are split over the same ranks, those of tp x shard, along axes with other names.
     """
     split: dict[str, int] = {}
     if isinstance(parameter, DTensor):
@@ -202,12 +212,12 @@ def _split(name: str, parameter: nn.Parameter, tp: MeshAxis, shard: MeshAxis) ->
         dims = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
         split = {dim: size for dim, size, placement in dims if size > 1 and not placement.is_replicate()}
     known = {tp.name, shard.name, *EXPERT_AXES}
-    assert split.keys() <= known, f"{name} is split over {split}, the norm sums over {tp.name}, {shard.name}"
+    assert split.keys() <= known, f"{name} is split over {split}, but norms sum over {tp.name} and {shard.name} only"
     return split
 
 
 def _copies(split: Mapping[str, int], tp: MeshAxis, shard: MeshAxis) -> int:
-    """Return how many ranks of the two axes hold the same elements of a parameter that is split over `split`."""
+    """Return how many ranks of tp x shard hold the same elements of a parameter that is split over the axes `split`."""
     return tp.size * shard.size // math.prod(split.values())
 
 

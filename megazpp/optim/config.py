@@ -1,4 +1,4 @@
-"""The flags of the optimizer, its schedule and its loss scale; optim/muon.py has the update rule of Muon."""
+"""Flags of the optimizer, of the learning-rate schedule and of the loss scale; muon.py has the update rule of Muon."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ADAM, MUON = "--optimizer adam muon", "--optimizer muon"
 
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig:
-    """Flags of Muon; see the top of this file for the update rule. `OptimizerConfig` checks their values."""
+    """Flags of --optimizer muon; optim/muon.py has the update rule, and `OptimizerConfig` checks the flags' values."""
 
     muon_momentum: float = flag(0.95, "decay rate of Muon's running average of the gradient", needs=MUON)
     muon_use_nesterov: bool = flag(
@@ -31,7 +31,8 @@ class MuonConfig:
     )
     muon_extra_scale_factor: float = flag(
         0.2,
-        "additional factor of Muon's updates; with spectral, 0.2 gives updates of about the size of AdamW's",
+        "number by which Muon's updates are multiplied in addition; with --muon-scale-mode spectral, 0.2 gives updates "
+        "of about the size of AdamW's",
         needs=MUON,
     )
     muon_adam_lr_multiple: float = flag(
@@ -49,7 +50,7 @@ class MuonConfig:
     )
 
     def scale(self, rows: int, columns: int) -> float:
-        """Return the factor of the orthogonalized matrix, for a matrix of the given size."""
+        """Return the number by which Muon multiplies an orthogonalized matrix of this size to get the weight update."""
         ratio = rows / columns
         scales = {"spectral": max(rows, columns), "unit_rms_norm": ratio, "shape_scaling": max(1.0, ratio)}
         return self.muon_extra_scale_factor * math.sqrt(scales[self.muon_scale_mode])
@@ -82,14 +83,17 @@ class OptimizerConfig(MuonConfig):
     )
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of their range, and for apex with an optimizer that it does not support."""
+        """Raise ValueError for optimizer flags out of their range, and for apex with another optimizer than adam."""
         check_words(self)
         check_below_one(self, "adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum")
-        check_positive(self, "adam_eps")  # with 0, elements whose gradients are all 0 (unused tokens) would become NaN
+        check_positive(self, "adam_eps")  # with 0, weights whose gradients have always been 0 would become NaN (0 / 0)
         check_positive(self, "muon_num_ns_steps", "muon_extra_scale_factor", "muon_adam_lr_multiple")
         check_not_negative(self, "weight_decay", "clip_grad", "muon_full_interval")
         if self.optimizer_backend == "apex" and self.optimizer != "adam":
-            raise ValueError(f"--optimizer-backend apex supports only --optimizer adam, not {self.optimizer}")
+            raise ValueError(
+                f"--optimizer-backend apex supports only --optimizer adam, not {self.optimizer}: use"
+                " --optimizer-backend torch"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,12 +140,12 @@ class ScheduleConfig:
     )
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values out of their range and for conflicting flags."""
+        """Raise ValueError for flags of the schedule that are out of their range or that conflict."""
         # ---- learning rate
         check_words(self)
         check_not_negative(self, "lr", "min_lr")
         if self.lr is not None and self.lr < self.min_lr:
-            raise ValueError(f"--min-lr {self.min_lr} is above --lr {self.lr}")
+            raise ValueError(f"--min-lr {self.min_lr} is above --lr {self.lr}: lower --min-lr or raise --lr")
         if self.lr is not None and not 0.0 <= self.lr_warmup_init <= self.lr:
             raise ValueError(f"--lr-warmup-init {self.lr_warmup_init} is not between 0 and --lr {self.lr}")
         check_positive(self, "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
@@ -182,8 +186,8 @@ class LossScaleConfig:
     )
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values that are not positive, or a lower bound above the initial value."""
+        """Raise ValueError for a loss scale flag that is not positive, or a lower bound above the initial scale."""
         check_positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
         low, first = self.min_loss_scale, self.initial_loss_scale
         if low > first:
-            raise ValueError(f"--min-loss-scale {low} is above --initial-loss-scale {first}")
+            raise ValueError(f"--min-loss-scale {low} is above --initial-loss-scale {first}: lower --min-loss-scale")

@@ -1,6 +1,7 @@
 """Loss scaling, which prevents small fp16 gradients from being rounded to zero.
 
-The caller multiplies the loss by the scale before backward, and divides the gradients by it before clipping.
+The training step multiplies the loss by the loss scale before backward, and divides the gradients by the loss scale
+before clipping.
 """
 
 from __future__ import annotations
@@ -11,32 +12,33 @@ from megazpp.optim.config import LossScaleConfig
 
 
 class LossScaler:
-    """Constant loss scale, and the interface of `DynamicLossScale`.
+    """Constant loss scale, and base class of `DynamicLossScale`.
 
     Attributes:
-        scale: current factor of the loss.
+        scale: number by which the loss of the current step is multiplied; 1 without loss scaling.
     """
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
     def update(self, found_inf: bool) -> None:
-        """Adapt the scale after a step; a constant scale does nothing.
+        """Adapt a dynamic loss scale after a training step; a constant loss scale does not change.
 
         Args:
-            found_inf: True if a gradient was NaN or Inf; equal on every rank.
+            found_inf: True if a gradient of the step was NaN or Inf; equal on every rank.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
-        # a constant scale is saved too, because the checkpoint's error feedback is multiplied by it
+        """Return the loss scale as an entry of a checkpoint."""
+        # A constant scale is saved too, because ZeRO++'s error feedback in the checkpoint is multiplied by it.
         return {"scale": self.scale}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...  # a constant scale keeps the value of --loss-scale
+    # A resumed run with a constant loss scale uses its own --loss-scale, so nothing is restored from the checkpoint.
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def build_loss_scaler(config: LossScaleConfig, *, fp16: bool) -> LossScaler:
-    """Return the dynamic loss scale for fp16 without --loss-scale, and otherwise a constant one (1 by default)."""
+    """Return a dynamic loss scale if --fp16 is set without --loss-scale; otherwise a constant one, by default 1."""
     if fp16 and config.loss_scale is None:
         return DynamicLossScale(config)
     return LossScaler(1.0 if config.loss_scale is None else config.loss_scale)
@@ -45,7 +47,8 @@ def build_loss_scaler(config: LossScaleConfig, *, fp16: bool) -> LossScaler:
 class DynamicLossScale(LossScaler):
     """Megatron-LM's dynamic loss scale: halved after overflows, doubled after a window of steps without overflow.
 
-    The first `hysteresis - 1` overflows since the scale last grew do not change it. Each later overflow halves it.
+    An overflow is a step with a NaN or Inf gradient. The first `hysteresis - 1` overflows after the loss scale last
+    grew do not change it. Each later overflow halves it.
     """
 
     def __init__(self, config: LossScaleConfig) -> None:
@@ -53,7 +56,11 @@ class DynamicLossScale(LossScaler):
         self._config, self._growth_tracker, self._hysteresis_tracker = config, 0, config.hysteresis
 
     def update(self, found_inf: bool) -> None:
-        """Halve or double the scale after a step, if due; `found_inf`: a gradient was NaN or Inf."""
+        """Count a training step, and halve or double the loss scale if the rule of this class requires it.
+
+        Args:
+            found_inf: True if a gradient of the step was NaN or Inf; equal on every rank.
+        """
         if found_inf:
             self._growth_tracker = 0
             self._hysteresis_tracker -= 1
@@ -67,12 +74,15 @@ class DynamicLossScale(LossScaler):
             self.scale *= 2.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and both counters, with Megatron-LM's names."""
+        """Return the loss scale and the counters of steps and overflows, with Megatron-LM's names, for a checkpoint."""
         trackers = {"growth_tracker": self._growth_tracker, "hysteresis_tracker": self._hysteresis_tracker}
         return {"scale": self.scale, **trackers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the scale and both counters; the checkpoint of a constant scale has no counters."""
+        """Restore the loss scale and its two counters from a checkpoint.
+
+        A checkpoint of a run with a constant loss scale has no counters; they then start as in a new run.
+        """
         self.scale = float(state["scale"])
         self._growth_tracker = int(state.get("growth_tracker", 0))
         self._hysteresis_tracker = int(state.get("hysteresis_tracker", self._config.hysteresis))

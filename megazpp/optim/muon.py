@@ -3,18 +3,19 @@
     W -= lr (s X + weight decay W),    X = Newton-Schulz(momentum-updated gradient [r, c]),    s = 0.2 sqrt(max(r, c))
 
 Each rank of a node (T tensor-parallel x L local ranks) holds contiguous rows of each matrix. If a copy of the model is
-within one node, the node's ranks hold the whole matrix together. One of them is the matrix's owner and orthogonalizes
-it alone. Owners are chosen so that all ranks have about equally many FLOPs. B matrices of one shape are processed
-together:
+within one node, the node's ranks together hold the complete matrix. One of these ranks is the matrix's owner: it
+gathers the matrix and orthogonalizes it alone. Owners are chosen so that all ranks have about equally many FLOPs. B
+matrices of one shape are processed together:
 
-    [own rows, c] --all-to-all--> [B, r, c] at the owner --Newton-Schulz--> [B, r, c] --all-to-all--> [own rows, c]
+    [a rank's rows, c] --all-to-all--> [B, r, c] at the owner --Newton-Schulz--> [B, r, c]
+        --all-to-all--> [a rank's rows, c]
 
-The communication of one shape overlaps with the computation of another.
+The communication for one shape overlaps with the computation for another.
 
-If a copy of the model spans several nodes, each node orthogonalizes only its own rows, and no data crosses nodes (block
-steps of MuonBP, arXiv 2510.16981). Every `muon_full_interval` steps is a full step instead: all nodes gather all rows
-in 8-bit blocks, orthogonalize the whole matrix, and keep their own rows of X. The scale s depends on the shape that is
-orthogonalized. Queries, keys and values count as three matrices.
+If a copy of the model spans several nodes, each node orthogonalizes only the rows that its ranks hold, and no data
+crosses nodes (block steps of MuonBP, arXiv 2510.16981). Every `muon_full_interval` steps is a full step instead: all
+nodes gather all rows in 8-bit blocks, orthogonalize the complete matrix, and each rank uses the rows of X that it
+holds. The scale s depends on the shape that is orthogonalized. Queries, keys and values count as three matrices.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ from megazpp.zero.plan import block_format
 from megazpp.zero.wire import Codec, own_rows, plan_message, plan_segments
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c of Newton-Schulz's polynomial a x + b x^3 + c x^5
-EPS = 1e-7  # lower bound of the norm by which a matrix is divided
-FULL_STEP_BLOCKS = (8, 256)  # quantization of rows that cross nodes in full steps: bits, and elements per block
+EPS = 1e-7  # lower bound of the norm by which Newton-Schulz divides a matrix, so that a zero matrix stays zero
+FULL_STEP_BLOCKS = (8, 256)  # quantization of Muon's rows that cross nodes in full steps: bits, elements per block
 MUON = "--optimizer muon"
 
 NewtonSchulz = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def newton_schulz(x: torch.Tensor, steps: int) -> torch.Tensor:
-    """Approximate the orthogonal polar factor of each matrix: x [B, r, c] -> [B, r, c].
+    """Approximate the orthogonal polar factor of each matrix by Newton-Schulz iterations: x [B, r, c] -> [B, r, c].
 
-    The singular values of the result are between about 0.7 and 1.2. It is computed in bf16 on CUDA and in fp32
-    elsewhere.
+    The singular values of the results are between about 0.7 and 1.2. The computation is in bf16 on CUDA and in fp32 on
+    other devices.
 
     Args:
         x: batch of B matrices.
-        steps: number of iterations.
+        steps: number of iterations, each with three matrix products.
     """
     a, b, c = COEFFICIENTS
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
@@ -63,25 +64,27 @@ def newton_schulz(x: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def row_dtype(compute_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which rows are communicated inside a node: fp32 for fp32 training, and otherwise bf16.
+    """Return the dtype in which Muon communicates rows of matrices inside a node.
 
-    fp16 is not used, because its range is too small for gradients.
+    This is fp32 if the model computes in fp32, and otherwise bf16. fp16 is not used, because its range is too small for
+    gradients.
     """
     return torch.float32 if compute_dtype == torch.float32 else torch.bfloat16
 
 
 class Orthogonalizer:
-    """Orthogonalization of the matrices in a model's layers, which are sharded over ranks; see the top of the file.
+    """Orthogonalization of Muon's updates for matrices that are sharded over ranks; the top of the file explains it.
 
     Args:
         parameters: parameters that hold the matrices, in the same order on all ranks.
         config: flags of Muon.
-        layout: sizes of the parallel axes.
+        layout: sizes of the mesh axes.
         node: axis of the ranks of a node that share a copy of the model, with the tensor-parallel index innermost.
         cross: axis of the nodes that a copy of the model spans.
         dtype: dtype in which rows are communicated inside the node.
-        codec: class that packs rows into 8-bit messages between nodes; the planner passes a simulated one.
-        iterate: Newton-Schulz iteration; the planner passes a simulated one.
+        codec: class that packs rows into 8-bit messages between nodes; the planner passes a simulated class.
+        iterate: function that runs the Newton-Schulz iterations on a batch of matrices; the planner passes a simulated
+            function.
     """
 
     def __init__(
@@ -106,12 +109,15 @@ class Orthogonalizer:
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
 
     def is_full(self, iteration: int) -> bool:
-        """Return True if the step `iteration` orthogonalizes whole matrices that are gathered over nodes."""
+        """Return True if the training step `iteration` is a full step, which gathers complete matrices over nodes."""
         interval = self._config.muon_full_interval
         return self._cross.size > 1 and interval > 0 and iteration % interval == 0
 
     def describe(self) -> str:
-        """Return a line for the log: number of matrices, how they are split over nodes, and FLOPs per step."""
+        """Return a line for the log: the number of Muon's matrices, their split over nodes, and FLOPs per step.
+
+        If a parameter has so few rows that the ranks of the last node hold none of them, the line names it.
+        """
         matrices = [matrix for p in self.parameters for matrix in p.rows]
         each = "whole" if self._cross.size == 1 else f"in the rows of each of {self._cross.size} nodes"
         steps, work = self._config.muon_num_ns_steps, [0] * self._node.size
@@ -123,7 +129,10 @@ class Orthogonalizer:
         return text + (f"; the last node holds no rows of {', '.join(thin)}" if thin else "")
 
     def buffer_bytes(self, iteration: int) -> int:
-        """Return the bytes of this rank's buffers in the step `iteration`: rows sent and received, and messages."""
+        """Return the bytes of this rank's buffers in the training step `iteration`, for the memory plan.
+
+        They hold the rows that the rank sends, the matrices that it owns, and in a full step the messages of all nodes.
+        """
         full, peer, layout = self.is_full(iteration), self._node.rank // self._layout.tp, self._codec.layout
         gathered = self._cross.size * (self._dtype.itemsize * layout.size + layout.message_bytes) if full else 0
         elements = 0
@@ -133,24 +142,25 @@ class Orthogonalizer:
         return gathered + self._dtype.itemsize * elements
 
     def __call__(self, updates: Sequence[torch.Tensor], *, iteration: int) -> list[torch.Tensor]:
-        """Orthogonalize and scale all matrices.
+        """Orthogonalize and scale Muon's updates of all matrices; all ranks call this together.
 
         Args:
-            updates: this rank's fp32 shard of each parameter's momentum-updated gradient, [own rows, columns].
-            iteration: number of the step, which decides whether it is a full step.
+            updates: for each parameter, this rank's fp32 shard of the momentum-updated gradient, [rows of this rank,
+                columns].
+            iteration: number of the training step, which decides whether it is a full step.
 
         Returns:
             This rank's shards of the orthogonalized and scaled matrices (s X in the formula at the top of this file),
             shaped like `updates`, in the dtype of communication.
         """
-        # ---- rows of this node, or in a full step of all nodes
+        # ---- shards of this node's rows, or in a full step of the rows of all nodes
         nodes: tuple[int, ...] = self._own
         shards = [[update] for update in updates]
         if self.is_full(iteration):
             nodes, shards = self._everyone, self._gathered(updates)
         local, tp, peers = self._node.rank // self._layout.tp, self._layout.tp, range(self._node.size)
         me = nodes.index(self._cross.rank)
-        # ---- send rows to the owners
+        # ---- send rows to the ranks that own the matrices
         under_way = []
         for group in self._groups[nodes]:
             by_owner = [[block for block in group if block.owner == peer] for peer in peers]
@@ -162,12 +172,12 @@ class Orthogonalizer:
             back = [sum(block.counts[peer // tp][me] * block.columns for block in owned) for peer in peers]
             sent = torch.cat(pieces).to(self._dtype)
             under_way.append((group, owned, theirs, back, own, sent, self._exchange(sent, mine, theirs)))
-        # ---- orthogonalize at the owners and send rows back
+        # ---- orthogonalize the matrices that this rank owns, and send their rows back
         coming = []
         for group, owned, theirs, back, own, _, work in under_way:
             sent = self._orthogonalized(work.wait(), owned, theirs, me)
             coming.append((group, sent, self._exchange(sent, back, own)))
-        # ---- put the received rows together
+        # ---- put the received rows of each parameter's shard together
         results = [torch.empty_like(update, dtype=self._dtype) for update in updates]
         for group, _, work in coming:
             counts = [block.counts[local][me] for block in group]
@@ -179,21 +189,37 @@ class Orthogonalizer:
         return results
 
     def _exchange(self, sent: torch.Tensor, send: list[int], receive: list[int]) -> Work[torch.Tensor]:
-        """Start an all-to-all inside the node; `send` and `receive` are numbers of elements for each rank."""
+        """Start an all-to-all of Muon's rows inside the node, and return the work that yields the received elements.
+
+        Args:
+            sent: rows for all ranks of the node, rank after rank, flattened.
+            send: number of elements for each rank.
+            receive: number of elements from each rank.
+        """
         return self._node.queue.submit(lambda: self._node.exchange(sent, send, receive, of="muon"))
 
     def _pieces(
         self, block: MatrixBlock, shards: Sequence[Sequence[torch.Tensor]], nodes: Sequence[int]
     ) -> Iterator[torch.Tensor]:
-        """Yield the rows of a block that this rank sends to its owner: for each node, those in the peer's shard."""
+        """Yield the rows of a block that this rank sends to the block's owner, node by node.
+
+        A full step has gathered the shards of this rank's peers, the ranks with the same local and tensor-parallel
+        index on other nodes. The rank sends the block's rows in these shards too.
+
+        Args:
+            block: rows of one matrix that are orthogonalized together.
+            shards: for each parameter, the shards of this rank's peers on `nodes`.
+            nodes: indices of the nodes whose rows are orthogonalized together.
+        """
         for node, shard in zip(nodes, shards[block.parameter], strict=True):
             index = self._index(block, node, shard.device)
             yield shard if index is None else shard[index]
 
     def _index(self, block: MatrixBlock, node: int, device: torch.device) -> torch.Tensor | None:
-        """Return the indices of a block's rows in the shard of this rank's peer on `node`; None for the whole shard.
+        """Return which rows of the shard of this rank's peer on `node` belong to a block; None for all rows.
 
-        A peer is the rank with the same local and tensor-parallel index on another node.
+        The peer is the rank with the same local and tensor-parallel index on that node. The row indices are int64 on
+        `device`, and are cached.
         """
         parameter = self.parameters[block.parameter]
         if len(parameter.rows) == 1:
@@ -208,16 +234,16 @@ class Orthogonalizer:
     def _orthogonalized(
         self, received: torch.Tensor, owned: Sequence[MatrixBlock], theirs: Sequence[int], me: int
     ) -> torch.Tensor:
-        """Orthogonalize this rank's own matrices of one shape, and return the rows that it sends back.
+        """Orthogonalize the matrices of one shape that this rank owns, and return the rows that it sends back.
 
         Args:
             received: rows that the ranks of this node have sent, rank after rank, flattened.
-            owned: this rank's own matrices.
+            owned: blocks that this rank owns, each with the rows of one matrix.
             theirs: number of elements that each rank has sent.
             me: index of this node among the nodes whose rows were sent.
 
         Returns:
-            This node's rows of each scaled X, rank after rank, flattened.
+            This node's rows of each orthogonalized and scaled matrix, rank after rank, flattened.
         """
         # ---- put the rows of each matrix together
         tp, peers = self._layout.tp, range(self._node.size)
@@ -235,7 +261,7 @@ class Orthogonalizer:
         x = self._iterate(torch.stack(whole), self._config.muon_num_ns_steps)
         outputs, inputs = reversed(owned[0].shape) if owned[0].transposed else owned[0].shape
         x = (x * self._config.scale(outputs, inputs)).to(self._dtype)
-        # ---- split into the rows of each rank
+        # ---- split the results into the rows of each rank of this node
         back: list[list[torch.Tensor]] = [[] for _ in peers]
         for block, matrix in zip(owned, x, strict=True):
             for t, of_tp in enumerate(matrix.chunk(tp, dim=block.split)):
@@ -245,12 +271,18 @@ class Orthogonalizer:
         return torch.cat([piece for source in back for piece in source])
 
     def _gathered(self, updates: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Gather the shards of this rank's peers on all nodes in 8-bit blocks, for a full step.
+        """Gather the updates of this rank's peers on all nodes in 8-bit blocks, for a full step of Muon.
 
-        A peer is the rank with the same local and tensor-parallel index on another node. The result has a list for each
-        parameter, with one shard per node. This rank's own shard is quantized too, so that all nodes see equal rows.
+        A peer is the rank with the same local and tensor-parallel index on another node. This rank's own shard is
+        quantized too, so that all nodes orthogonalize equal rows.
+
+        Args:
+            updates: for each parameter, this rank's fp32 shard of the momentum-updated gradient.
+
+        Returns:
+            For each parameter a list with one shard per node, [rows of that node's peer, columns].
         """
-        # ---- pack the shards into one message and gather it over nodes
+        # ---- pack this rank's shards into one message, and gather the messages of all nodes
         device, nodes, local = updates[0].device, self._cross.size, self._node.rank // self._layout.tp
         flat = torch.zeros(1, 1, self._codec.layout.size, dtype=self._dtype, device=device)
         for segment, update in zip(self._segments, updates, strict=True):
@@ -271,9 +303,12 @@ class Orthogonalizer:
 
 
 class JointOrthogonalizer:
-    """An orthogonalizer for models with experts: one part for dense matrices, one for experts' matrices.
+    """Muon's orthogonalization for models with experts: one `Orthogonalizer` for dense matrices, one for experts.
 
-    The two parts differ in the axes over which their matrices are sharded. A call is like a call of `Orthogonalizer`.
+    The two differ in the axes over which their matrices are sharded. The methods are those of `Orthogonalizer`.
+
+    Args:
+        parts: the two orthogonalizers; one without matrices is left out.
     """
 
     def __init__(self, parts: Sequence[Orthogonalizer]) -> None:
@@ -281,19 +316,25 @@ class JointOrthogonalizer:
         self.parameters = tuple(matrix for part in self._parts for matrix in part.parameters)
 
     def is_full(self, iteration: int) -> bool:
-        """Return True if the step `iteration` orthogonalizes whole matrices that are gathered over nodes."""
+        """Return True if the training step `iteration` is a full step for dense matrices or for experts."""
         return any(part.is_full(iteration) for part in self._parts)
 
     def describe(self) -> str:
-        """Return a line for the log: number of matrices of each part, and FLOPs per step."""
+        """Return a line for the log: the number of dense matrices and of experts' matrices, and FLOPs per step."""
         return "; experts: ".join(part.describe() for part in self._parts)
 
     def buffer_bytes(self, iteration: int) -> int:
-        """Return the bytes of this rank's buffers in a step: a maximum, because the parts run one by one."""
+        """Return the bytes of this rank's buffers in the training step `iteration`, for the memory plan.
+
+        This is the larger number of the dense matrices' and the experts' buffers, which are not in use at once.
+        """
         return max((part.buffer_bytes(iteration) for part in self._parts), default=0)
 
     def __call__(self, updates: Sequence[torch.Tensor], *, iteration: int) -> list[torch.Tensor]:
-        """Orthogonalize the matrices of all parts; `updates` has one entry per item of `parameters`."""
+        """Orthogonalize dense matrices, then those of experts; arguments and result are those of `Orthogonalizer`.
+
+        `updates` has one entry per item of `parameters`.
+        """
         found, remaining = list[torch.Tensor](), list(updates)
         for part in self._parts:
             own, remaining = remaining[: len(part.parameters)], remaining[len(part.parameters) :]

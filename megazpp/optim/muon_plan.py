@@ -1,4 +1,8 @@
-"""Plan of Muon's work, in integers: the matrices of the layers, their blocks on a node, and each block's owner."""
+"""Plan of Muon's work, in integers: the matrices of the layers, their rows on a node, and their owners.
+
+Muon replaces the update of a matrix by an orthogonal matrix. The rows of a matrix are sharded over ranks. The rows that
+are orthogonalized together form a block, and the block's owner is the rank that gathers and orthogonalizes it.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,15 @@ from megazpp.zero.wire import own_rows
 
 
 class LayerMatrix(NamedTuple):
-    """A parameter of the layers that holds one matrix, or several whose rows alternate (queries, keys and values).
+    """A parameter of the layers that Muon trains: one matrix, or several whose rows alternate (queries, keys, values).
 
     Attributes:
         name: name of the parameter.
-        shape: shape on a tensor-parallel rank, before FSDP2 shards it.
-        split: dimension that is split over tensor-parallel ranks; None if it is replicated.
+        shape: shape of the parameter on one tensor-parallel rank, before FSDP2 shards it.
+        split: dimension that is split over tensor-parallel ranks; None if the parameter is replicated over them.
         rows: numbers of consecutive rows of each matrix, in a pattern that repeats over the parameter.
+        transposed: True if rows are inputs and columns outputs, as in the output matrices of experts.
+        expert: True for a parameter of a mixture of experts' experts, which expert-parallel ranks split.
     """
 
     name: str
@@ -37,10 +43,10 @@ class LayerMatrix(NamedTuple):
 def layer_matrices(model: nn.Module, tp_size: int, ep_size: int = 1) -> list[LayerMatrix]:
     """Return the parameters of the model that Muon trains, in the order of `named_parameters`.
 
-    They are the trainable parameters whose `ParameterSpec` names matrices. They may be sharded already.
+    These are the trainable parameters whose `ParameterSpec` names matrices.
 
     Args:
-        model: model or its part on this rank.
+        model: model, whose parameters FSDP2 may have sharded already.
         tp_size: number of tensor-parallel ranks.
         ep_size: number of expert-parallel ranks.
     """
@@ -57,16 +63,17 @@ def layer_matrices(model: nn.Module, tp_size: int, ep_size: int = 1) -> list[Lay
 
 
 class MatrixBlock(NamedTuple):
-    """The rows of one matrix that are orthogonalized together: the rows on one node, or on all nodes in a full step.
+    """The rows of one matrix that Muon orthogonalizes together: those on one node, or in a full step on all nodes.
 
     Attributes:
-        parameter: index of the parameter that holds the matrix.
-        part: index of the matrix in the parameter.
-        shape: shape of the block over all tensor-parallel ranks.
-        counts: number of rows by [local rank][node], equal on each tensor-parallel rank.
-        columns: number of columns on a tensor-parallel rank.
-        split: dimension that is split over tensor-parallel ranks.
-        owner: rank along the node axis that orthogonalizes the block.
+        parameter: index of the parameter that holds the matrix, in the list of Muon's parameters.
+        part: index of the matrix among the matrices of the parameter.
+        shape: shape of the block on all tensor-parallel ranks together.
+        counts: number of the block's rows by [local rank][node], equal on each tensor-parallel rank.
+        columns: number of columns on one tensor-parallel rank.
+        split: dimension of the block that is split over tensor-parallel ranks.
+        transposed: True if rows are inputs and columns outputs, as in the output matrices of experts.
+        owner: rank along the node axis that gathers and orthogonalizes the block.
     """
 
     parameter: int
@@ -81,10 +88,12 @@ class MatrixBlock(NamedTuple):
 
 @functools.cache
 def rows_of_parts(num_rows: int, num_shards: int, shard: int, rows: tuple[int, ...]) -> tuple[Sequence[int], ...]:
-    """Return for each matrix of a parameter the indices of its rows in one shard.
+    """Return, for each matrix of a parameter that Muon trains, which rows of one FSDP2 shard belong to the matrix.
+
+    The rows are indices into the shard, in ascending order.
 
     Args:
-        num_rows: number of rows of the parameter on a tensor-parallel rank.
+        num_rows: number of rows of the parameter on one tensor-parallel rank.
         num_shards: number of shards into which FSDP2 splits these rows.
         shard: index of the shard.
         rows: numbers of consecutive rows of each matrix, in a pattern that repeats (`LayerMatrix.rows`).
@@ -98,15 +107,19 @@ def rows_of_parts(num_rows: int, num_shards: int, shard: int, rows: tuple[int, .
 
 
 def plan_blocks(parameters: Sequence[LayerMatrix], layout: Layout, nodes: Sequence[int]) -> list[list[MatrixBlock]]:
-    """Return the blocks of all matrices, in groups of one shape and orientation; each group is sorted by owner.
+    """Plan which rank of a node orthogonalizes which rows of Muon's matrices.
 
-    Blocks are assigned to owners in the order of falling cost, each to the rank with the least work until then.
+    Owners are assigned greedily: the blocks in the order of falling cost, each to the rank that has the least work so
+    far.
 
     Args:
         parameters: parameters that hold the matrices.
-        layout: sizes of the parallel axes.
-        nodes: nodes of one copy of the model whose rows are orthogonalized together. A matrix without rows on these
-            nodes has no block.
+        layout: sizes of the mesh axes.
+        nodes: indices of the nodes whose rows are orthogonalized together, among the nodes of one copy of the model. A
+            matrix without rows on these nodes has no block.
+
+    Returns:
+        Groups of blocks with equal shape and orientation; each group is sorted by owner.
     """
     # ---- blocks
     tp, shards, found = layout.tp, layout.shard, []
@@ -120,7 +133,7 @@ def plan_blocks(parameters: Sequence[LayerMatrix], layout: Layout, nodes: Sequen
                 )
                 for local in range(layout.local)
             )
-            assert parameter.split is not None or tp == 1, f"{parameter.name} is not split over {tp} ranks"
+            assert parameter.split is not None or tp == 1, f"{parameter.name} is not split over {tp} tp ranks"
             total = sum(map(sum, counts))
             shape = (tp * total, columns) if split == 0 else (total, tp * columns)
             if total:
@@ -136,7 +149,10 @@ def plan_blocks(parameters: Sequence[LayerMatrix], layout: Layout, nodes: Sequen
 
 
 def products(rows: int, columns: int) -> tuple[tuple[int, int, int], ...]:
-    """Return the sizes (m, n, k) of the three matrix products in one Newton-Schulz iteration."""
+    """Return the sizes (m, n, k) of the three matrix products in one Newton-Schulz iteration on a matrix of this size.
+
+    The products multiply an m x k matrix by a k x n matrix.
+    """
     low, high = sorted((rows, columns))
     return (low, low, high), (low, low, low), (low, high, low)
 

@@ -1,8 +1,8 @@
-"""The update of sharded parameters, and their parameter groups; build.py chooses the optimizer.
+"""Update of sharded parameters by fused AdamW, and the parameter groups of all optimizers.
 
-AdamW calls torch's fused kernel on the local tensors of FSDP2's DTensors, which may be empty. The kernel accepts
-DTensors too, but the host would then compute placements for each of them. `set_rates_` sets learning rate and weight
-decay before every step.
+build.py chooses the optimizer. AdamW calls torch's fused kernel on the local tensors of FSDP2's DTensors, which may be
+empty. The kernel accepts DTensors too, but the host would then spend time to compute placements for each of them.
+`set_rates_` sets learning rate and weight decay before every step.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from megazpp.tensor_parallel.parameters import local
 
 
 class DeviceOptimizer(torch.optim.Optimizer):
-    """An optimizer of parameters that may be DTensors, whose steps can be skipped without making the host wait.
+    """Optimizer of parameters that may be DTensors, whose steps can be skipped without making the host wait.
 
-    A group of parameters is updated by torch's fused AdamW, called on the local tensors. The state of a parameter has
-    torch's entries: "step", and "exp_avg" and "exp_avg_sq", sharded like the parameter.
+    This class updates each parameter group by torch's fused AdamW on local tensors; Muon overrides this for its
+    matrices. The state of a parameter has torch's entries: "step", and "exp_avg" and "exp_avg_sq", sharded like the
+    parameter.
     """
 
     @torch.no_grad()
@@ -36,24 +37,24 @@ class DeviceOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Update every parameter that has a gradient.
 
-        The scalars are on the device, so that the host does not have to wait for them.
+        The scalar tensors are on the device, so that the host does not have to wait for them.
 
         Args:
             closure: not supported; must be None.
             grad_scale: fp32 scalar by which gradients are divided, in place, before the update; None for 1.
             found_inf: fp32 scalar; 1 skips the update and leaves parameters and state, "step" included, unchanged. 0 or
-                None does not skip it.
-            iteration: number of the step, which Muon needs.
+                None does not skip the update.
+            iteration: number of the training step, from which Muon decides whether to gather matrices over nodes.
         """
-        assert closure is None, "a closure is not supported"
+        assert closure is None, "this optimizer does not support a closure, which torch's optimizers accept"
         for group in self.param_groups:
             self._update_(group, grad_scale, found_inf, iteration)
 
     def _update_(
         self, group: dict[str, Any], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None, iteration: int
     ) -> None:
-        """Update the parameters of one group by AdamW; see `step` for the other arguments."""
-        # ---- state, created at the first update
+        """Update the parameters of one parameter group by AdamW; see `step` for the other arguments."""
+        # ---- state of the parameters, created at the first update
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in trained:
             if not self.state[parameter]:
@@ -90,14 +91,14 @@ def fused_adamw_(
     """Update weights and moments in place by torch's fused AdamW.
 
     Args:
-        group: learning rate and other constants, as in `param_groups`.
+        group: one of the optimizer's `param_groups`, with learning rate, betas, eps and weight decay.
         weights: local tensors of the parameters.
-        gradients: their gradients.
-        exp_avg: first moments.
-        exp_avg_sq: second moments.
-        steps: fp32 scalars on the device, the numbers of updates.
-        grad_scale: see `DeviceOptimizer.step`.
-        found_inf: see `DeviceOptimizer.step`.
+        gradients: local tensors of the gradients.
+        exp_avg: local tensors of the first moments.
+        exp_avg_sq: local tensors of the second moments.
+        steps: number of updates of each parameter, fp32 scalars on the device.
+        grad_scale: fp32 scalar on the device by which gradients are divided before the update; None for 1.
+        found_inf: fp32 scalar on the device; 1 skips the update, 0 or None does not.
     """
     adamw(
         weights,
@@ -120,17 +121,18 @@ def fused_adamw_(
 
 
 class ShardedAdamW(DeviceOptimizer, torch.optim.AdamW):
-    """AdamW by torch's fused kernel."""
+    """AdamW whose update is torch's fused kernel on the local tensors of DTensors."""
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Split parameters into Megatron-LM's two groups: with weight decay, and without (biases, one-dimensional ones).
+    """Split parameters into Megatron-LM's two parameter groups, with and without weight decay.
 
-    `set_rates_` multiplies the scheduled weight decay by a group's "wd_mult" (1 or 0), and the scheduled learning rate
-    by its "lr_mult" (1). Parameters that do not require a gradient, and empty groups, are left out.
+    The group without weight decay holds biases and one-dimensional parameters. `set_rates_` multiplies the scheduled
+    weight decay by a group's "wd_mult" (1 or 0), and the scheduled learning rate by its "lr_mult" (1). Parameters that
+    do not require a gradient, and empty groups, are left out.
 
     Args:
-        named_parameters: names and parameters.
+        named_parameters: names and parameters of the model.
         weight_decay: weight decay of the first group until `set_rates_` is called.
     """
     groups: dict[float, list[nn.Parameter]] = {1.0: [], 0.0: []}
@@ -145,7 +147,10 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weigh
 
 
 def set_rates_(optimizer: torch.optim.Optimizer, *, learning_rate: float, weight_decay: float) -> None:
-    """Set learning rate and weight decay of every group to the given values times the group's multiples."""
+    """Set the learning rate and weight decay of every parameter group for the next step.
+
+    Each group gets the scheduled value times the group's "lr_mult" or "wd_mult".
+    """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_mult"]
         group["weight_decay"] = weight_decay * group["wd_mult"]
@@ -158,19 +163,19 @@ def update_(
     *,
     iteration: int = 1,
 ) -> None:
-    """Update the parameters with their gradients divided by `grad_divisor`.
+    """Call the optimizer's step, with gradients divided by `grad_divisor`.
 
     Args:
         optimizer: result of `build_optimizer`.
-        grad_divisor: fp32 scalar on the device, the product of loss scale and clipping factor.
-        found_inf: fp32 scalar on the device, 1 if the step is to be skipped; only for optimizers for which
+        grad_divisor: fp32 scalar on the device, from `clip_divisor`: the loss scale times the clipping divisor.
+        found_inf: fp32 scalar on the device, 1 if the step must be skipped; only for optimizers for which
             `skips_on_device` returns True, and otherwise None.
-        iteration: number of the step, which Muon needs.
+        iteration: number of the training step, from which Muon decides whether to gather matrices over nodes.
     """
     if isinstance(optimizer, DeviceOptimizer):
         optimizer.step(grad_scale=grad_divisor, found_inf=found_inf, iteration=iteration)
         return
-    assert found_inf is None, f"{type(optimizer).__name__} cannot skip a step on the device"
+    assert found_inf is None, f"{type(optimizer).__name__} cannot skip a step on the device: pass found_inf=None"
     divide_grads_((p for group in optimizer.param_groups for p in group["params"]), grad_divisor)
     optimizer.step()
 

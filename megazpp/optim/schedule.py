@@ -1,9 +1,10 @@
 """Schedule of learning rate and weight decay, as pure functions of the number of samples consumed so far.
 
-Formulas and unit are Megatron-LM's. Flags in iterations are converted to samples by the global batch size, so the
-schedule does not depend on the number of ranks. If a run with --train-iters resumes with another global batch size, its
-position in the schedule is converted as well (`schedule_ratio` in checkpoint/metadata.py). A step uses the values for
-the samples consumed before it, so the first step of a warm-up has the learning rate --lr-warmup-init.
+The formulas, and the unit of samples, are Megatron-LM's. Lengths in iterations are converted to samples by the global
+batch size, so the schedule does not depend on the number of ranks. If a run with --train-iters resumes with another
+global batch size, its position in the schedule is converted as well (`schedule_ratio` in checkpoint/metadata.py). A
+step uses the values for the samples consumed before the step, so the first step of a warm-up has the learning rate
+--lr-warmup-init.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from megazpp.optim.config import ScheduleConfig
 
 
 class TrainingProgress(NamedTuple):
-    """The progress of training, from which a resumed run continues.
+    """The progress of training, which a checkpoint stores and from which a resumed run continues.
 
     Attributes:
-        iteration: number of completed steps, including skipped ones.
+        iteration: number of completed training steps, including skipped ones.
         consumed_samples: number of samples in these steps.
         scheduled_samples: position in the learning-rate schedule, in samples. Skipped steps do not advance it. A run
-            with --train-iters that resumes with another global batch size rescales it, see `schedule_ratio`.
+            with --train-iters that resumes with another global batch size rescales it (`schedule_ratio`).
         micro_batches: number of micro-batches that one rank has processed in all steps.
-        stop_reason: reason why the loop ended before its last iteration; None if it did not.
+        stop_reason: reason why the training loop ended before its last iteration, for the log; None if it reached its
+            last iteration or still runs.
     """
 
     iteration: int = 0
@@ -47,13 +49,13 @@ class Schedule:
         init_lr: learning rate at the start of the warm-up.
         warmup_samples: length of the warm-up in samples.
         decay_samples: length of warm-up and decay together in samples.
-        decay_style: shape of the decay.
-        anneal_samples: length of the final decay of WSD in samples; None for other styles.
-        anneal_style: shape of the final decay of WSD.
+        decay_style: shape of the decay, a value of --lr-decay-style.
+        anneal_samples: length in samples of the final decay of --lr-decay-style WSD; None for other styles.
+        anneal_style: shape of the final decay of WSD, a value of --lr-wsd-decay-style.
         start_weight_decay: weight decay of the first step.
-        end_weight_decay: weight decay after `ramp_samples`.
-        ramp_samples: length of the weight decay's increase in samples.
-        ramp_style: shape of the weight decay's increase.
+        end_weight_decay: weight decay after `ramp_samples` samples.
+        ramp_samples: length in samples of the increase of the weight decay, which is the length of the run.
+        ramp_style: shape of this increase, a value of --weight-decay-incr-style; "constant" for no increase.
     """
 
     max_lr: float
@@ -70,7 +72,7 @@ class Schedule:
     ramp_style: str
 
     def learning_rate(self, consumed_samples: int) -> float:
-        """Return the learning rate of the step that starts after `consumed_samples` samples."""
+        """Return the learning rate of the training step that starts after this number of samples of the schedule."""
         if self.warmup_samples > 0 and consumed_samples <= self.warmup_samples:
             return self.init_lr + (self.max_lr - self.init_lr) * consumed_samples / self.warmup_samples
         if self.decay_style == "constant":
@@ -90,7 +92,10 @@ class Schedule:
         return self.min_lr + height * (self.max_lr - self.min_lr)
 
     def weight_decay(self, consumed_samples: int) -> float:
-        """Return the weight decay of the step that starts after `consumed_samples` samples, for a "wd_mult" of 1."""
+        """Return the weight decay of the training step that starts after this number of samples of the schedule.
+
+        It applies to parameter groups with a "wd_mult" of 1; groups of biases and norms have no weight decay.
+        """
         if self.ramp_style == "constant" or consumed_samples > self.ramp_samples:
             return self.end_weight_decay
         progress = consumed_samples / self.ramp_samples
@@ -99,11 +104,14 @@ class Schedule:
         return self.start_weight_decay + progress * (self.end_weight_decay - self.start_weight_decay)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all attributes by name, for a checkpoint."""
+        """Return all attributes of the schedule by name, for a checkpoint."""
         return dataclasses.asdict(self)
 
     def stretched(self, ratio: Fraction) -> Schedule:
-        """Return the schedule with every length multiplied by `ratio`; whole lengths are rounded down."""
+        """Return the schedule with every length in samples multiplied by `ratio`.
+
+        Lengths that are integers are rounded down; the warm-up may be fractional.
+        """
         if ratio == 1:
             return self
         whole = {"decay_samples": self.decay_samples, "ramp_samples": self.ramp_samples}
@@ -114,7 +122,11 @@ class Schedule:
 
 
 def _fall(style: str, progress: float) -> float:
-    """Return the height of a decay of the given style, which falls from 1 at progress 0 to 0 at progress 1."""
+    """Return how far a learning rate is above its minimum during a decay, as a fraction of its whole fall.
+
+    The fraction falls from 1 at progress 0 to 0 at progress 1. `style` is "linear", "cosine", "minus_sqrt" or, for any
+    other word, exponential.
+    """
     if style == "linear":
         return 1.0 - progress
     if style == "cosine":
@@ -132,13 +144,13 @@ def build_schedule(
     train_samples: int | None,
     global_batch_size: int,
 ) -> Schedule:
-    """Build the schedule of a run. Exactly one of `train_iters` and `train_samples` is None.
+    """Build the schedule of a run's learning rate and weight decay.
 
     Args:
         config: flags of the schedule.
         weight_decay: constant weight decay, used unless --weight-decay-incr-style increases it.
-        train_iters: length of the run in steps.
-        train_samples: length of the run in samples.
+        train_iters: length of the run in training steps; None if `train_samples` is given.
+        train_samples: length of the run in samples; None if `train_iters` is given.
         global_batch_size: samples per step, after any batch-size ramp-up; it converts iterations into samples.
 
     Raises:
@@ -146,13 +158,16 @@ def build_schedule(
     """
     # ---- unit of all lengths: samples or iterations
     if config.lr is None:
-        raise ValueError("--lr is required")
+        raise ValueError("--lr is required: set the peak learning rate")
     unit, other = ("samples", "iters") if train_iters is None else ("iters", "samples")
     train = train_samples if train_iters is None else train_iters
     assert train is not None
     for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
         if value := getattr(config, name):
-            raise ValueError(f"{spelling(config, name)} {value} cannot be combined with --train-{unit} {train}")
+            raise ValueError(
+                f"{spelling(config, name)} {value} cannot be combined with --train-{unit} {train}: use its variant with"
+                f" -{unit}"
+            )
 
     # ---- lengths
     decay, fraction = getattr(config, f"lr_decay_{unit}"), config.lr_warmup_fraction
@@ -165,7 +180,7 @@ def build_schedule(
     anneal = getattr(config, f"lr_wsd_decay_{unit}")
     if config.lr_decay_style == "WSD":
         if anneal is None:
-            raise ValueError(f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}")
+            raise ValueError(f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of the final decay")
         if not 0 < anneal <= decay - warmup:
             raise ValueError(f"--lr-wsd-decay-{unit} {anneal} does not fit between {warmup_flag} and {decay_flag}")
 
