@@ -1,4 +1,4 @@
-"""The flags of the storage of weights that are not trained."""
+"""Flags that say where and in how many bits the weights of a model are stored that is not trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megazpp.base.flags import check_not_negative, check_words, flag
 class WeightsConfig:
     """Weight storage.
 
-    Where the weights of a model that is not trained are kept between uses, and in how many bits.
+    Memory in which the weights of a model that is not trained are stored between uses, and their bits per element.
     """
 
     weights_device: Literal["device", "host", "disk"] = flag(
@@ -27,15 +27,17 @@ class WeightsConfig:
         None, "folder of packed weights for --weights-device disk, written once (default: a folder in the user's cache)"
     )
     prefetch_layers: int = flag(
-        1, "layers that are fetched ahead of their use; each one occupies its packed bytes on the device"
+        1, "number of layers that are fetched ahead of their use; each occupies its packed bytes on the device"
     )
 
     def __post_init__(self) -> None:
+        """Raise ValueError for flags of weight storage that are out of their range or that conflict."""
         check_words(self)
         check_not_negative(self, "prefetch_layers")
         if self.weight_store is not None and self.weights_device != "disk":
             raise ValueError(
-                f"--weight-store {self.weight_store} needs --weights-device disk, not {self.weights_device}"
+                f"--weight-store {self.weight_store} needs --weights-device disk, not {self.weights_device}: set "
+                "--weights-device disk, or leave --weight-store out"
             )
 
     @property

@@ -1,13 +1,14 @@
 """The format of packed weights: the bytes of a row, and the message that holds one rank's rows of several weights.
 
-    message | weight 0: this rank's rows | padding to 16 bytes | weight 1: its rows | ... | padding to `align` |
-    row     | payload, 32 or 16 bits per element |
-            | payload of blocks, 8 or 4 bits per element | bf16 scales | padding to 16 bytes |
+    message | weight 0: the rank's rows | padding to 16 bytes | weight 1: the rank's rows | ... | padding to `align` |
+    row     | elements in 32 or 16 bits, or:
+            | quantized integers of blocks, 8 or 4 bits each | bf16 scales of the blocks | padding to 16 bytes |
 
-Dim 0 of a weight is split over the parts of a message, one part per rank. Each part has ceil(rows / parts) rows, and
-the last ones may be padding. No block spans two rows, so consecutive rows are consecutive bytes. Frozen units
-(frozen.py) and streamed units (streamed.py) use the same message. Frozen units gather the parts and unpack whole
-weights. Streamed units multiply with a matrix while they unpack it piece by piece.
+The rows (dim 0) of a weight are split over the ranks of a node into parts. Each rank's message holds one part of each
+weight, with ceil(rows / parts) rows, of which the last may be padding. No block spans two rows, so consecutive rows are
+consecutive bytes. Frozen units (frozen.py) and streamed units (streamed.py) use the same messages. Frozen units gather
+the messages of all ranks and unpack complete weights. Streamed units multiply with a matrix while they unpack it piece
+by piece.
 
 int4 uses blocks of 32 elements. For each block, the scale with the least squared error among a few candidates is
 stored. On normally distributed weights the relative error is 0.082 with 4.5 bits per element, and 0.086 without the
@@ -29,23 +30,26 @@ import megazpp.kernels.block_quant.reference as reference
 from megazpp.kernels.block_quant import RangeTable, pack, range_table, unpack
 from megazpp.kernels.formats import BlockFormat, plan_row
 
-LoadRows = Callable[[str, slice], torch.Tensor]
-Slots = list[tuple[nn.Module, str]]
+LoadRows = Callable[[str, slice], torch.Tensor]  # function that reads a range of rows (dim 0) of the named weight
+Slots = list[tuple[nn.Module, str]]  # modules and attribute names that refer to one parameter
 
-FORMATS = {8: BlockFormat(8, 64), 4: BlockFormat(4, 32)}  # block format by bits per element
+FORMATS = {8: BlockFormat(8, 64), 4: BlockFormat(4, 32)}  # block format of packed weights by bits per element
 
-# Candidate scales of an int4 block, as multiples of the scale that represents its largest element exactly. A smaller
-# scale clips that element and is finer for the others.
+# Candidate scales of an int4 block, as multiples of the scale that represents the block's largest element exactly. A
+# smaller scale clips the largest element and rounds the other elements less.
 _SHARES = (1.0, 1.1, 1.05, 0.95, 0.9, 0.85, 0.8)
-_LOADED_AT_ONCE = 1 << 18  # elements read at once; larger temporary pieces would fragment the heap
-_PACKED_AT_ONCE = 1 << 16  # elements packed at once; they fit the CPU's cache
+_LOADED_AT_ONCE = 1 << 18  # elements that are read from a checkpoint at once; larger pieces would fragment the heap
+_PACKED_AT_ONCE = 1 << 16  # elements that are packed at once; they fit the CPU's cache
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowFormat:
-    """The format of a row of `columns` elements: blocks of format `fmt`, or elements in `dtype` if `fmt` is None.
+    """The format in which one row of a packed weight is stored.
 
-    `dtype` is fp32, bf16 or fp16.
+    Attributes:
+        columns: number of elements of the row.
+        dtype: fp32, bf16 or fp16, the dtype of the elements if they are not quantized.
+        fmt: block format of the quantized elements; None if the elements are stored in `dtype`.
     """
 
     columns: int
@@ -54,20 +58,20 @@ class RowFormat:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the elements of a row, without scales."""
+        """Bytes of a row's elements, without the scales of blocks and without padding to 16 bytes."""
         return self.columns * self.dtype.itemsize if self.fmt is None else self.fmt.payload_bytes(self.columns)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row with its scales; a multiple of 16 if it is quantized."""
+        """Bytes of a row, with the scales of its blocks; a multiple of 16 if the row is quantized."""
         return self.payload_bytes if self.fmt is None else self._table.layout.message_bytes
 
     def holds(self, dtype: torch.dtype) -> bool:
-        """Return True if a packed row is a plain row of elements in `dtype`."""
+        """Return True if a packed row consists of unquantized elements in `dtype`, so that it needs no unpacking."""
         return self.fmt is None and self.dtype == dtype
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """Pack [rows, columns] values (fp32, bf16 or fp16, on the CPU) into [rows, row_bytes] uint8."""
+        """Pack rows of a weight on the CPU: values [rows, columns] in fp32, bf16 or fp16 -> [rows, row_bytes] uint8."""
         packed = torch.zeros(len(values), self.row_bytes, dtype=torch.uint8)
         at_once = max(_PACKED_AT_ONCE // self.columns, 1)
         for some, to in zip(values.split(at_once), packed.split(at_once), strict=True):
@@ -84,9 +88,9 @@ class RowFormat:
         return packed
 
     def unpack(self, packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Unpack [..., rows, row_bytes] uint8 into `out` [..., rows, columns], and return `out`.
+        """Unpack packed rows [..., rows, row_bytes] uint8 into `out` [..., rows, columns], and return `out`.
 
-        Packed rows may have any stride.
+        The packed rows may be a strided view, such as the rows of one weight in the messages of several ranks.
         """
         if self.fmt is None:
             return out.copy_(self.exact(packed))
@@ -94,23 +98,24 @@ class RowFormat:
         return out
 
     def exact(self, packed: torch.Tensor) -> torch.Tensor:
-        """Return packed rows [..., row_bytes] uint8 as a view [..., columns]; the format must not be quantized."""
+        """Return a view of the elements [..., columns] of packed rows [..., row_bytes] uint8 that are not quantized."""
         return packed[..., : self.payload_bytes].view(self.dtype)
 
     @cached_property
     def _table(self) -> RangeTable:
-        """Layout of a quantized row, for the kernels."""
+        """Table that tells the block quantization kernels where a quantized row has its integers and scales."""
         assert self.fmt is not None
         return range_table(plan_row(self.columns, self.fmt), self.dtype)
 
 
 def plan_rows(columns: int, bits: int, dtype: torch.dtype = torch.bfloat16) -> RowFormat:
-    """Return the format of rows with `bits` per element.
+    """Return the format in which rows of a weight are packed with `bits` per element.
 
-    Rows that quantization would not make shorter, because of their scales and padding, stay in `dtype`.
+    Rows are stored in `dtype` for 32 and 16 bits. For 8 and 4 bits they are quantized, unless their scales and padding
+    would make them longer than in `dtype`.
 
     Args:
-        columns: elements of a row.
+        columns: number of elements of a row.
         bits: 32, 16, 8 or 4.
         dtype: dtype of rows that are not quantized.
     """
@@ -122,10 +127,10 @@ def plan_rows(columns: int, bits: int, dtype: torch.dtype = torch.bfloat16) -> R
 
 
 def at_rest(bits: int | None, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-    """Return the bits per element of packed weights, and the dtype of weights that are not quantized.
+    """Return the bits per element in which weights are packed, and the dtype of weights that are not quantized.
 
     Args:
-        bits: 32, 16, 8 or 4. None: the bits of `dtype`.
+        bits: value of --weight-bits: 32, 16, 8 or 4; None for the bits of `dtype`, without rounding.
         dtype: dtype in which the model computes.
     """
     if bits is None:
@@ -135,9 +140,14 @@ def at_rest(bits: int | None, dtype: torch.dtype) -> tuple[int, torch.dtype]:
 
 
 class Placed(NamedTuple):
-    """The place of a weight in a message: from byte `start` on, `part_rows` rows of each part; the last may be padding.
+    """The bytes of a weight in the messages of packed weights, which start at the same byte in each rank's message.
 
-    `rows` is their format. It is None for a weight that every part holds whole in fp32.
+    Attributes:
+        name: name of the weight.
+        shape: shape of the weight on one tensor-parallel rank.
+        rows: format of a packed row; None for a weight that every message holds completely, in fp32.
+        part_rows: number of rows per message; in the last messages some rows may be padding.
+        start: first byte in the message.
     """
 
     name: str
@@ -148,19 +158,19 @@ class Placed(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The byte after the weight's last row."""
+        """The byte of the message after the weight's last row."""
         return self.start + (self.part_rows * self.rows.row_bytes if self.rows else 4 * math.prod(self.shape))
 
     def rows_in(self, messages: torch.Tensor) -> torch.Tensor:
-        """Return the weight's rows in [L, M] messages as a view [L, part_rows, row_bytes]."""
+        """Return the weight's packed rows in the messages [L, M] of L ranks as a view [L, part_rows, row_bytes]."""
         return messages[:, self.start : self.stop].unflatten(1, (self.part_rows, -1))
 
     def load(self, load: LoadRows, part: int) -> Iterator[torch.Tensor]:
-        """Yield the rows of a part without padding, a few at a time.
+        """Read the weight's rows for one rank's message, and yield them unpacked, a few at a time, without padding.
 
         Args:
-            load: function that reads rows of dim 0 of a weight.
-            part: index of the part.
+            load: function that reads a range of rows (dim 0) of the named weight.
+            part: index of the rank among the ranks over which the weight is split.
         Raises:
             ValueError: `load` returned rows of another shape.
         """
@@ -170,12 +180,21 @@ class Placed(NamedTuple):
             rows = slice(start, min(start + at_once, end))
             loaded, expected = load(self.name, rows), (rows.stop - start, *self.shape[1:])
             if tuple(loaded.shape) != expected:
-                raise ValueError(f"{self.name}: rows of shape {tuple(loaded.shape)} were loaded, not {expected}")
+                raise ValueError(
+                    f"{self.name}: rows of shape {tuple(loaded.shape)} were loaded, but the model expects {expected}"
+                )
             yield loaded
 
 
 class MessagePlan(NamedTuple):
-    """The layout of a message: its weights, the parts over which they are split, and the bytes of one part."""
+    """The layout of messages that hold the packed weights of one unit, one message per rank.
+
+    Attributes:
+        name: name of the unit, for the record of communicated bytes.
+        weights: bytes of each weight in a message.
+        num_parts: number of ranks, and so of messages, over which the weights' rows are split.
+        num_bytes: number of bytes of one message.
+    """
 
     name: str
     weights: tuple[Placed, ...]
@@ -183,11 +202,13 @@ class MessagePlan(NamedTuple):
     num_bytes: int
 
     def pieces(self, load: LoadRows, part: int) -> Iterator[torch.Tensor]:
-        """Yield a rank's message from the first byte to the last, in pieces: uint8 on the CPU.
+        """Load and pack a rank's rows, and yield the rank's message from the first byte to the last, in pieces.
+
+        Each piece is a flat uint8 tensor on the CPU.
 
         Args:
-            load: function that reads rows of dim 0 of a weight, in any dtype.
-            part: index of the rank, modulo the number of parts.
+            load: function that reads a range of rows (dim 0) of the named weight, in any dtype.
+            part: index of the rank; a number from `num_parts` on wraps around.
         """
         done, part = 0, part % self.num_parts
         for weight in self.weights:
@@ -200,12 +221,12 @@ class MessagePlan(NamedTuple):
         yield torch.zeros(self.num_bytes - done, dtype=torch.uint8)
 
     def fill(self, message: torch.Tensor, load: LoadRows, part: int) -> torch.Tensor:
-        """Write a rank's message into `message`, and return it.
+        """Load and pack a rank's rows of all weights into `message`, and return `message`.
 
         Args:
-            message: [M] uint8, the target.
-            load: function that reads rows of dim 0 of a weight, in any dtype.
-            part: index of the rank, modulo the number of parts.
+            message: [M] uint8, written.
+            load: function that reads a range of rows (dim 0) of the named weight, in any dtype.
+            part: index of the rank; a number from `num_parts` on wraps around.
         """
         done = 0
         for piece in self.pieces(load, part):
@@ -225,18 +246,18 @@ def plan_message(
     align: int,
     exact: Collection[str] = (),
 ) -> MessagePlan:
-    """Lay out weights in a message.
+    """Plan the layout of the messages that hold the packed weights of one unit.
 
     Args:
-        name: name of the message.
-        shapes: shapes of this tensor-parallel rank's parts of the weights, by name.
-        num_parts: ranks over which dim 0 is split.
-        bits: bits per element of a matrix.
+        name: name of the unit, for the record of communicated bytes.
+        shapes: shapes of the weights on one tensor-parallel rank, by name.
+        num_parts: number of ranks over which the weights' rows (dim 0) are split.
+        bits: bits per element of matrices: 32, 16, 8 or 4.
         dtype: dtype of matrices that are not quantized.
-        vectors: dtype of vectors and other weights that are not matrices, which are then split over the parts too.
-            None: these weights, and matrices of one row, are whole in every part, in fp32.
-        align: the message's size is a multiple of this many bytes.
-        exact: names of matrices that are stored like vectors, and so are not quantized.
+        vectors: dtype of vectors and other weights that are not matrices; their dim 0 is split over ranks too. With
+            None, every message holds these weights, and matrices of one row, completely and in fp32.
+        align: number of bytes to a multiple of which the message's size is rounded up.
+        exact: names of matrices that are stored like vectors, so that they are not quantized.
     """
     placed, start = [], 0
     for each, shape in shapes.items():
@@ -252,7 +273,10 @@ def plan_message(
 
 
 def parameter_slots(model: nn.Module) -> dict[str, Slots]:
-    """Return the modules and attribute names that use each parameter of `model`, by parameter name."""
+    """Return, for the name of each parameter of `model`, all modules and attribute names that refer to the parameter.
+
+    A tied weight has several of them.
+    """
     names = {parameter: name for name, parameter in model.named_parameters()}
     slots: dict[str, Slots] = {name: [] for name in names.values()}
     for module in model.modules():
@@ -262,27 +286,28 @@ def parameter_slots(model: nn.Module) -> dict[str, Slots]:
 
 
 def replace_parameter(slots: Slots, tensor: torch.Tensor) -> None:
-    """Replace a parameter by a plain tensor in every module that uses it."""
+    """Replace a parameter by a plain tensor, in every module and attribute that refers to the parameter."""
     for module, attribute in slots:
         delattr(module, attribute)
         setattr(module, attribute, tensor)
 
 
 def _pack_with_best_scales(values: torch.Tensor, fmt: BlockFormat, payload: torch.Tensor, scales: torch.Tensor) -> None:
-    """Quantize rows [R, n] fp32 to int4; each block uses the candidate scale with the least squared error.
+    """Quantize rows of a weight to int4, each block with the candidate scale that has the least squared error.
 
     Args:
-        values: [R, n] fp32.
-        fmt: the block format.
-        payload: [R, payload bytes] uint8, the target of the integers.
-        scales: [R, blocks] bf16, the target of the scales.
+        values: [R, n] fp32, the rows.
+        fmt: block format with 4 bits.
+        payload: [R, bytes] uint8, receives the integers.
+        scales: [R, blocks] bf16, receives the scales of the blocks.
     """
     blocks = reference._to_blocks(values, fmt)  # [R, blocks, block_size]
-    # the scale that represents the largest element exactly
-    own = reference._scale(blocks, fmt)  # its sign is kept, and its value if it is NaN, Inf or 0
+    # The scale that represents the largest element exactly. From the usual scale it takes the sign, and the value if
+    # that is NaN, Inf or 0.
+    own = reference._scale(blocks, fmt)
     exact = torch.copysign(blocks.abs().amax(-1).div(8).bfloat16().float(), own)
     own = torch.where(own.isfinite() & (own != 0), exact, own)
-    # the candidate with the least squared error
+    # the candidate scale with the least squared error of its block
     best_scale, best_error, rounded = own, torch.full_like(own, torch.inf), torch.empty_like(blocks)
     for share in _SHARES:
         scale = (own * share).bfloat16().float()
@@ -290,13 +315,13 @@ def _pack_with_best_scales(values: torch.Tensor, fmt: BlockFormat, payload: torc
         error = rounded.mul_(scale.unsqueeze(-1)).sub_(blocks).square_().sum(-1)
         better = error < best_error
         best_scale, best_error = torch.where(better, scale, best_scale), torch.where(better, error, best_error)
-    # integers and scales
+    # the integers of the best scale; a block whose scale is NaN or 0 gets zeros
     inverse = _inverse(best_scale).unsqueeze(-1)
-    integers = torch.where(inverse != 0, blocks, 0.0) * inverse  # blocks whose scale is NaN or 0 get zeros
+    integers = torch.where(inverse != 0, blocks, 0.0) * inverse
     payload.copy_(reference._pack(integers.round_().clamp_(-8, 7), fmt))
     reference._store_scales(scales, best_scale)
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:
-    """Return 1 / scale, and 0 for a scale that is 0 or not finite."""
+    """Return 1 / scale elementwise, and 0 for a scale that is 0 or not finite."""
     return torch.where(scale.isfinite() & (scale != 0), 1 / scale, 0.0)

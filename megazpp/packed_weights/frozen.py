@@ -1,19 +1,19 @@
-"""Frozen units: weights that are not trained, kept packed and sharded inside each node, and unpacked around each use.
+"""Frozen units: weights that are not trained, stored packed and sharded inside each node, and unpacked for each use.
 
-    checkpoint --this rank's rows--> pack --> message [M]        once; each node reads its own copy, none crosses nodes
+    checkpoint --this rank's rows--> pack --> message [M]        once; each node reads all rows, nothing crosses nodes
     message [M] --local all-gather--> [L, M] --unpack--> weights   before each use in forward and backward; then freed
 
 The L ranks of a node with the same tensor-parallel index share a unit. A frozen weight is a plain tensor that replaces
-the module's parameter. FSDP2, the optimizer, the gradient norm and checkpoints therefore do not include it, and it has
-neither an fp32 master copy nor moments. By default the message holds the compute dtype, so a forward is bit-identical
-to a forward with trained weights.
+the module's parameter. FSDP2, the optimizer, the gradient norm and checkpoints therefore do not include the weight, and
+it has neither an fp32 master copy nor moments. By default the message holds the compute dtype, so a forward is
+bit-identical to a forward with trained weights.
 
-For P weights, a rank keeps 2 P / L bytes in 16 bits, 1.0312 P / L in 8 bits and 0.5625 P / L in 4 bits. Per use it
-sends L - 1 times as many bytes inside the node.
+For P weights, a rank stores 2 P / L bytes in 16 bits, 1.0312 P / L in 8 bits and 0.5625 P / L in 4 bits. For each use
+the rank sends L - 1 times as many bytes inside the node.
 
-The backward uses a unit only if a gradient flows through it, so units below the first trained weight are not gathered
-again. Frozen weights never change. The gather of the next unit therefore runs ahead during the compute, and its result
-stays valid. The axis has its own process group and queue, so it never waits for the collectives of the training.
+The backward uses a unit only if a gradient flows through the unit, so units below the first trained weight are not
+gathered again. Frozen weights never change. So the next unit can be gathered ahead of its use, while the current unit
+computes. The axis has its own process group and queue, so frozen units never wait for the collectives of training.
 """
 
 from __future__ import annotations
@@ -55,25 +55,25 @@ def freeze(
     bits: int | None = None,
     trained: Callable[[str], bool] = lambda name: False,
 ) -> FrozenUnits:
-    """Turn the parameters of `model` into frozen units, one after the other.
+    """Turn the parameters of `model` into frozen units: load, pack and shard their weights, one unit after the other.
 
     Args:
         model: model on the meta device, with this tensor-parallel rank's shapes.
         units: lists of modules whose weights are used together, in the order of use. Weights outside of them form a
-            unit of the whole model.
-        axis: the ranks of a node that share the units. With one rank, this rank keeps whole copies.
-        load: function (name, rows) that returns rows of dim 0 of this rank's part of a weight, in any dtype. Each row
-            is loaded once, on one rank of the axis, a few megabytes at a time.
-        device: device on which messages are kept and weights unpacked.
+            further unit, which belongs to the module `model`.
+        axis: axis over the ranks of a node that share the units. With one rank, this rank stores complete weights.
+        load: function (name, rows) that returns a range of rows (dim 0) of this tensor-parallel rank's slice of a
+            weight, in any dtype. Each row is loaded once, on one rank of the axis, a few megabytes at a time.
+        device: device on which packed weights are stored and unpacked.
         dtype: dtype in which the model computes.
-        bits: bits per element of packed matrices. None: the compute dtype.
-        trained: returns True for the name of a parameter that stays a parameter.
+        bits: bits per element of packed matrices; None for the bits of `dtype`, without rounding.
+        trained: function that returns True for the name of a parameter that is not frozen and stays as it is.
     Returns:
-        the handle to the units.
+        The handle to the units.
     Raises:
-        ValueError: `load` returned another shape, or two units share a weight.
+        ValueError: `load` returned another shape than the model has, or two units share a weight.
     """
-    # assign each weight to a unit
+    # assign each weight to a unit, in `groups` as (modules of the unit, shapes of its weights by name)
     exact, stored = exact_parameters(model), at_rest(bits, dtype)
     slots, names = parameter_slots(model), {parameter: name for name, parameter in model.named_parameters()}
     titles = {module: name for name, module in model.named_modules()}
@@ -90,11 +90,11 @@ def freeze(
                 )
         taken.update(shapes)
         groups.append((modules, shapes))
-    # load and pack each unit
+    # load and pack the weights of each unit
     *of_units, rest = groups
     frozen = FrozenUnits(axis, outermost=bool(rest[1]))
     with torch.inference_mode(False), torch.no_grad():
-        for modules, shapes in (rest, *of_units):  # the unit of the whole model first: its use surrounds the others
+        for modules, shapes in (rest, *of_units):  # the unit of the whole model first, because its use surrounds all
             if shapes:
                 title = ", ".join(titles[module] or "the rest" for module in modules)
                 plan = plan_message(title, shapes, axis.size, *stored, vectors=dtype, align=16, exact=exact)
@@ -108,12 +108,12 @@ def freeze(
 
 
 class FrozenBytes(NamedTuple):
-    """Bytes of a frozen unit on one rank.
+    """Bytes of a frozen unit in the memory of one rank.
 
     Attributes:
-        kept: bytes that the rank always keeps.
-        received: bytes of all ranks' messages, from the gather until they are unpacked.
-        unpacked: bytes of the unpacked weights during a use.
+        kept: bytes of this rank's packed weights, which are always in memory.
+        received: bytes of the packed weights of all ranks, from the all-gather until they are unpacked; 0 for one rank.
+        unpacked: bytes of the unpacked weights during a use; 0 if modules compute with the packed weights themselves.
     """
 
     kept: int
@@ -124,13 +124,13 @@ class FrozenBytes(NamedTuple):
 def frozen_bytes(
     shapes: Mapping[str, tuple[int, ...]], num_ranks: int, dtype: torch.dtype, bits: int | None = None
 ) -> FrozenBytes:
-    """Calculate the bytes of a frozen unit on each of `num_ranks` ranks of a node.
+    """Calculate the bytes of a frozen unit in the memory of each of its ranks, for the planner.
 
     Args:
-        shapes: shapes of this tensor-parallel rank's parts of the weights, by name.
-        num_ranks: ranks of a node that share the unit.
+        shapes: shapes of the unit's weights on one tensor-parallel rank, by name.
+        num_ranks: number of ranks of a node that share the unit.
         dtype: dtype in which the model computes.
-        bits: bits per element of packed matrices. None: the compute dtype.
+        bits: bits per element of packed matrices; None for the bits of `dtype`, without rounding.
     """
     plan = plan_message("", shapes, num_ranks, *at_rest(bits, dtype), vectors=dtype, align=16)
     if not _packs(plan, dtype):
@@ -140,30 +140,37 @@ def frozen_bytes(
 
 
 def _packs(plan: MessagePlan, dtype: torch.dtype) -> bool:
-    """Return True if weights must be unpacked for a use; otherwise modules compute with views of the message."""
+    """Return True if a unit's weights must be gathered or unpacked for a use.
+
+    False means that one rank stores the complete weights in the compute dtype, so modules use views of the message.
+    """
     return plan.num_parts > 1 or any(w.rows is not None and not w.rows.holds(dtype) for w in plan.weights)
 
 
 class FrozenUnits:
-    """The `WeightHandle` to frozen units.
+    """The `WeightHandle` to a model of frozen units.
 
-    The units unpack before the forward and backward of their modules, and free their memory afterwards.
+    Each unit unpacks its weights before the forward and the backward of its modules, and frees their memory afterwards.
 
     Args:
-        axis: the ranks of a node that share the units.
+        axis: axis over the ranks of a node that share the units.
         outermost: True if the first unit belongs to the whole model, so that its use surrounds the other units.
     """
 
     keeps_gathered = True
 
     def __init__(self, axis: MeshAxis, *, outermost: bool) -> None:
-        self.axis, self._outermost, self.backward = axis, outermost, -1
+        self.axis, self._outermost = axis, outermost
+        self.backward = -1  # autograd's number of the backward that is running; -1 if none has reached a unit
         self.units: list[FrozenUnit] = []  # in the order of use
-        self.keeps = False  # whether units stay unpacked after a use
+        self.keeps = False  # True inside `keep_unsharded`, where units stay unpacked after a use
 
     @contextmanager
     def keep_unsharded(self) -> Iterator[None]:
-        """Keep each unit unpacked after its first use, for the forwards of a generation; free all units afterwards."""
+        """Return a context in which each unit stays unpacked after its first use, for the forwards of a generation.
+
+        The outermost such context frees the unpacked weights of all units at its end.
+        """
         before, self.keeps = self.keeps, True
         try:
             yield
@@ -179,23 +186,26 @@ class FrozenUnits:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of packed weights that this rank always keeps."""
+        """Bytes of the packed weights of all units that are always in the memory of this rank."""
         return sum(unit.message.nbytes for unit in self.units)
 
     def following(self, unit: FrozenUnit) -> FrozenUnit | None:
-        """Return the unit that is used after `unit` in the current forward or backward; None without one."""
+        """Return the unit that is used after `unit` in the current forward or backward, to gather it ahead of its use.
+
+        None if `unit` is the last one, or if the backward does not need the next unit.
+        """
         index = self.units.index(unit)
         if not in_backward():
             return self.units[index + 1] if index + 1 < len(self.units) else None
         if index == 0 and not self._outermost:
             return None
-        before = self.units[index - 1]  # index 0, the outermost unit, precedes the last unit in a backward
+        before = self.units[index - 1]  # in a backward the last unit follows the outermost unit, which has index 0
         return before if before.expects_backward else None
 
     def end_backward(self) -> None:
-        """Free the units that are still unpacked at the end of a backward.
+        """Free the weights of units that are still unpacked when a backward has ended; autograd calls this.
 
-        The first unit is one of them if no input of it requires a gradient.
+        A unit of which no input requires a gradient, such as the first one, gets no hook that frees it earlier.
         """
         self.backward = -1
         for unit in self.units:
@@ -206,16 +216,16 @@ class FrozenUnits:
 
 
 class FrozenUnit:
-    """Weights that are gathered together, and the hooks on the modules that use them.
+    """Frozen weights that are gathered and unpacked together, and the hooks on the modules that use these weights.
 
     Args:
         model: handle to all frozen units of the model.
-        plan: layout of the message.
-        message: [M] uint8, this rank's part of the weights.
+        plan: layout of the messages that hold the packed weights.
+        message: [M] uint8, the packed rows that this rank stores.
         dtype: dtype in which the model computes.
     Attributes:
-        weights: for each weight its place in the message, its flat storage (without memory between uses), and the view
-            of that storage with which modules compute.
+        weights: for each weight, its bytes in the message; its unpacked elements as a flat tensor, whose memory is
+            freed between uses; and the view of this tensor with which modules compute.
     """
 
     def __init__(self, model: FrozenUnits, plan: MessagePlan, message: torch.Tensor, dtype: torch.dtype) -> None:
@@ -230,16 +240,18 @@ class FrozenUnit:
             self.weights.append((placed, whole, whole[: math.prod(placed.shape)].view(placed.shape)))
             if self._packs:
                 whole.untyped_storage().resize_(0)
-        self.is_unpacked = False  # whether the weights have memory in addition to the message
-        self.expects_backward = False  # whether a gradient may flow through the unit before its next forward
-        self.in_backward: set[object] = set()  # values of `_forward` of the forwards whose backward runs
-        self._received: Work[torch.Tensor] | None = None  # a gather that was started ahead of its use
-        self._modules: frozenset[nn.Module] = frozenset()
-        self._to_run: set[nn.Module] = set()  # modules that still have to run in the current forward
-        self._forward = object()  # identity of the current forward
+        self.is_unpacked = False  # True from `unpack` to `free`, while the unpacked weights have memory
+        # True once a forward has returned an output that requires a gradient, until the end of the next backward: the
+        # backward will need the unit.
+        self.expects_backward = False
+        self.in_backward: set[object] = set()  # the forwards (values of `_forward`) whose backward is running
+        self._received: Work[torch.Tensor] | None = None  # an all-gather that was started ahead of the unit's use
+        self._modules: frozenset[nn.Module] = frozenset()  # the modules that use the weights
+        self._to_run: set[nn.Module] = set()  # those of the modules that have not run yet in the current forward
+        self._forward = object()  # an object that identifies the current forward; each forward gets a new one
 
     def unpack(self) -> None:
-        """Gather and unpack the weights if they are not unpacked, and start the gather of the next unit."""
+        """Gather and unpack the unit's weights unless they are unpacked, and start to gather the next unit."""
         if self.is_unpacked:
             return
         received = self._received or self._start_gather()
@@ -253,29 +265,29 @@ class FrozenUnit:
         done.wait()
 
     def free(self) -> None:
-        """Free the memory of the unpacked weights."""
+        """Free the memory of the unit's unpacked weights; the packed weights stay in memory."""
         if self.is_unpacked:
             self.is_unpacked = False
             for _, whole, _ in self.weights:
                 whole.untyped_storage().resize_(0)
 
     def free_unless_used(self) -> None:
-        """Free the unpacked weights, unless the handle keeps them or a backward through the unit is running.
+        """Free the unit's unpacked weights, unless `keep_unsharded` is active or a backward through the unit runs.
 
-        Recomputation runs a forward inside such a backward, which still needs the weights after that forward.
+        Activation recomputation runs a forward inside a backward, which still needs the weights after this forward.
         """
         if not self._model.keeps and not self.in_backward:
             self.free()
 
     def _start_gather(self) -> Work[torch.Tensor]:
-        """Start the all-gather of the unit's messages inside the node."""
+        """Start the all-gather of the unit's packed weights inside the node; the work yields [L, M] uint8."""
         axis, message = self._model.axis, self.message.unsqueeze(0)
         if axis.size == 1:
             return Work(message)
         return axis.queue.submit(functools.partial(axis.all_gather, message, of=self.name))
 
     def _unpack(self, received: Work[torch.Tensor]) -> None:
-        """Unpack the gathered messages [L, M] into all weights.
+        """Wait for the gathered messages [L, M], and unpack all weights of the unit from them.
 
         The version counters are preserved, because autograd must not report the unpacked weights as changed in place.
         """
@@ -287,7 +299,10 @@ class FrozenUnit:
                 placed.rows.unpack(placed.rows_in(messages), out)
 
     def attach(self, modules: Sequence[nn.Module]) -> None:
-        """Register hooks that unpack before the first of `modules` runs, and free after the last of them."""
+        """Register hooks that unpack the unit's weights before the first of `modules` runs, and free them at the end.
+
+        Weights that need no unpacking get no hooks.
+        """
         if not self._packs:
             return
         self._modules = frozenset(modules)
@@ -296,9 +311,10 @@ class FrozenUnit:
             module.register_forward_hook(self._after_forward)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Unpack the unit's weights before a forward, and register a hook for the end of its backward."""
-        # This module starts a new forward if it has already run in the current one. It also does if no module of the
-        # current one has finished, because then an exception has interrupted that forward, as a recomputation may.
+        """Unpack the unit's weights before a module's forward, and register a hook for the end of its backward."""
+        # The module starts a new forward of the unit in two cases. It has already run in the current forward; or no
+        # module of the current forward has finished, because an exception has interrupted that forward. (Activation
+        # recomputation may stop a forward by an exception.)
         first = module not in self._to_run or len(self._to_run) == len(self._modules)
         if first:
             self._to_run, self._forward = set(self._modules), object()
@@ -308,7 +324,7 @@ class FrozenUnit:
             register_multi_grad_hook(inputs, functools.partial(self._finish_backward, self._forward))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Free the unit's weights after its last module, and register a hook for the beginning of its backward."""
+        """Free the unit's weights after its last module's forward; register hooks for the start of its backward."""
         self._to_run.discard(module)
         if not self._to_run:
             self.free_unless_used()
@@ -318,7 +334,12 @@ class FrozenUnit:
                 tensor.register_hook(functools.partial(self._begin_backward, self._forward))
 
     def _begin_backward(self, forward: object, gradient: torch.Tensor) -> None:
-        """Unpack the unit, because a gradient has arrived at an output of `forward`."""
+        """Unpack the unit's weights, because a gradient has arrived at an output of the unit: its backward begins.
+
+        Args:
+            forward: object that identifies the forward whose output got the gradient.
+            gradient: the gradient, which is not changed.
+        """
         backward, model = torch._C._current_graph_task_id(), self._model
         if backward != model.backward:
             model.backward = backward
@@ -327,11 +348,11 @@ class FrozenUnit:
         self.unpack()
 
     def _finish_backward(self, forward: object, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Free the unit's gathered weights: the gradients of its inputs are complete, so its backward has ended."""
+        """Free the unit's unpacked weights: the gradients of its inputs are complete, so its backward has ended."""
         self.in_backward.discard(forward)
         self.free_unless_used()
 
 
 def _differentiable(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of a nested structure that require a gradient."""
+    """Return the tensors of a nested structure, such as a module's arguments, that require a gradient."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

@@ -1,10 +1,10 @@
 """Build models for inference from a checkpoint: with frozen units, or with layers whose weights are streamed.
 
-| --weights-device | location of packed weights  | weights in the device's memory                                   |
-|--------------|-----------------------------|------------------------------------------------------------------|
-| device       | device memory               | all packed weights                                               |
-| host         | pinned host memory          | both ends of the model, and 1 + --prefetch-layers layers         |
-| disk         | a store (store.py)          | the same                                                         |
+| --weights-device | location of packed weights | weights in the device's memory                                     |
+|------------------|----------------------------|--------------------------------------------------------------------|
+| device           | device memory              | all packed weights                                                 |
+| host             | pinned host memory         | embedding and output layer, and 1 + --prefetch-layers layers       |
+| disk             | a file (store.py)          | the same as with host                                              |
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ from megazpp.training.setup import model_on_meta
 def load_used_model(
     config: WeightsConfig, spec: ModelSpec, place: FrozenPlace, source: LoadSource, record: CheckpointMetadata
 ) -> tuple[GPTModel, FrozenUnits | StreamedUnits]:
-    """Build a model for inference from a checkpoint, streamed or frozen as `config` says.
+    """Build a model for inference from a checkpoint; the flags for weight storage select streamed or frozen weights.
 
     Args:
-        config: the flags for packed weights.
-        spec: shape and compute dtype of the model.
-        place: mesh axes and device of this rank.
-        source: the checkpoint.
-        record: the checkpoint's metadata.
+        config: flags for weight storage.
+        spec: config and compute dtype of the model.
+        place: mesh axes and device that all frozen models of the job share.
+        source: the checkpoint to load.
+        record: metadata of the checkpoint.
     Returns:
-        the model and the handle to its weights.
+        The model and the handle to its weights.
     Raises:
-        ValueError: the checkpoint or the store is damaged or belongs to another model, or the disk is full.
+        ValueError: the checkpoint or the file of packed weights is damaged or belongs to another model, or the disk is
+            full.
     """
     if config.packs:
         return load_streamed_model(config, spec, place, source, record)
@@ -67,18 +68,21 @@ def load_frozen_model(
     bits: int | None = None,
     trained: Callable[[str], bool] = lambda name: False,
 ) -> tuple[GPTModel, FrozenUnits, str]:
-    """Build a model of frozen units from a checkpoint, unit by unit, on all ranks; each rank reads only its own rows.
+    """Build a model of frozen units from a checkpoint, unit by unit; all ranks call this together.
+
+    Each rank reads only the rows that it stores.
 
     Args:
-        spec: shape and compute dtype of the model.
-        place: mesh axes and device of this rank.
-        source: the checkpoint, see `find_weights`.
-        record: the checkpoint's metadata.
-        bits: bits per element of packed matrices. None: the compute dtype.
-        trained: returns True for names of parameters that stay on the meta device and are not read.
+        spec: config and compute dtype of the model.
+        place: mesh axes and device that all frozen models of the job share.
+        source: the checkpoint to load, see `find_weights`.
+        record: metadata of the checkpoint.
+        bits: bits per element of packed matrices; None for the bits of the compute dtype, without rounding.
+        trained: function that returns True for the names of trained parameters, such as adapters. They stay on the meta
+            device and are not read.
     Returns:
-        the model, the handle to its weights, and a checksum of the weights. The checksum does not depend on the layouts
-        that wrote or read the checkpoint.
+        The model, the handle to its weights, and a checksum of the weights. The checksum does not depend on the numbers
+        of ranks that wrote or read the checkpoint.
     Raises:
         ValueError: the checkpoint is damaged, or belongs to another model or tokenizer.
     """
@@ -96,24 +100,25 @@ def load_frozen_model(
 def load_streamed_model(
     config: WeightsConfig, spec: ModelSpec, place: FrozenPlace, source: LoadSource, record: CheckpointMetadata
 ) -> tuple[GPTModel, StreamedUnits]:
-    """Build a model whose layers are streamed from the place that `config` selects.
+    """Build a model whose layers are streamed from device memory, host memory or disk, as --weights-device selects.
 
-    Nothing is compiled, and sequences are not split over tensor-parallel ranks.
+    Layers are not compiled, and sequences are not split over tensor-parallel ranks. All ranks call this together.
 
     Args:
-        config: the flags for packed weights.
-        spec: shape and compute dtype of the model.
-        place: mesh axes and device of this rank.
-        source: the checkpoint, see `find_weights`.
-        record: the checkpoint's metadata.
+        config: flags for weight storage.
+        spec: config and compute dtype of the model.
+        place: mesh axes and device that all frozen models of the job share.
+        source: the checkpoint to load, see `find_weights`.
+        record: metadata of the checkpoint.
     Returns:
-        the model and the handle to its weights.
+        The model and the handle to its weights.
     Raises:
-        ValueError: checkpoint or store is damaged or belongs to another model, or the disk is full; on every rank.
+        ValueError: the checkpoint or the file of packed weights is damaged or belongs to another model, or the disk is
+            full. All ranks raise this error.
     """
     (device, axis, files), dtype = (place.device, place.axis, place.files), spec.precision.param_dtype
-    # Build the model on the meta device. A compiler and sequence parallelism cannot use packed weights, because these
-    # are not ordinary tensors.
+    # Build the model on the meta device. torch.compile and sequence parallelism cannot use packed weights, because
+    # these are not ordinary tensors.
     plain = dataclasses.replace(spec.config, compile=False)
     plain_spec = dataclasses.replace(spec, config=plain, sequence_parallel=False)
     model = model_on_meta(plain_spec, place.dims, device, whole_experts=True)
@@ -123,7 +128,8 @@ def load_streamed_model(
     layers, (bits, exact) = list(model.layers), at_rest(config.weight_bits, spec.precision.param_dtype)
     plan = plan_stream(model, layers, axis.size, bits, exact)
 
-    # Pack the weights, or open the store. `held` are the messages of layers in memory.
+    # Pack the weights, or open the file of packed weights. `kept` is the message with the weights that stay on the
+    # device, and `held` are the messages of the layers if these are in device or host memory.
     known = (model, source.checkpoint, record, place)
     open_reader = functools.partial(WeightReader, *known, opener=source.opener, vocab_size=spec.vocab_size)
     on_disk, pin = config.weights_device == "disk", config.weights_device == "host" and device.type == "cuda"
@@ -137,7 +143,7 @@ def load_streamed_model(
         load = open_reader()
         kept, *held = raise_on_all_ranks(files, lambda: pack_where_they_stay(plan, load, axis.rank, device, pin=pin))
 
-    if any(True for _ in model.buffers()):  # biases of experts are small and stay on the device
+    if any(True for _ in model.buffers()):  # the routers' expert biases, which are small and stay on the device
         raise_on_all_ranks(files, lambda: open_reader().fill_buffers(model, device))
 
     def read(index: int, buffer: torch.Tensor) -> torch.Tensor:
@@ -146,14 +152,14 @@ def load_streamed_model(
     def take(index: int) -> Work[torch.Tensor]:
         return Work(held[index])
 
-    # fetch layers ahead of their use, if they are not on the device
+    # fetch layers ahead of their use, unless they are in device memory
     fetch = take
     if on_disk or pin:
         sizes, ring = [message.num_bytes for message in plan.streamed], min(1 + config.prefetch_layers, len(layers))
         queue = ThreadQueue("fetch", place.dims.timeline)
         fetch = FetchRing(read, sizes, ring=ring, queue=queue, device=device, fills=on_disk).fetch
     handle = StreamedUnits(model, layers, plan, kept, fetch, axis, dtype=dtype, prefetch=config.prefetch_layers)
-    # report the memory and the bytes per pass
+    # report the memory that weights take, and the bytes that one pass over the weights fetches
     rounded = "" if bits >= 8 * dtype.itemsize else " (rounded: tokens may differ)"
     most = plan.device_bytes(config.prefetch_layers, fetched=on_disk or pin)
     where = f"disk ({store.path})" if on_disk else config.weights_device
@@ -173,20 +179,22 @@ def _open_store(
     place: FrozenPlace,
     open_reader: Callable[[], WeightReader],
 ) -> WeightStore:
-    """Open this rank's store, and write it first if it does not exist; called on every rank.
+    """Open this rank's file of packed weights for --weights-device disk, and write it first if it does not exist.
+
+    All ranks call this together.
 
     Args:
-        config: the flags for packed weights.
-        source: the checkpoint.
-        plan: layout of the messages.
+        config: flags for weight storage.
+        source: the checkpoint to load.
+        plan: layouts of the messages, which hold the packed weights of layers.
         bits: bits per element of packed matrices.
-        model: the model on the meta device.
-        place: mesh axes and device of this rank.
-        open_reader: opens the reader of the checkpoint's weights.
+        model: model on the meta device.
+        place: mesh axes and device that all frozen models of the job share.
+        open_reader: function that creates a reader of the checkpoint's weights, on all ranks together.
     """
     tp, axis, files = model.tp, place.axis, place.files
     folder = cache_folder() / "weights" if config.weight_store is None else Path(config.weight_store).expanduser()
-    # everything that determines the content of the store is part of its name
+    # Everything that determines the content of the file is part of its name, so that no run opens a wrong file.
     part = f"tp{tp.rank}of{tp.size}-part{axis.rank}of{axis.size}"
     digest = checkpoint_digest(source.checkpoint)
     check_equal_on_all_ranks(files, f"the checkpoint {source.checkpoint}", digest)
@@ -194,7 +202,7 @@ def _open_store(
     path, messages = folder / f"{bits}bits-{part}-{key}.weights", (plan.kept, *plan.streamed)
     started = time.perf_counter()
     if any(files.share_object(files.gather_objects(not path.exists()))):
-        load = open_reader()  # all ranks open it together
+        load = open_reader()  # on all ranks, even if only some of them lack their file: the ranks verify it together
 
         def write(path: Path) -> None:
             write_store(path, (message.pieces(load, axis.rank) for message in messages))
@@ -207,17 +215,18 @@ def _open_store(
 def pack_where_they_stay(
     plan: StreamPlan, load: LoadRows, part: int, device: torch.device, *, pin: bool
 ) -> list[torch.Tensor]:
-    """Load and pack all messages, and return them as [M] uint8 tensors in their final memory.
+    """Load and pack the weights of a streamed model, and return them in the memory in which they stay.
 
-    The first message stays on `device`. The messages of units follow, on `device` or in page-locked host memory
-    (`pin`). At most one message at a time is elsewhere.
+    The result is a list of messages [M] uint8. The first has the weights that always stay on the device. One message
+    per streamed layer follows, on `device` or in page-locked host memory (`pin`). At most one message at a time is in
+    other memory.
 
     Args:
-        plan: layout of the messages.
-        load: function that reads rows of dim 0 of a weight.
-        part: index of this rank among the ranks that share the units.
-        device: device of the model.
-        pin: whether the messages of units stay in page-locked host memory.
+        plan: layouts of the messages.
+        load: function that reads a range of rows (dim 0) of the named weight.
+        part: index of this rank among the ranks of a node that share the layers.
+        device: device on which the model computes.
+        pin: True to store the messages of layers in page-locked host memory; False to store them on `device`.
     """
 
     def filled(message: MessagePlan, *, pin: bool) -> torch.Tensor:
@@ -228,7 +237,7 @@ def pack_where_they_stay(
 
 
 def bf16_note(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return advice for a model that computes in bf16 on a CPU without bf16 instructions; None in other cases."""
+    """Return advice for the log if a model computes in bf16 on a CPU without bf16 instructions; otherwise None."""
     if device.type != "cpu" or dtype != torch.bfloat16:
         return None
     if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():

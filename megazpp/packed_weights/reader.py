@@ -1,8 +1,9 @@
-"""A reader of frozen models' weights in parts, and the checksum of weights.
+"""A reader of a frozen model's weights from a checkpoint, a few rows at a time, and a checksum of the weights.
 
-The checksum of weights does not depend on the layout that saved or reads them. It is a sum over all elements, modulo
-2^64. Each term is the element's bits, as a signed integer, times an odd number that depends on the tensor's name and on
-the element's index in the whole tensor. Padding rows of the vocabulary are zeros and add nothing.
+The checksum does not depend on the numbers of ranks that saved the weights or that read them. It is a sum over all
+elements, modulo 2^64. Each term is the element's bits, as a signed integer, times an odd number that depends on the
+tensor's name and on the element's index in the unsharded tensor. Padding rows of the vocabulary are zeros and add
+nothing.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from megazpp.tensor_parallel.initialize import seed_for
 from megazpp.tensor_parallel.parameters import ParameterSpec, model_state, owned_parameters
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by bytes per element
-_PIECE = 1 << 18  # largest number of elements per step of the checksum (but at least one row)
+_PIECE = 1 << 18  # most elements that the checksum processes at once, but at least one row
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenPlace:
-    """The devices and axes that all frozen models of a job use, such as reference and reward models.
+    """The device and the mesh axes that all frozen models of a job use, such as reference and reward models.
 
-    The models share one object, because each axis needs a process group.
+    The models share one such object, because each axis needs a process group.
 
     Attributes:
         dims: mesh axes of the job.
-        device: device of the models.
+        device: device of this rank, on which the models compute.
         axis: axis over the ranks among which the weights of a frozen model are sharded.
-        files: axis over all ranks with a group for files, see `open_axis`.
-        say: function that prints a line on rank 0.
+        files: axis over all ranks of the job, for work on files; see `open_axis`.
+        say: function that prints a line on rank 0 and does nothing on other ranks.
     """
 
     dims: ParallelDims
@@ -51,35 +52,35 @@ class FrozenPlace:
 def open_frozen_place(
     dims: ParallelDims, device: torch.device, *, say: Callable[[str], None], whole: bool = False
 ) -> FrozenPlace:
-    """Create the axes for frozen models. Every rank calls this once.
+    """Create the axes, with their process groups, that the frozen models of a job share. All ranks call this once.
 
     Args:
         dims: mesh axes of the job.
-        device: device of the models.
-        say: function that prints a line on rank 0.
-        whole: True if every rank stores all weights of its tensor-parallel part. Otherwise they are sharded over the
-            data-parallel ranks of a node.
+        device: device of this rank, on which the models compute.
+        say: function that prints a line on rank 0 and does nothing on other ranks.
+        whole: True if every rank stores complete weights, apart from tensor parallelism; False if the weights are
+            sharded over the data-parallel ranks of a node.
     """
     axis = MeshAxis("whole", timeline=dims.timeline) if whole else dims.twin("local", "frozen")
     return FrozenPlace(dims=dims, device=device, axis=axis, files=open_axis(dims), say=say)
 
 
 class WeightReader:
-    """A reader of this tensor-parallel rank's part of a checkpoint's weights, a few rows at a time.
+    """A reader of this tensor-parallel rank's slices of the weights in a checkpoint, a few rows at a time.
 
-    Every rank creates one, because the constructor verifies the files on all ranks together.
+    All ranks must create a reader together, because the constructor divides the verification of the files among them.
 
     Args:
         model: model on the meta device, whose parameters are plain tensors with this tensor-parallel rank's shapes, and
             which has all experts.
         checkpoint: folder of the checkpoint.
         record: metadata of the checkpoint.
-        place: axes of the frozen models.
-        opener: opener of the weights.
-        vocab_size: number of tokens of the tokenizer in use.
-        trained: function that returns True for the names of parameters that are not in the checkpoint.
+        place: mesh axes and device that all frozen models of the job share.
+        opener: object that opens the checkpoint's weights, for the format in which they are stored.
+        vocab_size: number of tokens of the run's tokenizer.
+        trained: function that returns True for the names of trained parameters, which are not in the checkpoint.
     Raises:
-        ValueError: the checkpoint is damaged, or its model or tokenizer differs. Every rank raises it.
+        ValueError: the checkpoint is damaged, or its model or tokenizer differs. All ranks raise this error.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class WeightReader:
         vocab_size: int,
         trained: Callable[[str], bool] = lambda name: False,
     ) -> None:
-        # compare the metadata, and verify the files
+        # compare the checkpoint's metadata with the model, and verify the checkpoint's files
         files = place.files
         check_same_model(record.flags, model.config, checkpoint)
         check_same_vocabulary(record, vocab_size, checkpoint)
@@ -101,7 +102,7 @@ class WeightReader:
         raise_on_all_ranks(files, lambda: verify_files(checkpoint, rank=files.rank, num_ranks=files.size))
         check_equal_on_all_ranks(files, f"the checkpoint {checkpoint}", checkpoint_digest(checkpoint))
         self._reader, self._tp, self._axis, self._sum = opener.open(checkpoint, record, files), model.tp, place.axis, 0
-        # compare names and shapes
+        # compare the names and shapes of the saved weights with those of the model
         parts = {
             name: (tuple(getattr(module, attribute).shape), spec)
             for name, module, attribute, spec in owned_parameters(model)
@@ -120,11 +121,11 @@ class WeightReader:
         check_weights(saved, shapes, padded, record, checkpoint, any_head=True)
 
     def __call__(self, name: str, rows: slice) -> torch.Tensor:
-        """Read rows of this tensor-parallel rank's part of a parameter, and add them to the checksum.
+        """Read rows of this tensor-parallel rank's slice of a parameter, and add them to the checksum of the weights.
 
         Args:
             name: name of the parameter.
-            rows: range of rows (dim 0) in this rank's part.
+            rows: range of rows (dim 0) of this rank's slice.
         Returns:
             The rows on the CPU, in the dtype in which they were saved. Padding rows are zeros.
         """
@@ -143,9 +144,10 @@ class WeightReader:
         return found
 
     def fill_buffers(self, model: GPTModel, device: torch.device) -> None:
-        """Load the model's buffers from the checkpoint, on `device`, and add them to the checksum.
+        """Load the model's buffers from the checkpoint onto `device`, and add them to the checksum of the weights.
 
-        Like frozen weights, they become plain tensors. Training therefore neither fills, changes nor saves them.
+        Like frozen weights, buffers become plain tensors instead of registered buffers. Training therefore neither
+        fills, changes nor saves them.
         """
         for prefix, module in model.named_modules():
             for attribute, buffer in list(module.named_buffers(recurse=False)):
@@ -153,14 +155,14 @@ class WeightReader:
                 whole = self._reader.read_whole(MODEL + name)
                 delattr(module, attribute)
                 setattr(module, attribute, whole.to(device, buffer.dtype))
-                if self._tp.rank == self._axis.rank == 0:  # every rank reads the same values
+                if self._tp.rank == self._axis.rank == 0:  # all ranks read the same values, which must count only once
                     self._sum += sum_of_bits(name, whole, (0, 0), whole.shape)
 
     def checksum(self) -> str:
-        """Return the checksum of the weights: 16 hexadecimal digits that do not depend on the layout.
+        """Return the checksum of the model's weights: 16 hexadecimal digits that do not depend on the number of ranks.
 
-        Call it on all ranks, after the ranks of the frozen models' axis together have read every row of every parameter
-        once, and each has called `fill_buffers`.
+        Call this on all ranks after all weights have been read. The ranks of the frozen models' axis together must have
+        read every row of every parameter once, and each rank must have called `fill_buffers`.
         """
         total = torch.tensor([wrapped(self._sum)], dtype=torch.int64)
         for axis in (self._axis, self._tp):
@@ -170,15 +172,15 @@ class WeightReader:
 
 
 def sum_of_bits(name: str, box: torch.Tensor, offsets: Sequence[int], whole: Sequence[int]) -> int:
-    """Return the contribution of a part of a tensor to the checksum of the weights, as a number in the range of int64.
+    """Return the contribution of a slice of a tensor to the checksum of the weights, as a number in the range of int64.
 
-    The contributions of all parts of all tensors add up to the checksum, see `spell_checksum`.
+    Modulo 2^64, the contributions of all slices of all tensors add up to the checksum, see `spell_checksum`.
 
     Args:
         name: name of the parameter.
-        box: part of the tensor, a scalar, [rows] or [rows, columns], on the CPU.
-        offsets: index of the part's first element in the whole tensor, one number per dimension.
-        whole: shape of the whole tensor.
+        box: slice of the tensor, a scalar, [rows] or [rows, columns], on the CPU.
+        offsets: index of the slice's first element in the unsharded tensor, one number per dimension.
+        whole: shape of the unsharded tensor.
     """
     columns, first = (whole[1], offsets[1]) if box.dim() > 1 else (1, 0)
     rows = box if box.dim() > 1 else box.reshape(-1, 1)
@@ -192,15 +194,18 @@ def sum_of_bits(name: str, box: torch.Tensor, offsets: Sequence[int], whole: Seq
 
 
 def spell_checksum(total: int) -> str:
-    """Return a sum of `sum_of_bits` results as a checksum of 16 hexadecimal digits."""
+    """Return the checksum of weights, 16 hexadecimal digits, for the sum `total` of all results of `sum_of_bits`."""
     return f"{total % (1 << 64):016x}"
 
 
 def wrapped(total: int) -> int:
-    """Return the number in the range of int64 that equals `total` modulo 2^64."""
+    """Return the number in the range of int64 that equals `total` modulo 2^64, so that a tensor can hold it."""
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _split(spec: ParameterSpec) -> int | None:
-    """Return the dimension of a parameter that tp splits; None for experts, which are whole on each rank."""
+    """Return the dimension of a parameter that is split over tensor-parallel ranks; None if no dimension is split.
+
+    A frozen model holds all experts on every tensor-parallel rank, so the parameters of experts are not split.
+    """
     return None if spec.expert else spec.split

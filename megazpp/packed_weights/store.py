@@ -1,10 +1,11 @@
 """A store of packed weights on disk, written once from a checkpoint, and a ring of buffers into which layers are read.
 
-    message 0 | message 1 | ... | CRC-32 of each message, uint32
+    file: message 0 | message 1 | ... | CRC-32 of each message, uint32
 
-The sizes of the messages are known from the model, so the file has no table of contents. Messages are read by pread
-into the caller's buffers, because pages of a memory map would count as memory of the process. The CRC-32 of a message
-is checked at its first read. A damaged file is removed, and the next run writes it again from the checkpoint.
+A message holds the packed weights of one layer on one rank. The sizes of the messages are known from the model, so the
+file has no table of contents. Messages are read by pread into the caller's buffers, because pages of a memory map would
+count as memory of the process. The CRC-32 of a message is checked when the message is first read. A damaged file is
+removed, and the next run writes it again from the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _AT_ONCE = 1 << 30  # largest number of bytes of one pread; Linux reads at most 
 
 
 class WeightStore:
-    """An open store of packed weights; any thread may read it.
+    """An open file with the packed weights of a model's layers on one rank; any thread may read it.
 
     Args:
-        path: the file.
-        sizes: bytes of each message.
+        path: the file, which `write_store` has written.
+        sizes: number of bytes of each layer's message in the file.
     Raises:
-        DamagedError: the file has another size; it has been removed.
+        DamagedError: the size of the file does not fit `sizes`. The file has been removed.
     """
 
     def __init__(self, path: Path, sizes: Sequence[int]) -> None:
@@ -42,39 +43,39 @@ class WeightStore:
         if hasattr(os, "posix_fadvise"):  # read-ahead made reads of 48 MB 1.4 and 3.5 times as fast in two measurements
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         if (size := path.stat().st_size) != self.starts[-1] + 4 * len(sizes):
-            raise self._damaged(f"it has {size} bytes")
+            raise self._damaged(f"it has {size} bytes instead of {self.starts[-1] + 4 * len(sizes)}")
         self._sums = np.fromfile(path, "<u4", offset=self.starts[-1]).tolist()
 
     def read(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
-        """Read a message into `buffer`, and return the buffer.
+        """Read the packed weights of one layer, a message of the file, into `buffer`, and return `buffer`.
 
         Args:
-            index: index of the message.
-            buffer: [size] uint8 on the CPU.
+            index: index of the message in the file.
+            buffer: [bytes of the message] uint8 on the CPU, written.
         Raises:
-            DamagedError: the checksum of the message differs.
+            DamagedError: the message does not have the CRC-32 that is stored in the file. The file has been removed.
         """
         view, done = _bytes_of(buffer), 0
         while count := os.preadv(self._file.fileno(), [view[done : done + _AT_ONCE]], self.starts[index] + done):
             done += count
         if index not in self._verified:
             if zlib.crc32(view) != self._sums[index]:
-                raise self._damaged(f"the checksum of message {index} differs")
+                raise self._damaged(f"message {index} does not have the CRC-32 that the file states")
             self._verified.add(index)
         return buffer
 
     def _damaged(self, problem: str) -> DamagedError:
-        """Remove the file, and return an error that describes the damage."""
+        """Remove the store's file, and return an error that names the file and describes the damage."""
         remove(self.path)
         return DamagedError(f"{self.path} is damaged: {problem}; it is removed, and the next run writes it again")
 
 
 def write_store(path: Path, messages: Iterable[Iterable[torch.Tensor]]) -> None:
-    """Write a store.
+    """Write a file of packed weights, which `WeightStore` reads.
 
     Args:
-        path: the file.
-        messages: content of each message, uint8 on the CPU, in pieces.
+        path: the file to write.
+        messages: for each message, its content in pieces, which are uint8 tensors on the CPU.
     """
     sums = []
     with open(path, "wb") as file:
@@ -88,16 +89,18 @@ def write_store(path: Path, messages: Iterable[Iterable[torch.Tensor]]) -> None:
 
 
 class FetchRing:
-    """Fetches messages, in order, into a ring of buffers on the device; a queue's thread reads them.
+    """Ring of buffers on the device into which streamed layers' packed weights are fetched ahead of their use.
+
+    A unit is one streamed layer, and its message holds its packed weights. A background thread reads the messages.
 
     Args:
-        read: function (index, buffer) that returns the message of a unit on the host. It fills the buffer, or returns
-            its own page-locked tensor.
-        sizes: bytes of each message.
+        read: function (index, buffer) that returns the message of a unit on the host. The function either fills
+            `buffer`, or returns another tensor in page-locked memory.
+        sizes: number of bytes of each unit's message.
         ring: number of buffers.
-        queue: queue whose thread reads.
-        device: device of the buffers.
-        fills: whether `read` fills the buffer. Otherwise no host buffers are allocated.
+        queue: queue whose thread calls `read` and copies to the device.
+        device: device of the buffers, on which the model computes.
+        fills: True if `read` fills its buffer; with False no host buffers are allocated.
     """
 
     def __init__(
@@ -119,14 +122,25 @@ class FetchRing:
             self._stream = torch.cuda.Stream(device)
 
     def fetch(self, index: int) -> Work[torch.Tensor]:
-        """Start to fetch a unit's message; it stays valid until the ring returns to its buffer."""
+        """Start to fetch the message of the unit `index` into the ring's next buffer, and return the work.
+
+        The work yields the message [M] uint8 on the device. It stays valid until as many further messages are fetched
+        as the ring has buffers.
+        """
         slot, self._next = self._next, (self._next + 1) % len(self._ring)
-        # The event follows the last use of this buffer, so the copy may overwrite it after the event.
+        # All kernels that read this buffer have been launched already. The copy waits for this event, which follows
+        # them, before it overwrites the buffer.
         free = None if self._stream is None else torch.cuda.current_stream().record_event()
         return self._queue.submit(functools.partial(self._bring, index, slot, free))
 
     def _bring(self, index: int, slot: int, free: torch.cuda.Event | None) -> torch.Tensor:
-        """Read a message, copy it to its buffer on the device after `free`, and return it."""
+        """Read a unit's message, copy it into a buffer of the ring on the device, and return it; runs in the thread.
+
+        Args:
+            index: index of the unit.
+            slot: index of the buffer in the ring.
+            free: event after which the buffer may be overwritten; None on a CPU, where the message is not copied.
+        """
         size = self._sizes[index]
         message = self._read(index, self._host[slot][:size])
         if self._stream is None:
@@ -140,6 +154,6 @@ class FetchRing:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a uint8 tensor on the CPU."""
+    """Return the memory of a uint8 tensor on the CPU as a memoryview, for reading and writing files."""
     array: Any = tensor.numpy()
     return memoryview(array)

@@ -1,17 +1,18 @@
 """Streamed units: layers whose packed weights are fetched from host memory or disk for each use (ZeRO-Inference).
 
     host or disk: message [M], 1/L of a layer --fetch--> [M] --local all-gather--> [L, M]
-    weight [rows, columns] --some rows at a time--> compute dtype, in one small buffer --product--> columns of the
-    result
+    weight [rows, columns] --some rows at a time--> compute dtype, in one small buffer --matrix product--> columns of
+    the result
 
-The L ranks of a node with the same tensor-parallel index share a layer. Each fetches its part over its own link, and
-gathers the other parts inside the node. Nothing crosses nodes. The device holds a ring of 1 + `prefetch` messages, and
-the weights that are not streamed, whole on every rank: the embedding, the output layer, all vectors and the routers of
-experts. While a layer computes, the next layers in the order of use are fetched. After the last layer, the first is
-fetched for the next pass.
+The L ranks of a node with the same tensor-parallel index share a layer. Each rank fetches 1/L of the layer over its own
+link, and gathers the rest inside the node. Nothing crosses nodes. The device holds a ring of 1 + `prefetch` messages.
+Every rank also holds the weights that are not streamed, completely: the embedding, the output layer, all vectors and
+the routers of experts. While a layer computes, the next layers in the order of use are fetched. After the last layer,
+the first layer is fetched for the next pass.
 
-A matrix is never unpacked as a whole. Its pieces stay in the cache while they are multiplied, and one buffer is reused
-for all of them. The arithmetic does not depend on the location of the messages, so the results are bit-identical.
+A matrix is never unpacked completely. Its pieces stay in the cache while they are multiplied, and all pieces use the
+same buffer. The arithmetic does not depend on the location of the messages, so results are bit-identical for all values
+of --weights-device.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
 from megazpp.tensor_parallel.parameters import exact_parameters
 
-PAGE = 4096
-_CPU_PIECE, _CUDA_PIECE = 1 << 19, 1 << 26  # elements of a matrix that are unpacked at once
+PAGE = 4096  # messages are padded to a multiple of this many bytes, so that each begins at a page of the file on disk
+_CPU_PIECE, _CUDA_PIECE = 1 << 19, 1 << 26  # most elements of a matrix that are unpacked at once
 
 
 class StreamPlan(NamedTuple):
-    """The layouts of a streamed model's messages.
+    """The layouts of the messages that hold a streamed model's packed weights.
 
     Attributes:
-        kept: message that stays on the device, with the ends of the model, and all vectors and routers whole.
-        streamed: for each unit, the message with this rank's part of its matrices.
+        kept: layout of the message that stays on the device, with the complete embedding, output layer, vectors and
+            routers of experts.
+        streamed: for each streamed layer, the layout of the message with this rank's rows of the layer's matrices.
     """
 
     kept: MessagePlan
@@ -48,17 +50,18 @@ class StreamPlan(NamedTuple):
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes that one rank fetches for one pass over the weights."""
+        """Bytes that one rank fetches from host memory or disk for one pass over the weights of all layers."""
         return sum(message.num_bytes for message in self.streamed)
 
     def device_bytes(self, prefetch: int, *, fetched: bool) -> int:
-        """Return the largest number of bytes of weights on the device.
+        """Return the largest number of bytes that a streamed model's weights take on the device.
 
-        They are the kept message, the ring, and with several ranks a ring of gathered units.
+        The device holds the weights that are not streamed, the ring of fetched layers, and if several ranks share a
+        layer, a ring of gathered layers.
 
         Args:
-            prefetch: units that are fetched ahead.
-            fetched: False if all messages stay on the device, which then holds them instead of the ring.
+            prefetch: number of layers that are fetched ahead of their use.
+            fetched: False if the packed weights of all layers stay on the device, instead of the ring of fetched ones.
         """
         ahead, largest = min(prefetch, len(self.streamed) - 1), max(message.num_bytes for message in self.streamed)
         ring, parts = (ahead + 1) * largest, self.streamed[0].num_parts
@@ -68,12 +71,12 @@ class StreamPlan(NamedTuple):
 def plan_stream(
     model: nn.Module, units: Sequence[nn.Module], num_parts: int, bits: int, dtype: torch.dtype
 ) -> StreamPlan:
-    """Plan which weights are streamed, and how they are packed.
+    """Plan which weights of a model are streamed, and in which layout they are packed.
 
     Args:
-        model: this tensor-parallel rank's part of the model.
-        units: modules whose matrices are streamed, in the order of use.
-        num_parts: ranks of a node that share a unit.
+        model: model on the meta device, with this tensor-parallel rank's shapes.
+        units: modules whose matrices are streamed, usually the layers, in the order of use.
+        num_parts: number of ranks of a node that share a unit.
         bits: bits per element of packed matrices.
         dtype: dtype of matrices that are not quantized.
     """
@@ -90,21 +93,21 @@ def plan_stream(
 
 
 class StreamedUnits:
-    """The `WeightHandle` to a model whose layers are streamed; it replaces the modules' parameters by packed weights.
+    """The `WeightHandle` to a streamed model; the constructor replaces the model's parameters by packed weights.
 
     Args:
         model: model on the meta device.
-        units: the streamed modules, in the order of `plan.streamed`.
-        plan: layouts of the messages, which are the packed weights of a unit in one buffer.
+        units: the streamed modules, usually the layers, in the order of `plan.streamed`.
+        plan: layouts of the messages. A message holds the packed weights of a unit in one buffer.
         kept: [bytes] uint8, message with the weights that stay on the device.
-        fetch: function that starts to copy a unit's message, [M] uint8, to the device. The message stays valid until
-            1 + `prefetch` other messages have been fetched.
-        axis: the ranks of a node that share the units.
+        fetch: function that starts to copy the message [M] uint8 of a unit, given by its index, to the device. The
+            message stays valid until 1 + `prefetch` other messages have been fetched.
+        axis: axis over the ranks of a node that share the units.
         dtype: dtype in which the model computes.
-        prefetch: units that are fetched ahead.
+        prefetch: number of units that are fetched ahead of their use.
     Attributes:
         passes: number of passes over the weights that have begun.
-        waited_seconds: time for which the compute waited for messages (on CUDA: time for which the host waited).
+        waited_seconds: seconds for which the compute waited for messages (on CUDA: for which the host waited).
         keeps_gathered: False, because each use fetches the weights again.
     """
 
@@ -122,7 +125,7 @@ class StreamedUnits:
         dtype: torch.dtype,
         prefetch: int,
     ) -> None:
-        # fetches, and buffers for gathered units
+        # the fetches that run, and a ring of buffers for units that are gathered from several ranks
         self.plan, self.passes, self.waited_seconds = plan, 0, 0.0
         self._fetch, self._axis, self._ahead = fetch, axis, min(prefetch, len(units) - 1)
         self._started: dict[int, Work[torch.Tensor]] = {}
@@ -131,7 +134,7 @@ class StreamedUnits:
         if axis.size > 1:
             size = axis.size * max(message.num_bytes for message in plan.streamed)
             self._gathered = [torch.empty(size, dtype=torch.uint8, device=kept.device) for _ in range(self._ahead + 1)]
-        # replace the parameters
+        # replace the model's parameters by packed matrices and plain vectors
         slots = parameter_slots(model)
 
         def place(weight: Placed) -> PackedMatrix:
@@ -153,14 +156,19 @@ class StreamedUnits:
 
     @contextmanager
     def keep_unsharded(self) -> Iterator[None]:
-        """Keep nothing: each use fetches the weights again."""
+        """Return a context that has no effect, because each use of a streamed layer fetches the weights again."""
         yield
 
     def reshard(self) -> None:
-        """Do nothing, because only the ring holds weights between uses."""
+        """Do nothing: a streamed model has no unpacked weights that could be freed between uses."""
 
     def describe_speed(self, num_tokens: int, seconds: float) -> str:
-        """Return one line about all uses so far, which generated `num_tokens` in `seconds`."""
+        """Return a line for the log about the speed of all passes so far.
+
+        Args:
+            num_tokens: number of tokens that these passes have generated.
+            seconds: time that the generation took.
+        """
         speed, waited = (x / seconds if seconds else 0.0 for x in (num_tokens, self.waited_seconds))
         return (
             f" {self.passes} passes fetched {self.passes * self.plan.pass_bytes} bytes; {speed:.1f} tokens/s; "
@@ -168,20 +176,20 @@ class StreamedUnits:
         )
 
     def _before(self, index: int, module: nn.Module, args: Any) -> None:
-        """Wait for the unit's weights, and start to fetch the units after it."""
+        """Wait for the weights of the unit `index` before its forward, and start to fetch the units after it."""
         self.passes += index == 0
         if index not in self._started:  # the first forward, or the last one was interrupted by an exception
             for work in self._started.values():
                 work.wait()
             self._started.clear()
             self._start(index)
-        # fetch ahead
+        # start to fetch the next units
         received = self._started.pop(index)
         for ahead in range(1, self._ahead + 1):
             following = (index + ahead) % len(self._matrices)
             if following not in self._started:
                 self._start(following)
-        # wait for this unit's message
+        # wait for this unit's message, gathered from the ranks that share it
         if not self._axis.queue.blocks_host:
             received = self._gather(received, index)
         started = time.perf_counter()
@@ -191,19 +199,24 @@ class StreamedUnits:
             matrix.take(messages)
 
     def _after(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        """Drop the unit's weights, whose buffer will be reused."""
+        """Make the packed weights of the unit `index` unavailable after its forward, because their buffer is reused."""
         for matrix in self._matrices[index]:
             matrix.parts = None
 
     def _start(self, index: int) -> None:
-        """Start to fetch a unit, and to gather it if the queue runs in a thread."""
+        """Start to fetch the unit `index`, and on a CPU also to gather its message from the ranks that share it."""
         fetched = self._fetch(index)
-        # A queue that is a CUDA stream would block the host here until the message has arrived. Its gather therefore
-        # starts when the unit is used.
+        # On CUDA the queue is a stream, and starting an all-gather would block the host here until the message has
+        # arrived. So the all-gather starts when the unit is used.
         self._started[index] = self._gather(fetched, index) if self._axis.queue.blocks_host else fetched
 
     def _gather(self, fetched: Work[torch.Tensor], index: int) -> Work[torch.Tensor]:
-        """Start the all-gather of a fetched message inside the node, [M] -> [L, M]."""
+        """Start the all-gather of a unit's messages inside the node, [M] -> [L, M], after this rank's has arrived.
+
+        Args:
+            fetched: work that yields this rank's message [M] uint8 on the device.
+            index: index of the unit.
+        """
         if self._axis.size == 1:
             return fetched
         message = self.plan.streamed[index]
@@ -216,14 +229,15 @@ class StreamedUnits:
 
 
 class PackedMatrix:
-    """A matrix of packed rows.
+    """A matrix of packed weights, which is unpacked piece by piece while it is multiplied.
 
     Args:
-        weight: its place in a message.
+        weight: bytes of the matrix in the messages that hold it.
         dtype: dtype in which the model computes.
-        device: device of the model.
+        device: device on which the model computes.
     Attributes:
-        parts: [P, part_rows, row_bytes] uint8, the packed rows in P parts; None while they are not in memory.
+        parts: [P, part_rows, row_bytes] uint8, the packed rows in the messages of P ranks; None while the matrix's unit
+            is not in device memory.
     """
 
     def __init__(self, weight: Placed, dtype: torch.dtype, device: torch.device) -> None:
@@ -234,16 +248,16 @@ class PackedMatrix:
         self._at_once = max((_CUDA_PIECE if device.type == "cuda" else _CPU_PIECE) // self.columns, 1)
 
     def take(self, messages: torch.Tensor) -> None:
-        """Use the rows of this matrix in `messages` [P, M] uint8."""
+        """Make this matrix available: use its packed rows in the messages [P, M] uint8 of P ranks, without a copy."""
         self.parts = self.weight.rows_in(messages)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, rows: range) -> torch.Tensor:
-        """Return x [..., columns] times the transpose of some rows, plus the bias: [..., number of rows].
+        """Compute a linear layer with some rows W of this matrix: x W^T + bias, [..., number of rows].
 
         Args:
             x: [..., columns] in the compute dtype.
             bias: [number of rows]; None for no bias.
-            rows: the rows of the matrix.
+            rows: indices of the rows of this matrix to use.
         """
         flat = x.reshape(-1, self.columns)
         out = flat.new_empty(len(flat), len(rows))
@@ -254,7 +268,12 @@ class PackedMatrix:
         return out.view(*x.shape[:-1], len(rows))
 
     def product(self, x: torch.Tensor, rows: range) -> torch.Tensor:
-        """Return x [n, number of rows] times some rows [number of rows, columns]: [n, columns]."""
+        """Multiply by some rows W [number of rows, columns] of this matrix: x W, [n, columns].
+
+        Args:
+            x: [n, number of rows] in the compute dtype.
+            rows: indices of the rows of this matrix to use.
+        """
         out = x.new_zeros(len(x), self.columns)
         for first, piece in self._pieces(rows):
             start = first - rows.start
@@ -262,22 +281,31 @@ class PackedMatrix:
         return out
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows of `ids` [...] as [..., columns] in the compute dtype."""
+        """Look up an embedding: return the rows of this matrix with the indices `ids` [...] as [..., columns].
+
+        The result is in the compute dtype.
+        """
         flat, part_rows = ids.reshape(-1), self.weight.part_rows
         packed = self._require_parts()[flat // part_rows, flat % part_rows]
         out = torch.empty(len(flat), self.columns, dtype=self.dtype, device=self.device)
         return self._format.unpack(packed, out).view(*ids.shape, self.columns)
 
     def _require_parts(self) -> torch.Tensor:
-        """Return the packed rows; raises RuntimeError if they are not in memory."""
+        """Return the packed rows `parts`; raise RuntimeError if the matrix's unit is not in device memory."""
         if self.parts is None:
-            raise RuntimeError(f"{self.weight.name} is not in memory, because it is used outside of its unit's forward")
+            raise RuntimeError(
+                f"the streamed weight {self.weight.name} is not in memory: it is used outside of its layer's forward"
+            )
         return self.parts
 
     def _pieces(self, rows: range) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield pieces of `rows` in the compute dtype, each with the index of its first row.
+        """Unpack some rows of this matrix piece by piece, and yield (index of the first row, [rows, columns]).
 
-        All pieces may use the same buffer, so a piece is valid until the next one.
+        Pieces are in the compute dtype. All pieces may use the same buffer, so a piece is valid until the next is asked
+        for.
+
+        Args:
+            rows: indices of the rows of this matrix to unpack.
         """
         parts, part_rows = self._require_parts(), self.weight.part_rows
         as_is = self._format.holds(self.dtype)
@@ -293,10 +321,14 @@ class PackedMatrix:
 
 
 class PackedWeight(torch.Tensor):
-    """A tensor that replaces a module's weight and refers to a `PackedMatrix`, or to some of its rows.
+    """A tensor without memory that replaces a streamed module's weight, and refers to rows of a `PackedMatrix`.
 
     It supports `F.linear`, slices and a split of its rows (again `PackedWeight`s), `torch.mm` with the rows as its
-    second argument, and `F.embedding` on a whole matrix. Other operations raise NotImplementedError.
+    second argument, and `F.embedding` on all rows. Other operations raise NotImplementedError.
+
+    Args:
+        matrix: the packed matrix.
+        rows: indices of the matrix's rows that this tensor refers to; None for all rows.
     """
 
     matrix: PackedMatrix
@@ -304,7 +336,7 @@ class PackedWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, matrix: PackedMatrix, rows: range | None = None) -> PackedWeight:
-        """Make a tensor without memory, with the shape of the rows."""
+        """Make a tensor without memory that has the shape, dtype and device of the unpacked rows."""
         make: Any = torch.Tensor._make_wrapper_subclass
         rows = range(matrix.num_rows) if rows is None else rows
         weight: PackedWeight = make(cls, (len(rows), matrix.columns), dtype=matrix.dtype, device=matrix.device)
@@ -315,7 +347,7 @@ class PackedWeight(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the supported functions on the packed matrix."""
+        """Compute a supported torch function with the packed matrix; `__torch_dispatch__` refuses all others."""
         kwargs = kwargs or {}
         if func is F.linear and len(args) >= 2 and isinstance(args[1], cls):
             return args[1].matrix.linear(args[0], *args[2:], rows=args[1].rows, **kwargs)
@@ -327,7 +359,7 @@ class PackedWeight(torch.Tensor):
             matrix, rows, size = args[0].matrix, args[0].rows, args[1]
             return tuple([cls(matrix, rows[first : first + size]) for first in range(0, len(rows), size)])
         if func is F.embedding and len(args) == 2 and isinstance(args[1], cls):
-            assert len(args[1].rows) == args[1].matrix.num_rows, "rows are looked up in a whole matrix"
+            assert len(args[1].rows) == args[1].matrix.num_rows, "F.embedding needs all rows of the packed matrix"
             return args[1].matrix.lookup(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -336,7 +368,7 @@ class PackedWeight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse all other operations."""
+        """Raise NotImplementedError for an operation that packed weights do not support."""
         raise NotImplementedError(
             f"{func} is not supported for packed weights: only F.linear, torch.mm and F.embedding are"
         )
