@@ -1,1 +1,1 @@
-"""Training states in host memory (--optimizer-cpu-offload)."""
+"""fp32 weights, optimizer moments and gradients in host memory (--optimizer-cpu-offload)."""

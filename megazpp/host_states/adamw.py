@@ -1,7 +1,7 @@
-"""AdamW of parameters whose states are in host memory (--optimizer-cpu-offload, memory.py).
+"""AdamW for parameters whose fp32 weights and moments are in host memory (--optimizer-cpu-offload, memory.py).
 
-The sharding units pass through the device one after the other, where torch's fused kernel updates them. The results are
-bit-identical to `ShardedAdamW`, and the checkpoints are the same.
+Each sharding unit's weights, gradients and moments are uploaded to the device in turn, where torch's fused kernel
+updates them. The results are bit-identical to those of `ShardedAdamW`, and the checkpoints have the same format.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from megazpp.tensor_parallel.parameters import local
 
 
 class HostedAdamW(ShardedAdamW):
-    """AdamW that queues the updates of the units, which run beside the next forward.
+    """AdamW with --optimizer-cpu-offload: `step` queues one update per sharding unit, which overlaps the next forward.
 
     Args:
-        groups: parameter groups.
-        host: the states of the parameters.
-        settings: arguments of `torch.optim.AdamW`.
+        groups: parameter groups, as for `torch.optim.AdamW`.
+        host: fp32 weights, gradients and moments of the parameters in host memory.
+        settings: further arguments of `torch.optim.AdamW`, such as `lr` and `betas`.
     """
 
     def __init__(self, groups: list[dict[str, Any]], host: HostMemory, **settings: Any) -> None:
         super().__init__(groups, **settings)
         numbers = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
-        # per unit: its shard, the places of its trained parameters by the number of their group, and their states
+        # For each unit with trained parameters: its states in host memory; the indices of its trained parameters, by
+        # the index of their parameter group; and for each trained parameter its dict of `step` and two moments
         self._units = list[tuple[HostShard, dict[int, list[int]], list[dict[str, Any]]]]()
         for shard in host.shards:
             if parameters := shard.parameters:
@@ -43,22 +44,26 @@ class HostedAdamW(ShardedAdamW):
         self._adopt()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Copy the states into host memory. A parameter without a state gets zeros."""
+        """Load AdamW's state, the moments into host memory; a parameter without an entry in `state_dict` gets zeros."""
         super().load_state_dict(state_dict)
         self._adopt()
 
     @torch.no_grad()
     def _adopt(self) -> None:
-        """Copy the states in `self.state` to host memory, and make them views of it."""
+        """Copy the moments in `self.state` to host memory, and make `self.state` refer to that memory.
+
+        The step counts are copied to this optimizer's tensors on the device. Parameters without an entry in
+        `self.state` get zeros.
+        """
         for shard, _, states in self._units:
-            for parameter, own in zip(shard.parameters, states, strict=True):
+            for parameter, hosted in zip(shard.parameters, states, strict=True):
                 given = self.state.get(parameter)
-                for name, value in own.items():
+                for name, value in hosted.items():
                     if given:
                         local(value).copy_(local(given[name]))
                     else:
                         local(value).zero_()
-                self.state[parameter] = own
+                self.state[parameter] = hosted
 
     def step(  # type: ignore[override]
         self,
@@ -68,9 +73,13 @@ class HostedAdamW(ShardedAdamW):
         found_inf: torch.Tensor | None = None,
         iteration: int = 1,
     ) -> None:
-        """Queue the update of every unit that has gradients; see `DeviceOptimizer.step`."""
-        assert closure is None, "a closure is not supported"
-        groups = [dict(group) for group in self.param_groups]  # the next step sets rates while these updates run
+        """Queue the update of every sharding unit that has gradients; see `DeviceOptimizer.step` for the arguments.
+
+        The updates run during the next forward, in which a unit's gather waits for this unit's update.
+        """
+        assert closure is None, "HostedAdamW.step does not support a closure: call backward before the step"
+        # Copy the groups, because the next training step sets their learning rates while these updates still run.
+        groups = [dict(group) for group in self.param_groups]
         for shard, places_of, states in self._units:
             if not shard.has_sum:
                 continue
@@ -80,9 +89,10 @@ class HostedAdamW(ShardedAdamW):
                 places_of: dict[int, list[int]] = places_of,
                 states: list[dict[str, Any]] = states,
             ) -> None:
-                """Update the parameters of each group."""
+                """Update a unit's uploaded weights and moments in place, one parameter group after the other."""
                 for scalar in (grad_scale, found_inf):
-                    if scalar is not None and scalar.is_cuda:  # the compute stream frees it while this stream reads it
+                    # The compute stream has allocated the scalar and must not reuse its memory before this use.
+                    if scalar is not None and scalar.is_cuda:
                         scalar.record_stream(torch.cuda.current_stream())
                 for number, places in places_of.items():
                     chosen = Staged(*([tensors[place] for place in places] for tensors in staged))

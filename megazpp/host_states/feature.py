@@ -1,4 +1,7 @@
-"""Registers training states in host memory as an optional feature; `ZeroConfig` has its flags."""
+"""Register --optimizer-cpu-offload, training states in host memory, as an optional feature of a run.
+
+`ZeroConfig` has the flags of this feature.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class HostStatesFeature(Feature):
-    """Keeps fp32 weights, moments and gradients in host memory with --optimizer-cpu-offload."""
+    """The feature that keeps fp32 weights, moments and gradients in host memory with --optimizer-cpu-offload."""
 
     def check(self, config: RunConfig, plan: RunPlan) -> None:
-        """Raise a ValueError that names the flags that --optimizer-cpu-offload does not support."""
+        """Raise a ValueError if --optimizer-cpu-offload is set together with flags that it does not support."""
         refused = {
             f"--optimizer {config.optimizer.optimizer}": config.optimizer.optimizer != "adam",
             f"--optimizer-backend {config.optimizer.optimizer_backend}": config.optimizer.optimizer_backend != "torch",
@@ -25,10 +28,10 @@ class HostStatesFeature(Feature):
         }
         given = [name for name, refuses in refused.items() if refuses]
         if config.zero.optimizer_cpu_offload and given:
-            raise ValueError(f"--optimizer-cpu-offload does not support {', '.join(given)}")
+            raise ValueError(f"--optimizer-cpu-offload does not support {', '.join(given)}: leave one of them out")
 
     def states(self, config: RunConfig) -> type[HostStates] | None:
-        """Return the class of the states in host memory; None without --optimizer-cpu-offload."""
+        """Return the class that keeps a run's training states in host memory; None without --optimizer-cpu-offload."""
         if not config.zero.optimizer_cpu_offload:
             return None
         from megazpp.host_states.states import HostStates

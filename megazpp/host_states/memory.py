@@ -1,22 +1,24 @@
 """Training states in host memory (--optimizer-cpu-offload): fp32 weights, moments and the gradients of a step.
 
-A unit's states are flat host buffers [S] in the layout of its flat shard, so one copy moves one unit. S: elements of a
-flat shard. FSDP2 is told that it offloads to the CPU (`CPUOffloadPolicy`), and its sharded parameters are views of the
-flat weights. Three parts replace what this policy would do:
+The weights, the gradients and each moment of a sharding unit are flat host buffers [S] in the layout of the unit's flat
+shard, so that one copy moves one unit. S: elements of a flat shard. FSDP2 is configured to offload to the CPU
+(`CPUOffloadPolicy`), and its sharded parameters are views of the flat weights. This folder replaces what the policy
+would do:
 
-    input of a gather    `HostedParameter`: FSDP2 would upload the fp32 shard at each use. It gets the 16-bit working
-                         shard. With a secondary partition (hpZ), from which the gathers read, it gets a placeholder,
-                         and the hop across nodes uploads the weights once per step
-    reduced gradients    reduce.py: FSDP2 would download each micro-batch's sum. Its output is the host's buffer
-                         itself, into which the queue that computes the step's sum also downloads it
-    partial sums         reduce.py: with --zero-offload-partial-sums the sums that wait for the hop across
+    input of a gather    `HostedParameter`: FSDP2 would upload the fp32 shard at each use. Instead it gets the 16-bit
+                         working shard, which is on the device. With a secondary partition (hpZ), from which gathers
+                         read, it gets a placeholder, and the hop across nodes uploads the weights once per step
+    reduced gradients    reduce.py: FSDP2 would download the sum of each micro-batch. Instead its output tensor is the
+                         host buffer of the unit's gradients, to which the queue that computes the sum downloads it
+    partial sums         reduce.py: with --zero-offload-partial-sums the partial sums that wait for the hop across
                          nodes are in host memory between micro-batches
-    update               `HostShard.update`: the units pass through two slots of device memory one after the other.
-                         The optimizer's kernel on the device is the same as without offloading, and so are all bits
+    update               `HostShard.update`: the units' states are uploaded in turn into two slots of device memory.
+                         The optimizer uses the same kernel on the device as without offloading, so results are
+                         bit-identical
 
-An update runs during the next forward: the hop of a unit waits for the update of this unit only. Its writes go through
-tensors with separate version counters, so that `Unit.fingerprint` still shows only a program's writes. Call
-`HostMemory.settle` before anything else reads the states.
+An update runs during the next forward. A gather of a unit waits only for the update of this unit. An update writes
+through tensors with separate version counters, so that `Unit.fingerprint` still shows only a program's writes. Call
+`HostMemory.settle` before other code reads weights, moments or gradients.
 """
 
 from __future__ import annotations
@@ -44,12 +46,15 @@ from megazpp.zero.comms import CommContext
 from megazpp.zero.sharding import DeviceStates
 from megazpp.zero.units import Unit
 
-STATES = 4  # fp32 numbers per trained element: gradient, weight and two moments
-NUM_SLOTS = 2  # units that are updated at the same time: one is uploaded while another one is downloaded
+STATES = 4  # fp32 numbers in host memory per trained weight: gradient, weight and two moments
+NUM_SLOTS = 2  # number of units in an update at the same time: one is uploaded while another unit is downloaded
 
 
 class Staged(NamedTuple):
-    """The states of a unit's trained parameters on the device, each as flat tensors, during an update."""
+    """The states of a unit's trained parameters that are uploaded to the device during an optimizer update.
+
+    Each list has one 1-D tensor per trained parameter, without padding.
+    """
 
     weights: list[torch.Tensor]
     gradients: list[torch.Tensor]
@@ -59,11 +64,11 @@ class Staged(NamedTuple):
 
 @dataclass
 class SumSlot:
-    """Device memory for the partial sums of one unit.
+    """Device memory for the partial sums of one unit's gradients, while the hop across nodes sends them.
 
     Attributes:
-        buffer: flat buffer.
-        used_by: the last hop across nodes that reads it.
+        buffer: 1-D tensor with room for the partial sums of the largest unit.
+        used_by: task of the last hop across nodes that reads `buffer`; the next use of the slot waits for it.
     """
 
     buffer: torch.Tensor
@@ -71,40 +76,44 @@ class SumSlot:
 
 
 class HostMemory(DeviceStates):
-    """The states of all units in host memory, and their copies to and from the device.
+    """The fp32 weights, gradients and moments of all sharding units in host memory, and their copies to the device.
 
     Attributes:
-        device: device that computes.
-        shards: the units' states.
+        device: device that computes; the CPU until `allocate_states`.
+        shards: states of each sharding unit.
         dtype: dtype in which weights are gathered.
-        num_sums: number of nodes whose partial sums are in host memory; 0 without --zero-offload-partial-sums.
+        num_sums: number of nodes whose partial sums of gradients are in host memory; 0 without
+            --zero-offload-partial-sums.
         sum_dtype: dtype of the partial sums.
-        timeline: recorder of a span for each update.
+        timeline: timeline in which each update records a span.
     """
 
-    # FSDP2's reductions are replaced; with its pinned memory the host would wait for each gradient
+    # pin_memory is False, because with pinned memory FSDP2 would make the host wait for each reduced gradient
     offload = CPUOffloadPolicy(pin_memory=False)
     device: torch.device = torch.device("cpu")
 
     def connect(self, units: Sequence[HostedUnit], context: CommContext, dims: ParallelDims) -> None:
-        """Read the units, dtypes and counters; see `DeviceStates.connect`."""
+        """Take units, dtypes and the traffic counter from the sharded model; see `DeviceStates.connect`."""
         wire, zero = context.plan, context.zero
         self.num_sums = context.cross.size if wire.reduce is not None and zero.zero_offload_partial_sums else 0
         self.sum_dtype = torch.bfloat16 if zero.zero_accumulate_in_bf16 else torch.float32
         self.shards, self.dtype = [unit.states for unit in units], context.precision.param_dtype
         self.timeline, self._counter = dims.timeline, dims.counter
-        self._overlap = context.overlap_gather  # whether updates on a CPU run during the next forward; on CUDA always
-        for shard in self.shards:  # whether gathers read a secondary partition (hpZ) instead of the shards
+        self._overlap = context.overlap_gather  # True if updates on a CPU run in a thread; on CUDA they always overlap
+        for shard in self.shards:
             shard.keeps_copy = wire.gather is not None and wire.gather.keep and shard.unit.num_shards > 1
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory that the states take."""
+        """The bytes of host memory that this rank needs for weights, gradients, moments and partial sums."""
         per_element = 4 * STATES + self.num_sums * self.sum_dtype.itemsize
         return sum(shard.size * (per_element if shard.unit.trained else 4) for shard in self.shards)
 
     def allocate(self, model: nn.Module, device: torch.device, world: MeshAxis) -> None:
-        """Allocate the states in host memory, and the model's buffers on the device, which never holds the shards."""
+        """Allocate the training states in host memory, and the model's buffers on `device`.
+
+        The fp32 shards never are on the device. See `DeviceStates.allocate` for the arguments.
+        """
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         raise_on_all_ranks(world, functools.partial(self.allocate_states, device, num_local=num_local))
         for module in model.modules():
@@ -112,15 +121,15 @@ class HostMemory(DeviceStates):
                 module._buffers[name] = torch.empty_like(buffer, device=device)
 
     def allocate_states(self, device: torch.device, *, num_local: int = 1) -> None:
-        """Allocate all states, as zeros, and make the model's sharded parameters views of them.
+        """Allocate weights, gradients and moments as zeros in host memory, and make parameters views of the weights.
 
         Args:
             device: device that computes.
-            num_local: number of ranks on this machine, each of which takes about as much memory.
+            num_local: number of ranks on this machine, each of which needs about the same amount of memory.
 
         Raises:
-            ValueError: the machine has too little memory available.
-            OSError: the memory cannot be allocated, or not be registered for copies to the device.
+            ValueError: the machine has too little available memory for all its ranks.
+            OSError: the memory cannot be allocated, or CUDA cannot register it for asynchronous copies.
         """
         wanted, available = num_local * self.num_bytes, available_bytes()
         if wanted > available:
@@ -138,15 +147,16 @@ class HostMemory(DeviceStates):
             shard.allocate(self)
 
     def _new_queue(self) -> CommQueue:
-        """Return a queue for updates."""
+        """Return a queue in which the updates of one slot run: a CUDA stream, a thread, or at once in the caller."""
         if self.device.type == "cuda":
             return StreamQueue()
         return ThreadQueue(HOST, self.timeline) if self._overlap else CommQueue()
 
     def new_buffers(self, count: int, size: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-        """Return flat buffers [size] of zeros in host memory, which CUDA can copy asynchronously.
+        """Return `count` tensors [size] of zeros in host memory, which CUDA can copy asynchronously.
 
-        torch's allocator of pinned memory would round sizes up to powers of two.
+        On CUDA this function registers ordinary memory, because torch's allocator of pinned memory would round each
+        size up to a power of two.
         """
         if self.device.type != "cuda":
             return [torch.zeros(size, dtype=dtype, device="cpu") for _ in range(count)]
@@ -154,42 +164,54 @@ class HostMemory(DeviceStates):
         mapping = mmap.mmap(-1, count * num_bytes)
         buffers = [torch.frombuffer(mapping, dtype=dtype, count=size, offset=i * num_bytes) for i in range(count)]
         for buffer in buffers:
-            buffer.zero_()  # this rank touches the pages, so that they are near its cores
+            buffer.zero_()  # the first write by this rank makes Linux place the pages near the rank's cores
         error = torch.cuda.cudart().cudaHostRegister(buffers[0].data_ptr(), count * num_bytes, 0)
         if int(error) != 0:
-            raise OSError(f"CUDA cannot register {count * num_bytes} bytes of host memory: error {int(error)}")
+            raise OSError(
+                f"--optimizer-cpu-offload: CUDA cannot register {count * num_bytes} bytes of host memory for copies to "
+                f"the device (CUDA error {int(error)}): raise the limit of locked memory, or free memory"
+            )
         return buffers
 
     def upload(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy a host tensor to the device, into `onto` if it is given. Without CUDA the result may be `x` itself."""
+        """Copy the host tensor `x` to the device, and return the copy; count the bytes.
+
+        Args:
+            x: tensor in host memory.
+            onto: tensor on the device for the copy; None allocates the copy. On a CPU the result may then be `x`.
+        """
         self._counter.add(PCIE, HOST, UPLOAD, x.nbytes)
         return x.to(self.device, non_blocking=True) if onto is None else onto.copy_(x, non_blocking=True)
 
     def download(self, x: torch.Tensor, onto: torch.Tensor) -> None:
-        """Copy a device tensor into a host tensor."""
+        """Copy the device tensor `x` into the host tensor `onto`, asynchronously on CUDA, and count the bytes."""
         self._counter.add(PCIE, HOST, DOWNLOAD, x.nbytes)
         onto.copy_(x, non_blocking=True)
 
     def submit(self, task: Callable[[torch.Tensor], None]) -> Work[None]:
-        """Queue a task, which gets a slot [4, n] of device memory that no other task uses meanwhile."""
+        """Queue `task`, the update of a unit, which gets a slot [4, n] of device memory for itself.
+
+        The two slots are used in turn, and each slot has a queue of its own.
+        """
         self._slots.append(self._slots.pop(0))
         rows, queue = self._slots[-1]
         return queue.submit(functools.partial(task, rows))
 
     def take_sum_slot(self) -> SumSlot:
-        """Return the least recently used slot for partial sums; wait for its `used_by` before writing to it."""
+        """Return the least recently used slot for partial sums; the caller must wait for `used_by` before writing."""
         self._sum_slots.append(self._sum_slots.pop(0))
         return self._sum_slots[-1]
 
     def begin_step(self) -> None:
-        """Forget the gradients of the last step; see `DeviceStates.begin_step`."""
+        """Mark the gradients of the last training step as outdated; see `DeviceStates.begin_step`."""
         for shard in self.shards:
             shard.has_sum = False
 
     def norms(self, tp: MeshAxis) -> dict[str, torch.Tensor]:
-        """Complete the step's gradients, and return the L2 norm of this rank's shard of each, fp32 scalars by name.
+        """Complete the step's gradients, and return the L2 norm of this rank's shard of each gradient.
 
-        Call it after the last backward of a step, on all ranks. It sums the gradients in `partial` over `tp`.
+        Call this method on all ranks after the last backward of a step. It sums the gradients of the parameters in
+        `partial` over `tp`. The norms are fp32 scalars on the device, by parameter name.
         """
         found, late = dict[str, torch.Tensor](), list[tuple[str, torch.Tensor, torch.Tensor]]()
         for shard in self.shards:
@@ -206,7 +228,7 @@ class HostMemory(DeviceStates):
         return found
 
     def settle(self) -> None:
-        """Wait until the updates are complete; on CUDA the host waits."""
+        """Wait until all updates are complete and in host memory. On CUDA the host waits for the device."""
         for shard in self.shards:
             shard.updated.wait()
         if self.device.type == "cuda":
@@ -214,26 +236,28 @@ class HostMemory(DeviceStates):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make the working shards equal to the weights, after a write to the weights."""
+        """Copy the weights in host memory to the 16-bit working shards on the device, after a write to the weights."""
         for shard in self.shards:
             if shard.working is not None:
                 shard.working.copy_(shard.read())
 
 
 class HostShard:
-    """The states of one unit in host memory.
+    """The fp32 weights, gradients and moments of one sharding unit in host memory (--optimizer-cpu-offload).
 
     Attributes:
         unit: the sharding unit.
-        size: number of elements of the flat shard, S.
-        keeps_copy: whether gathers read a secondary partition (hpZ) instead of the shard.
-        working: [S] the weights in the dtype of gathers, on the device; None if `keeps_copy`.
-        updated: the work of the last update.
-        has_sum: whether this step has gradients.
-        norms: norms of this step's gradients by parameter name.
-        late: gradients in `HostMemory.partial` as (name, values on the device, place in host memory).
-        gradients: [S] fp32, the gradients of the step in host memory, for the trained parameters.
-        partial_sums: [N S] partial sums of gradients in host memory; with --zero-offload-partial-sums only.
+        size: number of elements of the unit's flat shard, S.
+        keeps_copy: True if gathers read a secondary partition (hpZ) instead of the shard.
+        working: [S] working shard: the weights in the dtype of gathers, on the device; None if `keeps_copy`.
+        updated: task of the last optimizer update of the unit; a finished task before the first update.
+        has_sum: True if `gradients` has gradients of the current training step.
+        norms: L2 norm of each gradient of the current step, by parameter name; set at the end of the last backward.
+        late: gradients of parameters in `HostMemory.partial`, which `HostMemory.norms` sums over tensor-parallel ranks.
+            Each entry is (parameter name, values on the device, view of `gradients` for the sum).
+        gradients: [S] fp32 gradients of the current step in host memory. Those of the trained parameters come first.
+        partial_sums: [N S] partial sums of gradients over N nodes, in host memory; only with
+            --zero-offload-partial-sums.
     """
 
     gradients: torch.Tensor
@@ -250,7 +274,7 @@ class HostShard:
 
     @torch.no_grad()
     def allocate(self, memory: HostMemory) -> None:
-        """Allocate the states, and replace FSDP2's sharded parameters by views of the weights."""
+        """Allocate the unit's states in host memory, and replace FSDP2's sharded parameters by views of the weights."""
         self.memory, self._trained = memory, self.unit.trained
         if self._trained:
             self.gradients, weights, *self.moments = memory.new_buffers(STATES, self.size)
@@ -258,7 +282,7 @@ class HostShard:
             (weights,) = memory.new_buffers(1, self.size)
         if self._trained and memory.num_sums:
             (self.partial_sums,) = memory.new_buffers(1, memory.num_sums * self.size, memory.sum_dtype)
-        self._weights = weights.data  # with a separate version counter
+        self._weights = weights.data  # updates write through this tensor: its version counter is separate
         if not self.keeps_copy:
             self.working = torch.zeros(self.size, dtype=memory.dtype, device=memory.device)
         self._placeholder = torch.zeros(1, dtype=memory.dtype, device=memory.device)
@@ -272,7 +296,10 @@ class HostShard:
             p.read_input = functools.partial(self._input_of, index)
 
     def _input_of(self, index: int) -> torch.Tensor:
-        """Return FSDP2's input of the all-gather for a parameter."""
+        """Return the tensor that FSDP2 concatenates as its all-gather's input for the unit's parameter `index`.
+
+        With a secondary partition it is a placeholder, which is never read.
+        """
         segment = self.unit.segments[index]
         if self.working is None:
             return self._placeholder.expand(segment.size)
@@ -280,17 +307,20 @@ class HostShard:
         return self.working[segment.start : segment.stop]
 
     def read(self) -> torch.Tensor:
-        """Return the flat shard [S] in the dtype of gathers, on the device; any queue may call it."""
+        """Upload the weights, and return them as a flat shard [S] in the dtype of gathers; any queue may call this.
+
+        The method waits for the last update of the weights.
+        """
         self.updated.join()
         return self.memory.upload(self._weights).to(self.memory.dtype)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The trained parameters, sharded."""
+        """The unit's trained parameters, as sharded DTensors that share memory with the weights."""
         return [self.unit.fsdp_parameters[index].sharded_param for index in self._trained]
 
     def views(self, flat: torch.Tensor) -> list[DTensor]:
-        """Return views of a host buffer [S] for the trained parameters, sharded like them."""
+        """Return views of a host buffer `flat` [S], one DTensor per trained parameter, sharded like the parameter."""
         found = []
         for index in self._trained:
             p, start = self.unit.fsdp_parameters[index], self.unit.segments[index].start
@@ -301,30 +331,36 @@ class HostShard:
     # ---- gradients -------------------------------------------------------------------------------------------------
 
     def take(self, total: torch.Tensor, *, last: bool) -> torch.Tensor:
-        """Add a sum of gradients to the step's; the queue that has computed the sum calls it.
+        """Add reduced gradients to those of the current training step in host memory.
+
+        The queue that has computed the sum over ranks calls this method.
 
         Args:
-            total: [S'] on the device, for the trained parameters.
-            last: whether this completes the gradients of the step.
+            total: [S'] flat shard on the device with the reduced gradients of the trained parameters.
+            last: True if the step's gradients are complete with `total`.
         Returns:
-            The norm of each parameter's gradient, followed by the gradients in `HostMemory.partial`; empty unless
-            `last`.
+            A 1-D tensor with the norm of each trained parameter's gradient, followed by the gradients of the parameters
+            in `HostMemory.partial`. It is empty unless `last`.
         """
         memory, buffer = self.memory, self.gradients[: len(total)]
-        self.updated.join()  # the last update reads the buffer
+        self.updated.join()  # the last update reads `buffer`, so it must end before this method writes to `buffer`
         total = total.float()
         if self.has_sum:
-            total = memory.upload(buffer).add_(total)  # as FSDP2 adds to `.grad`
+            total = memory.upload(buffer).add_(total)  # in the order of operands in which FSDP2 adds to `.grad`
         self.has_sum = True
         memory.download(total, buffer)
         if not last:
-            return total.new_empty(0)  # a view would keep the sum
+            return total.new_empty(0)  # a view of `total` would keep its memory allocated
         parts = self._split(total)
         norms = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32))
         return torch.cat([norms, *[parts[place] for place in self._partial_places]])
 
     def finish(self, taken: Work[torch.Tensor]) -> None:
-        """Store the results of a `take`, if it completed the gradients; the backward calls it at its end."""
+        """Store the norms and partial gradients that `take` has returned; the schedule calls this after a backward.
+
+        Args:
+            taken: task of a call of `take`. If that call did not complete the step's gradients, nothing is stored.
+        """
         results, names = taken.join(), [self.unit.parameters[index].name for index in self._trained]
         if not len(results):
             return
@@ -338,12 +374,15 @@ class HostShard:
 
     @property
     def _partial_places(self) -> list[int]:
-        """The places in `_trained` of the parameters in `HostMemory.partial`."""
+        """The indices in `_trained` of the parameters whose gradient is partial on each tensor-parallel rank."""
         partial, parameters = self.memory.partial, self.unit.parameters
         return [place for place, index in enumerate(self._trained) if parameters[index].name in partial]
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the part of each trained parameter in a flat shard [S'] of gradients, without padding."""
+        """Split a flat shard [S'] of gradients into one view per trained parameter, without padding.
+
+        The flat shard has only the gradients of trained parameters.
+        """
         parts = zip(self._trained, self.unit.segments_of(self._trained), strict=True)
         parameters = self.unit.fsdp_parameters
         return [flat[s.start : s.start + parameters[i].sharded_param._local_tensor.numel()] for i, s in parts]
@@ -351,14 +390,15 @@ class HostShard:
     # ---- update ----------------------------------------------------------------------------------------------------
 
     def update(self, apply: Callable[[Staged], None]) -> None:
-        """Queue an update of the trained parameters.
+        """Queue an optimizer update of the unit's trained parameters.
 
         Args:
-            apply: changes weights and moments in place. It runs in a queue, on CUDA on another stream.
+            apply: function that updates the uploaded weights and moments in place. A queue calls it, on CUDA on a
+                separate stream.
         """
 
         def run(slot: torch.Tensor) -> None:
-            """Upload the states, apply the update, and download the changed ones."""
+            """Upload the unit's states into `slot` [4, n], update them, and download weights and moments."""
             memory, states = self.memory, (self._weights, self.gradients, *self.moments)
             with memory.timeline.span(HOST, f"update {self.unit.name}"):
                 rows = [memory.upload(state, row[: self.size]) for state, row in zip(states, slot, strict=True)]
@@ -373,7 +413,7 @@ class HostShard:
         self.updated = self.memory.submit(run)
 
     def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the part of each trained parameter in a flat shard [S], without padding."""
+        """Split a flat shard [S] of weights or moments into one view per trained parameter, without padding."""
         parameters, segments = self.unit.fsdp_parameters, self.unit.segments
         sizes = {index: parameters[index].sharded_param._local_tensor.numel() for index in self._trained}
         return [flat[segments[index].start :][:size] for index, size in sizes.items()]
@@ -381,21 +421,21 @@ class HostShard:
 
 @dataclass(frozen=True, kw_only=True)
 class HostedUnit(Unit):
-    """A sharding unit whose states are in host memory."""
+    """A sharding unit whose weights, gradients and moments are in host memory (--optimizer-cpu-offload)."""
 
     @functools.cached_property
     def states(self) -> HostShard:
-        """The unit's states."""
+        """The weights, gradients and moments of the unit in host memory."""
         return HostShard(self)
 
     @property
     def fsdp_parameters(self) -> list[Any]:
-        """FSDP2's private objects of the unit's parameters."""
+        """FSDP2's private objects (`FSDPParam`) of the unit's parameters."""
         return self._group.fsdp_params
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
-        """Return a context in which FSDP2 only accumulates gradients, in the dtype of reductions."""
+        """Return a context in which FSDP2 accumulates the unit's gradients in the reduction dtype, without reducing."""
         before, self._group.reduce_grads = self._group.reduce_grads, False
         try:
             yield
@@ -403,7 +443,7 @@ class HostedUnit(Unit):
             self._group.reduce_grads = before
 
     def pop_gradients(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """Return the whole gradients of the parameters `indices` that are not reduced yet, and clear them."""
+        """Return the unreduced, unsharded gradients of the parameters with these indices, and clear them in FSDP2."""
         found = []
         for p in [self.fsdp_parameters[index] for index in indices]:
             in_grad = isinstance(getattr(type(p), "unsharded_accumulated_grad", None), property)  # since torch 2.15
@@ -416,21 +456,24 @@ class HostedUnit(Unit):
         return found
 
     def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
-        """Return a function that builds this rank's flat shard [S] on the device; see `Unit.shard_reader`."""
+        """Return a function that uploads this rank's flat shard [S] to the device; see `Unit.shard_reader`."""
         return self.states.read if self.is_sharded else None
 
     def input_reader(self, given: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function that returns the flat shard; see `Unit.input_reader`. FSDP2's may be a placeholder."""
+        """Return a function that returns this rank's flat shard [S]; see `Unit.input_reader`.
+
+        With a secondary partition, `given` is a placeholder, so the function uploads the weights instead.
+        """
         return self.states.read if self.states.keeps_copy else super().input_reader(given)
 
     def check_shard_reader(self, expected: torch.Tensor) -> None:
-        """Do nothing if FSDP2's input is a placeholder; see `Unit.check_shard_reader`."""
+        """Check `shard_reader` unless `expected` is a placeholder, as with hpZ; see `Unit.check_shard_reader`."""
         if not self.states.keeps_copy:
             super().check_shard_reader(expected)
 
 
 class HostedParameter(FSDPParam):
-    """FSDP2's parameter whose input of the all-gather is on the device although its shard is in host memory."""
+    """FSDP2's private object of a parameter, with an all-gather input on the device and a shard in host memory."""
 
     read_input: Callable[[], torch.Tensor]
 

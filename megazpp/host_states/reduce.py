@@ -1,7 +1,8 @@
-"""Reductions whose sums go to host memory (--optimizer-cpu-offload); see memory.py.
+"""Reduce-scatters whose reduced gradients go to host memory (--optimizer-cpu-offload); see memory.py.
 
-The task that computes a sum also moves it to host memory and frees it on the device, so that the sums of units do not
-pile up there. With --zero-offload-partial-sums the sums that wait for the hop across nodes are moved too.
+The task that reduces a unit's gradients also moves the result to host memory and frees it on the device, so that the
+device never holds the reduced gradients of many units. With --zero-offload-partial-sums, the partial sums that wait
+for the hop across nodes are moved too.
 """
 
 from __future__ import annotations
@@ -22,41 +23,48 @@ from megazpp.zero.wire import Codec
 
 
 class HostedReduce(SummingReduce):
-    """The base class of reductions whose sums go to host memory.
+    """The base class of reduce-scatters whose reduced gradients go to host memory (--optimizer-cpu-offload).
 
-    FSDP2 gets the host's buffer as its output, because it would copy another output to the host, and it leaves no
-    `.grad`. In each step all trained parameters of a unit must have gradients, or none.
+    FSDP2 gets the host buffer of the unit's gradients as its output tensor, because it would copy any other output to
+    the host itself. The `.grad` that FSDP2 then sets is cleared. In each step, either all trained parameters of a unit
+    must have gradients, or none.
     """
 
     unit: HostedUnit
 
     def begin(self) -> None:
-        """Record the parameters of this reduction."""
+        """Record the parameters of this reduction, and check that no trained parameter of the unit lacks a gradient."""
         super().begin()
         missing = [self.unit.parameters[index].name for index in self.unit.trained if index not in self.reduced]
-        assert not self.reduced or not missing, f"--optimizer-cpu-offload: no gradients of {', '.join(missing)}"
+        assert not self.reduced or not missing, (
+            f"--optimizer-cpu-offload requires gradients of all trained parameters of a unit, but {', '.join(missing)} "
+            "have none"
+        )
         self._allocates_input = True
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return FSDP2's input on the device, and at the next call its output, which is the host's buffer."""
+        """Return FSDP2's input tensor on the device, and at the second call of a reduction its output tensor.
+
+        The output tensor is the host buffer of the unit's gradients.
+        """
         if self._allocates_input:
             self._allocates_input = False
             return super().allocate(size, dtype=dtype, device=device)
         return self.unit.states.gradients[: math.prod(size)]
 
     def reduce(self, gradients: torch.Tensor, output: torch.Tensor) -> None:
-        """Start the reduction, which also moves its result to host memory."""
+        """Start the reduction of `gradients` [W n], which also moves its result to host memory."""
         work = self.start(gradients, output)
-        self._waits = True  # `.grad` is cleared, because FSDP2 would add the buffer to itself next time
+        self._waits = True  # makes `post_backward` clear `.grad`: FSDP2 would add the host buffer to itself next time
         if work is not None:
             self._schedule.finish_later(work, functools.partial(self.unit.states.finish, work))
 
 
 class HostedRingReduce(HostedReduce, CountedReduce):
-    """A reduce-scatter in one hop whose sums go to host memory."""
+    """The reduce-scatter of a unit's gradients in one hop, whose result goes to host memory."""
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor]:
-        """Start the reduce-scatter; see `SummingReduce.start`. The task frees the sum on the device."""
+        """Start the reduce-scatter, and the move of its result to host memory; see `SummingReduce.start`."""
         last = self._last_micro_batch
 
         def reduce() -> torch.Tensor:
@@ -68,18 +76,22 @@ class HostedRingReduce(HostedReduce, CountedReduce):
 
 
 class HostedSum(HostedReduce):
-    """The gradients of a unit on one rank, which go to host memory.
+    """The move to host memory of the gradients of a unit that is not sharded, because its mesh has one rank.
 
-    FSDP2 would copy them there itself, and make the host wait for each copy.
+    FSDP2 would copy these gradients to the host itself, and make the host wait for each copy.
     """
 
     def __init__(self, unit: HostedUnit, context: CommContext) -> None:
         super().__init__(unit, context)
-        # on CUDA the copies run beside the compute, whose streams wait in `ReduceSchedule.sent`
+        # On CUDA the copies always run in the queue of the shard axis, which overlaps them with the compute. The
+        # context's queue would run them at once if no overlap is configured.
         self._queue = context.shard_queue if context.shard.queue.blocks_host else context.shard.queue
 
     def post_backward(self, *given: Any) -> None:
-        """Let FSDP2 only convert and accumulate the unit's gradients, and move them to host memory."""
+        """Let FSDP2 convert and accumulate the unit's gradients, and start to move them to host memory.
+
+        FSDP2 calls this method after the unit's backward, see `SummingReduce.post_backward`.
+        """
         with self.unit.without_reduction():
             self._fsdp2_post_backward(*given)
         self.begin()
@@ -88,7 +100,7 @@ class HostedSum(HostedReduce):
             self(gradients, gradients, None, dist.ReduceOp.SUM)  # type: ignore[arg-type]
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor]:
-        """Start the move to host memory; see `SummingReduce.start`."""
+        """Start the move of `gradients` to host memory; see `SummingReduce.start`."""
         take = functools.partial(self.unit.states.take, gradients, last=self._last_micro_batch)
         work = self._queue.submit(take)
         self._schedule.sent(work)
@@ -96,26 +108,37 @@ class HostedSum(HostedReduce):
 
 
 class HostedTwoHopReduce(HostedReduce, TwoHopReduce):
-    """A reduce-scatter in two hops whose sums go to host memory, and with the flag also its partial sums."""
+    """The reduce-scatter of a unit's gradients in two hops, whose result goes to host memory.
+
+    With --zero-offload-partial-sums, partial sums that wait for the hop across nodes go to host memory too.
+    """
 
     def __init__(self, unit: HostedUnit, context: CommContext) -> None:
         super().__init__(unit, context)
         self._slot: SumSlot | None = None
-        self._sums_wait = False  # whether partial sums of earlier micro-batches are in host memory
+        self._sums_wait = False  # True if partial sums of the step's earlier micro-batches are in host memory
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
-        """Start the hops; see `SummingReduce.start`. A slot bounds the partial sums that wait on a slow network."""
+        """Start the hops; see `SummingReduce.start`.
+
+        With --zero-offload-partial-sums, partial sums use one of two slots of device memory. So at most two units have
+        partial sums on the device, even if the network between nodes is slow.
+        """
         slot = None
         if self.unit.states.memory.num_sums:
             slot = self.unit.states.memory.take_sum_slot()
-            self._slot = dataclasses.replace(slot)  # the task waits for the use of the slot before this one
+            self._slot = dataclasses.replace(slot)  # a copy, so that the task waits for the slot's previous use
         work = super().start(gradients, result)
         if work is not None and slot is not None:
             slot.used_by = work
         return work
 
     def _hop_inside(self, gradients: torch.Tensor, codec: Codec, *, keep: bool) -> torch.Tensor:
-        """Run the intra-node hop with partial sums from host memory, and move them back if `keep`."""
+        """Run the intra-node hop; see `TwoHopReduce._hop_inside`.
+
+        With --zero-offload-partial-sums, upload the partial sums of earlier micro-batches first. With `keep`, move the
+        new partial sums to host memory, and return an empty tensor.
+        """
         if self._slot is None:
             return super()._hop_inside(gradients, codec, keep=keep)
         memory, count = self.unit.states.memory, self._cross.size * codec.layout.size
@@ -130,6 +153,6 @@ class HostedTwoHopReduce(HostedReduce, TwoHopReduce):
         return sums.new_empty(0) if keep else sums
 
     def _hop_across(self, inside: Work[torch.Tensor], codec: Codec, result: torch.Tensor) -> torch.Tensor:
-        """Run the cross-node hop and move the sum to host memory; the task frees the sum on the device."""
+        """Run the cross-node hop, and move the reduced gradients to host memory by `HostShard.take`."""
         total = torch.empty(codec.layout.size, dtype=self._dtype, device=inside.join().device)
         return self.unit.states.take(super()._hop_across(inside, codec, total), last=self._last_micro_batch)

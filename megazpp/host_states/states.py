@@ -1,4 +1,4 @@
-"""The states in host memory, with the reductions and the optimizer that use them."""
+"""`HostStates`: training states in host memory, with the reduce-scatters and the optimizer that use this memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megazpp.host_states.reduce import HostedRingReduce, HostedSum, HostedTwoHop
 
 
 class HostStates(HostMemory):
-    """Fp32 weights, moments and gradients in host memory; see memory.py."""
+    """The fp32 weights, moments and gradients of a run in host memory (--optimizer-cpu-offload); see memory.py."""
 
     unit, reduce, two_hop_reduce, lone_reduce = HostedUnit, HostedRingReduce, HostedTwoHopReduce, HostedSum
 
     def adamw(self, groups: list[dict[str, Any]], **settings: Any) -> HostedAdamW:
-        """Build AdamW for these parameter groups; see `DeviceStates.adamw`."""
+        """Return AdamW for these parameter groups, whose moments are in host memory; see `DeviceStates.adamw`."""
         return HostedAdamW(groups, self, **settings)
