@@ -1,1 +1,1 @@
-"""DiLoCo: replica groups of nodes train with local steps and synchronize every H steps."""
+"""DiLoCo: replica groups of nodes train without communication between groups, and synchronize weights every H steps."""

@@ -1,6 +1,7 @@
-"""Flags of DiLoCo (local steps in replica groups), and the plan that a run derives from them.
+"""The flags of DiLoCo, and `DilocoPlan`: these flags with all defaults resolved for a run.
 
-A replica group is one or several nodes with their own copy of the model.
+In DiLoCo, replica groups train with local steps and synchronize their weights from time to time. A replica group is one
+or several nodes with their own copy of the model.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from megazpp.zero.plan import DIFFERENCE_BLOCK, GRADIENT_BLOCK, block_format
 
 T = TypeVar("T")
 
-RUN_DEPENDENT = ("diloco_outer_lr", "diloco_outer_momentum")  # flags whose defaults depend on the run
-# The default is outer momentum if a run has at least FEWEST synchronizations, and at least SHORTEST steps between two.
+RUN_DEPENDENT = ("diloco_outer_lr", "diloco_outer_momentum")  # fields whose defaults depend on the length of the run
+# By default, the outer optimizer has momentum if the run plans at least FEWEST synchronizations, with at least SHORTEST
+# training steps between two synchronizations.
 FEWEST, SHORTEST = 200, 10
 
 
@@ -32,8 +34,9 @@ class DilocoConfig(FeatureConfig):
     Local steps in replica groups, for links that are too slow for a synchronization per step. This is another
     algorithm than data-parallel training.
 
-    A replica group is one or several nodes that train as usual. Every --diloco-steps steps the groups synchronize their
-    weights, of which checkpoints consist. Validation uses the copy of them that each group has received.
+    A replica group is one or several nodes that train as usual. Every --diloco-steps steps the groups synchronize: the
+    outer optimizer updates the outer weights. Checkpoints store the outer weights. Validation uses the copy of the
+    outer weights that each group has received.
     """
 
     diloco_steps: int | None = flag(None, "steps between two synchronizations of the replica groups; enables DiLoCo")
@@ -57,7 +60,8 @@ class DilocoConfig(FeatureConfig):
     )
     diloco_fragment_update_alpha: float | None = flag(
         None,
-        "share of a replica group's own weights in a merge (default: 0, or 0.5 with --diloco-fragment-sync-delay)",
+        "fraction of a replica group's own weights in a merge with the outer weights (default: 0, or 0.5 with "
+        "--diloco-fragment-sync-delay)",
     )
     diloco_weight_bits: Literal[16, 8, 4] = flag(
         4, "bits per element of the changes of outer weights between replica groups; 16: compute dtype, not quantized"
@@ -73,79 +77,87 @@ class DilocoConfig(FeatureConfig):
         check_below_one(self, "diloco_outer_momentum", "diloco_fragment_update_alpha")
         if self.diloco_replica_groups is not None and self.diloco_replica_groups < 2:
             raise ValueError(
-                f"--diloco-replica-groups {self.diloco_replica_groups}: at least 2 replica groups are needed"
+                f"--diloco-replica-groups {self.diloco_replica_groups} is too small: DiLoCo requires at least 2 "
+                "replica groups; leave the flag out for one group per node"
             )
         steps = self.diloco_steps
         if steps is None:
             return
         delay = self.diloco_fragment_sync_delay
         if delay >= steps:
-            raise ValueError(f"--diloco-fragment-sync-delay {delay} is not less than --diloco-steps {steps}")
+            raise ValueError(
+                f"--diloco-fragment-sync-delay {delay} is not less than --diloco-steps {steps}: a fragment's result "
+                "must be merged before the fragment synchronizes again"
+            )
         if steps % self.diloco_fragments:
-            raise ValueError(f"--diloco-steps {steps} is not divisible by --diloco-fragments {self.diloco_fragments}")
+            raise ValueError(
+                f"--diloco-steps {steps} is not divisible by --diloco-fragments {self.diloco_fragments}: fragments "
+                "must synchronize at equal intervals"
+            )
 
     @property
     def asked(self) -> str:
-        """The flag that enables DiLoCo, with its value; "" without DiLoCo."""
+        """The flag --diloco-steps with its value, for messages to the user; "" if DiLoCo is not enabled."""
         return "" if self.diloco_steps is None else f"--diloco-steps {self.diloco_steps}"
 
     @property
     def distinguishes_nodes(self) -> bool:
-        """True if the flags treat ranks of different nodes differently, as DiLoCo does."""
+        """True if DiLoCo is enabled, so that the run must know which ranks share a node."""
         return bool(self.asked)
 
     @property
     def resumed_fields(self) -> tuple[str, ...]:
-        """The fields that a resumed run keeps: outer learning rate and momentum, if DiLoCo is enabled.
+        """The fields whose values a resumed run takes from the checkpoint: outer learning rate and outer momentum.
 
-        Their defaults depend on the number of planned synchronizations, which may differ in the resumed run.
+        Their defaults depend on the number of planned synchronizations, which may differ in the resumed run. The tuple
+        is empty if DiLoCo is not enabled.
         """
         return RUN_DEPENDENT if self.asked else ()
 
     def number(self, cluster: Cluster) -> int:
-        """Return the number of replica groups on a cluster; 1 without DiLoCo."""
+        """Return the number of replica groups of a run on this cluster; 1 if DiLoCo is not enabled."""
         return (self.diloco_replica_groups or cluster.num_local_domains) if self.asked else 1
 
 
 def diloco_every(steps: int) -> DilocoConfig:
-    """Return the flags of DiLoCo with a synchronization every `steps` steps and defaults otherwise."""
+    """Return the flags of DiLoCo with --diloco-steps `steps` and defaults otherwise."""
     return DilocoConfig(diloco_steps=steps)
 
 
 class DilocoPlan(NamedTuple):
-    """The flags with all defaults resolved, and the block formats of messages (None: not quantized)."""
+    """The flags of DiLoCo with all defaults resolved for a run, and the formats of messages between replica groups."""
 
-    steps: int  # H: steps between two synchronizations of a fragment
-    fragments: int  # parts of the model that synchronize in turn
-    delay: int  # steps between sending a fragment and merging the result
-    merge_alpha: float  # alpha: share of a group's own weights in a merge
-    outer_lr: float  # eta
-    outer_momentum: float  # mu
-    gradients: BlockFormat | None  # block format of outer gradients
-    weights: BlockFormat | None  # block format of the differences of outer weights
-    feedback: bool  # whether rounding errors of outer gradients are fed back
-    tokens: float  # tokens of one replica group between two synchronizations, if the loss mask excludes none
-    notices: tuple[str, ...] = ()  # notes for the log
+    steps: int  # H: training steps between two synchronizations of a fragment
+    fragments: int  # number of fragments, subsets of the model's sharding units that synchronize in turn
+    delay: int  # training steps between sending a fragment's outer gradients and merging the new outer weights
+    merge_alpha: float  # alpha: fraction of a group's own weights in a merge with the outer weights
+    outer_lr: float  # eta: learning rate of the outer optimizer
+    outer_momentum: float  # mu: Nesterov momentum of the outer optimizer; 0 for none
+    gradients: BlockFormat | None  # block format of outer gradients in messages; None: not quantized
+    weights: BlockFormat | None  # block format of changes of outer weights in messages; None: not quantized
+    feedback: bool  # True if quantization errors of outer gradients are added to the next outer gradients
+    tokens: float  # tokens that one replica group trains on in `steps` steps, if the loss mask excludes none
+    notices: tuple[str, ...] = ()  # lines for the log about defaults that depend on the run
 
     def sends_at(self, iteration: int) -> int | None:
-        """Return the fragment whose synchronization starts after `iteration`, or None."""
+        """Return the index of the fragment whose synchronization starts after training step `iteration`; else None."""
         turn, rest = divmod(iteration, self.steps // self.fragments)
         return None if rest else (turn - 1) % self.fragments
 
     def in_fragments(self, units: Sequence[T]) -> list[list[T]]:
-        """Distribute sharding units, in the model's order, round robin over the fragments."""
+        """Return the sharding units of each fragment: units in the order of the model are assigned round robin."""
         return [list(units[part :: self.fragments]) for part in range(self.fragments)]
 
     @property
     def hiding_steps(self) -> int:
-        """Number of steps that can hide a fragment's messages.
+        """The number of training steps with which the messages of one fragment can overlap.
 
-        It is the delay, or the steps until the next fragment's messages if these are fewer.
+        It is the delay, or the number of steps until the next fragment's messages start if that is smaller.
         """
         return min(self.delay, self.steps // self.fragments)
 
     def describe(self) -> str:
-        """Return one line that describes the plan, for the log."""
+        """Return one line for the log: how often and in which formats replica groups synchronize."""
         gradients, weights = (f"int{fmt.bits}" if fmt else "not quantized" for fmt in (self.gradients, self.weights))
         parts = f" in {self.fragments} fragments" if self.fragments > 1 else ""
         late = f", merged {self.delay} steps later with alpha {self.merge_alpha:g}" if self.delay else ""
@@ -156,23 +168,26 @@ class DilocoPlan(NamedTuple):
 
 
 def count_replica_groups(config: DilocoConfig, cluster: Cluster, *, verify_interval: int | None) -> int:
-    """Check the flags against the cluster, and return the number of replica groups.
+    """Return the number of replica groups of a run; check that the flags of DiLoCo fit the cluster.
 
     Args:
-        config: the flags.
+        config: flags of DiLoCo.
         cluster: nodes and ranks of the job.
-        verify_interval: value of --zero-verify-interval.
+        verify_interval: value of --zero-verify-interval; None if the flag is not set.
+    Returns:
+        The number of replica groups; 1 if DiLoCo is not enabled.
     Raises:
-        ValueError: the cluster has one node, the groups do not divide the nodes, or --zero-verify-interval is given.
+        ValueError: DiLoCo is enabled on a single node or with --zero-verify-interval, or the number of groups does not
+            divide the number of nodes.
     """
     if config.asked and cluster.num_local_domains == 1:
         raise ValueError(
-            f"{config.asked} needs at least 2 nodes, and there is 1. To try it on one machine: --emulate-nodes 2"
+            f"{config.asked} requires at least 2 nodes, but there is 1. To try DiLoCo on one machine: --emulate-nodes 2"
         )
     if config.asked and verify_interval is not None:
         raise ValueError(
-            f"--zero-verify-interval {verify_interval} compares weights over all ranks, but with --diloco-steps the "
-            "weights of replica groups differ"
+            f"--zero-verify-interval {verify_interval} compares weights over all ranks, but with {config.asked} the "
+            "weights of replica groups differ: leave one of the two flags out"
         )
     groups, domains = config.number(cluster), cluster.num_local_domains
     if domains % groups:
@@ -187,27 +202,30 @@ def count_replica_groups(config: DilocoConfig, cluster: Cluster, *, verify_inter
 def plan_diloco(
     config: DilocoConfig, zero: ZeroConfig, *, iterations: int, num_layers: int, tokens_per_step: float
 ) -> DilocoPlan | None:
-    """Resolve the flags for a run; None without --diloco-steps.
+    """Return the DiLoCo plan of a run, with all defaults resolved; None if DiLoCo is not enabled.
 
     Args:
-        config: the flags of DiLoCo.
-        zero: the ZeRO flags; --zero-error-feedback also applies to outer gradients.
-        iterations: optimizer steps of the run.
-        num_layers: layers of the model.
-        tokens_per_step: tokens per step of one replica group.
+        config: flags of DiLoCo.
+        zero: flags of ZeRO; --zero-error-feedback also applies to outer gradients.
+        iterations: number of optimizer steps of the run.
+        num_layers: number of layers of the model.
+        tokens_per_step: number of tokens that one replica group trains on per step.
     Raises:
-        ValueError: there are more fragments than layers, or the states are in host memory.
+        ValueError: there are more fragments than layers, or --optimizer-cpu-offload is set.
     """
     steps = config.diloco_steps
     if steps is None:
         return None
     if zero.optimizer_cpu_offload:
-        raise ValueError(f"--optimizer-cpu-offload does not support --diloco-steps {steps}")
+        raise ValueError(f"--optimizer-cpu-offload does not support --diloco-steps {steps}: leave one of them out")
     if config.diloco_fragments > num_layers:
-        raise ValueError(f"--diloco-fragments {config.diloco_fragments} is more than --num-layers {num_layers}")
-    # defaults of the outer optimizer
+        raise ValueError(
+            f"--diloco-fragments {config.diloco_fragments} is more than --num-layers {num_layers}: a fragment needs at "
+            "least one layer"
+        )
+    # ---- defaults of the outer optimizer
     few, short = iterations // steps < FEWEST, steps < SHORTEST
-    plain = few or short  # outer momentum then increased the loss of small models
+    plain = few or short  # no outer momentum, because it increased the loss of small models in these cases
     lr, momentum = config.diloco_outer_lr, config.diloco_outer_momentum
     notices = []
     if plain and momentum is None:

@@ -1,4 +1,4 @@
-"""Registers DiLoCo as an optional feature of pretraining."""
+"""Register DiLoCo as an optional feature of pretraining; the hooks are those of `run/feature.py`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 class Diloco(Feature):
-    """Adds local steps: groups of nodes train independently and synchronize every --diloco-steps steps."""
+    """The feature DiLoCo: replica groups of nodes train independently and synchronize every --diloco-steps steps."""
 
     config = DilocoConfig
 
     def num_replica_groups(self, config: RunConfig, cluster: Cluster) -> int:
-        """Check the flags against the cluster, and return the number of replica groups."""
+        """Return the number of replica groups in this job; see `count_replica_groups` for the checks."""
         flags = config.section(DilocoConfig)
         if config.jobs > 1:
-            return 1  # the other groups are other jobs
+            return 1  # elastic DiLoCo: each replica group is a job of its own
         return count_replica_groups(flags, cluster, verify_interval=config.verify.zero_verify_interval)
 
     def check(self, config: RunConfig, plan: RunPlan) -> DilocoPlan | None:
-        """Return the DiLoCo plan of the run; None without --diloco-steps."""
+        """Return the DiLoCo plan of the run, after checks of the flags; None without --diloco-steps."""
         flags, batches, layout = config.section(DilocoConfig), plan.batches, plan.layout
         assert config.model.num_layers is not None
         assert config.data.seq_length is not None
@@ -39,7 +39,11 @@ class Diloco(Feature):
         )
 
     def attach(self, parts: TrainerParts) -> Attached:
-        """Attach DiLoCo to the trainer: synchronization, checkpoint state, and outer weights for evaluation."""
+        """Return the functions that the trainer calls: to synchronize after steps, and to evaluate the outer weights.
+
+        Replace the checkpoint parts in `parts.states` by those of a DiLoCo run. Without DiLoCo, and for elastic DiLoCo,
+        change nothing.
+        """
         plan, dims, device = parts.plan.of(DilocoPlan), parts.run.dims, parts.run.device
         if plan is None or parts.config.jobs > 1:
             return Attached()
@@ -50,7 +54,7 @@ class Diloco(Feature):
         model, sharding = parts.built
         check_replica_group_memory(sharding.shard_elements, dims, device, plan)
         replica_groups = ReplicaGroups(sharding, dims, plan, parts.config.precision)
-        if device.type == "cuda":  # the CPU's kernels are already compiled
+        if device.type == "cuda":  # only Triton compiles kernels at run time; the kernels for CPUs are C code
             replica_groups.compile_kernels(device)
         parts.states = replica_group_parts(parts.states, replica_groups, model, parts.values)
         parts.flags |= {"diloco_outer_lr": plan.outer_lr, "diloco_outer_momentum": plan.outer_momentum}

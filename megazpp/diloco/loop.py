@@ -1,9 +1,9 @@
-"""Local steps in the training loop: the decisions that replica groups make together, and when.
+"""DiLoCo in the training loop: when replica groups synchronize, and when they make decisions together.
 
-Between two synchronizations, the replica groups of DiLoCo do not communicate. Decisions that concern all ranks (to
-stop, to end the job because of a NaN, to reload a checkpoint) are therefore made after the steps whose synchronization
+Between two synchronizations, the replica groups of DiLoCo do not communicate. Some decisions concern all ranks: to
+stop, to end the job because of a NaN, to reload a checkpoint. They are made after the steps at which a synchronization
 is merged, because the groups wait for each other there anyway. Until then, a group whose step is not finite skips its
-update, and a group that caught a signal continues to train.
+update, and a group that has received a stop signal continues to train.
 """
 
 from __future__ import annotations
@@ -23,39 +23,42 @@ from megazpp.training.step import LaunchedStep
 
 
 class LocalSteps:
-    """Synchronizes the replica groups after steps; every rank calls `after_step` after every step.
+    """The synchronization of DiLoCo's replica groups in the training loop.
 
     Args:
-        replica_groups: the outer weights and their synchronization.
-        objective: the language model's loss, which counts the tokens of each step.
-        guard: decides whether steps are taken, and ends the job or reloads a checkpoint.
+        replica_groups: outer weights of the model, and their synchronizations.
+        objective: loss of language modeling, which counts the tokens of each step.
+        guard: check of each step for a NaN, an Inf or a loss spike, which ends the job or reloads a checkpoint.
         dims: mesh axes of the job.
     """
 
     def __init__(self, replica_groups: ReplicaGroups, objective: Objective, guard: Guard, dims: ParallelDims) -> None:
-        assert isinstance(objective, LanguageModelLoss), "others are refused by check_post_training"
+        assert isinstance(objective, LanguageModelLoss), "DiLoCo supports only language modeling: check_post_training"
         self.replica_groups, self._objective, self._guard, self._dims = replica_groups, objective, guard, dims
-        self._losses, self._steps = torch.zeros(()), 0  # summed losses and steps since the last synchronization
+        # Sum of this group's losses, and number of its steps, since replica groups last waited for each other
+        self._losses, self._steps = torch.zeros(()), 0
 
     def after_step(
         self, launched: LaunchedStep, progress: TrainingProgress, last: bool
     ) -> tuple[TrainingProgress, bool]:
-        """Merge and start the synchronizations that are due after a step.
+        """Start and merge the synchronizations of DiLoCo that are due after a training step; every rank calls this.
 
         Args:
-            launched: the step.
-            progress: progress after the step.
+            launched: training step that was launched last.
+            progress: iteration and samples after this step.
             last: True for the run's last step, after which all fragments synchronize.
         Returns:
-            the progress, and True if all replica groups have waited for each other.
+            `progress`, and True if all replica groups have waited for each other. At such a step, the caller may make
+            decisions for all ranks.
         Raises:
-            NotFiniteError: a step of some group since the last synchronization was not finite; raised on all ranks.
+            NotFiniteError: the loss or a gradient of some group was NaN or Inf since groups last waited for each other.
+                All ranks raise this error.
         """
         replica_groups, iteration = self.replica_groups, progress.iteration
         replica_groups.count(self._objective.tokens)
         self._losses, self._steps = launched.loss + self._losses.to(launched.loss.device), self._steps + 1
         meets = last or replica_groups.meets_at(iteration)
-        if meets:  # combine the decisions and losses of all groups
+        if meets:  # all groups wait for each other here: exchange losses, and counts of steps that were not finite
             launched.check()
             world = self._dims.world
             known = torch.tensor([*self._guard.found, 0.0], dtype=torch.float64)
@@ -74,32 +77,35 @@ class LocalSteps:
 
 
 def check_replica_group_memory(shard_elements: int, dims: ParallelDims, device: torch.device, plan: DilocoPlan) -> None:
-    """Check that a GPU's memory can hold the state of a replica group's model; a CPU's memory is not checked.
+    """Check that this rank's GPU can hold its shard of a replica group's training states and outer states.
+
+    A CPU's memory is not checked.
 
     Args:
-        shard_elements: elements of the model's weights on this rank.
+        shard_elements: number of elements of the model's weights on this rank.
         dims: mesh axes of the job.
         device: device of this rank.
-        plan: the DiLoCo plan.
+        plan: DiLoCo plan of the run.
     Raises:
-        ValueError: the state needs more memory than the GPU has.
+        ValueError: the states need more memory than the GPU has.
     """
     available = device_bytes(device)
     if available is None:
         return
-    # bytes per element: fp32 weights, gradients and two moments; R; error feedback; this group's part of outer states
+    # Bytes per weight on this rank: 16 for fp32 weight, gradient and two moments, 4 for the received outer weight, and
+    # 1 for error feedback. Outer weight and momentum take 8 bytes, or 4 without momentum, split over the groups.
     feedback = 1 if plan.feedback and plan.gradients is not None else 0
     each = 16 + 4 + feedback + (8 if plan.outer_momentum else 4) / dims.replica_group.size
     needed = round(shard_elements * each)
     if needed > available:
         ranks = dims.shard.size * dims.tp.size
         raise ValueError(
-            f"--diloco-steps {plan.steps}: each of the {dims.replica_group.size} replica groups has a whole model on "
-            f"its {ranks} ranks, whose states take {needed / GIGA:.1f} GB of a rank's {available / GIGA:.1f} GB; use "
-            "fewer --diloco-replica-groups, so that each group has more ranks"
+            f"--diloco-steps {plan.steps}: each of the {dims.replica_group.size} replica groups has a complete model "
+            f"on its {ranks} ranks, whose states need {needed / GIGA:.1f} GB per rank, but a GPU has "
+            f"{available / GIGA:.1f} GB: use fewer --diloco-replica-groups, so that each group has more ranks"
         )
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Return the memory of a GPU in bytes; None for a CPU, whose memory is shared by several ranks."""
+    """Return the total memory of a GPU in bytes; None for a CPU, whose memory several ranks share."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

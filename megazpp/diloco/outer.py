@@ -1,25 +1,27 @@
-"""DiLoCo: local steps in replica groups, which synchronize every H steps over the hops between nodes.
+"""DiLoCo: replica groups train with local steps, and synchronize their weights every H steps between nodes.
 
-A replica group is a part of the cluster with its own sharded copy of the model. Inside it every step is an FSDP2 or
-ZeRO++ step. Between groups there is no communication, except for synchronizations. R is the common copy of the outer
-weights in fp32, bit-identical in all groups. A sharding unit of fragment p synchronizes once in every H steps:
+A replica group is one or several nodes with their own sharded copy of the model. Inside a group every step is an FSDP2
+or ZeRO++ step. Groups communicate only in synchronizations. R is the common copy of the outer weights in fp32,
+bit-identical in all groups. "inner" are the weights that a group trains. A sharding unit synchronizes once in every H
+steps:
 
     delta  = R - inner                            on the group's shard
     D      = mean of delta over groups            4-bit blocks with error feedback, sent to the owner of an outer shard
     m      = mu m + D;  outer -= eta (D + mu m)   Nesterov, fp32, on the owner
-    R     += outer - R                            4-bit blocks, gathered over groups (differences of zero/secondary.py)
-    inner  = alpha inner + (1 - alpha) R          `delay` steps later; inner moments are kept
+    R     += outer - R                            4-bit blocks, gathered over groups (weight deltas, zero/secondary.py)
+    inner  = alpha inner + (1 - alpha) R          `delay` steps later; moments of the inner optimizer do not change
 
 The communication starts after the step of the synchronization and overlaps the next `delay` steps. The mean is weighted
-by the tokens that each group has processed. Outer weights and momentum are sharded over all ranks of all groups. Each
-rank owns the part of its shard that its group's index selects, so the communication of a unit is one reduction and one
-gather, as in the cross hops of gather.py and reduce.py:
+by the tokens that each group has trained on. Outer weights and momentum are sharded over all ranks of all groups. Each
+rank owns one of G ranges of its shard; the index of its group selects the range. So a unit needs one reduction and one
+gather between groups, as in the cross-node hops of zero/gather.py and zero/reduce.py:
 
     delta [G, S] --pack--> all-to-all, sum over G --> D [S] --> outer [S] --pack--> all-gather --> R [G, S]
 
-G is the number of replica groups, S the elements of a rank's shard that one group owns. DiLoCo is another algorithm
-than data-parallel training, with other losses. Sources: DiLoCo (arXiv 2311.08105) and Streaming DiLoCo (arXiv
-2501.18512: its algorithm 2, fragments, delay, 4 bits). Sharded outer states and differences for R are our additions.
+G is the number of replica groups, S the number of elements of a rank's shard that one group owns. DiLoCo is another
+algorithm than data-parallel training, with other losses. Sources: DiLoCo (arXiv 2311.08105) and Streaming DiLoCo (arXiv
+2501.18512: its algorithm 2, fragments, delay, 4 bits). Sharded outer states and weight deltas for R are additions of
+this project.
 """
 
 from __future__ import annotations
@@ -48,21 +50,23 @@ from megazpp.zero.wire import Codec, own_rows
 
 
 class OuterUnit(OuterRows):
-    """The rows of a sharding unit whose outer weights and momentum are split over the replica groups.
+    """DiLoCo's state of one sharding unit, with outer weights and momentum split over the replica groups of one job.
 
     Args:
         unit: the sharding unit.
-        shapes: shapes of this rank's shards, by parameter.
-        axis: the mesh axis over replica groups.
-        plan: the DiLoCo plan.
-        precision: dtypes of values that are sent without quantization.
-        device: device of the buffers. R starts uninitialized; `begin` or `spread` fills it.
-        codec: class of the codecs that pack messages.
+        shapes: shape of this rank's shard of each parameter.
+        axis: mesh axis over replica groups.
+        plan: DiLoCo plan of the run.
+        precision: dtypes in which outer gradients and weights are sent without quantization.
+        device: device of the state. R, the common copy of the outer weights, starts as zeros; `begin` or `spread` fills
+            R.
+        codec: constructor of the codecs that pack messages, from a layout and a dtype.
     Attributes:
-        common: holds R.
-        outer: [S] fp32, the part of the outer weights that this rank owns.
-        momentum: [S] fp32; None if mu is 0.
-        sent_bytes: bytes of the outer gradients' messages, which are kept from `send` until the result has arrived.
+        common: resident weights that hold R, the common copy of the outer weights.
+        outer: [S] fp32 outer weights that this rank owns.
+        momentum: [S] fp32 outer momentum that this rank owns; None if the outer momentum mu is 0.
+        sent_bytes: bytes of the messages with this group's outer gradients, which stay in memory from `send` until the
+            new R has arrived.
     """
 
     def __init__(
@@ -83,26 +87,29 @@ class OuterUnit(OuterRows):
         self.outer = torch.zeros(self.gradients.layout.size, device=device)
         self.momentum = torch.zeros_like(self.outer) if plan.outer_momentum else None
         self.sent_bytes = axis.size * self.gradients.layout.message_bytes
-        self._work = Work(None)
-        self._sent: torch.Tensor | None = None  # kept until the communication is complete
+        self._work = Work(None)  # task of the synchronization in flight; a finished task if there is none
+        self._sent: torch.Tensor | None = None  # messages of the synchronization in flight, which must not be freed
 
     @property
     def rows(self) -> torch.Tensor:
-        """R, the common copy of the outer weights, as rows [G, S]; waits for a synchronization in flight."""
+        """R, the common copy of the outer weights, as rows [G, S] fp32; reading it waits for a synchronization."""
         self.wait()
         return self.common.weights
 
     def wait(self) -> None:
-        """Wait for the messages in flight."""
+        """Wait until the unit's synchronization in flight is complete, and free its messages."""
         self._work.wait()
         self._work, self._sent = Work(None), None
 
     def begin(self) -> None:
-        """Initialize R (the common outer weights) and the outer weights from the inner weights, equal in all groups."""
+        """Set R (the common outer weights) and the outer weights to the inner weights, which are equal in all groups.
+
+        This starts a DiLoCo run. No rank communicates.
+        """
         self.outer.copy_(self.fill_(self.rows)[self._axis.rank])
 
     def spread(self) -> None:
-        """Rebuild R, the common copy, from the outer weights of all replica groups by an all-gather on all ranks."""
+        """Gather R, the common copy of the outer weights, from the owners of the outer weights; all ranks call this."""
         self.wait()
         messages = self.common.messages
         assert messages is not None
@@ -110,19 +117,20 @@ class OuterUnit(OuterRows):
         self.wait()
 
     def send(self, weight: torch.Tensor, correction: Work[torch.Tensor]) -> None:
-        """Start a synchronization: send the changes since the last one to their owners, and gather the new R.
+        """Start a synchronization of the unit: reduce outer gradients, step the outer optimizer, and gather the new R.
 
         R is the common copy of the outer weights.
 
         Args:
-            weight: weight of this group's change in the mean, a scalar.
-            correction: factor for the sum over groups, a scalar. It is needed because the weights do not add up to 1.
+            weight: scalar tensor, the weight of this group's outer gradient in the mean over groups.
+            correction: task that returns a scalar factor for the sum over groups. The weights of the groups do not add
+                up to 1, because no group knows the tokens of all groups when it sends.
         """
         self._sent = self.pack(weight)
         self._work = self._axis.queue.submit(functools.partial(self._cross, self._sent, correction))
 
     def warm_up(self, device: torch.device) -> None:
-        """Pack and unpack zeros as in a synchronization, to compile the kernels; nothing is sent."""
+        """Compile the kernels of a synchronization, by packing and unpacking zeros; no rank communicates."""
         codec, rows = self.gradients, torch.zeros_like(self.rows)
         sent = codec.empty(self._axis.size, device=device)
         codec.pack(rows, sent, errors=codec.new_errors(self._axis.size, device=device) if self.errors else None)
@@ -130,7 +138,14 @@ class OuterUnit(OuterRows):
         self.common.warm_up(rows[0])
 
     def _cross(self, sent: torch.Tensor, correction: Work[torch.Tensor]) -> None:
-        """Run the communication of a synchronization, with the outer optimizer step between its two hops."""
+        """Run a synchronization: reduce outer gradients, step the outer optimizer, and gather changes of outer weights.
+
+        The communication queue of the axis over replica groups calls this method.
+
+        Args:
+            sent: [G, M] uint8 messages with this group's outer gradients.
+            correction: task that returns a scalar factor for the sum over groups.
+        """
         received = self._axis.all_to_all(sent, of=self.unit.name)
         mean = torch.empty_like(self.outer)
         self.gradients.unpack_sum(received.unsqueeze(1), mean.unsqueeze(0), accumulate=False)
@@ -141,14 +156,15 @@ class OuterUnit(OuterRows):
 
 
 def send_fragment(units: Sequence[OuterUnit], axis: MeshAxis, plan: DilocoPlan, tokens: torch.Tensor) -> None:
-    """Start the synchronization of a fragment.
+    """Start the synchronization of all sharding units of a fragment.
 
     Args:
-        units: the fragment's units.
-        axis: the mesh axis over replica groups.
-        plan: the DiLoCo plan.
-        tokens: tokens that this group has processed since the fragment was last sent, a scalar. They are this group's
-            weight in the mean. The sum over groups replaces them in place, so the tensor must be kept until then.
+        units: DiLoCo's states of the fragment's units.
+        axis: mesh axis over replica groups.
+        plan: DiLoCo plan of the run.
+        tokens: scalar tensor, the number of tokens on which this group has trained since the fragment was last sent. It
+            is this group's weight in the mean. An asynchronous all-reduce replaces it by the sum over groups, so the
+            caller must not free or change the tensor until the synchronization is complete.
     """
     nominal = plan.tokens * axis.size
     weight = (tokens / nominal).float()
@@ -159,19 +175,20 @@ def send_fragment(units: Sequence[OuterUnit], axis: MeshAxis, plan: DilocoPlan, 
 
 
 class ReplicaGroups:
-    """Outer weights and synchronizations of a sharded model in replica groups.
+    """The outer weights of a sharded model in DiLoCo's replica groups, and their synchronizations.
 
-    Every rank of every group calls every method, at the same iterations.
+    Every rank of every group must call every method, at the same iterations.
 
     Args:
-        sharding: handle of the model, whose weights are the first outer weights.
+        sharding: handle to the sharded model, whose weights are the first outer weights.
         dims: mesh axes of the job, with at least two replica groups.
-        plan: the DiLoCo plan.
-        precision: dtypes of values that are sent without quantization.
+        plan: DiLoCo plan of the run.
+        precision: dtypes in which outer gradients and weights are sent without quantization.
     Attributes:
-        units: outer units, in the order of `Sharding.units`.
-        fragments: outer units of each fragment.
-        merge_at: iteration at which each fragment is merged; 0 if it has no messages in flight.
+        units: DiLoCo's state of each sharding unit, in the order of `Sharding.units`.
+        fragments: states of the sharding units of each fragment.
+        merge_at: iteration after which each fragment's new outer weights are merged into the inner weights; 0 for a
+            fragment without a synchronization in flight.
     """
 
     def __init__(self, sharding: Sharding, dims: ParallelDims, plan: DilocoPlan, precision: PrecisionConfig) -> None:
@@ -186,21 +203,25 @@ class ReplicaGroups:
             self.units.append(outer)
         self.fragments = plan.in_fragments(self.units)
         self.merge_at = [0] * plan.fragments
-        self._tokens = torch.zeros(plan.fragments, dtype=torch.float64, device=device)  # since each fragment was sent
-        self._told: dict[int, torch.Tensor] = {}  # tokens in flight by fragment, kept until they are summed
+        # For each fragment, the number of tokens on which this group has trained since the fragment was last sent
+        self._tokens = torch.zeros(plan.fragments, dtype=torch.float64, device=device)
+        self._told: dict[int, torch.Tensor] = {}  # by fragment, the argument `tokens` of the last `send_fragment`
 
     def meets_at(self, iteration: int) -> bool:
-        """Return True if the replica groups wait for each other after `iteration`, because a merge is due then."""
+        """Return True if a synchronization is merged after step `iteration`, so that groups wait for each other."""
         return bool(self._due(iteration)) or (self.plan.delay == 0 and self.plan.sends_at(iteration) is not None)
 
     def count(self, tokens: torch.Tensor) -> None:
-        """Add the tokens of the step that this group has just taken, a scalar."""
+        """Add `tokens`, a scalar tensor: the number of tokens of the training step that this group has just taken.
+
+        Tokens weight the groups in the mean of their outer gradients.
+        """
         self._tokens += tokens
 
     def after_step(self, iteration: int) -> None:
-        """Merge and start the synchronizations that are due.
+        """Merge and start the synchronizations that are due after training step `iteration`.
 
-        Call it after the optimizer's step. After the run's last step, call `finish` instead.
+        Call this method after the optimizer's step. After the run's last step, call `finish` instead.
         """
         plan, sends = self.plan, self.plan.sends_at(iteration)
         if self._due(iteration) or sends is not None:
@@ -215,7 +236,7 @@ class ReplicaGroups:
     def finish(self) -> None:
         """Synchronize all fragments, and set the inner weights of all groups to the common outer weights.
 
-        Call it after the run's last step.
+        Call this method after the run's last step.
         """
         self.sharding.reshard()
         self._merge_due(math.inf)
@@ -225,19 +246,19 @@ class ReplicaGroups:
             self._merge(fragment, 0.0)
 
     def wait(self) -> None:
-        """Wait for the messages in flight.
+        """Wait until all synchronizations in flight are complete.
 
-        A program must call it before it ends, because ranks of other groups wait for the same messages.
+        A program must call this method before it ends, because ranks of other groups wait for messages of this rank.
         """
         for unit in self.units:
             unit.wait()
 
     def outer_weights(self) -> AbstractContextManager[None]:
-        """Let the model compute with R, the common outer weights, inside this context."""
+        """Return a context in which the model computes with R, the common outer weights, for example to evaluate R."""
         return computing_with_rows(self.sharding, self.units)
 
     def compile_kernels(self, device: torch.device) -> None:
-        """Compile the kernels of the messages for `device`, so that the first synchronization does not have to."""
+        """Compile the kernels of synchronizations for `device` now, so that the first synchronization is not slower."""
         with torch.no_grad():
             for unit in self.units:
                 unit.warm_up(device)
@@ -245,14 +266,18 @@ class ReplicaGroups:
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the outer weights by parameter as DTensors over all ranks, which share memory with them.
+        """Return the outer weights as DTensors over all ranks of all groups, by parameter name.
 
-        Call it while the parameters are shards.
+        They share memory with the outer weights, so that a checkpoint can be loaded into them. Call this method while
+        the model is sharded.
         """
         return {name: weight for unit in self.units for name, weight in self._as_owned(unit, unit.outer)}
 
     def common(self) -> dict[str, torch.Tensor]:
-        """Return a copy of R, the common outer weights, by parameter; sharded like it and equal in all groups."""
+        """Return a copy of R, the common outer weights, as DTensors by parameter name.
+
+        They are sharded like the model's parameters inside a group, and are equal in all groups.
+        """
         found: dict[str, torch.Tensor] = {}
         for unit in self.units:
             shards = [torch.empty_like(shard) for shard in unit.unit.shards()]
@@ -263,19 +288,23 @@ class ReplicaGroups:
         return found
 
     def momentum(self) -> dict[str, torch.Tensor]:
-        """Return the outer momentum by parameter, sharded like `weights`; {} without momentum."""
+        """Return the outer momentum as DTensors by parameter name, sharded like `weights`; {} without momentum.
+
+        The DTensors share memory with the outer momentum.
+        """
         held = [(unit, unit.momentum) for unit in self.units if unit.momentum is not None]
         return {name: moment for unit, momentum in held for name, moment in self._as_owned(unit, momentum)}
 
     def counts(self) -> torch.Tensor:
-        """Return the counts for a checkpoint, [2, F] fp64 for F fragments.
+        """Return this group's counts of the F fragments for a checkpoint, [2, F] fp64.
 
-        Row 0 is the iteration at which each fragment merges, row 1 this group's tokens since each was last sent.
+        Row 0 is the iteration after which each fragment is merged, 0 for none. Row 1 is the number of tokens on which
+        this group has trained since each fragment was last sent.
         """
         return torch.stack((torch.tensor(self.merge_at, dtype=torch.float64), self._tokens.cpu()))
 
     def error_feedback(self) -> dict[str, torch.Tensor]:
-        """Return this rank's buffers of error feedback, by name."""
+        """Return the tensors of this rank's error feedback of outer gradients, by name; they are not copies."""
         found = {}
         for unit in self.units:
             unit.wait()
@@ -284,11 +313,13 @@ class ReplicaGroups:
         return found
 
     def restore(self, common: Mapping[str, Any], counts: torch.Tensor) -> None:
-        """Restore R (the common outer weights) and the counts; outer weights and momentum are already loaded.
+        """Restore R (the common outer weights) and the counts of fragments from a checkpoint.
+
+        Outer weights and momentum are loaded separately, into the tensors that `weights` and `momentum` return.
 
         Args:
-            common: R by parameter, as `common` returned it.
-            counts: [2, F] fp64, as `counts` returned them.
+            common: R as DTensors by parameter name, as the method `common` returned them for the checkpoint.
+            counts: [2, F] fp64 counts, as the method `counts` returned them for the checkpoint.
         """
         self.sharding.reshard()
         merge_at, tokens = counts
@@ -299,9 +330,9 @@ class ReplicaGroups:
                 unit.fill_(unit.rows, [common[p.name].to_local() for p in unit.unit.parameters])
 
     def begin_at_outer_weights(self) -> None:
-        """Set R (the common copy) and the inner weights to the outer weights, which are already loaded.
+        """Set R (the common outer weights) and the inner weights to the outer weights, which were loaded before.
 
-        All ranks of all replica groups call it.
+        All ranks of all replica groups must call this method.
         """
         self.sharding.reshard()
         self.merge_at = [0] * self.plan.fragments
@@ -312,31 +343,38 @@ class ReplicaGroups:
                 unit.merge(0.0)
 
     def _due(self, iteration: float) -> list[int]:
-        """Return the fragments whose messages in flight are to be merged by `iteration`."""
+        """Return the indices of the fragments with a synchronization in flight that must be merged by `iteration`."""
         return [fragment for fragment, due in enumerate(self.merge_at) if 0 < due <= iteration]
 
     def _merge_due(self, iteration: float) -> None:
-        """Merge the fragments that are due."""
+        """Merge the common outer weights of the fragments that are due at `iteration`; see `_due`."""
         for fragment in self._due(iteration):
             self._merge(fragment, self.plan.merge_alpha)
 
     def _send(self, fragment: int) -> None:
-        """Start the synchronization of a fragment, and set its count of tokens to 0."""
+        """Start the synchronization of a fragment, and set the count of tokens since it was last sent to 0."""
         tokens = self._told[fragment] = self._tokens[fragment].clone()
         send_fragment(self.fragments[fragment], self.axis, self.plan, tokens)
         self._tokens[fragment] = 0.0
 
     def _merge(self, fragment: int, alpha: float) -> None:
-        """Merge the common outer weights into the inner weights of a fragment."""
+        """Merge the common outer weights R of a fragment: inner = alpha inner + (1 - alpha) R.
+
+        The method waits until the fragment's synchronization is complete.
+        """
         with torch.no_grad():
             for unit in self.fragments[fragment]:
                 unit.merge(alpha)
         self.merge_at[fragment] = 0
 
     def _as_owned(self, unit: OuterUnit, owned: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield [S] outer values as DTensors by parameter name, as views.
+        """Yield [S] outer values as DTensors by parameter name, as views of the memory of `owned`.
 
-        A parameter's rows on this rank are split once more, over the replica groups.
+        The rows of a parameter on this rank are split once more, over the replica groups.
+
+        Args:
+            unit: DiLoCo's state of the sharding unit.
+            owned: [S] outer weights or outer momentum that this rank owns.
         """
         unit.wait()
         names, shards = self._mesh.mesh_dim_names or (), unit.unit.shards()
@@ -351,10 +389,11 @@ class ReplicaGroups:
             yield segment.name, owned_part
 
     @functools.cached_property
-    def _mesh(self) -> DeviceMesh:  # not created in __init__, because fake process groups cannot make a mesh
-        """The mesh [tp, shard, replica_group], created at first use.
+    def _mesh(self) -> DeviceMesh:
+        """The device mesh [tp, shard, replica_group] of outer weights and momentum in checkpoints.
 
-        Rows of a parameter are split in the order of its axes, so that each rank owns consecutive rows.
+        DTensor splits the rows of a parameter in the order of the mesh's dims, so that each rank owns consecutive rows.
+        The mesh is created at its first use, because the planner's fake process groups cannot make a mesh.
         """
         mesh, names = self._dims.mesh, (self._dims.mesh.mesh_dim_names or ())[::-1]
         ranks, groups = mesh.mesh.permute(*reversed(range(mesh.ndim))), [mesh.get_group(name) for name in names]

@@ -1,9 +1,9 @@
-"""The part of DiLoCo's synchronization that needs no communication: message formats, packing, and the outer step.
+"""The computation of DiLoCo's synchronizations, without communication: packing of messages, and the outer step.
 
-A rank holds R, the common copy of the outer weights, as rows [G, S] of its shard of a sharding unit: one row per
-replica group. Each row is packed into a message of its own. Every operation of the outer step is rounded alone, so
-that all kinds of CPUs and GPUs compute the same bits: `x.add_(y, alpha=a)` may be fused into one rounding
-(with AVX2 or AVX-512 it is), `x.add_(y * a)` may not.
+A rank holds R, the common copy of the outer weights, for its shard of a sharding unit. R is stored as rows [G, S], one
+row per replica group. Each row is packed into a message of its own. Every operation of the outer step is rounded
+separately, so that all kinds of CPUs and GPUs compute the same bits. `x.add_(y, alpha=a)` may be fused into one
+rounding (with AVX2 or AVX-512 it is), `x.add_(y * a)` may not.
 
 Legend: G replica groups, S elements of a rank's shard in one row, M bytes of a row's message.
 """
@@ -25,21 +25,24 @@ from megazpp.zero.wire import Codec, plan_message, plan_segments
 
 
 class OuterRows:
-    """A sharding unit's R on this rank as rows, and the formats of the messages about it.
+    """The base class of DiLoCo's state of one sharding unit on this rank: codecs, error feedback and access to R.
+
+    R, the common copy of the outer weights, is a tensor of rows [G, S]; subclasses store R.
 
     Args:
         unit: the sharding unit.
-        shapes: shapes of this rank's shards, by parameter.
+        shapes: shape of this rank's shard of each parameter.
         num_groups: number of replica groups (G), which is the number of rows.
-        plan: the DiLoCo plan.
-        precision: dtypes of values that are sent without quantization.
-        device: device of the buffers.
-        codec: class of the codecs that pack messages.
+        plan: DiLoCo plan of the run.
+        precision: dtypes in which outer gradients and weights are sent without quantization.
+        device: device of the error feedback.
+        codec: constructor of the codecs that pack messages, from a layout and a dtype.
     Attributes:
         gradients: codec of outer gradients.
-        differences: codec of the differences of outer weights.
-        whole: codec of unquantized outer weights.
-        errors: rounding errors of outer gradients for error feedback; None without it.
+        differences: codec of changes of outer weights.
+        whole: codec of whole outer weights in fp32, without quantization.
+        errors: quantization errors of outer gradients for error feedback; None if error feedback is off or outer
+            gradients are not quantized.
     """
 
     def __init__(
@@ -71,10 +74,12 @@ class OuterRows:
         raise NotImplementedError
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the messages [G, M] uint8 of this group's outer gradient, R minus the inner weights, times `weight`.
+        """Pack this group's outer gradient, which is R minus the inner weights, times `weight`.
 
         Args:
-            weight: weight of this group in the mean, a scalar.
+            weight: scalar tensor, the weight of this group in the mean over groups.
+        Returns:
+            The messages [G, M] uint8, one per row.
         """
         rows = self.rows
         delta = self.fill_(torch.empty_like(rows))
@@ -84,11 +89,11 @@ class OuterRows:
         return messages
 
     def fill_(self, rows: torch.Tensor, shards: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
-        """Write shards into rows [G, S], with zeros as padding, and return the rows.
+        """Write this rank's shards of the unit's parameters into `rows`, with zeros as padding, and return `rows`.
 
         Args:
-            rows: [G, S] fp32.
-            shards: one tensor per parameter. None: the model's shards.
+            rows: [G, S] fp32 rows, which are overwritten.
+            shards: one local tensor per parameter; None uses the model's shards, which are the inner weights.
         """
         rows.zero_()
         for row, shard in self.pairs(rows, shards):
@@ -96,12 +101,12 @@ class OuterRows:
         return rows
 
     def merge(self, alpha: float) -> None:
-        """Merge R, the common outer weights, into the inner weights: inner = alpha inner + (1 - alpha) R."""
+        """Merge R, the common outer weights, into the model's inner weights: inner = alpha inner + (1 - alpha) R."""
         for row, shard in self.pairs(self.rows):
             shard.lerp_(row, 1.0 - alpha) if alpha else shard.copy_(row)
 
     def swap(self) -> None:
-        """Exchange the inner weights and R, the common outer weights, so that the model computes with R."""
+        """Exchange the model's inner weights and R, the common outer weights, so that the model computes with R."""
         for row, shard in self.pairs(self.rows):
             inner = shard.clone()
             shard.copy_(row)
@@ -110,11 +115,13 @@ class OuterRows:
     def pairs(
         self, rows: torch.Tensor, shards: Sequence[torch.Tensor] | None = None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of views with equal shapes: a part of rows [G, S], without padding, and the same part of a shard.
+        """Yield pairs of views of corresponding elements, without padding: (view of `rows`, view of a shard).
+
+        Both views of a pair have the same shape. Together the pairs cover all elements of the shards.
 
         Args:
-            rows: [G, S] fp32.
-            shards: one tensor per parameter. None: the model's shards.
+            rows: [G, S] fp32 rows of the unit.
+            shards: one local tensor per parameter; None uses the model's shards, which are the inner weights.
         """
         for segment, shard in zip(self.segments, self.unit.shards() if shards is None else shards, strict=True):
             flat, size = shard.view(-1), segment.size
@@ -128,11 +135,13 @@ class OuterRows:
 
 
 class WholeRows(OuterRows):
-    """The rows of a sharding unit with their whole outer state on this rank, as in elastic DiLoCo.
+    """Elastic DiLoCo's state of one sharding unit, with all outer weights and momentum of this rank's shard.
+
+    In elastic DiLoCo each replica group is a job of its own that may leave, so outer states are not split over groups.
 
     Attributes:
         outer: [G, S] fp32 outer weights.
-        momentum: [G, S] fp32; None if mu is 0.
+        momentum: [G, S] fp32 outer momentum; None if the outer momentum mu is 0.
     """
 
     def __init__(self, *args: Any, device: torch.device, **kwargs: Any) -> None:
@@ -149,26 +158,31 @@ class WholeRows(OuterRows):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """R, the outer weights, and the momentum if there is one, each [G, S] fp32."""
+        """The state that a joining group fetches: R, the outer weights, and the outer momentum if there is one.
+
+        Each tensor is [G, S] fp32.
+        """
         return [x for x in (self._rows, self.outer, self.momentum) if x is not None]
 
     @property
     def message_bytes(self) -> int:
-        """The size of a contribution in bytes."""
+        """The bytes of the unit's messages in one contribution, the outer gradient that a group sends in a round."""
         return self._num_groups * self.gradients.message_bytes
 
     @property
     def snapshot_bytes(self) -> int:
-        """The size in bytes of `tensors`, which a new group fetches."""
+        """The bytes of the unit's state that a joining group fetches, see `tensors`."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def apply(self, messages: torch.Tensor, factors: Sequence[float], correction: torch.Tensor) -> None:
-        """Take an outer step.
+        """Step the outer optimizer with the contributions of K groups, and update R, the common outer weights.
+
+        All groups call this method with the same arguments, so that their states stay bit-identical.
 
         Args:
-            messages: [K, G * M] uint8, the contributions of a commit, in its order.
-            factors: age factor of each.
-            correction: factor for their sum, a scalar.
+            messages: [K, G * M] uint8 contributions, packed outer gradients, in the same order in all groups.
+            factors: age factor of each contribution: 1, or less for a contribution that came late.
+            correction: scalar tensor, a factor for the sum of the contributions, which makes their weights add up to 1.
         """
         mean, messages = torch.zeros_like(self.outer), messages.view(len(factors), self._num_groups, -1)
         fresh = [message for message, factor in zip(messages, factors, strict=True) if factor == 1.0]
@@ -190,16 +204,18 @@ class WholeRows(OuterRows):
 def computing_with_rows(
     sharding: Sharding, units: Sequence[OuterRows], lock: AbstractContextManager[Any] | None = None
 ) -> Iterator[None]:
-    """Let the model compute with R, the common outer weights, inside this context.
+    """Return a context in which the model computes with R, the common outer weights, for example to evaluate R.
+
+    At its end the inner weights are back in the model.
 
     Args:
-        sharding: handle of the model.
-        units: the rows of all its units.
-        lock: held while weights are exchanged, if other threads read the rows.
+        sharding: handle to the model.
+        units: DiLoCo's states of all sharding units of the model.
+        lock: lock that is held while weights are exchanged, if other threads read R; None for no lock.
     """
 
     def swap() -> None:
-        """Exchange the inner weights and R."""
+        """Exchange the model's inner weights and R in all sharding units."""
         sharding.reshard()
         with lock or nullcontext(), torch.no_grad():
             for unit in units:
@@ -213,13 +229,15 @@ def computing_with_rows(
 
 
 def outer_step_(outer: torch.Tensor, momentum: torch.Tensor | None, mean: torch.Tensor, plan: DilocoPlan) -> None:
-    """Take a step of the outer optimizer, Nesterov, in place; every operation is rounded alone.
+    """Step DiLoCo's outer optimizer, SGD with Nesterov momentum, in place.
+
+    Every operation is rounded separately, so that all kinds of devices compute the same bits.
 
     Args:
-        outer: outer weights, fp32, of any shape.
-        momentum: outer momentum of the same shape; None if mu is 0.
+        outer: fp32 outer weights of any shape, which are updated.
+        momentum: outer momentum of the same shape, which is updated; None if the outer momentum mu is 0.
         mean: weighted mean of the outer gradients, of the same shape.
-        plan: the DiLoCo plan, with the outer learning rate and momentum.
+        plan: DiLoCo plan with the outer learning rate and momentum.
     """
     lr, mu = plan.outer_lr, plan.outer_momentum
     outer.sub_(mean * lr)

@@ -1,17 +1,16 @@
-"""Checkpoint state of DiLoCo's replica groups, in addition to the keys of checkpoint/state.py:
+"""Tensors that a checkpoint of a DiLoCo run has in addition to the keys of checkpoint/state.py, and how they load:
 
     model.{parameter}                    holds the outer weight, sharded over all ranks of all groups
-    diloco.momentum.{parameter}          its outer momentum, sharded alike
+    diloco.momentum.{parameter}          the parameter's outer momentum, sharded like the outer weight
     diloco.common.{parameter}            R, the outer weights as all groups received them, sharded in a group
-    replica_group.{i}.inner.{parameter}  group i's own weights, sharded like R
-    replica_group.{i}.counts             synchronization counts of group i
-    replica_group.{i}.values             its loss scale and losses
+    replica_group.{i}.inner.{parameter}  inner weights of group i, sharded like R
+    replica_group.{i}.counts             `ReplicaGroups.counts` of group i
+    replica_group.{i}.values             loss scale and recent losses of group i
     replica_group.{i}.optimizer..        moments of every group but the first
     replica_group.{i}.secondary..        secondary partition of every group but the first
 
-
-A run without DiLoCo can therefore read the outer weights and the first group's moments. If the number of groups
-changes, outer weights and momentum are kept, inner weights start at the outer weights, and group j takes the moments of
+So a run without DiLoCo can read the outer weights and the first group's moments. If a resumed run has another number of
+groups, it keeps outer weights and momentum, and inner weights start at the outer weights. Group j takes the moments of
 group j modulo the earlier number of groups.
 """
 
@@ -44,13 +43,13 @@ COMMON, MOMENTUM = "diloco.common.", "diloco.momentum."
 def replica_group_parts(
     parts: Sequence[StatePart], replica_groups: ReplicaGroups, model: GPTModel, values: RunValues
 ) -> list[StatePart]:
-    """Return the checkpoint parts of a DiLoCo run, made from the parts of a run without DiLoCo (`training_parts`).
+    """Return the objects that save and load the checkpoints of a DiLoCo run, made from those of a run without DiLoCo.
 
     Args:
-        parts: the parts of a run without DiLoCo.
-        replica_groups: outer weights of the replica groups.
-        model: the model.
-        values: loss scale and losses of the run.
+        parts: checkpoint parts of a run without DiLoCo (`training_parts`).
+        replica_groups: outer weights and momentum of the run.
+        model: model of this replica group.
+        values: loss scale and recent losses of this replica group.
     """
     own, found = ReplicaGroupState(replica_groups, model, values), list[StatePart]()
     for part in parts:
@@ -63,9 +62,10 @@ def replica_group_parts(
 
 
 class ReplicaGroupState(StatePart):
-    """Inner weights, outer momentum, R (the groups' common copy of the outer weights) and counts.
+    """The checkpoint part of a replica group's own state: inner weights, outer momentum, R, counts and values.
 
-    It is restored before the parts that depend on the inner weights.
+    R is the common copy of the outer weights in all groups. This part loads before the parts that depend on the inner
+    weights.
     """
 
     prefix = ""
@@ -73,19 +73,27 @@ class ReplicaGroupState(StatePart):
     def __init__(self, replica_groups: ReplicaGroups, model: GPTModel, values: RunValues) -> None:
         self.replica_groups, self.model, self._values, self.axis = replica_groups, model, values, replica_groups.axis
         self._own = f"{REPLICA_GROUP}{self.axis.rank}."
-        self.source = 0  # the replica group of the checkpoint from which this group's own state is read
-        self.same = True  # whether the checkpoint has as many replica groups
-        self.restored = False  # whether inner weights and R were loaded from the checkpoint
+        # All three are set while a checkpoint loads.
+        self.source = 0  # index of the replica group in the checkpoint whose moments this group loads
+        self.same = True  # True if the checkpoint has as many replica groups as this run
+        self.restored = False  # True if inner weights and R were loaded from the checkpoint
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors to save, by key."""
+        """Return this replica group's tensors to save in a checkpoint, by key."""
         found = self._inner() | {f"{COMMON}{name}": weight for name, weight in self.replica_groups.common().items()}
         found |= {f"{MOMENTUM}{name}": moment.clone() for name, moment in self.replica_groups.momentum().items()}
         values = as_tensor(self._values.state_dict())
         return found | {f"{self._own}{COUNTS}": self.replica_groups.counts(), f"{self._own}{VALUES}": values}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        """Return the tensors to load into, for the keys that the checkpoint has."""
+        """Return the tensors into which a checkpoint loads, by key.
+
+        Keys that the checkpoint lacks are left out. With another number of replica groups, only the outer momentum
+        loads.
+
+        Args:
+            saved: entries of the checkpoint by key.
+        """
         count = sum(key.startswith(REPLICA_GROUP) and key.endswith(f".{COUNTS}") for key in saved)
         self.source, self.same = self.axis.rank % max(count, 1), count == self.axis.size
         targets = {f"{MOMENTUM}{name}": moment.zero_() for name, moment in self.replica_groups.momentum().items()}
@@ -98,23 +106,26 @@ class ReplicaGroupState(StatePart):
         return {key: value for key, value in targets.items() if key in saved}
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Restore the loaded state, and return notes for the log.
+        """Restore this replica group's state from the loaded tensors, and return lines for the log.
 
         Args:
-            loaded: the loaded tensors by key.
+            loaded: loaded tensors by key.
             iteration: iteration of the checkpoint.
         Raises:
-            DamagedError: the checkpoint lacks a key, or a value is damaged.
+            DamagedError: the checkpoint lacks a tensor, or loss scale and losses cannot be read.
         """
         if not self.same:
             return ["replica groups start at the outer weights, because the checkpoint has another number of groups"]
         needed = {f"{key}{name}" for key in (COMMON, f"{self._own}inner.") for name, _ in self.model.named_parameters()}
         if missing := sorted((needed | {f"{self._own}{COUNTS}", f"{self._own}{VALUES}"}) - loaded.keys()):
-            raise DamagedError(f"the DiLoCo checkpoint has no {missing[0]}")
+            raise DamagedError(f"the DiLoCo checkpoint has no tensor {missing[0]}, which a resumed run needs")
         try:
             self._values.load_state_dict(from_tensor(loaded[f"{self._own}{VALUES}"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise DamagedError(f"{self._own}{VALUES}: loss scale, losses or groups are damaged: {error!r}") from error
+            raise DamagedError(
+                f"loss scale or losses of a replica group are damaged in the checkpoint ({self._own}{VALUES}): "
+                f"{error!r}"
+            ) from error
         counts = loaded[f"{self._own}{COUNTS}"]
         if counts.shape != self.replica_groups.counts().shape:
             return ["replica groups start at the outer weights, because the checkpoint has other --diloco-fragments"]
@@ -123,27 +134,30 @@ class ReplicaGroupState(StatePart):
         return []
 
     def _inner(self) -> dict[str, torch.Tensor]:
-        """Return this group's inner weights, by key."""
+        """Return the inner weights of this replica group by checkpoint key; they are not copies."""
         return {f"{self._own}inner.{name}": p.detach() for name, p in self.model.named_parameters()}
 
 
 class OuterWeights(Weights):
-    """The outer weights of DiLoCo, which a checkpoint has in place of the replica group's own parameters."""
+    """The checkpoint part of DiLoCo's outer weights, which a checkpoint has instead of a replica group's parameters."""
 
     def __init__(self, own: ReplicaGroupState) -> None:
         super().__init__(own.model, own.replica_groups.sharding)
         self._own = own
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the outer weights, because --async-save does not accept views."""
+        """Return copies of the outer weights by key; copies, because --async-save does not accept views."""
         return {name: x.clone() for name, x in self._own.replica_groups.weights().items()}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        """Return the outer weights as the tensors to load into."""
+        """Return the outer weights, into which a checkpoint loads, by key."""
         return self._own.replica_groups.weights()
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Start the inner weights at the outer weights, unless `ReplicaGroupState` has restored them."""
+        """Set the inner weights to the loaded outer weights, unless `ReplicaGroupState` has restored inner weights.
+
+        Return lines for the log; see `StatePart.accept` for the arguments.
+        """
         if not self._own.restored:
             self._own.replica_groups.begin_at_outer_weights()
         self._own.restored = False
@@ -151,9 +165,13 @@ class OuterWeights(Weights):
 
 
 class OfReplicaGroup(StatePart):
-    """A checkpoint part that each replica group has for itself.
+    """A checkpoint part of which each replica group saves its own: the moments, or the secondary partition.
 
-    The first group uses the same keys as a run without DiLoCo.
+    The first group uses the same keys as a run without DiLoCo. Other groups add a prefix with their index.
+
+    Args:
+        part: checkpoint part of a run without DiLoCo.
+        own: state of this replica group, which knows from which group of a checkpoint to load.
     """
 
     prefix = ""
@@ -162,12 +180,15 @@ class OfReplicaGroup(StatePart):
         self._part, self._own = part, own
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors to save, with this group's prefix."""
+        """Return the tensors to save by key, with the prefix of this replica group."""
         prefix = self._prefix(self._own.axis.rank)
         return {prefix + name: x for name, x in self._part.tensors().items()}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        """Return the tensors to load into, with the prefix of the source group."""
+        """Return the tensors into which a checkpoint loads, by key, with the prefix of the group that is loaded.
+
+        With another number of replica groups, the secondary partition is not loaded.
+        """
         if self._part.prefix == SECONDARY and not self._own.same:
             return {}  # the secondary partition is a copy of inner weights, which were not loaded
         prefix = self._prefix(self._own.source)
@@ -175,9 +196,12 @@ class OfReplicaGroup(StatePart):
         return {prefix + name: x for name, x in self._part.targets(own).items()}
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Restore the loaded state of the source group."""
+        """Restore the loaded moments or secondary partition, and return lines for the log."""
         return self._part.accept(under(self._prefix(self._own.source), loaded), iteration)
 
     def _prefix(self, index: int) -> str:
-        """Return the key prefix of a group's state. The first group has the prefix of a run without DiLoCo."""
+        """Return the prefix of this part's checkpoint keys for the replica group `index`.
+
+        The first group has the prefix of a run without DiLoCo.
+        """
         return (f"{REPLICA_GROUP}{index}." if index else "") + self._part.prefix

@@ -86,7 +86,7 @@ benchmark_cluster --rates fast | --rate fast is neither
 benchmark_cluster --samples 0 | --samples 0 is not positive
 benchmark_cluster --micro-batches 0 | --micro-batches 0 is not positive
 benchmark_cluster --num-layers 0 | --num-layers 0 is not positive
-benchmark_cluster --nodes 1 --variants zero3 diloco-10 | --diloco-steps 10 needs at least 2 nodes
+benchmark_cluster --nodes 1 --variants zero3 diloco-10 | --diloco-steps 10 requires at least 2 nodes
 """
 
 

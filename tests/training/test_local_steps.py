@@ -107,7 +107,7 @@ def check_memory() -> None:
     with mock.patch.object(loop, "device_bytes", side_effect=[needed, needed - 1]):
         check_replica_group_memory(sharding.shard_elements, dims, CPU, diloco_plan(case))
         with pytest.raises(
-            ValueError, match="--diloco-steps 2: each of the 2 replica groups has a whole model on its 2 "
+            ValueError, match="--diloco-steps 2: each of the 2 replica groups has a complete model on its 2 "
         ):
             check_replica_group_memory(sharding.shard_elements, dims, CPU, diloco_plan(case))
 

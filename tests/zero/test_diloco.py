@@ -297,7 +297,7 @@ def test_invalid_local_step_flags_are_rejected():
         ({"diloco_steps": 10, "diloco_fragments": 3}, "--diloco-steps 10 is not divisible by --diloco-fragments 3"),
         ({"diloco_steps": 8, "diloco_fragments": 4}, "--diloco-fragments 4 is more than --num-layers 3"),
         ({"diloco_steps": 0}, "--diloco-steps 0 is not positive"),
-        ({"diloco_replica_groups": 1}, "--diloco-replica-groups 1: at least 2 replica groups"),
+        ({"diloco_replica_groups": 1}, "--diloco-replica-groups 1 is too small"),
         ({"diloco_outer_momentum": 1.0}, "--diloco-outer-momentum 1.0 is not in"),
         ({"diloco_fragment_update_alpha": -0.5}, "--diloco-fragment-update-alpha -0.5 is not in"),
     ]
