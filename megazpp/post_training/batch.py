@@ -1,10 +1,12 @@
-"""Inputs of one forward pass for pairs and for completions. Supervised training uses pretraining's `MicroBatch`.
+"""Micro-batches of post-training: pairs of answers, and sampled completions.
 
-All batches begin with the fields of a `MicroBatch`, so the model is called with each in the same way. Index t of a row
-refers to its label. `loss_mask[:, t]` is 1 where `labels[:, t]` is a token of the answer, and a log-probability at t
-belongs to that label. A value at t is the value of the tokens up to and including `tokens[:, t]`.
+Supervised training uses pretraining's `MicroBatch`. All batches begin with the fields of a `MicroBatch`, so the model
+is called with each of them in the same way. Position t of a row refers to the label at t. `loss_mask[:, t]` is 1 where
+`labels[:, t]` is a token of the answer, and a log-probability at t is the one of that label. A value at t estimates
+the reward that follows the tokens up to and including `tokens[:, t]`.
 
-Rows of datasets and buffers have --max-length tokens. A batch is cut to its longest answer (`shortened`).
+Rows of datasets, and of the completions of one generation, have --max-length tokens. `shortened` cuts each micro-batch
+to its longest answer.
 
 Legend: B pairs or completions of a micro-batch, S tokens of a row.
 """
@@ -23,17 +25,18 @@ from megazpp.parallel.dims import ParallelDims
 
 
 class PairBatch(NamedTuple):
-    """Pairs of a preferred and a rejected answer: rows 0 to B - 1 are preferred, rows B to 2B - 1 rejected.
+    """Micro-batch of B pairs of answers: rows 0 to B - 1 have the preferred answers, rows B to 2B - 1 the rejected.
 
     Attributes:
-        tokens: [2B, S] int64 inputs.
-        labels: [2B, S] int64 next tokens.
-        loss_mask: [2B, S] fp32, 1 on the tokens of the answer.
-        position_ids: [2B, S] int64 positions.
-        document_starts: None, because a row is one document and padding.
+        tokens: [2B, S] int64 tokens of prompt and answer, which are the inputs of the model.
+        labels: [2B, S] int64 token that follows each input token.
+        loss_mask: [2B, S] fp32, 1 where the label is a token of the answer.
+        position_ids: [2B, S] int64 position of each token in its row.
+        document_starts: None, because a row has only one document, followed by padding.
         ref_logps: [2B] fp32 sums of the reference model's log-probabilities over each answer; None without a reference
-            model, or if the objective computes them.
-        margins: [B] fp32 numbers by which preferred scores have to be higher (reward); None for 0.
+            model, or if the objective computes these sums itself.
+        margins: [B] fp32 numbers by which the scores of preferred answers should be higher, for the objective reward;
+            None for 0.
     """
 
     tokens: torch.Tensor
@@ -46,23 +49,23 @@ class PairBatch(NamedTuple):
 
 
 class RolloutBatch(NamedTuple):
-    """Sampled completions: a micro-batch on a device, or a rank's part of a generation on the CPU.
+    """Sampled completions of the policy: a micro-batch on a device, or all of a data rank's completions on the CPU.
 
     Attributes:
-        tokens: [B, S] int64 inputs: prompt, completion, padding.
-        labels: [B, S] int64 next tokens.
-        loss_mask: [B, S] fp32, 1 on the tokens of the completion that are trained on.
-        position_ids: [B, S] int64 positions.
-        document_starts: None, because a row is one document and padding.
-        advantages: [B] fp32 for each completion (GRPO, RLOO) or [B, S] for each token (PPO); None before the rewards
-            are known.
-        old_logps: [B, S] fp32 log-probabilities before the first update with this buffer; None if the policy has not
-            changed since, so that its own detached log-probabilities are used.
-        ref_logps: [B, S] fp32 log-probabilities of the reference model, or None.
-        sampling_logps: [B, S] fp32 log-probabilities at which the tokens were sampled, for logging.
-        values: [B, S] fp32 values before the first update (PPO).
-        returns: [B, S] fp32 targets of the values (PPO).
-        value_mask: [B, S] fp32, 1 where there is a value (PPO, `losses.value_mask`).
+        tokens: [B, S] int64 prompt, completion and padding, which are the inputs of the model.
+        labels: [B, S] int64 token that follows each input token.
+        loss_mask: [B, S] fp32, 1 where the label is a token of the completion that is trained on.
+        position_ids: [B, S] int64 position of each token in its row.
+        document_starts: None, because a row has only one document, followed by padding.
+        advantages: fp32 advantages, [B] for completions (GRPO, RLOO) or [B, S] for tokens (PPO); None before the
+            rewards are known.
+        old_logps: [B, S] fp32 log-probabilities of the labels before the first update with these completions; None if
+            the policy has not changed since sampling, so that its own detached log-probabilities are used.
+        ref_logps: [B, S] fp32 log-probabilities of the labels under the reference model; None without a reference.
+        sampling_logps: [B, S] fp32 log-probabilities at which the tokens were sampled, only for logging.
+        values: [B, S] fp32 outputs of the value head before the first update with these completions (PPO).
+        returns: [B, S] fp32 targets for the value head (PPO).
+        value_mask: [B, S] fp32, 1 where the value head is trained (PPO, see `losses.value_mask`).
     """
 
     tokens: torch.Tensor
@@ -79,30 +82,30 @@ class RolloutBatch(NamedTuple):
     value_mask: torch.Tensor | None = None
 
     def part(self, first: int, last: int) -> RolloutBatch:
-        """Return rows `first` to `last` - 1."""
+        """Return a batch of only the completions in rows `first` to `last` - 1."""
         return mapped(self, lambda t: t[first:last])
 
 
 def make_rollout_batch(tokens: torch.Tensor, mask: torch.Tensor, **known: torch.Tensor) -> RolloutBatch:
-    """Make a batch of rows of tokens.
+    """Make a batch of completions from rows of tokens: split them into inputs and labels, and add positions.
 
     Args:
-        tokens: [B, S + 1] int64 tokens.
-        mask: [B, S] fp32, 1 where the label is trained on.
-        **known: further fields of the batch.
+        tokens: [B, S + 1] int64 prompt, completion and padding.
+        mask: [B, S] fp32, 1 where the label is trained on; index t belongs to the token at t + 1.
+        **known: values of further fields of `RolloutBatch`, such as `advantages`.
     """
     positions = torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1)
     return RolloutBatch(tokens[:, :-1], tokens[:, 1:], mask, positions, **known)
 
 
 def lay_out_rollouts(prompts: Sequence[Sequence[int]], drawn: Drawn, *, max_length: int, pad: int) -> RolloutBatch:
-    """Make a batch of prompts and their sampled completions.
+    """Make a batch of prompts and their sampled completions, with one row per prompt.
 
     Args:
-        prompts: tokens of each prompt.
-        drawn: completions with their log-probabilities.
-        max_length: S, the length of all rows.
-        pad: token that fills the rows.
+        prompts: token ids of each prompt.
+        drawn: one completion for each prompt, with the log-probabilities at which its tokens were sampled.
+        max_length: S, the number of inputs in each row of the batch.
+        pad: token id that fills the rows after the completions.
     """
     tokens = torch.full((len(prompts), max_length + 1), pad)
     mask, logps = (torch.zeros(len(prompts), max_length) for _ in range(2))
@@ -116,26 +119,27 @@ def lay_out_rollouts(prompts: Sequence[Sequence[int]], drawn: Drawn, *, max_leng
 
 
 def shortened(batch: Batch, multiple: int) -> Batch:
-    """Cut the [B, S] tensors of a batch after the last place that any row needs for a loss, a score or a value.
+    """Cut the padding from a batch: cut its [B, S] tensors after the last position that any row needs.
 
-    Losses do not change, because attention is causal.
+    A row needs the positions of its loss, and one more for a reward model's score or PPO's last value. The results do
+    not change, because attention is causal.
 
     Args:
         batch: batch to cut.
-        multiple: divisor of the new S (`row_multiple`); S never grows.
+        multiple: divisor of the new row length S, see `row_multiple`; S never grows.
     """
     mask: torch.Tensor = batch.loss_mask  # type: ignore[attr-defined]
     counts = mask.any(dim=0).nonzero()
-    # The token of the last label is an input, too: it has a reward model's score and PPO's last value.
+    # Keep the token of the last label as an input: its output is a reward model's score, or PPO's last value.
     size = int(counts[-1]) + 2 if len(counts) else 1
     size = -(-size // multiple) * multiple
     return mapped(batch, lambda t: t[:, :size].contiguous() if t.dim() == 2 else t)
 
 
 def row_multiple(device: torch.device, dims: ParallelDims) -> int:
-    """Return the multiple to which row lengths are rounded up.
+    """Return the multiple to which the row lengths of micro-batches are rounded up, in tokens.
 
-    It keeps the number of shapes on a GPU small, and gives equal parts to the tp and cp ranks that split a row. Data
-    ranks may have rows of different lengths, because no collective of theirs depends on the length.
+    The rounding keeps the number of tensor shapes on a GPU small, and gives equal chunks to the tp and cp ranks that
+    split a row. Data ranks may have rows of different lengths, because none of their collectives depends on the length.
     """
     return math.lcm(64 if device.type == "cuda" else 8, dims.tp.size * dims.cp.size)

@@ -1,7 +1,8 @@
-"""Conversion of conversations to text by Jinja templates, which transformers renders.
+"""Conversion of conversations (lists of messages) to text by Jinja chat templates, which transformers renders.
 
-The text between {% generation %} and {% endgeneration %} of a template is the assistant's words. Without these tags,
-the assistant's words are the text that each of its messages adds to the conversation.
+A supervised run may train on the assistant's words only. A template can mark these words by {% generation %} and
+{% endgeneration %}. In a template without these tags, the assistant's words are the text that each message of the
+assistant adds to the rendered conversation.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from megazpp.post_training.config import ChatConfig, parse_json, parse_object
 Message = Mapping[str, Any]
 Spans = tuple[str, list[tuple[int, int]]]
 
-# ChatML in plain text. The assistant's turn ends with the end-of-document token, at which generation stops.
+# Template for tokenizers without a template: ChatML in plain text, without special tokens. The assistant's turn ends
+# with the end-of-document token, at which generation stops.
 DEFAULT_TEMPLATE = """\
 {% for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\n' }}
@@ -33,26 +35,28 @@ DEFAULT_TEMPLATE = """\
 {{- '\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-RENDER_SECONDS = 10.0  # limit of the CPU time for one conversation
-MOST_CHARACTERS = 20_000_000  # limit of a conversation's text, several million tokens
+RENDER_SECONDS = 10.0  # limit of the CPU time for rendering one conversation
+MOST_CHARACTERS = 20_000_000  # limit of a rendered conversation's length; this many characters are millions of tokens
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Finds in a template's source that it handles messages whose content is a list of parts
 _READS_PARTS = re.compile(r"""\.type\b|\[\s*['"]type['"]\s*\]|\bis (not )?(string|iterable)\b""")
+# A conversation for finding out how a template ends the assistant's turn
 _PROBE = [{"role": role, "content": "dummy"} for role in ("user", "assistant", "user")]
 
 
 class ChatTemplate:
-    """The chat template of a run, with the variables that it always gets.
+    """The chat template of a run, with the variables that every conversation is rendered with.
 
     Args:
         tokenizer: tokenizer with the special tokens, and with the template if `source` is None.
-        source: Jinja source; None for the template that transformers selects from the tokenizer's.
-        name: description of the template, for messages.
-        variables: further variables of the template, such as --chat-template-kwargs.
-        system_prompt: system message for conversations that have none.
+        source: Jinja source of the template; None for the template that transformers selects from the tokenizer's.
+        name: description of the template for error messages, such as "--chat-template FILE".
+        variables: further variables of the template, such as the values of --chat-template-kwargs.
+        system_prompt: system message to put before conversations that have none; None adds no message.
     Attributes:
-        key: value for cache keys that is equal for templates that write equal text.
-        used: True after a conversation has been rendered.
+        key: part of cache keys of tokenized data; two templates with equal keys render the same text.
+        used: True once this run has rendered a conversation with the template.
     """
 
     def __init__(
@@ -70,10 +74,14 @@ class ChatTemplate:
         self.key: list[object] = [self.source(None), self.source([{}]), self._variables, system_prompt]
 
     def source(self, tools: Sequence[object] | None) -> str:
-        """Return the Jinja source for a conversation with these tools.
+        """Return the Jinja source with which a conversation is rendered.
+
+        Args:
+            tools: descriptions of the conversation's tools, because a tokenizer may have another template for
+                conversations with tools; None for a conversation without tools.
 
         Raises:
-            ValueError: the tokenizer has several templates and no default.
+            ValueError: the tokenizer has several templates, and none of them is the default.
         """
         return self._source or self._tokenizer.chat_template(None, tools) or DEFAULT_TEMPLATE
 
@@ -83,32 +91,43 @@ class ChatTemplate:
         return self._source is None and self._tokenizer.chat_template() is None
 
     def files(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return a tokenizer's files with the template that the run has used; unchanged if it rendered nothing."""
+        """Return a tokenizer's files for a checkpoint, with the chat template that this run has used.
+
+        Args:
+            files: contents of the tokenizer's files, by name.
+
+        Returns:
+            the files, unchanged if the run has rendered no conversation or has used the tokenizer's own template.
+        """
         changes = self.used and (self._source is not None or self._tokenizer.chat_template() is None)
         return with_template(files, self.source(None)) if changes and files else dict(files)
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, options: Mapping[str, Any] = {}
     ) -> str:
-        """Return the text of a conversation.
+        """Render a conversation as one text.
 
         Args:
-            messages: each with role and content.
-            add_generation_prompt: True to end with the beginning of the assistant's turn.
-            options: variables of this conversation (`options_of`).
+            messages: messages of the conversation, each with role and content.
+            add_generation_prompt: True to end the text with the beginning of the assistant's next turn.
+            options: template variables for this conversation only, see `options_of`.
         Raises:
             ValueError: the template refuses the conversation, or transformers is not installed.
         """
         return self._render(messages, options, add_generation_prompt=add_generation_prompt)[0]
 
     def render_spans(self, messages: Sequence[Message], *, options: Mapping[str, Any] = {}) -> Spans:
-        """Return the text of a conversation, and the ranges (start, end) of the assistant's words in it.
+        """Render a conversation as one text, and find the assistant's words in the text.
 
         Args:
-            messages: each with role and content.
-            options: variables of this conversation (`options_of`).
+            messages: messages of the conversation, each with role and content.
+            options: template variables for this conversation only, see `options_of`.
+
+        Returns:
+            the text, and the ranges (start, end) of characters that are the assistant's words.
+
         Raises:
-            ValueError: the template refuses the conversation, or does not tell which words are the assistant's.
+            ValueError: the template refuses the conversation, or the assistant's words cannot be located.
         """
         if _GENERATION.search(self.source(options.get("tools"))):
             return self._render(messages, options, return_assistant_tokens_mask=True)
@@ -120,20 +139,24 @@ class ChatTemplate:
                 if not (text.startswith(before) and after.startswith(before) and text.startswith(after)):
                     raise ValueError(
                         f"{self.name} does not tell which words are the assistant's: it has no {{% generation %}}, and"
-                        f" its text of the first {number + 1} messages is not how its text of all begins"
+                        f" the text of all messages does not begin with the text of the first {number + 1}; add"
+                        " {% generation %} and {% endgeneration %} to the template"
                     )
                 spans.append((len(before), len(after)))
         return text, spans
 
     def trains_end_of_turn(self) -> bool:
-        """Return whether the assistant's words end with a token that can stop generation.
+        """Return True if the assistant's words, as rendered by this template, end with a token that stops generation.
+
+        Otherwise a model that is trained on these words only does not learn to end its turn. The result is also True
+        if the template refuses a short conversation of user and assistant, so that nothing is known.
 
         Source: TRL 1.16, `is_chat_template_stop_token_trained`.
         """
         try:
             text, spans = self.render_spans(_PROBE)
         except ValueError:
-            return True  # the template refuses such a conversation
+            return True  # the template refuses the probing conversation
         found = self._tokenizer.encode_spans(text, add_special_tokens=False)
         words = [
             token
@@ -144,6 +167,7 @@ class ChatTemplate:
         return next(decoded, None) in self._tokenizer.added_ids
 
     def _render(self, messages: Sequence[Message], options: Mapping[str, Any], **how: bool) -> Spans:
+        """Render a conversation; return its text, and the ranges of the assistant's words if `how` asks for them."""
         source = self.source(options.get("tools"))
         for number, role in enumerate((message["role"] for message in messages), start=1):
             if not (role in _ROLES or any(f"{quote}{role}{quote}" in source for quote in "'\"")):
@@ -161,16 +185,18 @@ class ChatTemplate:
 
 
 def load_chat_template(config: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template of --chat-template. Without the flag, return the tokenizer's or `DEFAULT_TEMPLATE`.
+    """Return the chat template that --chat-template names.
+
+    Without the flag, return the tokenizer's template, or `DEFAULT_TEMPLATE` if the tokenizer has none.
 
     Raises:
-        ValueError: the file cannot be read, or is not a template.
+        ValueError: the file of the template cannot be read, or is not a Jinja template.
     """
     path, source, name = config.chat_template, None, "the tokenizer's chat template"
     if path is not None:
         name = f"--chat-template {path}"
         source = tokenizer.chat_template(path)
-        if source is None or source == path:  # transformers returns a name that it does not know
+        if source is None or source == path:  # transformers returns an unknown name unchanged; it is then a file
             with errors_as(f"{name} cannot be read", (OSError, UnicodeDecodeError)):
                 source = read_small_file(find_file(path)).decode("utf-8-sig")
         _compiled(source, name, [])
@@ -181,9 +207,13 @@ def load_chat_template(config: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate
 
 
 def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template variables in a line of data: `tools`, `documents`, and `chat_template_kwargs`.
+    """Return the chat template's variables for one conversation, from a line of data.
 
-    Each is a JSON value, or a string that holds JSON, as in TRL's format for tools.
+    They come from the columns `tools`, `documents` and `chat_template_kwargs`. Each column holds a JSON value, or a
+    string that contains JSON, as in TRL's format for tools.
+
+    Raises:
+        ValueError: one of the columns has another type.
     """
     found = {
         name: parse_json(record[name], repr(name)) for name in ("tools", "documents") if record.get(name) is not None
@@ -195,7 +225,17 @@ def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compiled(source: str, name: str, conversations: list[Any], **options: Any) -> tuple[list[str], list[Any]]:
-    """Render conversations with transformers; an empty list only checks that the template compiles."""
+    """Render conversations with a Jinja template by transformers.
+
+    Args:
+        source: Jinja source of the template.
+        name: description of the template for error messages.
+        conversations: lists of messages; an empty list only checks that the template compiles.
+        **options: variables of the template, and options of transformers' `render_jinja_template`.
+
+    Returns:
+        the text of each conversation, and for each the ranges of the assistant's words if they were requested.
+    """
     utilities = import_package("transformers", "a conversation").utils.chat_template_utils
     try:
         with _time_limit():
@@ -210,13 +250,13 @@ def _compiled(source: str, name: str, conversations: list[Any], **options: Any) 
 
 @contextlib.contextmanager
 def _time_limit() -> Iterator[None]:
-    """Return a context that raises TimeoutError after `RENDER_SECONDS` of CPU time; for the main thread only.
+    """Return a context that raises a TimeoutError after `RENDER_SECONDS` of CPU time; for the main thread only.
 
-    A template is code of whoever made the tokenizer, and may loop for hours.
+    The limit is needed because a chat template is a program from the tokenizer's author, which may loop for hours.
     """
 
     def stop(*_: object) -> None:
-        raise TimeoutError(f"it has not rendered a conversation within {RENDER_SECONDS:g} seconds of CPU time")
+        raise TimeoutError(f"rendering a conversation took more than {RENDER_SECONDS:g} seconds of CPU time")
 
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_SECONDS)
@@ -228,6 +268,6 @@ def _time_limit() -> Iterator[None]:
 
 
 def _joined(message: Message) -> Message:
-    """Join the text parts of a message, for a template that expects strings."""
+    """Return a message whose text parts are joined to one string, for a chat template that expects strings."""
     content = message.get("content")
     return {**message, "content": "".join(part["text"] for part in content)} if isinstance(content, list) else message

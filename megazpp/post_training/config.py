@@ -1,7 +1,8 @@
-"""The flags of post-training, with TRL's names and TRL's defaults for each objective.
+"""Command-line flags of post-training, with TRL's names and TRL's defaults for each objective.
 
-Denominators and whitening span the optimizer step, or the whole rollout, over all ranks. In TRL some of them span a
-process or a micro-batch. tests/post_training/test_trl_defaults.py lists each different default with its reason.
+Means of losses are over the optimizer step on all ranks, and whitening is over all completions of a generation. In TRL
+some of these means are over a process or a micro-batch. tests/post_training/test_trl_defaults.py lists each default
+that differs from TRL's, with its reason.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ PairLoss = Literal[
 ]
 TokenLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 RewardScale = Literal["group", "batch", "none"]
-ROLLOUTS = ("grpo", "ppo")
-GRPO, PPO, DRAWN = (f"--objective {names}" for names in (*ROLLOUTS, " ".join(ROLLOUTS)))  # flags that others need
+ROLLOUTS = ("grpo", "ppo")  # objectives that train on sampled completions of the policy
+# Values of `needs` for flags that belong to some objectives only
+GRPO, PPO, DRAWN = (f"--objective {names}" for names in (*ROLLOUTS, " ".join(ROLLOUTS)))
 REFERENCE, CHOSEN_LOSS = f"{DRAWN} dpo", f"{GRPO} dpo"
 LOSS_TYPES: dict[str | None, tuple[str, ...]] = {"dpo": get_args(PairLoss), "grpo": get_args(TokenLoss)}
 DEFAULT_LOSS: dict[str | None, tuple[str, ...]] = {"dpo": ("sigmoid",), "grpo": ("dapo",)}
 DEFAULT_BETA: dict[str | None, float] = {"dpo": 0.1}
 DEFAULT_RATE = {"sft": 2e-5, "reward": 1e-4, "dpo": 1e-6, "grpo": 1e-6, "ppo": 3e-6}
-# Defaults for fields of other configs. Tokens are sampled from the policy's unchanged distribution.
+# Defaults of post-training for fields of other configs. The sample_* fields leave the policy's distribution unchanged.
 DEFAULTS = {
     "weight_decay": 0.0,
     "hidden_dropout": 0.0,
@@ -48,7 +50,7 @@ DEFAULTS = {
     "sample_top_k": 0,
     "sample_top_p": 1.0,
 }
-TAKEN = ("model", "tokenizer", "precision")  # configs whose flags come from the checkpoint
+TAKEN = ("model", "tokenizer", "precision")  # configs whose flags are taken from the checkpoint of --load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,18 +68,20 @@ class PostTrainingConfig:
     )
     ref_load: str | None = flag(
         None,
-        "checkpoints of the reference model (default: those that this training began with, --load)",
+        "folder of the reference model's checkpoints (default: the model that this training began with, --load)",
         needs=REFERENCE,
     )
     ref_ckpt_step: int | None = flag(None, "iteration of the reference model's checkpoint (default: the latest)")
     ref_checksum: str | None = flag(
-        None, "required checksum of the base's weights with --lora-r (default: the checksum at the first start)"
+        None, "required checksum of the frozen base weights with --lora-r (default: the checksum at the first start)"
     )
     reward_load: str | None = flag(
-        None, "checkpoints of a trained reward model, whose score is added to --reward-funcs' rewards", needs=DRAWN
+        None,
+        "folder of a trained reward model's checkpoints; its score is added to the rewards of --reward-funcs",
+        needs=DRAWN,
     )
     beta: float | None = flag(
-        None, "weight of the divergence from the reference (default: dpo 0.1, grpo 0)", needs=CHOSEN_LOSS
+        None, "weight of the divergence from the reference model (default: dpo 0.1, grpo 0)", needs=CHOSEN_LOSS
     )
     loss_type: tuple[str, ...] | None = flag(
         None,
@@ -92,79 +96,110 @@ class PostTrainingConfig:
         None, "weight of each of --loss-type in the sum (default: 1 each)", nargs="+", needs="--objective dpo"
     )
     label_smoothing: float = flag(
-        0.0, "assumed share of wrong preferences, for the loss robust", needs="--objective dpo"
+        0.0, "assumed fraction of wrong preferences, for --loss-type robust", needs="--objective dpo"
     )
     center_rewards_coefficient: float | None = flag(
         None,
-        "weight of the squared sum of a pair's scores, which keeps their mean at 0",
+        "weight of the squared sum of both scores of a pair in the loss, which keeps the mean score at 0",
         needs="--objective reward",
     )
     sync_ref_model: bool = flag(
         False,
-        "mix the policy into the reference every --ref-model-sync-steps; the reference is then sharded in fp32 like "
-        "the policy, and gathered across nodes",
+        "mix the policy's weights into the reference model every --ref-model-sync-steps; the reference is then "
+        "sharded in fp32 like the policy, and gathered across nodes",
         needs=CHOSEN_LOSS,
     )
-    ref_model_mixup_alpha: float = flag(0.6, "share of the policy in the mixture", needs="--sync-ref-model")
-    ref_model_sync_steps: int = flag(512, "optimizer steps between two mixtures", needs="--sync-ref-model")
+    ref_model_mixup_alpha: float = flag(
+        0.6, "weight of the policy in the mixed reference model", needs="--sync-ref-model"
+    )
+    ref_model_sync_steps: int = flag(
+        512, "optimizer steps between two updates of the reference model", needs="--sync-ref-model"
+    )
     precompute_ref_log_probs: bool = flag(
         False,
-        "compute the reference's log-probabilities of all pairs before training, and then free the reference; "
-        "--data-cache-path keeps them for other runs",
+        "compute the reference model's log-probabilities of all pairs before training, and then free the reference "
+        "model; --data-cache-path keeps the log-probabilities for other runs",
         needs="--objective dpo",
     )
-    num_generations: int = flag(8, "completions of each prompt, on one or several ranks", needs=GRPO)
+    num_generations: int = flag(
+        8, "number of completions that are sampled for each prompt, on one or several ranks", needs=GRPO
+    )
     max_completion_length: int = flag(512, "largest number of tokens of a completion", needs=DRAWN)
     rollouts_at_once: int | None = flag(
         None,
-        "completions that a data-parallel rank samples in one batch, with keys and values in memory (default: all)",
+        "number of completions that a data-parallel rank samples in one batch, which limits the memory for keys and "
+        "values (default: all)",
         needs=DRAWN,
     )
     steps_per_generation: int = flag(
-        1, "optimizer steps that use one generation of completions once; TRL counts micro-batches instead", needs=GRPO
+        1,
+        "optimizer steps over which one generation of completions is divided; TRL counts micro-batches instead",
+        needs=GRPO,
     )
     num_iterations: int = flag(1, "number of passes over each generation of completions", needs=GRPO)
-    epsilon: float = flag(0.2, "clip range of the ratio to the old policy, 1 - epsilon to 1 + epsilon", needs=GRPO)
-    epsilon_high: float | None = flag(None, "upper clip range, 1 + epsilon_high (default: --epsilon)", needs=GRPO)
+    epsilon: float = flag(
+        0.2, "clip range of the probability ratio to the old policy, 1 - epsilon to 1 + epsilon", needs=GRPO
+    )
+    epsilon_high: float | None = flag(
+        None, "upper limit of the clip range, 1 + epsilon_high (default: --epsilon)", needs=GRPO
+    )
     delta: float | None = flag(
-        None, "largest ratio to the old policy where advantages are negative (default: unlimited)", needs=GRPO
+        None,
+        "largest probability ratio to the old policy where advantages are negative (default: unlimited)",
+        needs=GRPO,
     )
     importance_sampling_level: Literal["token", "sequence"] = flag(
-        "token", "unit of the ratio to the old policy: a token, or a whole completion (GSPO)", needs=GRPO
+        "token",
+        "level of the probability ratio to the old policy: each token, or the whole completion (GSPO)",
+        needs=GRPO,
     )
     use_bias_correction_kl: bool = flag(
-        True, "multiply the divergence from the reference by the ratio, for an unbiased gradient", needs=GRPO
+        True,
+        "multiply the divergence from the reference by the probability ratio, for an unbiased gradient",
+        needs=GRPO,
     )
     scale_rewards: Literal["group", "batch", "none"] | None = flag(
         None,
-        "divisor of advantages: the standard deviation of the rewards of a group, of the batch, or 1 (default: group; "
-        "none with rloo)",
+        "divisor of advantages: the standard deviation of the rewards of a prompt's completions (group), of all "
+        "completions (batch), or 1 (none) (default: group; none with rloo)",
         needs=GRPO,
     )
     advantage_estimator: Literal["grpo", "rloo"] = flag(
-        "grpo", "baseline of a reward: the mean of its group (grpo), or of the other completions (rloo)", needs=GRPO
+        "grpo",
+        "baseline of a reward: the mean over all completions of the prompt (grpo), or over the others (rloo)",
+        needs=GRPO,
     )
-    mask_truncated_completions: bool = flag(False, "no loss on completions that reached the token limit", needs=GRPO)
-    kl_coef: float = flag(0.05, "weight of the divergence from the reference in the rewards of tokens", needs=PPO)
-    cliprange: float = flag(0.2, "clip range of the ratio to the old policy, 1 - cliprange to 1 + cliprange", needs=PPO)
-    cliprange_value: float = flag(0.2, "largest change of a value from its old value", needs=PPO)
-    vf_coef: float = flag(0.1, "weight of the values' loss", needs=PPO)
+    mask_truncated_completions: bool = flag(
+        False, "leave completions that reached the token limit out of the loss", needs=GRPO
+    )
+    kl_coef: float = flag(0.05, "weight of the divergence from the reference model in the rewards of tokens", needs=PPO)
+    cliprange: float = flag(
+        0.2, "clip range of the probability ratio to the old policy, 1 - cliprange to 1 + cliprange", needs=PPO
+    )
+    cliprange_value: float = flag(0.2, "largest change of the value head's output from its old output", needs=PPO)
+    vf_coef: float = flag(0.1, "weight of the value head's loss", needs=PPO)
     gamma: float = flag(1.0, "discount of later rewards", needs=PPO)
     lam: float = flag(0.95, "lambda of the generalized advantage estimation", needs=PPO)
     num_ppo_epochs: int = flag(4, "number of passes over each generation of completions", needs=PPO)
-    num_mini_batches: int = flag(1, "optimizer steps of one pass, each with --global-batch-size completions", needs=PPO)
+    num_mini_batches: int = flag(
+        1, "optimizer steps of one pass over a generation, each with --global-batch-size completions", needs=PPO
+    )
     missing_eos_penalty: float | None = flag(
         None, "amount subtracted from the reward of completions that reached the token limit", needs=PPO
     )
-    whiten_rewards: bool = flag(False, "scale the rewards of tokens to variance 1 over the whole rollout", needs=PPO)
+    whiten_rewards: bool = flag(
+        False, "scale the rewards of tokens to variance 1 over all completions of a generation", needs=PPO
+    )
     update_expert_bias: bool = flag(
         False,
-        "move the biases of experts by --moe-router-bias-update-rate in each step, as pretraining does; by default "
-        "they are constant, as in transformers",
+        "update the routing biases of experts by --moe-router-bias-update-rate in each step, as pretraining does; by "
+        "default these biases are constant, as in transformers",
     )
-    eval_on_start: bool = flag(False, "also evaluate before the first step")
+    eval_on_start: bool = flag(False, "also evaluate held-out data before the first step")
     log_completions: int = flag(
-        2, "prompts of a generation whose completions go to the log and to completions.jsonl; 0 for none", needs=DRAWN
+        2,
+        "number of prompts of each generation whose completions go to the log and to completions.jsonl; 0 for none",
+        needs=DRAWN,
     )
 
     def __post_init__(self) -> None:
@@ -177,13 +212,15 @@ class PostTrainingConfig:
         )
         for name in ("gamma", "lam", "ref_model_mixup_alpha"):
             if not 0.0 < getattr(self, name) <= 1.0:
-                raise ValueError(f"{spelling(self, name)} {getattr(self, name)} is not in (0, 1]")
+                raise ValueError(
+                    f"{spelling(self, name)} {getattr(self, name)} is not in (0, 1]: give a number up to 1"
+                )
         if self.ref_checksum is not None and not re.fullmatch(r"[0-9a-f]{16}", self.ref_checksum):
             raise ValueError(f"--ref-checksum {self.ref_checksum} is not 16 hexadecimal digits (0-9, a-f)")
         if not 0.0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"--label-smoothing {self.label_smoothing} is not in [0, 0.5)")
+            raise ValueError(f"--label-smoothing {self.label_smoothing} is not in [0, 0.5): give a fraction below half")
         if not all(weight > 0.0 for weight in self.loss_weights or ()):
-            raise ValueError(f"--loss-weights {as_words(self.loss_weights)}: a weight is not positive")
+            raise ValueError(f"--loss-weights {as_words(self.loss_weights)}: all weights must be above 0")
         if self.objective not in LOSS_TYPES:
             return
         for name in self.losses:
@@ -191,16 +228,18 @@ class PostTrainingConfig:
                 which = f"one of {', '.join(allowed)}"
                 raise ValueError(f"--loss-type {name} is not {which} with --objective {self.objective}")
         if self.objective == "grpo" and len(self.losses) > 1:
-            raise ValueError(f"--loss-type {' '.join(self.losses)}: --objective grpo takes one loss")
+            raise ValueError(f"--loss-type {' '.join(self.losses)}: --objective grpo takes one loss, not a sum")
         if self.loss_weights is not None and len(self.loss_weights) != len(self.losses):
             raise ValueError(
                 f"--loss-weights {as_words(self.loss_weights)} has {len(self.loss_weights)} weights for the "
-                f"{len(self.losses)} of --loss-type {' '.join(self.losses)}"
+                f"{len(self.losses)} of --loss-type {' '.join(self.losses)}: give one weight for each loss"
             )
         if self.objective == "dpo" and self.beta_or_default == 0.0:
-            raise ValueError("--beta 0.0: with --objective dpo the loss would not depend on the policy")
+            raise ValueError(
+                "--beta 0.0: with --objective dpo the loss would not depend on the policy; give a positive one"
+            )
         if self.objective == "grpo" and self.num_generations == 1:
-            raise ValueError("--num-generations 1: --objective grpo compares at least two completions of a prompt")
+            raise ValueError("--num-generations 1: --objective grpo compares at least two completions of each prompt")
         for names, off, needed in (
             ("label_smoothing", "robust" not in self.losses, "needs --loss-type robust"),
             ("delta", self.loss == "cispo", "is for a loss that clips, not --loss-type cispo"),
@@ -214,48 +253,48 @@ class PostTrainingConfig:
 
     @property
     def losses(self) -> tuple[Any, ...]:
-        """The types of the losses that are added; () for an objective without a choice."""
+        """The loss functions that are summed, from --loss-type or its default; () for objectives without a choice."""
         return self.loss_type or DEFAULT_LOSS.get(self.objective, ())
 
     @property
     def loss(self) -> Any:
-        """The type of the first loss; None for an objective without a choice."""
+        """The first of the loss functions of --loss-type; None for objectives without a choice."""
         return next(iter(self.losses), None)
 
     @property
     def reward_scale(self) -> RewardScale:
-        """The divisor of advantages, given or default."""
+        """The divisor of advantages: the value of --scale-rewards, or its default for --advantage-estimator."""
         return self.scale_rewards or ("none" if self.advantage_estimator == "rloo" else "group")
 
     @property
     def beta_or_default(self) -> float:
-        """The weight of the divergence from the reference, given or default."""
+        """The weight of the divergence from the reference model: the value of --beta, or the objective's default."""
         return DEFAULT_BETA.get(self.objective, 0.0) if self.beta is None else self.beta
 
     @property
     def draws(self) -> bool:
-        """True if the policy is trained on its own completions."""
+        """True if the objective trains the policy on completions that the policy itself has sampled."""
         return self.objective in ROLLOUTS
 
     @property
     def needs_reference(self) -> bool:
-        """True if the loss uses a reference model."""
+        """True if the loss, with the given weights, depends on a reference model."""
         weight = self.kl_coef if self.objective == "ppo" else self.beta_or_default
         return self.objective in ("dpo", *ROLLOUTS) and weight > 0.0
 
     @property
     def group_size(self) -> int:
-        """Completions of each prompt."""
+        """The number of completions that are sampled for each prompt."""
         return self.num_generations if self.objective == "grpo" else 1
 
     @property
     def slices(self) -> int:
-        """Optimizer steps of one pass over a buffer of completions."""
+        """The number of optimizer steps of one pass over the completions of one generation."""
         return self.num_mini_batches if self.objective == "ppo" else self.steps_per_generation
 
     @property
     def passes(self) -> int:
-        """Number of passes over a buffer of completions."""
+        """The number of passes over the completions of one generation."""
         return self.num_ppo_epochs if self.objective == "ppo" else self.num_iterations
 
 
@@ -263,7 +302,7 @@ class PostTrainingConfig:
 class ChatConfig:
     """Conversations.
 
-    Conversion of conversations to text.
+    Flags for the conversion of conversations (lists of messages) to text.
     """
 
     chat_template: str | None = flag(
@@ -272,16 +311,24 @@ class ChatConfig:
         "ChatML in plain text if it has none)",
     )
     chat_template_kwargs: str | None = flag(
-        None, "JSON object of further variables of the template, such as '{\"enable_thinking\": false}'"
+        None, "JSON object with further variables of the chat template, such as '{\"enable_thinking\": false}'"
     )
-    system_prompt: str | None = flag(None, "system message for conversations that have none")
+    system_prompt: str | None = flag(None, "system message to put before conversations that have none")
 
     def __post_init__(self) -> None:
         parse_object(self.chat_template_kwargs, "--chat-template-kwargs")
 
 
 def parse_json(value: Any, name: str) -> Any:
-    """Return a JSON value, parsed if it is a string; `name` is for messages."""
+    """Parse JSON.
+
+    Args:
+        value: text to parse; a value that is not a string is returned unchanged.
+        name: description of the text for error messages, such as the name of a flag.
+
+    Raises:
+        ValueError: the text is not JSON.
+    """
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -289,7 +336,15 @@ def parse_json(value: Any, name: str) -> Any:
 
 
 def parse_object(value: Any, name: str) -> dict[str, Any]:
-    """Return a JSON object, given as itself or as text; empty for None. `name` is for messages."""
+    """Parse a JSON object.
+
+    Args:
+        value: text to parse, or an object that is parsed already. None gives an empty object.
+        name: description of the text for error messages, such as the name of a flag.
+
+    Raises:
+        ValueError: the text is not JSON, or the value is not an object.
+    """
     found = parse_json(value, name)
     if not isinstance(found, dict | None):
         raise ValueError(f"{name} {value!r:.80} is not a JSON object")
@@ -300,28 +355,32 @@ def parse_object(value: Any, name: str) -> dict[str, Any]:
 class DataFormatConfig(ChatConfig):
     """Data format.
 
-    Conversion of lines of data to token sequences.
+    Flags for the conversion of lines of data to token sequences and loss masks.
     """
 
-    max_length: int = flag(1024, "tokens of an example, prompt and answer together; longer examples are cut")
-    assistant_only_loss: bool = flag(False, "loss on the assistant's words only; needs conversations")
-    completion_only_loss: bool = flag(True, "loss on the completion only, for data with prompt and completion")
+    max_length: int = flag(
+        1024, "largest number of tokens of an example, prompt and answer together; longer examples are cut"
+    )
+    assistant_only_loss: bool = flag(False, "compute the loss on the assistant's words only; needs conversations")
+    completion_only_loss: bool = flag(
+        True, "compute the loss on the completion only, for data with prompt and completion"
+    )
     packing: bool = flag(
-        False, "put several examples into a row of --max-length, isolated from each other", needs="--objective sft"
+        False, "put several examples into each row of --max-length, isolated from each other", needs="--objective sft"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "max_length")
         if self.max_length < 2:
-            raise ValueError(f"--max-length {self.max_length} leaves no token to predict")
+            raise ValueError(f"--max-length {self.max_length} leaves no token to predict: give at least 2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """Rewards.
 
-    Reward functions and their weights.
+    Flags for the reward functions of sampled completions, and their weights.
     """
 
     reward_funcs: tuple[str, ...] = flag(
@@ -340,16 +399,18 @@ class RewardConfig:
             if not module or not name.isidentifier():
                 raise ValueError(f"--reward-funcs {value} is not module:function or file.py:function")
         if len(set(self.reward_funcs)) < len(self.reward_funcs):
-            raise ValueError(f"--reward-funcs {' '.join(self.reward_funcs)} names a function twice")
+            raise ValueError(
+                f"--reward-funcs {' '.join(self.reward_funcs)} names a function twice: name each function once"
+            )
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
             raise ValueError(
                 f"--reward-weights {' '.join(map(str, self.reward_weights))} has {len(self.reward_weights)} weights for"
-                f" the {len(self.reward_funcs)} of --reward-funcs"
+                f" the {len(self.reward_funcs)} of --reward-funcs: give one weight for each function"
             )
 
 
 class PostConfigs(NamedTuple):
-    """The configs of post-training, in addition to the configs of every run."""
+    """The configs that post-training has in addition to the configs of every run (`RunConfig`)."""
 
     training: PostTrainingConfig
     form: DataFormatConfig
@@ -362,5 +423,5 @@ EXTRA: tuple[type, ...] = (PostTrainingConfig, DataFormatConfig, RewardConfig, L
 
 
 def post_configs(parsed: ParsedRun) -> PostConfigs:
-    """Return the configs of post-training."""
+    """Return the configs that post-training has in addition to the configs of every run."""
     return PostConfigs(*parsed.extra)

@@ -1,19 +1,20 @@
-"""Datasets of post-training: examples, pairs and prompts by sample number.
+"""Datasets of post-training, which give the supervised example, pair of answers, or prompt of each sample number.
 
-Each epoch is a separate permutation, which depends on the seed and the number of the epoch. Sample i is example i mod N
-in that epoch. The samples of a step therefore depend on the number of consumed samples, and not on the number of ranks.
+Each epoch is a separate permutation of the N examples, which depends on the seed and the number of the epoch. Sample i
+is example number i mod N of the permutation of epoch i // N. The samples of a step therefore depend on the number of
+consumed samples, and not on the number of ranks.
 
-Samples are [rows, S + 1] int64 with S = --max-length, padded on the right. They have one size, so `BatchLoader` handles
-them like windows of documents:
+Samples are [rows, S + 1] int64 tensors with S = --max-length, padded on the right. All samples of a dataset have the
+same size, so `BatchLoader` handles them like pretraining's samples. Their rows are:
 
     supervised    tokens, mask, positions
     pairs         preferred tokens, mask, rejected tokens, mask; the last row begins with the number of the pair and the
                   bits of its margin
 
-A mask is 1 where the token is to be predicted. Batches are cut to their longest row, rounded up (`shortened`).
+A mask is 1 where the token is to be predicted. Micro-batches are cut to their longest row, rounded up (`shortened`).
 
-With --packing a row holds several examples, each with positions from 0. They are packed once for all epochs, by best
-fit in the order of falling length (TRL's `bfd`).
+With --packing a sample holds several examples, each with positions from 0. They are packed once for all epochs, by
+best fit in the order of decreasing length (TRL's `bfd`).
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from megazpp.post_training.formatting import Examples, Prompt
 
 
 class EpochOrder:
-    """A dataset's order of samples.
+    """Base class of datasets that shuffle their examples in each epoch: the order of the samples.
 
     Args:
         size: N, the number of samples in an epoch.
-        num_samples: number of samples of the dataset; None for one epoch.
-        seed: seed for the permutations; None keeps the order of the data.
+        num_samples: number of samples of the dataset over all epochs; None for one epoch.
+        seed: seed for the permutations of the epochs; None keeps the order of the files.
     """
 
     def __init__(self, size: int, *, num_samples: int | None, seed: int | None) -> None:
@@ -53,22 +54,22 @@ class EpochOrder:
         return self._num_samples
 
     def place(self, index: int) -> int:
-        """Return the index of the example that becomes sample `index`."""
+        """Return the number of the example, in the order of the files, that becomes sample `index`."""
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
         epoch, place = divmod(index, self._size)
         return place if self._seed is None else int(self._permutation(epoch)[place])
 
     def digest(self) -> str:
-        """Return a digest of the examples."""
+        """Return a digest of the contents of all examples, which changes if the data changes."""
         raise NotImplementedError
 
     def order(self) -> str:
-        """Return a digest of the samples in their order; see data/identity.py."""
+        """Return a digest of all samples and their order, with which a resumed run detects changed data."""
         return cache_key(digest=self._digest, size=self._size, seed=self._seed)
 
     def sources(self) -> list[Source]:
-        """Return a description of the dataset, with which a resumed run detects changed data (data/identity.py)."""
+        """Return a description of the dataset's contents, with which a resumed run detects changed data."""
         return [Source("the examples", self._digest, 1.0, self._size, self.order())]
 
     @functools.cached_property
@@ -81,13 +82,13 @@ class EpochOrder:
 
 
 class SupervisedDataset(EpochOrder):
-    """Samples of supervised training: [3, max_length + 1] int64, which `make_supervised_batch` batches.
+    """Dataset of supervised training. Its samples are [3, S + 1] int64, for `make_supervised_batch`.
 
     Args:
-        examples: tokens and masks.
-        max_length: S.
-        pad: token that fills rows.
-        packing: True for several examples in a sample.
+        examples: tokens and loss masks of all examples.
+        max_length: S, the largest number of tokens that are predicted in a sample.
+        pad: token id that fills the rest of a sample.
+        packing: True to put several examples into each sample.
         **order: `num_samples` and `seed` of `EpochOrder`.
     """
 
@@ -98,7 +99,7 @@ class SupervisedDataset(EpochOrder):
         super().__init__(len(self._rows), **order)
 
     def digest(self) -> str:
-        """Return a digest of the tokens and masks of all rows."""
+        """Return a digest of the tokens and loss masks of all examples, and of how they are packed."""
         return cache_key(examples=digest_of(self._examples), rows=self._packed, max_length=self._max_length)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
@@ -113,10 +114,14 @@ class SupervisedDataset(EpochOrder):
 
 
 class PreferenceDataset(EpochOrder):
-    """Pairs: [5, max_length + 1] int64, which `make_pair_batch` batches. Arguments as for `SupervisedDataset`.
+    """Dataset of pairs of a preferred and a rejected answer. Its samples are [5, S + 1] int64, for `make_pair_batch`.
+
+    The arguments are those of `SupervisedDataset`.
 
     Attributes:
-        ref_logps: [pairs, 2] fp32 log-probabilities of both answers under the reference; None if they are unknown.
+        num_pairs: number of pairs in the files.
+        ref_logps: [pairs, 2] fp32 log-probabilities of both answers under the reference model; None if they were not
+            computed before training.
     """
 
     def __init__(self, examples: Examples, *, max_length: int, pad: int, **order: Any) -> None:
@@ -129,7 +134,7 @@ class PreferenceDataset(EpochOrder):
         return self.pair(self.place(index))
 
     def pair(self, number: int) -> npt.NDArray[np.int64]:
-        """Return pair `number` of the files as a sample."""
+        """Return pair `number`, counted in the order of the files, as a sample of [5, S + 1] int64."""
         sample = np.zeros((5, self._max_length + 1), dtype=np.int64)
         sample[0] = sample[2] = self._pad
         for row in (0, 1):
@@ -141,13 +146,13 @@ class PreferenceDataset(EpochOrder):
         return sample
 
     def digest(self) -> str:
-        """Return a digest of the tokens, masks and margins of all pairs."""
+        """Return a digest of the tokens, loss masks and margins of all pairs."""
         found, margins = digest_of(self._examples), self._examples.margins
         return cache_key(pairs=found, margins=margins.tolist()) if margins.any() else found
 
 
 class PromptDataset(EpochOrder):
-    """Prompts in the order of the samples."""
+    """Dataset of prompts for which completions are sampled."""
 
     def __init__(self, prompts: Sequence[Prompt], **order: Any) -> None:
         self._prompts = prompts
@@ -158,11 +163,11 @@ class PromptDataset(EpochOrder):
 
     @property
     def columns(self) -> set[str]:
-        """The names of all columns other than `prompt`."""
+        """The names of all columns of the data other than `prompt`, which reward functions get as arguments."""
         return {name for prompt in self._prompts for name in prompt.columns}
 
     def digest(self) -> str:
-        """Return a digest of the tokens and columns of all prompts."""
+        """Return a digest of the token ids and the other columns of all prompts."""
         found = hashlib.blake2b(digest_size=16)
         for prompt in self._prompts:
             found.update(cache_key(tokens=prompt.tokens, columns=prompt.columns).encode())
@@ -170,7 +175,7 @@ class PromptDataset(EpochOrder):
 
 
 def digest_of(examples: Examples) -> str:
-    """Return a digest of the tokens and masks of examples."""
+    """Return a digest of the tokens, loss masks and lengths of all examples, as hexadecimal digits."""
     found = hashlib.blake2b(digest_size=16)
     for array in (examples.tokens, examples.mask, examples.starts):
         found.update(np.ascontiguousarray(array).data)
@@ -178,12 +183,12 @@ def digest_of(examples: Examples) -> str:
 
 
 def make_supervised_batch(samples: torch.Tensor, *, multiple: int = 1, packing: bool = False) -> MicroBatch:
-    """Make a micro-batch of supervised samples.
+    """Make a micro-batch for supervised training, cut to its longest row.
 
     Args:
-        samples: [B, 3, S + 1] samples of a `SupervisedDataset`.
-        multiple: divisor of the row length (`shortened`).
-        packing: True to keep attention inside examples.
+        samples: [B, 3, S + 1] int64, B samples of a `SupervisedDataset`.
+        multiple: divisor of the row length after the cut, see `shortened`.
+        packing: True if samples hold several examples; the batch then keeps attention inside each example.
     """
     tokens, mask, positions = samples.unbind(dim=1)
     batch = shortened(MicroBatch(*_inputs(tokens, mask), positions[:, :-1], None), multiple)
@@ -195,12 +200,13 @@ def make_supervised_batch(samples: torch.Tensor, *, multiple: int = 1, packing: 
 
 
 def make_pair_batch(samples: torch.Tensor, *, multiple: int = 1, ref_logps: torch.Tensor | None = None) -> PairBatch:
-    """Make a micro-batch of pairs.
+    """Make a micro-batch of pairs of answers, cut to its longest row.
 
     Args:
-        samples: [B, 5, S + 1] samples of a `PreferenceDataset`.
-        multiple: divisor of the row length (`shortened`).
-        ref_logps: [pairs of the dataset, 2] log-probabilities of both answers under the reference, or None.
+        samples: [B, 5, S + 1] int64, B samples of a `PreferenceDataset`.
+        multiple: divisor of the row length after the cut, see `shortened`.
+        ref_logps: [pairs of the dataset, 2] log-probabilities of both answers under the reference model; None if they
+            were not computed before training.
     """
     tokens = torch.cat((samples[:, 0], samples[:, 2]))
     mask = torch.cat((samples[:, 1], samples[:, 3]))
@@ -211,9 +217,17 @@ def make_pair_batch(samples: torch.Tensor, *, multiple: int = 1, ref_logps: torc
 
 
 def pack(lengths: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Pack examples into rows of `capacity` tokens, the longest first, each into the fullest row that has space."""
+    """Pack examples into rows by best fit: the longest example first, each into the fullest row that has space.
+
+    Args:
+        lengths: [N] number of tokens of each example.
+        capacity: largest number of tokens of a row.
+
+    Returns:
+        the numbers of the examples in each row.
+    """
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    free: list[tuple[int, int]] = []  # sorted pairs (number of free tokens, index of the row) for rows with free tokens
     for number in np.argsort(-lengths, kind="stable").tolist():
         place = bisect.bisect_left(free, (int(lengths[number]), 0))
         left, row = free.pop(place) if place < len(free) else (capacity, len(rows))
@@ -226,5 +240,5 @@ def pack(lengths: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
 
 
 def _inputs(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split [B, S + 1] tokens and masks into inputs, labels, and the mask of the labels."""
+    """Split [B, S + 1] tokens and their loss masks into [B, S] inputs, labels, and the fp32 loss mask of the labels."""
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask[:, 1:].float().contiguous()

@@ -1,20 +1,20 @@
-"""Conversion of lines of data to tokens and loss masks.
+"""Conversion of lines of post-training data to tokens and loss masks.
 
-This is one file of more than 300 lines, because all kinds of lines share their columns and helpers.
+This is one file of more than 300 lines, because all formats of lines share their columns and helpers. The formats:
 
     columns                         objectives         meaning
     messages                        sft                a conversation; loss on all of it, or on the assistant's words
     prompt, completion              sft                loss on the completion
-    text                            sft                loss on all of it
-    prompt, chosen, rejected        reward, dpo        two answers; the first is preferred
-    chosen, rejected                reward, dpo        the same; their common beginning is the prompt
+    text                            sft                loss on the whole text
+    prompt, chosen, rejected        reward, dpo        two answers to the prompt; `chosen` is preferred
+    chosen, rejected                reward, dpo        two answers; their common beginning is the prompt
     prompt, any other columns       grpo, ppo          the reward functions get the other columns
 
-With the objective reward, a column `margin` may hold the number by which the better answer's score has to be higher.
+With the objective reward, a column `margin` may hold the number by which the preferred answer's score should be higher.
 
-Each of these columns holds a string, or a conversation, which is a list of messages with role and content. A complete
-string is followed by the tokenizer's end-of-document token. A conversation ends as its template says. Prompt and answer
-are tokenized as one text, and a token that reaches into the answer belongs to the answer.
+Each of these columns holds a string, or a conversation, which is a list of messages with role and content. The
+tokenizer's end-of-document token is added after a complete string. A conversation ends as its chat template says.
+Prompt and answer are tokenized as one text, and a token with characters of both belongs to the answer.
 """
 
 from __future__ import annotations
@@ -39,26 +39,29 @@ T = TypeVar("T")
 Record = Mapping[str, Any]
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.uint8]
-# A text, the ranges (start, end) of its characters that are trained on, and whether the tokenizer adds special tokens
-# and the end-of-document token. It adds none to a text from a chat template, which has its own (as in TRL 1.16).
+# A text, the ranges (start, end) of its characters that are trained on, and True if the tokenizer adds special tokens
+# and the end-of-document token. It adds no tokens to the text of a chat template, which contains them (as in TRL 1.16).
 Text = tuple[str, list[tuple[int, int]], bool]
-# Columns that may hold conversations, or variables of their templates.
+# Columns that may hold conversations, or variables of their chat templates
 _CHAT = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "documents", "chat_template_kwargs")
 _SAME = "'chosen' and 'rejected' are the same"
 _SUPERVISED = "'messages', nor 'prompt' and 'completion', nor 'text'"
 
 
 class Examples(NamedTuple):
-    """Tokens of a dataset, concatenated. In pairs, row 2i is the preferred and row 2i + 1 the rejected answer.
+    """The tokens of all examples of a dataset, concatenated.
+
+    A supervised example is one row. Pair i is two rows: row 2i has its preferred and row 2i + 1 its rejected answer.
 
     Attributes:
-        tokens: [T] int32 tokens.
-        mask: [T] uint8, 1 where the token is to be predicted; 0 at the first token of each row.
-        starts: [rows + 1] int64 first token of each row, and T at the end.
-        counts: [8] int64 numbers of examples: all, cut to --max-length, left out without a token of the answer, with an
-            answer that begins inside a token, and pairs left out because both answers are the same; then the file and
-            the line of the first such pair; then the number of conversations.
-        margins: [pairs] fp32 values of the column `margin`, 0 where there is none; empty if it was not read.
+        tokens: [T] int32 token ids of all rows.
+        mask: [T] uint8 loss mask, 1 where the token is to be predicted; 0 at the first token of each row.
+        starts: [rows + 1] int64 index of each row's first token in `tokens`, and T at the end.
+        counts: [8] int64: number of examples in the files; examples that were cut to --max-length; examples that were
+            left out because no token of the answer remained; examples whose answer begins inside a token; pairs that
+            were left out because both answers are the same; index of the file and line of the first such pair; and
+            number of conversations.
+        margins: [pairs] fp32 values of the column `margin`, 0 for pairs without one; empty if the column was not read.
     """
 
     tokens: Ids
@@ -68,19 +71,19 @@ class Examples(NamedTuple):
     margins: npt.NDArray[np.float32] = np.zeros(0, dtype=np.float32)
 
     def row(self, number: int) -> tuple[Ids, Mask]:
-        """Return the tokens and the mask of one row."""
+        """Return the token ids and the loss mask of one row."""
         part = slice(*self.starts[number : number + 2].tolist())
         return self.tokens[part], self.mask[part]
 
 
 class Prompt(NamedTuple):
-    """A prompt for which completions are sampled.
+    """A prompt of the data, for which completions are sampled.
 
     Attributes:
-        tokens: tokens of the prompt, at least one.
-        value: value in the data, a string or a list of messages.
-        columns: values of the other columns.
-        place: file and line.
+        tokens: token ids of the prompt, at least one, up to the place where the answer begins.
+        value: value of the column `prompt` in the data, a string or a list of messages.
+        columns: values of the line's other columns, which reward functions get.
+        place: file and line of the prompt, for error messages.
     """
 
     tokens: list[int]
@@ -101,20 +104,20 @@ def read_examples(
     log: Callable[[str], None] = lambda line: None,
     seconds: float = math.inf,
 ) -> Examples:
-    """Read examples for supervised training, or pairs of answers with two rows each; tokens are cached.
+    """Read and tokenize examples for supervised training, or pairs of answers. The tokens are cached.
 
     Args:
-        paths: files to read.
+        paths: files of JSON lines or Parquet.
         tokenizer: tokenizer of the texts.
-        template: template of conversations.
+        template: chat template that converts conversations to text.
         config: flags of the data format.
-        pairs: True to read pairs of answers.
-        margins: True to read the column `margin` of pairs.
-        cache_dir: cache directory; None keeps the tokens in memory only.
+        pairs: True to read pairs of answers, False to read supervised examples.
+        margins: True to read the column `margin` of pairs as well.
+        cache_dir: folder in which tokenized files are cached; None keeps the tokens in memory only.
         log: function that prints a line: before files are tokenized, and about the result.
-        seconds: time limit, which the files share equally.
+        seconds: time limit of a check of the data, which the files share equally; infinite to read all lines.
     Raises:
-        ValueError: a line has another format, which the message names, or no example is left.
+        ValueError: a line does not have the expected columns, or no example is left. The message names the line.
         TimeoutError: the time limit has passed, and all lines read so far are correct.
     """
     # ---- tokenize, or read the cache
@@ -146,13 +149,13 @@ def read_examples(
     if config.assistant_only_loss and not template.trains_end_of_turn():
         log(
             f"WARNING: --assistant-only-loss: the assistant's words in {template.name} do not end with a token that "
-            "can stop generation, so the model does not learn to stop: put the end of the turn before "
+            "can stop generation, so the model does not learn to stop: put the token that ends the turn before "
             "{% endgeneration %}, or name it with --eos-token"
         )
     log(
         f"{total:,} examples of {len(examples.tokens):,} tokens: {_names(paths)}"
         + (f"; {cut:,} were cut to --max-length {config.max_length}" if cut else "")
-        + (f"; {empty:,} left out, because nothing of their answers is left" if empty else "")
+        + (f"; {empty:,} left out, because no token of their answers is left" if empty else "")
         + (f"; {same:,} left out, because {_SAME}, the first at {paths[file]}, line {line}" if same else "")
         + (
             f"; note: the answers of {within:,} begin inside a token of their prompt, unlike sampled completions: "
@@ -172,16 +175,16 @@ def read_prompts(
     max_prompt_length: int,
     seconds: float = math.inf,
 ) -> list[Prompt]:
-    """Read prompts.
+    """Read and tokenize the prompts of all lines, for the sampling of completions.
 
     Args:
-        paths: files to read.
+        paths: files of JSON lines or Parquet.
         tokenizer: tokenizer of the texts.
-        template: template of conversations.
-        max_prompt_length: largest number of tokens of a prompt.
-        seconds: time limit, which the files share equally.
+        template: chat template that converts conversations to text.
+        max_prompt_length: largest allowed number of tokens of a prompt.
+        seconds: time limit of a check of the data, which the files share equally; infinite to read all lines.
     Raises:
-        ValueError: a line has another format or too long a prompt, or there is no prompt.
+        ValueError: a line has no usable prompt or too long a prompt, or the files have no line.
         TimeoutError: the time limit has passed, and all lines read so far are correct.
     """
 
@@ -197,12 +200,16 @@ def read_prompts(
 
     prompts = [Prompt(*found, f"{path}, line {number}") for path, number, found in _each(paths, read, seconds)]
     if not prompts:
-        raise ValueError(f"{_names(paths)}: there is no prompt")
+        raise ValueError(f"{_names(paths)}: there is no prompt, because the files have no lines")
     return prompts
 
 
 def prompt_ids(record: Record, tokenizer: Tokenizer, template: ChatTemplate) -> tuple[str | list[Message], list[int]]:
-    """Return the value of the column `prompt`, and its token ids up to the place where the answer begins."""
+    """Return the prompt of a line of data: the value of the column `prompt`, and its token ids.
+
+    A conversation's token ids include the beginning of the assistant's turn. A prompt without tokens gets the
+    end-of-document token.
+    """
     _check_text_only(record)
     value = _value(record, "prompt")
     if isinstance(value, str):
@@ -213,13 +220,14 @@ def prompt_ids(record: Record, tokenizer: Tokenizer, template: ChatTemplate) -> 
 
 
 def _check_text_only(record: Record) -> None:
-    """Raise ValueError for images, from which TRL's trainers would make parts of the messages."""
+    """Raise a ValueError if a line of data has images, which TRL's trainers would insert into the messages."""
     for name in ("image", "images"):
         if record.get(name):
             raise ValueError(f"the column {name!r} holds images, but only text is supported; remove or rename it")
 
 
 def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormatConfig) -> list[Text]:
+    """Return the text of a line of supervised data, in a list of one element."""
     _check_text_only(record)
     if record.get("messages") is not None:
         messages = _value(record, "messages")
@@ -238,6 +246,7 @@ def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormat
 
 
 def _pair_texts(record: Record, template: ChatTemplate, config: DataFormatConfig) -> list[Text]:
+    """Return the texts with the preferred and the rejected answer of a line; [] if both answers are the same."""
     _check_text_only(record)
     chosen, rejected = _value(record, "chosen"), _value(record, "rejected")
     if chosen == rejected:
@@ -251,7 +260,7 @@ def _pair_texts(record: Record, template: ChatTemplate, config: DataFormatConfig
         if isinstance(chosen, str) and chosen[:same].endswith(" "):
             same -= 1  # the space belongs to the answers, as in TRL
         prompt, chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
-    config = DataFormatConfig(max_length=config.max_length)  # loss on the answers, whatever the flags for sft are
+    config = DataFormatConfig(max_length=config.max_length)  # pairs have loss on the answers, whatever the flags say
     answers = {"chosen": chosen, "rejected": rejected}
     return [_answer(prompt, answer, name, record, template, config) for name, answer in answers.items()]
 
@@ -264,11 +273,20 @@ def _answer(
     template: ChatTemplate,
     config: DataFormatConfig,
 ) -> Text:
-    """Join prompt and answer to one text."""
+    """Join prompt and answer of a line of data to one text, with the ranges that are trained on.
+
+    Args:
+        prompt: the prompt, a string or a conversation.
+        answer: the answer, a string or the following messages of the conversation.
+        name: name of the answer's column, for error messages.
+        record: the line of data, which may have variables of the chat template.
+        template: chat template that converts conversations to text.
+        config: flags of the data format.
+    """
     if isinstance(prompt, str) and isinstance(answer, str):
         return _string(prompt + answer, len(prompt) if config.completion_only_loss else 0, config)
     if isinstance(answer, str):
-        raise ValueError(f"'prompt' is a conversation and {name!r} a string")
+        raise ValueError(f"'prompt' is a conversation and {name!r} a string: both must have the same type")
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if answer and not any(message["role"] == "assistant" for message in answer):
@@ -276,7 +294,7 @@ def _answer(
     if answer[: len(prompt)] == prompt:
         answer = answer[len(prompt) :]  # some datasets repeat the prompt in the answer
     text, spans = _conversation([*prompt, *answer], record, template, config)
-    # A template may write the beginning of the assistant's turn differently in a prompt and in a conversation.
+    # The answer starts where the texts differ: a template may begin the assistant's turn differently after a prompt.
     start = _same(_render_prompt(template, prompt, record), text)
     if config.completion_only_loss:
         spans = [(max(start, first), last) for first, last in spans if last > start]
@@ -284,16 +302,19 @@ def _answer(
 
 
 def _string(text: str, start: int, config: DataFormatConfig) -> Text:
-    """Return a complete text whose characters from `start` on are trained on."""
+    """Return a text without a chat template, whose characters from `start` on are trained on."""
     if config.assistant_only_loss:
-        raise ValueError("--assistant-only-loss needs a conversation, a list of messages")
+        raise ValueError("--assistant-only-loss needs a conversation (a list of messages), but this is a string")
     return text, [(start, len(text))], True
 
 
 def _conversation(
     messages: Sequence[Message], record: Record, template: ChatTemplate, config: DataFormatConfig
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a conversation, and the ranges with loss: the assistant's words, or all of it."""
+    """Return the text of a conversation, and the ranges of characters that are trained on.
+
+    These are the assistant's words with --assistant-only-loss, and the complete text otherwise.
+    """
     if config.assistant_only_loss:
         return template.render_spans(messages, options=options_of(record))
     text = template.render(messages, options=options_of(record))
@@ -301,18 +322,23 @@ def _conversation(
 
 
 def _render_prompt(template: ChatTemplate, prompt: Sequence[Message], record: Record) -> str:
+    """Return the text of a prompt that is a conversation, up to the beginning of the assistant's answer."""
     if prompt and prompt[-1]["role"] == "assistant":
         raise ValueError("the last message of 'prompt' is the assistant's, so there is nothing to answer")
     return template.render(prompt, add_generation_prompt=True, options=options_of(record))
 
 
 def _value(record: Record, name: str) -> Any:
-    """Return the value of a column, a string or messages; raise ValueError if it is missing or of another type."""
+    """Return the value of a column of a line of data: a string, or a list of messages.
+
+    Raises:
+        ValueError: the column is missing, or its value has another type.
+    """
     value = record.get(name)
     if value is None:
         raise ValueError(f"there is no {name!r}, only {_columns(record)}")
     if isinstance(value, str):
-        value.encode()  # raises for half a surrogate pair, which JSON can hold
+        value.encode()  # raises an error for half a surrogate pair, which JSON can contain but UTF-8 cannot
         return value
     if not isinstance(value, list) or not all(
         isinstance(each, dict) and isinstance(each.get("role"), str) for each in value
@@ -322,7 +348,15 @@ def _value(record: Record, name: str) -> Any:
 
 
 def _message(message: Mapping[str, Any], name: str) -> Message:
-    """Return a message without null values, as transformers does; raise ValueError if its content is not text."""
+    """Return a message of a conversation without its null values, as transformers does.
+
+    Args:
+        message: the message, with a role.
+        name: description of the message for error messages.
+
+    Raises:
+        ValueError: the message has no content, or content that is not text.
+    """
     found = {key: value for key, value in message.items() if value is not None}
     content, others = found.get("content"), found.keys() - {"role", "name", "content"}
     if content is None and not any(found[key] for key in others):
@@ -338,6 +372,7 @@ def _message(message: Mapping[str, Any], name: str) -> Message:
 
 
 def _columns(record: Record) -> str:
+    """Return the names of a line's columns that are not null, for error messages."""
     return ", ".join(repr(name) for name, value in record.items() if value is not None) or "an empty object"
 
 
@@ -354,6 +389,18 @@ def _tokenize(
     seconds: float,
     with_margins: bool,
 ) -> Examples:
+    """Read and tokenize all lines of the data, and count the examples that are cut or left out.
+
+    Args:
+        paths: files of JSON lines or Parquet.
+        tokenizer: tokenizer of the texts.
+        max_length: largest number of tokens of a row; longer rows are cut.
+        texts: function that returns the texts of a line: one for a supervised example, two for a pair of answers, and
+            none for a pair that is left out.
+        seconds: time limit, see `read_examples`.
+        with_margins: True to read the column `margin`.
+    """
+
     def encode(record: Record) -> tuple[list[tuple[Ids, Mask, bool]], bool, float]:
         found = texts(record)
         margin = _margin(record) if with_margins else 0.0
@@ -387,18 +434,28 @@ def _tokenize(
 
 
 def _margin(record: Record) -> float:
+    """Return the value of the column `margin` of a line; 0 without it."""
     value = 0.0 if record.get("margin") is None else record["margin"]
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"'margin' is {value!r:.80}, not a finite number")
+        raise ValueError(f"'margin' is {value!r:.80}, but must be a finite number")
     return float(value)
 
 
 def _encode(text: str, learned: Sequence[tuple[int, int]], ends: bool, tokenizer: Tokenizer) -> tuple[Ids, Mask, bool]:
-    """Return ids, a mask, and whether a range that is trained on begins inside a token.
+    """Tokenize a text, and compute its loss mask.
 
-    The mask is 1 where a token has a character that is trained on, and at the end of the text, but never at the first
-    token. In some tokenizers a token for one byte of a character has no width; it counts as one character wide.
+    Args:
+        text: text to tokenize.
+        learned: ranges (start, end) of characters that are trained on.
+        ends: True to add the tokenizer's special tokens and the end-of-document token.
+        tokenizer: tokenizer of the text.
+
+    Returns:
+        the token ids; the loss mask; and True if one of the ranges begins inside a token. The mask is 1 where a token
+        has a character that is trained on, and at tokens that are added after a range at the end of the text. It is
+        always 0 at the first token.
     """
+    # Some tokenizers give a token for one byte of a character no width; here it counts as one character wide
     ids, spans = tokenizer.encode_spans(text, add_special_tokens=ends)
     places = np.array(spans, dtype=np.int64).reshape(-1, 2)
     first, last = places[:, 0], np.maximum(places[:, 1], places[:, 0] + 1)
@@ -419,9 +476,19 @@ def _encode(text: str, learned: Sequence[tuple[int, int]], ends: bool, tokenizer
 
 
 def _each(paths: Sequence[Path], read: Callable[[Record], T], seconds: float) -> Iterator[tuple[Path, int, T]]:
-    """Yield the file, the line and the result of `read` for each line; errors as in `read_examples`.
+    """Read all lines of the data; yield the file, the line number and the result of `read` for each line.
 
-    Parquet gives all objects of a column the same keys, so a null in the columns `_CHAT` means that a key is missing.
+    Parquet gives all objects of a column the same keys. So a null in the columns `_CHAT` of a Parquet file means that
+    the key is missing in this object, and is removed.
+
+    Args:
+        paths: files of JSON lines or Parquet.
+        read: function that converts a line; its ValueErrors get the file and the line in their messages.
+        seconds: time limit, which the files share equally; infinite to read all lines.
+
+    Raises:
+        ValueError: a file cannot be read, or `read` refuses a line.
+        TimeoutError: the time limit has passed, and all lines read so far are correct.
     """
 
     def without_nulls(record: Record) -> T:
@@ -441,6 +508,7 @@ def _each(paths: Sequence[Path], read: Callable[[Record], T], seconds: float) ->
 
 
 def _without_nulls(value: Any) -> Any:
+    """Return a JSON value without the keys whose values are null, at any depth."""
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value

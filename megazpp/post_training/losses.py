@@ -1,12 +1,12 @@
 """The losses of post-training, as functions of tensors.
 
 The functions do not communicate or average. They return a number per token or per pair, and the caller divides by
-denominators of the whole global batch. (In TRL denominators span a process or a micro-batch.) tests/post_training
-compares values and gradients with TRL: DPO, reward, GRPO and RLOO with 1.16.0, PPO with 1.12.0.
+counts of the whole global batch. (TRL divides by counts of a process or a micro-batch.) tests/post_training compares
+values and gradients with TRL: DPO, reward, GRPO and RLOO with 1.16.0, PPO with 1.12.0.
 
-Legend: B rows of a micro-batch, S tokens of a row, N completions of a whole rollout, G completions of one prompt. Masks
-are fp32 zeros and ones. Unless stated otherwise, `mask` is [B, S] and marks the completions' tokens, and `logps`,
-`old_logps` and `ref_logps` are [B, S] log-probabilities of the labels.
+Legend: B rows of a micro-batch, S tokens of a row, N completions of a whole generation on all ranks, G completions of
+one prompt. Masks are fp32 zeros and ones. Unless stated otherwise, `mask` is [B, S] and marks the completions' tokens,
+and `logps`, `old_logps` and `ref_logps` are [B, S] log-probabilities of the labels.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ import torch.nn.functional as F
 from megazpp.post_training.config import PairLoss, RewardScale, TokenLoss
 
 AdvantageEstimator = Literal["grpo", "rloo"]
-_ADVANTAGE_EPSILON, _WHITEN_EPSILON = 1e-4, 1e-8  # the values of TRL
+_ADVANTAGE_EPSILON, _WHITEN_EPSILON = 1e-4, 1e-8  # TRL's values; they avoid a division by 0
 
 
 class PairLosses(NamedTuple):
-    """Results of DPO, each [B] fp32.
+    """Results of direct preference optimization (DPO) for B pairs of answers, each [B] fp32.
+
+    An answer's implicit reward is beta times the log-ratio of its probability under policy and reference model.
 
     Attributes:
         losses: losses of the pairs, with a gradient.
@@ -52,22 +54,22 @@ def dpo_losses(
     rejected_lengths: torch.Tensor | None = None,
     mean_chosen_length: float | torch.Tensor = 1.0,
 ) -> PairLosses:
-    """Compute the losses of direct preference optimization.
+    """Compute the losses of direct preference optimization (DPO) for B pairs of answers.
 
     Args:
         policy_chosen: [B] sums of the policy's log-probabilities over the preferred answers.
-        policy_rejected: [B] the same for the rejected answers.
-        ref_chosen: [B] sums of the reference's log-probabilities over the preferred answers.
-        ref_rejected: [B] the same for the rejected answers.
-        beta: weight of the divergence from the reference.
-        label_smoothing: share of wrong labels that the loss robust assumes.
+        policy_rejected: [B] sums of the policy's log-probabilities over the rejected answers.
+        ref_chosen: [B] sums of the reference model's log-probabilities over the preferred answers.
+        ref_rejected: [B] sums of the reference model's log-probabilities over the rejected answers.
+        beta: weight of the divergence from the reference model.
+        label_smoothing: fraction of wrong preferences that the loss `robust` assumes.
         loss_types: Rafailov et al. 2023 (sigmoid), SLiC (hinge), Azar et al. 2023 (ipo), Chowdhury et al. 2024
             (robust), Chen et al. 2024 (nca_pair), Jung et al. 2024 (bco_pair without its running mean), Wu et al. 2024
             (sppo_hard), D'Oosterlinck et al. 2024 (apo_zero, apo_down), the likelihood of the preferred answers (sft).
         loss_weights: weight of each loss in the sum; None for 1 each.
-        chosen_lengths: [B] tokens of the preferred answers, by which ipo divides.
-        rejected_lengths: [B] tokens of the rejected answers, by which ipo divides.
-        mean_chosen_length: mean number of tokens of a preferred answer in the whole step, by which sft divides.
+        chosen_lengths: [B] numbers of tokens of the preferred answers, by which `ipo` divides.
+        rejected_lengths: [B] numbers of tokens of the rejected answers, by which `ipo` divides.
+        mean_chosen_length: mean number of tokens of a preferred answer in the whole step, by which `sft` divides.
     """
     chosen, rejected = policy_chosen - ref_chosen, policy_rejected - ref_rejected
     delta, total = beta * (chosen - rejected), torch.zeros_like(chosen)
@@ -109,15 +111,15 @@ def reward_losses(
     margins: torch.Tensor | None = None,
     center: float | None = None,
 ) -> torch.Tensor:
-    """Compute the Bradley-Terry losses of pairs.
+    """Compute the Bradley-Terry losses with which a reward model is trained on pairs of answers.
 
     Args:
         chosen: [B] scores of the preferred answers.
         rejected: [B] scores of the rejected answers.
-        margins: [B] differences that the scores should have at least (Llama 2); None for 0.
+        margins: [B] least differences that the scores should have (Llama 2); None for 0.
         center: weight of a term that pulls the mean score to 0; None for no such term.
     Returns:
-        [B] losses.
+        [B] fp32 losses of the pairs.
     """
     difference = chosen - rejected if margins is None else chosen - rejected - margins
     return -F.logsigmoid(difference) + (center or 0.0) * (chosen + rejected) ** 2
@@ -130,16 +132,18 @@ def group_advantages(
     scale: RewardScale = "group",
     estimator: AdvantageEstimator = "grpo",
 ) -> torch.Tensor:
-    """Compute the advantage of each completion over the other completions of its prompt.
+    """Compute the advantage of each completion over the other completions of its prompt, for GRPO and RLOO.
 
     Args:
-        rewards: [N] rewards of the whole rollout, with the G completions of a prompt in sequence; NaN for no reward.
-        num_generations: G.
-        scale: divisor: the standard deviation of the group's rewards, of all N rewards (with rloo, of all N
-            differences), or 1.
-        estimator: baseline: the group's mean (grpo), or the mean of the group's other members (rloo).
+        rewards: [N] rewards of all completions of a generation, with the G completions of a prompt in sequence; NaN for
+            a completion without a reward.
+        num_generations: G, the number of completions of each prompt.
+        scale: divisor of the advantages: the standard deviation of the rewards of the prompt's completions ("group"),
+            of all N rewards ("batch"; with rloo, of all N differences from the baseline), or 1 ("none").
+        estimator: baseline of a reward: the mean over all completions of the prompt ("grpo"), or over its other
+            completions ("rloo").
     Returns:
-        [N] advantages; 0 for a completion without a reward, or without others to compare it with.
+        [N] advantages; 0 for a completion without a reward, or if no other completion of the prompt has a reward.
     """
     groups = rewards.view(-1, num_generations)
     advantages = groups - groups.nanmean(dim=1, keepdim=True)
@@ -155,17 +159,17 @@ def group_advantages(
 
 
 def nanstd(x: torch.Tensor) -> torch.Tensor:
-    """Return the [rows, 1] standard deviations of [rows, n] numbers, ignoring NaN; NaN for fewer than two numbers."""
+    """Return the [rows, 1] standard deviations of [rows, n] numbers, without NaN; NaN for fewer than two numbers."""
     count = (~x.isnan()).sum(dim=1, keepdim=True)
     return ((x - x.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True) / (count - 1)).sqrt()
 
 
 class TokenLosses(NamedTuple):
-    """Losses of tokens.
+    """Losses of tokens, before they are weighted and summed.
 
     Attributes:
-        losses: [B, S] losses.
-        clipped: [B, S], 1 where clipping removes the gradient.
+        losses: [B, S] fp32 losses of the tokens.
+        clipped: [B, S] fp32, 1 where clipping removes the token's gradient, for metrics.
     """
 
     losses: torch.Tensor
@@ -175,15 +179,16 @@ class TokenLosses(NamedTuple):
 def importance_ratio(
     logps: torch.Tensor, old_logps: torch.Tensor | None, mask: torch.Tensor, *, level: str = "token"
 ) -> torch.Tensor:
-    """Compute the ratio of each token's probability to its probability under the policy that sampled it.
+    """Compute the ratio of each token's probability to its probability under the policy that sampled the token.
 
     Args:
-        logps: log-probabilities of the policy.
-        old_logps: log-probabilities of the policy that sampled the tokens; None if that is the same, so the ratio is 1.
-        mask: mask of the tokens. The ratio is 1 elsewhere.
-        level: "token" for [B, S] ratios of tokens, "sequence" for [B, 1] geometric means (GSPO).
+        logps: [B, S] log-probabilities of the policy.
+        old_logps: [B, S] log-probabilities of the policy that sampled the tokens; None if the policy has not changed,
+            so that the ratio is 1.
+        mask: [B, S], 1 at the completions' tokens. The ratio is 1 elsewhere.
+        level: "token" for [B, S] ratios of tokens, "sequence" for [B, 1] geometric means over a completion (GSPO).
     """
-    # Log-probabilities outside the mask are arbitrary. Their exp could be inf, and inf * 0 is NaN.
+    # Log-probabilities outside the mask are arbitrary: their exp could be infinite, and infinity times 0 is NaN
     log_ratio = torch.where(mask > 0, logps - (logps.detach() if old_logps is None else old_logps), 0.0)
     if level == "sequence":
         log_ratio = log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
@@ -202,12 +207,12 @@ def policy_losses(
     """Compute the clipped surrogate loss of PPO and GRPO, without an entropy or KL term; 0 outside `mask`.
 
     Args:
-        ratio: ratios of `importance_ratio`.
-        advantages: [B] advantages of rows, or [B, S] advantages of tokens.
-        mask: mask of the tokens.
-        epsilon: lower clip range, 1 - epsilon.
-        epsilon_high: upper clip range, 1 + epsilon_high; None for `epsilon`.
-        delta: largest ratio, which also bounds it where advantages are negative (INTELLECT-2); None for no bound.
+        ratio: [B, S] or [B, 1] probability ratios, from `importance_ratio`.
+        advantages: [B] advantages of completions, or [B, S] advantages of tokens.
+        mask: [B, S], 1 at the completions' tokens.
+        epsilon: the lower limit of the clip range is 1 - epsilon.
+        epsilon_high: the upper limit of the clip range is 1 + epsilon_high; None for `epsilon`.
+        delta: upper limit of the ratio where advantages are negative (INTELLECT-2); None for no limit.
     """
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)
@@ -221,14 +226,14 @@ def policy_losses(
 def cispo_losses(
     logps: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *, highest: float
 ) -> TokenLosses:
-    """Compute REINFORCE losses weighted by a truncated ratio without a gradient (CISPO); 0 outside `mask`.
+    """Compute the losses of CISPO: REINFORCE weighted by a truncated ratio without a gradient; 0 outside `mask`.
 
     Args:
-        logps: log-probabilities of the policy.
-        ratio: ratios of `importance_ratio`.
-        advantages: [B] advantages of rows.
-        mask: mask of the tokens.
-        highest: largest ratio.
+        logps: [B, S] log-probabilities of the policy.
+        ratio: [B, S] or [B, 1] probability ratios, from `importance_ratio`.
+        advantages: [B] advantages of completions.
+        mask: [B, S], 1 at the completions' tokens.
+        highest: value at which ratios are truncated.
     """
     advantages = advantages.unsqueeze(1)
     losses = -ratio.detach().clamp(max=highest) * advantages * torch.where(mask > 0, logps, 0.0)
@@ -238,13 +243,14 @@ def cispo_losses(
 def kl_to_reference(
     logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor, ratio: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Estimate the divergence of each token from the reference (Schulman's k3); 0 outside `mask`.
+    """Estimate the policy's divergence from the reference model at each token (Schulman's k3); 0 outside `mask`.
 
     Args:
-        logps: log-probabilities of the policy.
-        ref_logps: log-probabilities of the reference.
-        mask: mask of the tokens.
-        ratio: ratios that multiply the estimates, for an unbiased gradient of the reverse divergence (DeepSeek-V3.2).
+        logps: [B, S] log-probabilities of the policy.
+        ref_logps: [B, S] log-probabilities of the reference model.
+        mask: [B, S], 1 at the completions' tokens.
+        ratio: [B, S] or [B, 1] probability ratios that multiply the estimates, for an unbiased gradient of the reverse
+            divergence (DeepSeek-V3.2); None to leave the estimates as they are.
     """
     log_ratio = torch.where(mask > 0, ref_logps - logps, 0.0)
     divergence = log_ratio.exp() - log_ratio - 1
@@ -259,16 +265,19 @@ def token_weights(
     num_tokens: float | torch.Tensor,
     max_completion_length: int,
 ) -> torch.Tensor:
-    """Compute [B, S] weights of token losses, whose weighted sum over a step is the loss of the step.
+    """Compute the weights of GRPO's token losses, whose weighted sum over a step is the loss of the step.
 
     Args:
-        mask: mask of the tokens.
-        loss_type: grpo gives equal weights to completions. dr_grpo gives equal weights to tokens, independently of the
-            lengths. bnpo, dapo and cispo give each token its share of the step's tokens. (TRL's bnpo counts the tokens
-            of a process's micro-batch.)
-        num_completions: completions of the whole step on all ranks.
-        num_tokens: tokens of the whole step on all ranks.
-        max_completion_length: largest number of tokens of a completion.
+        mask: [B, S], 1 at the completions' tokens.
+        loss_type: grpo gives equal weights to all completions. dr_grpo divides by the largest possible number of
+            tokens. bnpo, dapo and cispo divide by the number of tokens of the step. (TRL's bnpo divides by the number
+            of tokens of a process's micro-batch.)
+        num_completions: number of completions of the whole step on all ranks.
+        num_tokens: number of the completions' tokens in the whole step on all ranks.
+        max_completion_length: largest allowed number of tokens of a completion.
+
+    Returns:
+        [B, S] fp32 weights, 0 outside `mask`.
     """
     match loss_type:
         case "grpo":
@@ -280,12 +289,14 @@ def token_weights(
 
 
 def value_mask(mask: torch.Tensor, *, max_completion_length: int) -> torch.Tensor:
-    """Return the mask of PPO's values: the completions' tokens, and the place after each that ended by itself.
+    """Return the positions at which PPO uses the value head's output, as a [B, S] mask.
+
+    They are the completions' tokens, and one position after each completion that ended before the token limit.
 
     Args:
-        mask: mask of the completions' tokens.
-        max_completion_length: number of tokens of a completion that reached the limit, which has no place after it.
-            (In TRL that is the longest completion of a batch.)
+        mask: [B, S], 1 at the completions' tokens.
+        max_completion_length: token limit of completions; a completion of this length gets no further position. (TRL
+            uses the longest completion of a batch instead.)
     """
     after = torch.zeros_like(mask)
     after[:, 1:] = (mask[:, :-1] > 0) & (mask[:, 1:] == 0)
@@ -301,15 +312,21 @@ def ppo_rewards(
     *,
     kl_coef: float,
 ) -> torch.Tensor:
-    """Compute [B, S] rewards of tokens: the penalty for divergence from the reference, and the score at the last value.
+    """Compute PPO's rewards of tokens.
+
+    Each token gets a penalty for the policy's divergence from the reference model. The last position of `values_at` in
+    each row also gets the completion's score.
 
     Args:
-        logps: log-probabilities of the policy.
-        ref_logps: log-probabilities of the reference.
+        logps: [B, S] log-probabilities of the policy.
+        ref_logps: [B, S] log-probabilities of the reference model.
         scores: [B] scores of the completions.
-        mask: mask of the completions' tokens.
-        values_at: `value_mask` of `mask`.
+        mask: [B, S], 1 at the completions' tokens.
+        values_at: [B, S] result of `value_mask`.
         kl_coef: weight of the penalty.
+
+    Returns:
+        [B, S] rewards.
     """
     kl = torch.where(mask > 0, logps - ref_logps, 0.0)
     following = F.pad(values_at, (0, 1))[:, 1:]
@@ -319,16 +336,16 @@ def ppo_rewards(
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute generalized advantage estimates along rows, which PPO then whitens.
+    """Compute generalized advantage estimates (GAE) along each row, which PPO then whitens.
 
     Args:
         rewards: [B, S] rewards of tokens.
-        values: [B, S] values.
-        mask: `value_mask`; after its last place the value is 0.
-        gamma: discount.
-        lam: lambda of the estimation.
+        values: [B, S] outputs of the value head.
+        mask: [B, S] result of `value_mask`; after its last position in a row the value counts as 0.
+        gamma: discount of later rewards.
+        lam: lambda of the estimation, the weight of longer estimates.
     Returns:
-        [B, S] advantages, and [B, S] returns, which are the targets of the values.
+        [B, S] advantages, and [B, S] returns, which are the targets of the value head.
     """
     values = values * mask
     following, advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
@@ -347,13 +364,13 @@ def whiten(
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums,
     shift_mean: bool = True,
 ) -> torch.Tensor:
-    """Scale `x` to variance 1 and mean 0 over the masked places of the whole rollout; 0 outside `mask`.
+    """Scale `x` to variance 1 and mean 0 over all masked positions of a generation on all ranks; 0 outside `mask`.
 
     Args:
-        x: [B, S] numbers.
-        mask: [B, S] mask.
-        sum_over_ranks: function that sums an fp64 tensor over the ranks with other rows. (TRL whitens per process.)
-        shift_mean: False to keep the mean.
+        x: [B, S] numbers of this rank's completions.
+        mask: [B, S], 1 at the positions that count.
+        sum_over_ranks: function that sums an fp64 tensor over the data ranks. (TRL whitens on each process alone.)
+        shift_mean: False to keep the mean of `x`.
     """
     x64, mask64 = x.double(), mask.double()
     sums = sum_over_ranks(torch.stack((mask64.sum(), (x64 * mask64).sum(), (x64.square() * mask64).sum())))
@@ -366,14 +383,14 @@ def whiten(
 def clipped_value_losses(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, *, cliprange_value: float
 ) -> TokenLosses:
-    """Compute PPO's clipped losses of values; 0 outside `mask`.
+    """Compute PPO's clipped losses of the value head; 0 outside `mask`.
 
     Args:
-        values: [B, S] values.
-        old_values: [B, S] values before the first update.
-        returns: [B, S] targets.
-        mask: `value_mask`.
-        cliprange_value: largest change of a value from its old value.
+        values: [B, S] outputs of the value head.
+        old_values: [B, S] outputs of the value head before the first update with these completions.
+        returns: [B, S] targets for the value head.
+        mask: [B, S] result of `value_mask`.
+        cliprange_value: change of a value from its old value beyond which the loss is clipped.
     """
     near = torch.minimum(torch.maximum(values, old_values - cliprange_value), old_values + cliprange_value)
     free, clamped = (values - returns).square(), (near - returns).square()

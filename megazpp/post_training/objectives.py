@@ -1,12 +1,13 @@
-"""The objectives: they compute a micro-batch's share of the step's loss, and the step's metrics with TRL's names.
+"""The objectives of post-training, which compute a micro-batch's contribution to the step's loss, and metrics.
 
     sft     `LanguageModelLoss` of pretraining
     reward  PreferenceLoss with scores of the scalar head
-    dpo     PreferenceLoss with log-probabilities of the policy and the reference
+    dpo     PreferenceLoss with log-probabilities of the policy and the reference model
     grpo    PolicyLoss
     ppo     PolicyLoss with losses of the policy and the value head
 
-losses.py has the formulas. This file has the forward, the denominators of the whole step, and the metrics.
+losses.py has the formulas. This file has the forward, the counts of the whole step by which losses are divided, and the
+metrics, which have TRL's names.
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ from megazpp.post_training.losses import (
 )
 from megazpp.training.objective import Evaluator, Objective, add_router_gradient, counted_tokens
 
-Logps = Callable[[Any], torch.Tensor]  # function from a batch to the reference's [B, S] fp32 log-probabilities
+# Function that gets a batch and returns the reference model's [B, S] fp32 log-probabilities of the batch's labels
+Logps = Callable[[Any], torch.Tensor]
 
 
 class TokenOutputs(NamedTuple):
-    """Outputs of `TokenHead`, [B, S] fp32 each except for `router_loss`. Outputs not requested are None.
+    """Outputs of the model's forward with a `TokenHead`. Outputs that were not requested are None.
 
     Attributes:
-        losses: cross entropy of each label.
-        entropy: entropy of the predicted distribution of each label, without a gradient.
-        values: outputs of the scalar head.
-        router_loss: [B] losses of routers, see `Head` in model/gpt.py.
+        losses: [B, S] fp32 cross entropy of each label, which is its negative log-probability.
+        entropy: [B, S] fp32 entropy of the predicted distribution of each label, without a gradient.
+        values: [B, S] fp32 outputs of the scalar head.
+        router_loss: [B] fp32 losses of the experts' routers, see `Head` in model/gpt.py; None without experts.
     """
 
     losses: torch.Tensor | None
@@ -54,13 +56,13 @@ class TokenOutputs(NamedTuple):
 
 
 class TokenHead(NamedTuple):
-    """A head of the model's forward that returns `TokenOutputs`.
+    """A head of the model's forward that computes log-probabilities, entropies and values of tokens (`TokenOutputs`).
 
     Attributes:
-        labels: [B, S] int64, the token that follows each token; None for values alone.
+        labels: [B, S] int64, the token that follows each token; None to compute only values.
         temperature: divisor of the logits.
-        with_entropy: whether to return entropies.
-        with_values: whether to return the outputs of the scalar head, which the model must have.
+        with_entropy: True to compute entropies.
+        with_values: True to compute the outputs of the scalar head, which the model must have.
     """
 
     labels: torch.Tensor | None
@@ -78,7 +80,7 @@ class TokenHead(NamedTuple):
 
 
 class StepSums:
-    """Sums and counts by name over the micro-batches and data ranks of one step, from which means are computed."""
+    """The metrics of one training step: means and maxima over its micro-batches and all data ranks, by name."""
 
     def __init__(self, dims: ParallelDims) -> None:
         self._dims = dims
@@ -86,18 +88,27 @@ class StepSums:
         self._largest: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, values: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        """Add `values` to the mean `name`, weighted by `mask` if it is given."""
+        """Add the values of a micro-batch to the mean with the name `name`.
+
+        Args:
+            name: name of the metric.
+            values: tensor of any shape.
+            mask: weight of each value, of the same shape; None for 1 each.
+        """
         weights = torch.ones_like(values) if mask is None else mask
         pair = torch.stack(((values.detach() * weights).sum(dtype=torch.float64), weights.sum(dtype=torch.float64)))
         self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
     def largest(self, name: str, value: torch.Tensor) -> None:
-        """Add `value` to the maximum `name`."""
+        """Add the value of a micro-batch, a scalar, to the maximum with the name `name`."""
         value = value.detach().double()
         self._largest[name] = torch.maximum(self._largest[name], value) if name in self._largest else value
 
     def means(self) -> dict[str, float]:
-        """Return all means and maxima, on all ranks; wait for the device. A mean without values is left out."""
+        """Return all means and maxima by name, equal on all ranks. All ranks call this, and wait for the device.
+
+        A mean without values, or whose weights are all 0, is left out.
+        """
         found: dict[str, float] = {}
         if self._sums:
             totals = self._dims.sum_over_data_(torch.stack(list(self._sums.values()))).tolist()
@@ -109,12 +120,13 @@ class StepSums:
 
 
 class PreferenceLoss:
-    """The loss of pairs of answers, averaged over all pairs of the step.
+    """The objectives reward and dpo: the loss of pairs of answers, averaged over all pairs of the step.
 
     Args:
-        config: flags of the objective, reward or dpo.
+        config: flags of the objective.
         dims: parallel layout.
-        reference: log-probabilities of the reference, which dpo uses for batches without ref_logps.
+        reference: function that computes the reference model's log-probabilities, for batches of dpo without
+            `ref_logps`; None if all batches have them, or for reward.
     """
 
     def __init__(self, config: PostTrainingConfig, dims: ParallelDims, reference: Logps | None = None) -> None:
@@ -142,7 +154,7 @@ class PreferenceLoss:
         return model(batch.tokens, position_ids=batch.position_ids, counted=counted, head=head)
 
     def _reward(self, model: GPTModel, batch: PairBatch) -> tuple[torch.Tensor, TokenOutputs]:
-        """Return the losses of the pairs, and the outputs of the forward."""
+        """Return the [B] losses of a reward model for B pairs of answers, and the outputs of the model's forward."""
         outputs = self._forward(model, batch, TokenHead(None, with_values=True))
         assert outputs.values is not None
         chosen, rejected = scores_of(outputs.values, batch.loss_mask).chunk(2)
@@ -153,10 +165,10 @@ class PreferenceLoss:
         return reward_losses(chosen, rejected, margins=batch.margins, center=center), outputs
 
     def _dpo(self, model: GPTModel, batch: PairBatch) -> tuple[torch.Tensor, TokenOutputs]:
-        """Return the losses of the pairs, and the outputs of the forward."""
+        """Return the [B] losses of DPO for B pairs of answers, and the outputs of the policy's forward."""
         reference = batch.ref_logps
         if reference is None:
-            assert self._reference is not None, "dpo needs a reference"
+            assert self._reference is not None, "dpo needs a reference model"
             reference = (self._reference(batch) * batch.loss_mask).sum(dim=1)
         outputs = self._forward(model, batch, TokenHead(batch.labels))
         assert outputs.losses is not None
@@ -182,13 +194,13 @@ class PreferenceLoss:
 
 
 class PolicyLoss:
-    """The clipped surrogate loss of sampled completions, for GRPO and PPO.
+    """The objectives grpo and ppo: the clipped surrogate loss of sampled completions.
 
     Args:
         config: flags of the objective.
         dims: parallel layout.
         temperature: temperature at which the completions were sampled.
-        rollout_metrics: function that returns metrics of the completions.
+        rollout_metrics: function that returns metrics of the sampled completions, which are added to the loss's own.
     """
 
     def __init__(
@@ -239,10 +251,10 @@ class PolicyLoss:
                 delta=config.delta,
             )
         self._sums.add("entropy", outputs.entropy, mask)
-        # with one ratio per completion (GSPO), the tokens of a completion together count once
+        # With one ratio per completion (GSPO), all tokens of a completion together count once in the clip ratio
         counts = mask if ratio.shape == mask.shape else mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
         self._sums.add("clip_ratio", policy.clipped, counts)
-        if batch.sampling_logps is not None:  # the policy before its first update with this buffer
+        if batch.sampling_logps is not None:  # compare sampling with the training's forward of the same weights
             drawn_by = logps if batch.old_logps is None else batch.old_logps
             difference = ((drawn_by - batch.sampling_logps) * mask).abs()
             self._sums.add("sampling_logp_difference/mean", difference, mask)
@@ -267,6 +279,13 @@ class PolicyLoss:
         return {**self._rollout_metrics(), **self._sums.means()}
 
     def _ppo(self, policy: torch.Tensor, outputs: TokenOutputs, batch: RolloutBatch) -> torch.Tensor:
+        """Return PPO's loss of a micro-batch: the policy's loss plus the weighted loss of the value head.
+
+        Args:
+            policy: [B, S] losses of the policy's tokens.
+            outputs: outputs of the model's forward.
+            batch: the micro-batch.
+        """
         assert outputs.values is not None
         assert batch.values is not None
         assert batch.returns is not None
@@ -282,12 +301,12 @@ class PolicyLoss:
 
 @dataclass
 class ObjectiveEvaluator(Evaluator):
-    """An evaluator of the mean loss over the first global batches of a dataset, which also logs the metrics.
+    """An evaluator of the mean loss over the first global batches of a held-out dataset, which also logs metrics.
 
-    A metric is the mean over the steps that have it.
+    Each logged metric is the mean over the global batches that have a value for it.
 
     Args:
-        objective: objective, whose denominators span a global batch.
+        objective: the training's objective, whose loss is a mean over one global batch.
         log: function that prints a line with the metrics.
     """
 
@@ -295,7 +314,11 @@ class ObjectiveEvaluator(Evaluator):
     log: Callable[[str], None]
 
     def mean_loss(self, steps: Iterable[Sequence[Any]]) -> float:
-        """Return the mean loss over the steps."""
+        """Return the mean loss over global batches, equal on all ranks, and log the means of the metrics.
+
+        Args:
+            steps: this rank's micro-batches of each global batch.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.model.device)
         found: dict[str, list[float]] = {}
         for batches in steps:
@@ -311,12 +334,13 @@ class ObjectiveEvaluator(Evaluator):
 
 
 def scores(model: GPTModel, batch: PairBatch | RolloutBatch, *, pad: int | None = None) -> torch.Tensor:
-    """Compute [B] fp32 scores of whole rows with the scalar head.
+    """Compute a reward model's [B] fp32 scores, one for each row of prompt and answer.
 
     Args:
         model: model with a scalar head.
         batch: rows to score.
-        pad: padding token: the score is at the last other token, as in transformers. None scores the last token.
+        pad: id of the padding token. The score is then the head's output at the last token of the answer that is not
+            this token, as in transformers. None takes the output at the last token of the answer.
     """
     head = TokenHead(None, with_values=True)
     outputs: TokenOutputs = model(batch.tokens, position_ids=batch.position_ids, head=head)
@@ -330,12 +354,21 @@ def scores(model: GPTModel, batch: PairBatch | RolloutBatch, *, pad: int | None 
 
 
 def scores_of(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the [B] values at the last token of each row's answer, from [B, S] values and the loss mask."""
+    """Return the [B] outputs of the scalar head at the last token of each row's answer.
+
+    Args:
+        values: [B, S] outputs of the scalar head.
+        mask: [B, S] loss mask, 1 where the label is a token of the answer.
+    """
     return values.gather(1, last_places(mask).unsqueeze(1)).squeeze(1)
 
 
 def last_places(mask: torch.Tensor) -> torch.Tensor:
-    """Return the [B] indices of the last token of each row's answer, from the [B, S] loss mask."""
+    """Return the [B] positions of the last token of each row's answer, as indices of input tokens.
+
+    Args:
+        mask: [B, S] loss mask, 1 where the label is a token of the answer. The label at t is the input at t + 1.
+    """
     places = torch.arange(mask.shape[1], device=mask.device)
     return (torch.where(mask > 0, places, 0).amax(dim=1) + 1).clamp(max=mask.shape[1] - 1)
 

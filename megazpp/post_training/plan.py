@@ -1,14 +1,15 @@
-"""Memory estimates of all models of a post-training on one rank.
+"""Estimates of the memory that a post-training needs on one rank, with all of its models, for --plan.
 
-The plan (--plan, by planner/step.py) estimates the peak memory of each phase:
+The estimates use the simulated step of planner/step.py. They give the peak memory of each phase:
 
-    drawing    (grpo, ppo) the gathered policy, and keys and values, without the activations of prompts
-    asking     a forward of the reference or reward model
+    drawing    sampling of completions (grpo, ppo): the gathered policy, and keys and values, but not the activations
+               of prompts
+    asking     a forward of the reference model or the reward model
     training   forward, backward and update of the policy, or of its adapters on a frozen base
 
-All phases include the policy's shards, moments and kept weights, and the frozen models. Of streamed models
-(--weights-device host or disk), only the part on the device counts. Of a policy's scalar head (reward, ppo), only its
-shards count.
+All phases include the policy's shards, optimizer moments and secondary partition, and the frozen models. Of streamed
+models (--weights-device host or disk), only the bytes on the device count. Of a scalar head (reward, ppo), only the
+shards and moments count.
 """
 
 from __future__ import annotations
@@ -35,26 +36,31 @@ from megazpp.post_training.config import PostConfigs, PostTrainingConfig
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan
 
+# Kinds of memory that exist in all phases
 STANDING = (Memory.PARAMETERS, Memory.MOMENTS, Memory.SECONDARY, Memory.FEEDBACK, Memory.FROZEN)
-Phases = dict[str, Counter[Memory]]  # peak bytes of one rank by kind, for each phase
+Phases = dict[str, Counter[Memory]]  # by phase: peak bytes of one rank by kind of memory
 
 
 def describe_phases(phases: Phases) -> list[str]:
-    """Return the lines of a table of the phases."""
+    """Return the lines of a table with a rank's peak memory in each phase of a post-training, in GB."""
     return list(aligned(memory_rows("GB of a rank at the fullest moment of", phases)))
 
 
 def plan_models(
     config: RunConfig, configs: PostConfigs, plan: RunPlan, *, rank: int = 0, on_cpu: bool = False
 ) -> Phases:
-    """Estimate the memory of a rank.
+    """Estimate the peak memory of one rank in each phase of a post-training.
 
     Args:
         config: configs of the run, with sequence length and vocabulary size.
         configs: configs of post-training.
-        plan: plan of the run.
-        rank: rank to estimate.
-        on_cpu: True if the CPU computes.
+        plan: plan of the run, with layout and batch sizes.
+        rank: number of the rank whose memory is estimated.
+        on_cpu: True for a run whose device is the CPU, so that host memory is the memory of the device.
+
+    Returns:
+        bytes by kind of memory, for each phase that the objective has.
+
     Raises:
         ValueError: --lora-target-modules names no layers of the model.
     """
@@ -77,7 +83,8 @@ def plan_models(
         _freeze(model)
         add_adapters(model, settings, None)
 
-    whole = plan._replace(layout=dataclasses.replace(plan.layout, ep=1))  # ranks have all experts of a frozen model
+    # Without expert parallelism: each rank computes with all experts of a frozen model
+    whole = plan._replace(layout=dataclasses.replace(plan.layout, ep=1))
 
     def asked_in(bits: int | None) -> Counter[Memory]:
         step = make(prepare=_freeze, frozen_bits=bits, plan=whole)
@@ -103,29 +110,35 @@ def plan_models(
         once = {kind: asked[kind] for kind in (Memory.ACTIVATIONS, Memory.UNPACKED)}
         if streams:
             once[Memory.UNPACKED] = 0
-        if settings is not None and post.needs_reference:  # the base is the reference
+        if settings is not None and post.needs_reference:  # the frozen base is the reference model
             base = asked_in(lora.base_weight_bits)
             once[Memory.UNPACKED] = max(once[Memory.UNPACKED], base[Memory.UNPACKED])
-        if not post.draws:  # the reference computes between micro-batches, when gradients exist
+        if not post.draws:  # dpo asks the reference model between micro-batches, when gradients exist
             once |= {kind: training[kind] for kind in (Memory.GRADIENTS, Memory.PARTIAL_SUMS)}
         phases["asking"] = standing + reward + reference + Counter(once)
-    beside = reward if post.precompute_ref_log_probs else reward + reference  # a precomputed reference is freed
+    beside = reward if post.precompute_ref_log_probs else reward + reference  # the reference is freed before training
     if post.draws:
         phases["drawing"] = standing + beside + _drawing(config, configs, plan, policy)
     return phases | {"training": training + beside}
 
 
 def _freeze(model: GPTModel) -> None:
+    """Mark all parameters of a model as not trained."""
     model.requires_grad_(False)
 
 
 def rows_of(post: PostTrainingConfig, micro_batch_size: int) -> int:
-    """Return the number of rows of a micro-batch; a pair has two."""
+    """Return the number of rows of a micro-batch: one for each example or completion, two for each pair of answers."""
     return micro_batch_size * (2 if post.objective in ("dpo", "reward") else 1)
 
 
 def _drawing(config: RunConfig, configs: PostConfigs, plan: RunPlan, policy: StepSimulator) -> Counter[Memory]:
-    """Estimate the memory of sampling: the gathered policy, and keys and values of one batch of completions."""
+    """Estimate the memory of sampling completions, in addition to the memory that exists in all phases.
+
+    Returns:
+        bytes by kind of memory: the gathered policy with its buffers, and the keys and values of one batch of
+        completions.
+    """
     post, model, itemsize = configs.training, config.model, config.precision.param_dtype.itemsize
     count = post.rollouts_at_once or plan.batches.global_batch_size * post.slices // plan.layout.data
     per_token = 2 * model.layers * (model.query_groups // plan.layout.tp) * model.head_size * itemsize
@@ -135,7 +148,7 @@ def _drawing(config: RunConfig, configs: PostConfigs, plan: RunPlan, policy: Ste
     return Counter(
         {
             Memory.GATHERED: sum(whole),
-            Memory.BUFFERS: max(copied) if shards > 1 else 0,  # buffers of a gather and of the previous one
+            Memory.BUFFERS: max(copied) if shards > 1 else 0,  # buffers of one gather and of the gather before
             Memory.UNPACKED: policy.unpacked_bytes,
             Memory.KEYS_AND_VALUES: count * configs.form.max_length * per_token,
         }
@@ -143,7 +156,7 @@ def _drawing(config: RunConfig, configs: PostConfigs, plan: RunPlan, policy: Ste
 
 
 def _streamed_bytes(config: RunConfig, configs: PostConfigs, plan: RunPlan, rank: int, on_cpu: bool) -> int:
-    """Return the bytes of a streamed model on the device. With a CPU as the device, host memory counts."""
+    """Return the bytes that a streamed frozen model needs on the device. If the device is a CPU, host memory counts."""
     weights = configs.weights
     tp = SimulatedAxis(plan.layout, "tp", rank=rank, counter=TrafficCounter(), cost=lambda collective, sent_bytes: None)
     assert config.tokenizer.vocab_size is not None

@@ -1,9 +1,9 @@
-"""Frozen models of a post-training: the reference model and a trained reward model.
+"""The models that a post-training does not train: the reference model, and a trained reward model.
 
-With --precompute-ref-log-probs, the reference's log-probabilities of all pairs of a dataset are computed once and
-cached. The cache key contains the tokens and masks of the pairs (and so text, template, tokenizer and --max-length),
-the reference's checkpoint, and the precision of the computation. A later run with the same key never opens the
-reference. Rank 0 reads and writes the cache.
+With --precompute-ref-log-probs, the reference model's log-probabilities of all pairs of a dataset are computed once and
+cached. The cache key contains the tokens and loss masks of the pairs (and so text, chat template, tokenizer and
+--max-length), the reference model's checkpoint, and the precision of the computation. A later run with the same key
+does not load the reference model. Rank 0 reads and writes the cache.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from megazpp.training.setup import ShardedModel
 
 
 class FrozenModel:
-    """A model that is never trained.
+    """A reference or reward model: it computes log-probabilities or scores without gradients.
 
     Args:
         model: the model.
         temperature: divisor of the logits for log-probabilities.
-        is_policy: True if `model` is the trained policy, which serves as the reference with its adapters off.
-        score_pad: padding token of `objectives.scores`.
+        is_policy: True if `model` is the trained policy, which is the reference model when its adapters are off.
+        score_pad: id of the padding token that a reward model's score leaves out, see `objectives.scores`.
     """
 
     def __init__(
@@ -57,28 +57,28 @@ class FrozenModel:
 
     @torch.no_grad()
     def logps(self, batch: Any) -> torch.Tensor:
-        """Return the [B, S] fp32 log-probabilities of a batch's labels."""
+        """Compute the model's [B, S] fp32 log-probabilities of a batch's labels, without adapters."""
         with adapters_off(self._model):
             head = TokenHead(batch.labels, temperature=self._temperature)
             return -self._model(batch.tokens, position_ids=batch.position_ids, head=head).losses
 
     @torch.no_grad()
     def scores(self, batch: Any) -> torch.Tensor:
-        """Return the [B] fp32 scores of a batch's rows."""
+        """Compute a reward model's [B] fp32 scores, one for each row of a batch."""
         return scores(self._model, batch, pad=self._score_pad)
 
 
 class SyncedModel(FrozenModel, StatePart):
-    """A reference into which a share of the policy is mixed at intervals (TR-DPO, Gorbatovski et al. 2024).
+    """A reference model that follows the policy (--sync-ref-model): the policy's weights are mixed in at intervals.
 
-    Reference and policy have equal shapes and shards, so mixing needs no communication. Checkpoints contain the
-    reference, sharded like the policy.
+    Both models have equal shapes and shards, so the mixing needs no communication. Checkpoints contain the reference
+    model, sharded like the policy. Source: TR-DPO, Gorbatovski et al. 2024.
 
     Args:
         reference: the reference model.
         policy: the trained policy.
-        alpha: share of the policy in the mixture.
-        every: optimizer steps between two mixtures.
+        alpha: weight of the policy in the mixed reference model.
+        every: number of optimizer steps between two updates of the reference model.
         temperature: divisor of the logits for log-probabilities.
     """
 
@@ -104,16 +104,16 @@ class SyncedModel(FrozenModel, StatePart):
         return self.tensors()
 
     def take(self, alpha: float) -> None:
-        """Mix a share `alpha` of the policy's weights into the reference."""
+        """Replace the reference model's weights by (1 - `alpha`) times themselves plus `alpha` times the policy's."""
         for each in (self.built, self._policy):
-            each.sharding.reshard()  # so that the parameters are shards
+            each.sharding.reshard()  # frees gathered weights, so that the parameters are the shards
         own, new = (model_state(each.model).values() for each in (self.built, self._policy))
         mix_(own, new, alpha)
 
 
 @torch.no_grad()
 def mix_(reference: Iterable[torch.Tensor], policy: Iterable[torch.Tensor], alpha: float) -> None:
-    """Replace each tensor of `reference` by (1 - alpha) of itself plus alpha of the policy's."""
+    """Replace each tensor of `reference` by (1 - alpha) times itself plus alpha times the policy's tensor, in place."""
     for own, new in zip(reference, policy, strict=True):
         local(own).mul_(1.0 - alpha).add_(local(new), alpha=alpha)
 
@@ -121,19 +121,21 @@ def mix_(reference: Iterable[torch.Tensor], policy: Iterable[torch.Tensor], alph
 def find_frozen(
     folder: CheckpointFolder, iteration: int | None, opener: WeightOpener, *, scalar_head: bool
 ) -> tuple[LoadSource, CheckpointMetadata]:
-    """Return the checkpoint of a frozen model and its metadata.
+    """Find the checkpoint of a reference or reward model, and read its metadata.
 
     Args:
         folder: folder of checkpoints.
-        iteration: iteration to find; None for the latest.
-        opener: opener of the weights.
+        iteration: iteration of the checkpoint; None for the latest.
+        opener: opener of checkpoint weights, which can add adapters.
         scalar_head: True if the model has to be a reward model.
     Raises:
-        ValueError: there is no checkpoint, or it has no scalar head.
+        ValueError: there is no such checkpoint, or a reward model is required and its checkpoint has no scalar head.
     """
     source, record = find_weights(folder, iteration, opener=opener)
     if scalar_head and not record.is_reward_model:
-        raise ValueError(f"{folder.name} is no reward model: it has no scalar head (--objective reward trains one)")
+        raise ValueError(
+            f"{folder.name} is not a reward model: it has no scalar head; train a reward model with --objective reward"
+        )
     return source, record
 
 
@@ -147,18 +149,20 @@ def load_frozen(
     *,
     temperature: float = 1.0,
 ) -> FrozenModel:
-    """Load the model of a checkpoint, on all ranks together.
+    """Load a reference or reward model from a checkpoint. All ranks call this.
 
     Args:
-        spec: specification of the policy, with `scalar_head` for a reward model, which has its own architecture.
-        place: device and groups for the frozen weights.
-        weights: flags for the storage of the weights: in frozen units, or streamed from the host or a disk.
+        spec: specification of the policy. With `scalar_head` the model is a reward model, whose architecture is taken
+            from its checkpoint.
+        place: device and process groups for the frozen weights.
+        weights: flags for the storage of the weights: packed and sharded, or streamed from host memory or a disk.
         folder: folder of checkpoints.
-        iteration: iteration to load; None for the latest.
-        opener: opener of the weights.
+        iteration: iteration of the checkpoint; None for the latest.
+        opener: opener of checkpoint weights, which can add adapters.
         temperature: divisor of the logits for log-probabilities.
     Raises:
-        ValueError: there is no checkpoint, it belongs to another model or tokenizer, or it has no scalar head.
+        ValueError: there is no such checkpoint, it belongs to another model or tokenizer, or a reward model's
+            checkpoint has no scalar head.
     """
     source, record = find_frozen(folder, iteration, opener, scalar_head=spec.scalar_head)
     if spec.scalar_head:
@@ -168,7 +172,11 @@ def load_frozen(
 
 
 def reward_config(policy: GPTConfig, record: CheckpointMetadata) -> GPTConfig:
-    """Return the architecture of a reward model's checkpoint, with the policy's execution flags (compile, float8)."""
+    """Return the config of a reward model, which may have another architecture than the policy.
+
+    The architecture comes from the reward model's checkpoint. The flags of execution, such as compile and float8, come
+    from the policy's config.
+    """
     own = {field.name: getattr(policy, field.name) for field in fields(GPTConfig) if field.name not in SHAPE}
     return GPTConfig(**own | shape_of(record.flags))
 
@@ -182,24 +190,28 @@ def cached_logps(
     folder: Path,
     micro_batch_size: int,
 ) -> torch.Tensor:
-    """Return the reference's log-probabilities of both answers of all pairs, from the cache where possible.
+    """Return the reference model's log-probabilities of both answers of all pairs, from the cache if it has them.
+
+    All ranks call this.
 
     Args:
-        dataset: pairs.
-        open_reference: function that opens the reference; it is called on all ranks if the cache has no values.
-        place: device and groups for the frozen weights.
-        reference: description of the reference and its precision, for the cache key.
-        folder: cache folder of the values.
-        micro_batch_size: pairs of one forward.
+        dataset: pairs of answers.
+        open_reference: function that loads the reference model and returns its function of log-probabilities. All ranks
+            call it if the cache has no values.
+        place: device and process groups for the frozen weights.
+        reference: description of the reference model's checkpoint and precision, for the cache key.
+        folder: folder in which the log-probabilities are cached.
+        micro_batch_size: number of pairs in one forward of a data rank.
     Returns:
-        [pairs, 2] fp32, on the CPU of every rank.
+        [pairs, 2] fp32 sums of log-probabilities over the preferred and the rejected answer, on the CPU of every rank.
     Raises:
-        ValueError: the values cannot be read or written; raised on every rank.
+        ValueError: the cache cannot be read or written; raised on every rank.
     """
     files, total = place.files, dataset.num_pairs
     path = folder / cache_key(kind="reference log-probabilities 4", data=dataset.digest(), reference=reference)
 
     def find() -> torch.Tensor | None:
+        """Return the cached log-probabilities on rank 0; None if there are none, and on other ranks."""
         if files.rank > 0:
             return None
         check_cache_dir(folder)
@@ -225,10 +237,16 @@ def cached_logps(
 def _compute_logps(
     reference: Logps, dataset: PreferenceDataset, place: FrozenPlace, micro_batch_size: int
 ) -> torch.Tensor:
-    """Compute [pairs, 2] log-probabilities; data ranks take turns and all run the same number of micro-batches."""
+    """Compute the reference model's log-probabilities of both answers of all pairs. All ranks call this.
+
+    The data ranks divide the pairs, and all of them run the same number of micro-batches.
+
+    Returns:
+        [pairs, 2] fp32 sums of log-probabilities over each answer, on the CPU of every rank.
+    """
     dims, count, multiple = place.dims, dataset.num_pairs, row_multiple(place.device, place.dims)
     found, stride = torch.zeros(count, 2), micro_batch_size * dims.data_size
-    with dims.counter.paused():  # this traffic belongs to no step
+    with dims.counter.paused():  # the traffic records of the log are about training steps only
         for first in range(dims.data_rank * micro_batch_size, -(-count // stride) * stride, stride):
             pairs = range(first, first + micro_batch_size)
             samples = np.stack([dataset.pair(pair % count) for pair in pairs])

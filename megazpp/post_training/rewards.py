@@ -1,10 +1,11 @@
-"""Reward functions: Python callables that give rewards to completions.
+"""Reward functions (--reward-funcs): Python callables that give rewards to sampled completions, as in TRL.
 
-`f(prompts, completions, completion_ids, **columns)` returns a list with a number for each completion, or None for no
-reward, as in TRL. It may be a coroutine function (async def). Prompts have the form of the data, a string or a list of
-messages. Completions are strings, or, after a list of messages, lists with one message of the assistant.
-`completion_ids` are their tokens, including the token that ended them. `columns` are the other columns of the data,
-each as a list. A function without `**` gets the arguments that it names. All arguments are passed by name.
+A reward function `f(prompts, completions, completion_ids, **columns)` returns a list with a number for each completion,
+or None for a completion without a reward. It may be a coroutine function (async def). Each prompt is a string or a list
+of messages, as in the data. Each completion is a string, or a list with one message of the assistant if the prompt is a
+list of messages. `completion_ids` are the token ids of the completions, including the token that ended them. `columns`
+are the other columns of the data, each as a list. All arguments are passed by name. A function without `**` gets only
+the arguments that it names.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _GIVEN = ("prompts", "completions", "completion_ids")  # arguments that are not 
 
 
 class RewardFunction(NamedTuple):
-    """A function of --reward-funcs.
+    """A reward function that --reward-funcs names.
 
     Attributes:
-        name: name in metrics: the function's, or the flag's value if two functions share a name.
-        function: the function.
+        name: name of its metrics: the function's name, or the value of the flag if two functions have the same name.
+        function: the Python function.
     """
 
     name: str
@@ -45,10 +46,10 @@ class RewardFunction(NamedTuple):
 
 
 def load_reward_functions(config: RewardConfig) -> list[RewardFunction]:
-    """Import the functions of --reward-funcs.
+    """Import the reward functions that --reward-funcs names.
 
     Raises:
-        ValueError: a module is missing or fails, or has no such function.
+        ValueError: a module is missing, cannot be imported, or does not have the function.
     """
     functions = [(value, _load(value)) for value in config.reward_funcs]
     names = [value.rpartition(":")[2] for value, _ in functions]
@@ -68,11 +69,11 @@ def digest_of_sources(functions: Iterable[RewardFunction]) -> str:
 
 
 def check_arguments(functions: Sequence[RewardFunction], columns: Iterable[str]) -> None:
-    """Raise ValueError if a function requires an argument that it does not get.
+    """Raise a ValueError if a reward function requires an argument that it does not get.
 
     Args:
-        functions: functions to check.
-        columns: columns of the data other than `prompt`.
+        functions: reward functions to check.
+        columns: names of the data's columns other than `prompt`, which are arguments of reward functions.
     """
     known = sorted({*_GIVEN, *columns})
     for each in functions:
@@ -92,16 +93,18 @@ def judge(
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
-    """Return [N, functions] fp64 rewards of the completions of N prompts; NaN where a function returns None.
+    """Call all reward functions for N completions.
 
     Args:
-        functions: functions to call.
-        prompts: the prompts.
-        completions: texts of the completions.
-        completion_ids: tokens of the completions; None if no function uses them.
+        functions: reward functions to call.
+        prompts: prompt of each completion.
+        completions: text of each completion.
+        completion_ids: token ids of each completion; None if no function uses them.
+    Returns:
+        [N, functions] fp64 rewards; NaN where a function returns None.
     Raises:
-        ValueError: a function fails, or does not return a number per completion. The message names the function and the
-            sample.
+        ValueError: a function fails, or does not return one number per completion. The message names the function and
+            the line of the data.
     """
     values = [
         [{"role": "assistant", "content": text}] if isinstance(prompt.value, list) else text
@@ -112,11 +115,11 @@ def judge(
 
 
 def total_rewards(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
-    """Return the [N] weighted sums of rewards, ignoring NaN.
+    """Return the weighted sum of each completion's rewards.
 
     Args:
-        rewards: [N, functions] rewards.
-        weights: weights of the functions; None for 1 each.
+        rewards: [N, functions] rewards; NaN for no reward, which the sum leaves out.
+        weights: weight of each reward function; None for 1 each.
     Returns:
         [N] sums; NaN for a completion without any reward.
     """
@@ -127,13 +130,13 @@ def total_rewards(rewards: torch.Tensor, weights: Sequence[float] | None = None)
 def reward_metrics(
     names: Sequence[str], rewards: torch.Tensor, total: torch.Tensor, *, group_size: int
 ) -> dict[str, float]:
-    """Return means and standard deviations of rewards, by TRL's names.
+    """Return the metrics of a generation's rewards: means and standard deviations, by TRL's names.
 
     Args:
-        names: names of the functions.
-        rewards: [N, functions] rewards.
-        total: [N] weighted sums.
-        group_size: completions of each prompt.
+        names: names of the reward functions.
+        rewards: [N, functions] rewards of all completions; NaN for no reward.
+        total: [N] weighted sums of the rewards; NaN for a completion without any reward.
+        group_size: number of completions of each prompt, which are in sequence.
     """
     found: dict[str, float] = {}
     for name, column in zip(names, rewards.t(), strict=True):
@@ -152,7 +155,7 @@ def reward_metrics(
 
 
 def check_reward_functions(config: RewardConfig) -> None:
-    """Find the modules of --reward-funcs without running their code.
+    """Check before workers start that the modules of --reward-funcs exist, without running their code.
 
     Raises:
         ValueError: a file is missing or has a syntax error, or a module is not installed.
@@ -168,6 +171,7 @@ def check_reward_functions(config: RewardConfig) -> None:
 
 
 def _load(value: str) -> Callable[..., Any]:
+    """Import the function that a value of --reward-funcs names, MODULE:FUNCTION or FILE.py:FUNCTION."""
     module_name, _, name = value.rpartition(":")
     path = find_file(module_name)
     with _importing(value):
@@ -176,12 +180,15 @@ def _load(value: str) -> Callable[..., Any]:
         else:
             module = importlib.import_module(module_name)
         if not callable(function := getattr(module, name, None)):
-            raise AttributeError(f"it has no function {name}")
+            raise AttributeError(f"the module has no function {name}")
     return function
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Run a file as a module, once per process; parts of Python, such as dataclasses, look it up in sys.modules."""
+    """Import the module in a Python file outside the import path, and return it; each file is run once per process.
+
+    The module is registered in sys.modules, because parts of Python, such as dataclasses, look it up there.
+    """
     name = f"megazpp_reward_file:{path.resolve()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
@@ -198,7 +205,7 @@ def _load_file(path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def _importing(value: str) -> Iterator[None]:
-    """Turn any error of an import into a ValueError."""
+    """Return a context that turns any error into a ValueError that names --reward-funcs and its value."""
     try:
         yield
     except Exception as error:
@@ -213,6 +220,11 @@ def _call(
     completions: Sequence[Any],
     completion_ids: Sequence[Sequence[int]] | None,
 ) -> list[float]:
+    """Call one reward function, and return its reward for each completion; NaN for None.
+
+    Raises:
+        ValueError: the function fails, or does not return one number per completion.
+    """
     try:
         found: Any = each.function(**_arguments(each, prompts, completions, completion_ids))
         rewards = list(asyncio.run(found) if inspect.iscoroutine(found) else found)
@@ -233,6 +245,7 @@ def _arguments(
     completions: Sequence[Any],
     completion_ids: Sequence[Sequence[int]] | None,
 ) -> dict[str, list[Any]]:
+    """Return the arguments of one reward function by name: all arguments if it has `**`, else those that it names."""
     names = list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
     found: dict[str, list[Any]] = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
     found |= {"prompts": [prompt.value for prompt in prompts], "completions": list(completions)}
@@ -244,10 +257,16 @@ def _arguments(
 
 
 def _places(prompts: Sequence[Prompt]) -> str:
+    """Return the lines of the data from the first to the last prompt, for error messages."""
     return f"{prompts[0].place} to {prompts[-1].place}" if prompts else "no prompts"
 
 
 def _number(each: RewardFunction, value: Any, prompt: Prompt) -> float:
+    """Return the reward that a reward function gave to a completion of `prompt`; NaN for None.
+
+    Raises:
+        ValueError: the reward is not a finite number.
+    """
     if value is None:
         return math.nan
     try:

@@ -1,19 +1,21 @@
-"""Rollouts as data loading: completions that are sampled from the policy, rewarded, and then trained on.
+"""Data loading for GRPO and PPO: completions that are sampled from the policy, rewarded, and then trained on.
 
-One generation fills a buffer, which serves `slices` x `passes` optimizer steps:
+One generation samples the completions for `slices` x `passes` optimizer steps, and keeps them in a buffer. Its stages:
 
-    sample          each data rank samples the completions that it trains on; a group may span several ranks
-    rewards         by functions and a reward model; all ranks get the rewards and lengths of all completions, not texts
-    old policy      log-probabilities (and values) by the training's forward, with its micro-batches, so that the first
-                    ratio is 1; only for PPO, or if the policy changes before the buffer's last step
-    reference       log-probabilities of the frozen model
-    advantages      over the group (GRPO) or the values (PPO), for the whole generation
+    sample          each data rank samples the completions that it trains on; the completions of one prompt may be on
+                    several ranks
+    rewards         by reward functions and a reward model; all ranks get the rewards and lengths of all completions
+    old policy      log-probabilities (and values) by the training's forward in the training's micro-batches, so that
+                    the first probability ratio is 1; only for PPO, or if the policy changes before the buffer's last
+                    step
+    reference       log-probabilities of the reference model
+    advantages      from the rewards of the same prompt's completions (GRPO) or from values (PPO)
 
-A generation takes the prompts that follow those of the generation before, and completion n belongs to its prompt
-number n // group size. The random numbers of a completion depend on the generation and n. Neither depends on the
-parallel layout. A checkpoint contains a buffer that is not used up.
+A generation takes the prompts after the prompts of the generation before. Its completion number n belongs to prompt
+number n // group size of these. The random numbers of a completion depend on the number of the generation and on n. So
+prompts and samples do not depend on the parallel layout. A checkpoint contains the buffer unless it is used up.
 
-Legend: n completions of this rank, N of all ranks, S tokens of a row, F rewards.
+Legend: n completions of this data rank, N completions of all ranks, S tokens of a row, F rewards of a completion.
 """
 
 from __future__ import annotations
@@ -39,16 +41,19 @@ from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.rewards import reward_metrics, total_rewards
 from megazpp.post_training.sampler import PolicySampler
 
-_KNOWN = RolloutBatch._fields[5:]  # fields after tokens, mask and positions
+_KNOWN = RolloutBatch._fields[5:]  # fields of a batch that do not follow from tokens and loss mask
 
 
 class Buffer(NamedTuple):
-    """The completions of one generation, on the CPU.
+    """The completions of one generation that this data rank trains on, and the rewards of all ranks' completions.
+
+    All tensors are on the CPU.
 
     Attributes:
-        number: scalar number of the generation.
-        table: [N, F + 2] fp64 rewards, number of tokens, and 1 if it ended before the token limit, of all completions.
-        rows: [n] int64 indices, in the generation, of the completions that this rank trains on.
+        number: number of the generation, a scalar tensor.
+        table: [N, F + 2] fp64, for each completion of all ranks: its rewards, its number of tokens, and 1 if it ended
+            before the token limit.
+        rows: [n] int64 numbers, within the generation, of the completions that this data rank trains on.
         batch: batch of these n completions.
     """
 
@@ -60,23 +65,26 @@ class Buffer(NamedTuple):
 
 @dataclass
 class RolloutLoader(StatePart):
-    """Loader of the micro-batches of one data rank, used instead of a `BatchLoader`; a checkpoint keeps its buffer.
+    """Loader of micro-batches of sampled completions for one data rank, in place of pretraining's `BatchLoader`.
+
+    The loader is also a part of the training state: a checkpoint contains the buffer of completions.
 
     Args:
-        sampler: sampler of completions and rewards.
-        prompts: training data.
+        sampler: sampler of completions, which also calls the reward functions.
+        prompts: prompts of the training data.
         config: flags of the objective.
-        reward_weights: weights of the F rewards; None for 1 each.
-        reference: log-probabilities of the reference; None without one.
-        reward_model: frozen reward model; None without one.
-        max_length: S.
-        global_batch_size: completions of an optimizer step.
-        micro_batch_size: completions of a forward on one data rank.
-        show: function that gets, on rank 0, the iteration and the prompt, text and rewards of all completions of some
-            prompts of each generation. A reward is NaN where a function returns None.
-        start: steps done with other batch sizes, and the completions that they consumed; see `BatchPlan`.
+        reward_weights: weights of the reward functions; None for 1 each. A reward model has weight 1.
+        reference: function that computes the reference model's log-probabilities; None without a reference model.
+        reward_model: trained reward model; None without one.
+        max_length: S, the number of tokens of a row.
+        global_batch_size: number of completions of an optimizer step on all ranks.
+        micro_batch_size: number of completions of a forward on one data rank.
+        show: function that rank 0 calls once per generation, for the log. Its arguments are the iteration, and the
+            prompt, text and rewards of all completions of some prompts. A reward is NaN where a function returns None.
+        start: number of steps that were done with other batch sizes, and the number of completions that these steps
+            consumed; see `BatchPlan`.
     Attributes:
-        wait_seconds: always 0, because nothing is prepared in parallel to the training.
+        wait_seconds: always 0, because no data is prepared in parallel to the training.
     """
 
     prefix = "extra."
@@ -105,8 +113,13 @@ class RolloutLoader(StatePart):
         self._reward_names = [*(function.name for function in self.sampler.functions), *model]
 
     def step(self, consumed_samples: int, global_batch_size: int) -> list[RolloutBatch]:
-        """Return the micro-batches of the step that begins at `consumed_samples`; sample if a generation begins."""
-        assert global_batch_size == self.global_batch_size, "completions do not ramp up"
+        """Return this data rank's micro-batches of a training step; sample completions if a generation begins.
+
+        Args:
+            consumed_samples: number of completions that earlier steps have consumed on all ranks.
+            global_batch_size: number of completions of this step, which is the same in all steps.
+        """
+        assert global_batch_size == self.global_batch_size, "batches of completions do not ramp up"
         config = self.config
         iteration = self.start[0] + (consumed_samples - self.start[1]) // global_batch_size
         number, place = divmod(iteration, config.slices * config.passes)
@@ -119,7 +132,10 @@ class RolloutLoader(StatePart):
         return self._batches(self._buffer.batch.part(first, first + count))
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the metrics of the current buffer by TRL's names, equal on all ranks."""
+        """Return the metrics of the current generation by TRL's names, equal on all ranks.
+
+        The time of sampling is returned only once per generation.
+        """
         once, self._once = self._once, {}
         assert self._buffer is not None
         table, size = self._buffer.table, self.config.group_size
@@ -155,7 +171,9 @@ class RolloutLoader(StatePart):
             whole = {name: torch.cat([found[rank] for rank in sorted(found)]) for name, found in parts.items()}
             order = {row: place for place, row in enumerate(whole["rows"].tolist())}
             if len(order) != (total := self.global_batch_size * self.config.slices):
-                return [f"the {len(order)} completions of the checkpoint are dropped: a generation now has {total}"]
+                return [
+                    f"the {len(order)} completions of the checkpoint are dropped, because a generation now has {total}"
+                ]
             mine = torch.tensor([order[row] for row in self._rows()])
             known = {name: x[mine] for name, x in whole.items()}
             batch = make_rollout_batch(known["tokens"], known["mask"], **{x: known[x] for x in _KNOWN if x in known})
@@ -163,7 +181,13 @@ class RolloutLoader(StatePart):
         return []
 
     def judged(self, prompts: Sequence[Prompt], drawn: Drawn, texts: Sequence[str]) -> torch.Tensor:
-        """Return [n, F] fp64 rewards of this data rank's completions."""
+        """Compute the [n, F] fp64 rewards of this data rank's completions, by reward functions and reward model.
+
+        Args:
+            prompts: prompt of each completion.
+            drawn: token ids of the completions.
+            texts: texts of the completions.
+        """
         rewards = self.sampler.judge(prompts, texts, drawn)
         if self.reward_model is not None:
             scores = self._each(self._laid_out(prompts, drawn), self.reward_model.scores)
@@ -171,17 +195,24 @@ class RolloutLoader(StatePart):
         return rewards
 
     def totals(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Return the [N] weighted sums of [N, F] rewards."""
+        """Return the [N] weighted sums of [N, F] rewards; NaN for a completion without any reward."""
         weights = self.reward_weights
         if weights is not None and self.reward_model is not None:
             weights = [*weights, 1.0]
         return total_rewards(rewards, weights)
 
     def summed(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `sums` over all data ranks."""
+        """Return the sum of a tensor over all data ranks, on the tensor's own device. All ranks call this."""
         return self._dims.sum_over_data_(sums.to(self._device)).to(sums.device)
 
     def _generate(self, number: int, iteration: int, *, first_prompt: int) -> Buffer:
+        """Sample the completions of one generation, and compute rewards and advantages. All ranks call this.
+
+        Args:
+            number: number of the generation.
+            iteration: iteration that begins, for the log.
+            first_prompt: sample number of the generation's first prompt.
+        """
         began, config, rows = time.perf_counter(), self.config, self._rows()
         prompts = [self.prompts[first_prompt + row // config.group_size] for row in rows]
         drawn, texts = self.sampler.draw(prompts, [f"generation {number} completion {row}" for row in rows])
@@ -194,10 +225,11 @@ class RolloutLoader(StatePart):
         if table[:, :-2].isnan().all():
             silent = ", ".join(self._reward_names)
             raise ValueError(
-                f"{silent}: None for all {len(table)} completions of iteration {iteration}, so there is no reward"
+                f"{silent}: None for all {len(table)} completions of iteration {iteration}, so there is no reward to "
+                "train with"
             )
         self._once = {"rollout/seconds": seconds, "rollout/tokens_per_second": float(table[:, -2].sum()) / seconds}
-        if config.log_completions:  # whole groups of the first prompts, which may span several ranks
+        if config.log_completions:  # show all completions of the first prompts, which may be on several ranks
             names, count = self._reward_names, config.log_completions * config.group_size
             own = {
                 row: {"prompt": prompt.value, "completion": text, "rewards": dict(zip(names, found, strict=True))}
@@ -211,11 +243,15 @@ class RolloutLoader(StatePart):
         return buffer._replace(batch=self._compared(buffer))
 
     def _laid_out(self, prompts: Sequence[Prompt], drawn: Drawn) -> RolloutBatch:
+        """Return a batch with one row for each prompt and its sampled completion, on the CPU."""
         tokens = [prompt.tokens for prompt in prompts]
         return lay_out_rollouts(tokens, drawn, max_length=self.max_length, pad=self.sampler.tokenizer.eod or 0)
 
     def _looked_back(self, batch: RolloutBatch) -> RolloutBatch:
-        """Add log-probabilities of the policy and the reference, and values, where they are needed."""
+        """Return the batch with the log-probabilities and values of the policy that sampled the completions.
+
+        Add the reference model's log-probabilities as well. Fields that the objective does not use stay None.
+        """
         ppo, passes = self.config.objective == "ppo", self.config.slices * self.config.passes
         known: dict[str, torch.Tensor] = {}
         if ppo or passes > 1:
@@ -226,11 +262,11 @@ class RolloutLoader(StatePart):
                 known["values"] = both[..., 1].contiguous()
         if self.reference is not None:
             known["ref_logps"] = self._each(batch, self.reference)
-        self.sampler.sharding.reshard()  # the step gathers the weights again
+        self.sampler.sharding.reshard()  # frees the gathered weights; the training step gathers them again
         return batch._replace(**known)
 
     def _compared(self, buffer: Buffer) -> RolloutBatch:
-        """Return the buffer's batch with advantages, and for PPO with returns."""
+        """Return the buffer's batch with advantages, and for PPO also with returns and the mask of values."""
         config, batch, total = self.config, buffer.batch, self.totals(buffer.table[:, :-2])
         if config.objective == "grpo":
             advantages = group_advantages(
@@ -239,7 +275,7 @@ class RolloutLoader(StatePart):
             return batch._replace(advantages=advantages.float()[buffer.rows])
         assert batch.old_logps is not None
         assert batch.values is not None
-        scores = total.nan_to_num(0.0).float()  # 0 if no function gives a reward
+        scores = total.nan_to_num(0.0).float()  # a completion without any reward gets the score 0
         if config.missing_eos_penalty is not None:
             scores = scores - config.missing_eos_penalty * (buffer.table[:, -1] == 0)
         reference = batch.old_logps if batch.ref_logps is None else batch.ref_logps
@@ -255,7 +291,16 @@ class RolloutLoader(StatePart):
         return batch._replace(advantages=advantages, returns=returns, value_mask=at)
 
     def _each(self, batch: RolloutBatch, ask: Callable[[RolloutBatch], torch.Tensor]) -> torch.Tensor:
-        """Apply `ask` to all rows, in the training's micro-batches; return the results on the CPU, padded with 0."""
+        """Apply a model to all completions of a batch, in the training's micro-batches.
+
+        Args:
+            batch: completions of this data rank.
+            ask: function of a micro-batch with B rows, cut to s tokens, that returns a [B], [B, s] or [B, s, ...]
+                tensor.
+
+        Returns:
+            the results for all rows on the CPU, padded with 0 to S tokens.
+        """
         found = []
         for part in self._batches(batch):
             self.sampler.give_up()
@@ -265,7 +310,10 @@ class RolloutLoader(StatePart):
         return torch.cat(found)
 
     def _logps_and_values(self, batch: RolloutBatch) -> torch.Tensor:
-        """Return [B, S, 2] log-probabilities and values by the training's forward; values are 0 without a head."""
+        """Compute the policy's [B, S, 2] log-probabilities and values of a micro-batch by the training's forward.
+
+        For other objectives than PPO, which have no value head, the values are 0.
+        """
         ppo, temperature = self.config.objective == "ppo", self.sampler.config.sample_temperature
         head = TokenHead(batch.labels, temperature=temperature, with_values=ppo)
         found = self.sampler.model(batch.tokens, position_ids=batch.position_ids, head=head)
@@ -273,13 +321,13 @@ class RolloutLoader(StatePart):
         return torch.stack((-found.losses, values), dim=-1)
 
     def _batches(self, batch: RolloutBatch) -> list[RolloutBatch]:
-        """Return the micro-batches of some rows, on the device."""
+        """Divide a batch into the training's micro-batches, each cut to its longest completion, on the device."""
         size, multiple = self.micro_batch_size, row_multiple(self._device, self._dims)
         parts = [batch.part(first, first + size) for first in range(0, len(batch.tokens), size)]
         return [on_device(shortened(part, multiple), self._device) for part in parts]
 
     def _rows(self) -> list[int]:
-        """Return the indices of this data rank's completions in a generation, in the order of the steps."""
+        """Return the numbers, within a generation, of the completions of this data rank, in the order of the steps."""
         size, ranks = self.micro_batch_size, self._dims.data_size
         firsts = range(self._dims.data_rank * size, self.global_batch_size * self.config.slices, size * ranks)
         return [row for first in firsts for row in range(first, first + size)]
@@ -287,12 +335,14 @@ class RolloutLoader(StatePart):
 
 @dataclass
 class RewardEvaluator:
-    """An evaluator of the mean reward of sampled completions, with the same prompts and seeds at every call.
+    """An evaluator of the mean reward of completions for held-out prompts.
+
+    Each evaluation has the same prompts and random numbers.
 
     Args:
-        loader: loader of the training, whose sampler and reward model are used.
+        loader: loader of the training's completions, whose sampler and reward model the evaluator uses.
         prompts: held-out prompts.
-        count: number of prompts over all ranks.
+        count: number of prompts of an evaluation over all ranks.
     """
 
     loader: RolloutLoader
@@ -300,7 +350,10 @@ class RewardEvaluator:
     count: int
 
     def __call__(self, between_batches: Callable[[], None] = lambda: None) -> float:
-        """Return the mean reward, equal on all ranks; the sampler gives up at a stop signal, as in training."""
+        """Sample a completion for each prompt, and return the mean reward, equal on all ranks. All ranks call this.
+
+        The result is NaN if no completion has a reward. After a stop signal the sampler raises StopRequested.
+        """
         between_batches()
         loader, sampler = self.loader, self.loader.sampler
         dims = sampler.dims

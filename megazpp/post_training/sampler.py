@@ -1,7 +1,8 @@
-"""Sampling of completions from the trained policy, and their rewards by functions.
+"""Sampling of completions from the trained policy, and their rewards by reward functions.
 
-Each data rank samples for its own prompts. The weights are gathered once and stay gathered meanwhile. Samples depend on
-the weights and on a name that the caller gives to each, not on the parallel layout.
+Each data rank samples completions for its own prompts. The policy's weights are gathered once and stay gathered until
+all completions are sampled. A completion depends on the weights and on a name that the caller gives to it, not on the
+parallel layout.
 """
 
 from __future__ import annotations
@@ -26,21 +27,23 @@ from megazpp.zero.sharding import Sharding, WeightHandle
 
 @dataclass
 class PolicySampler:
-    """Sampler of completions and their rewards. Every rank calls every method.
+    """Sampler of the policy's completions for GRPO and PPO, which also calls the reward functions.
+
+    All ranks call every public method.
 
     Args:
         model: the policy.
-        sharding: handle to the policy's sharded weights.
+        sharding: sharding handle of the policy's weights.
         dims: parallel layout.
         tokenizer: tokenizer of the texts.
-        config: sampling parameters; `sample_tokens` limits the tokens of a completion.
+        config: sampling parameters; `sample_tokens` is the largest number of tokens of a completion.
         functions: reward functions.
-        seed: seed for the samples.
-        at_once: completions of one batch on a data rank; None for all.
-        base: handle to the frozen base of the policy; None without one.
+        seed: seed for the random numbers of all samples.
+        at_once: number of completions that a data rank samples in one batch; None for all.
+        base: handle to the frozen base weights of a policy with adapters; None without adapters.
         stopped: function that returns True if this rank has caught a stop signal.
-        give_up: function that raises StopRequested on all ranks if one of them has caught a stop signal; all data ranks
-            call it equally often, between two batches of work.
+        give_up: function that raises StopRequested on all ranks if one of them has caught a stop signal. All data ranks
+            call it equally often, after each batch of completions.
     """
 
     model: GPTModel
@@ -57,13 +60,13 @@ class PolicySampler:
     give_up: Callable[[], None] = lambda: None
 
     def draw(self, prompts: Sequence[Prompt], names: Sequence[str]) -> tuple[Drawn, list[str]]:
-        """Sample a completion for each of this data rank's prompts.
+        """Sample one completion for each of this data rank's prompts.
 
         Args:
             prompts: prompts of this data rank, at least one.
-            names: distinct names of the samples, from which their random numbers follow.
+            names: a distinct name for each completion, which together with the seed decides its random numbers.
         Returns:
-            The tokens of the completions, and their texts.
+            the token ids of the completions with their log-probabilities, and the texts of the completions.
         """
         size, uniform = self.at_once or len(prompts), random_numbers(names, self.config, seed=self.seed)
         base = contextlib.nullcontext() if self.base is None else self.base.keep_unsharded()
@@ -76,16 +79,17 @@ class PolicySampler:
         return drawn, [text for _, texts in parts for text in texts]
 
     def judge(self, prompts: Sequence[Prompt], texts: Sequence[str], drawn: Drawn) -> torch.Tensor:
-        """Return [n, functions] fp64 rewards of this data rank's completions, equal on its tp and cp ranks.
-
-        A reward is NaN where a function returns None.
+        """Call the reward functions for this data rank's completions.
 
         Args:
-            prompts: prompts of this data rank.
-            texts: texts of the completions.
-            drawn: tokens of the completions.
+            prompts: prompt of each completion.
+            texts: text of each completion.
+            drawn: token ids of the completions.
+        Returns:
+            [n, functions] fp64 rewards, equal on all tp and cp ranks of this data rank; NaN where a function returns
+            None.
         Raises:
-            UserError: a function fails on some rank; raised on all ranks, with the function and the sample.
+            UserError: a function fails on some rank. All ranks raise it; the message names the function and the sample.
         """
         found = torch.zeros(len(prompts), len(self.functions), dtype=torch.float64)
 
@@ -101,7 +105,15 @@ class PolicySampler:
         return self.dims.cp.broadcast_(self.dims.tp.broadcast_(found)).cpu()
 
     def _draw(self, prompts: list[list[int]], uniform: torch.Tensor) -> tuple[Drawn, list[str]]:
-        """Sample the completions of one batch."""
+        """Sample one completion for each prompt of one batch.
+
+        Args:
+            prompts: token ids of each prompt.
+            uniform: random numbers of each completion, from `random_numbers`.
+
+        Returns:
+            the token ids of the completions with their log-probabilities, and the texts of the completions.
+        """
         tokenizer = self.tokenizer
         ends, stops = split_stops(tokenizer, self.config.stops)
         rows = [Continuation(tokenizer, prompt, self.config.stops) for prompt in prompts]

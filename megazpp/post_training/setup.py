@@ -1,7 +1,7 @@
-"""Set up a post-training run: flags from the checkpoint, defaults of the objective, and checks.
+"""Set up a post-training run before workers start: flags from the checkpoint, the objective's defaults, and checks.
 
 --load PRETRAINED --save MINE    starts from the weights of any checkpoint
---load MINE --save MINE          resumes the training bit for bit
+--load MINE --save MINE          resumes an interrupted run with bit-identical results
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from megazpp.run.checks import check_model
 from megazpp.run.start import own_checkpoints
 from megazpp.training.batches import BatchPlan
 
-CHECK_SECONDS = 1.0  # time for reading data before workers start
-LONGEST = 1024  # TRL's default of --max-length, if the model has that many positions
+CHECK_SECONDS = 1.0  # time limit for checking lines of data before workers start
+LONGEST = 1024  # TRL's default of --max-length; a model with fewer positions gets their number
 
 
 def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSource, CheckpointMetadata]:
-    """Complete the flags from the checkpoint that training begins with, and with the objective's defaults.
+    """Find the checkpoint that training begins with, and complete the flags from it and with the objective's defaults.
 
     Args:
-        parsed: parsed flags.
-        restarted: True if a fault ended an earlier attempt of this job.
+        parsed: the flags that the user has given.
+        restarted: True if a fault has ended an earlier attempt of this job.
     Returns:
-        The completed flags, the checkpoint, and its metadata.
+        the completed flags, the checkpoint, and the checkpoint's metadata.
     Raises:
-        ValueError: --objective or --load is missing, there is no checkpoint, or flags contradict it.
+        ValueError: --objective or --load is missing, there is no checkpoint, or flags contradict the checkpoint.
     """
     given, problems = parsed.config.checkpoint, Problems()
     with problems:
         if post_configs(parsed).training.objective is None:
-            raise ValueError("--objective is missing: sft, reward, dpo, grpo or ppo")
+            raise ValueError("--objective is missing: give sft, reward, dpo, grpo or ppo")
     with problems:
         if given.load is None:
-            raise ValueError("--load is missing: the folder of checkpoints that post-training begins with")
+            raise ValueError("--load is missing: give the folder of checkpoints that post-training begins with")
     problems.raise_all()
     if not saves_where_it_loads(given):  # a restarted job still prefers its own checkpoints
         given = dataclasses.replace(given, finetune=True)
@@ -84,10 +84,16 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
 
 
 def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan) -> None:
-    """Raise ValueError for contradictions between the configs of post-training and of the run."""
+    """Raise a ValueError if the flags of post-training contradict each other or the other flags of the run.
+
+    Args:
+        config: configs of the run.
+        configs: configs of post-training.
+        plan: batch sizes of the run.
+    """
     post, form = configs.training, configs.form
     if (steps := config.values().get("diloco_steps")) is not None:
-        raise ValueError(f"--diloco-steps {steps} is for pretraining, not --objective {post.objective}")
+        raise ValueError(f"--diloco-steps {steps} is for pretraining, not --objective {post.objective}: leave it out")
     ep = config.parallel.expert_model_parallel_size
     if config.model.num_experts is not None and ep > 1 and post.draws:
         raise ValueError(
@@ -95,25 +101,34 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
             "different times, but experts on other ranks need all of them; use --expert-model-parallel-size 1"
         )
     if post.update_expert_bias and not config.model.moe_router_enable_expert_bias:
-        raise ValueError("--update-expert-bias: this model has no biases of experts (--moe-router-enable-expert-bias)")
+        raise ValueError(
+            "--update-expert-bias: this model has no routing biases of experts (--moe-router-enable-expert-bias)"
+        )
     if post.update_expert_bias and configs.lora.lora_r is not None:
-        raise ValueError(f"--update-expert-bias: with --lora-r {configs.lora.lora_r} the base is frozen")
+        raise ValueError(
+            f"--update-expert-bias: with --lora-r {configs.lora.lora_r} the base model is frozen with these biases"
+        )
     if config.data.mock_data or config.data.text_path:
-        raise ValueError("--text-path and --mock-data are for pretraining: give JSON lines or Parquet (--data-path)")
+        raise ValueError("--text-path and --mock-data are for pretraining: give JSON lines or Parquet by --data-path")
     if form.packing and post.objective != "sft":
         raise ValueError(f"--packing is for --objective sft, not {post.objective}")
     streams, lora = configs.weights.packs and not post.reward_load, configs.lora.lora_r is not None
     check_adapters(configs.lora, config)
     if config.values().get("save_weight_patches") is not None and (lora or post.objective == "reward"):
         asked = f"--lora-r {configs.lora.lora_r}" if lora else "--objective reward"
-        raise ValueError(f"--save-weight-patches is for all weights of a policy, not with {asked}")
+        raise ValueError(
+            f"--save-weight-patches does not support {asked}: patches are made only for a policy whose weights are all "
+            "trained"
+        )
     if config.zero.optimizer_cpu_offload and (lora or post.sync_ref_model):
         given = f"--lora-r {configs.lora.lora_r}" if lora else "--sync-ref-model"
-        raise ValueError(f"--optimizer-cpu-offload does not support {given}")
+        raise ValueError(f"--optimizer-cpu-offload does not support {given}: leave one of them out")
     if lora and post.sync_ref_model:
-        raise ValueError("--sync-ref-model: with --lora-r the reference is the base, which never changes")
+        raise ValueError("--sync-ref-model: with --lora-r the reference model is the frozen base, which never changes")
     if post.sync_ref_model and not (config.checkpoint.save_optim and config.checkpoint.load_optim):
-        raise ValueError("--sync-ref-model: --no-save-optim and --no-load-optim would drop its reference")
+        raise ValueError(
+            "--sync-ref-model: --no-save-optim and --no-load-optim would leave the reference model out of checkpoints"
+        )
     if streams and (lora or post.sync_ref_model or not post.needs_reference):
         bits = f"--weight-bits {configs.weights.weight_bits}"
         given = (
@@ -126,11 +141,13 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
     if not post.draws:
         return
     if not (configs.rewards.reward_funcs or post.reward_load):
-        raise ValueError(f"--objective {post.objective} needs --reward-funcs or --reward-load")
+        raise ValueError(
+            f"--objective {post.objective} needs --reward-funcs or --reward-load, which give rewards to completions"
+        )
     if config.batches.rampup_batch_size is not None:
-        raise ValueError(f"--rampup-batch-size: completions of --objective {post.objective} do not ramp up")
+        raise ValueError(f"--rampup-batch-size is not supported by --objective {post.objective}: leave it out")
     if config.section(SampleConfig).sample_temperature == 0.0:
-        raise ValueError("--sample-temperature 0.0: all completions of a prompt would be equal")
+        raise ValueError("--sample-temperature 0.0: all completions of a prompt would be equal; give a positive one")
     if not post.max_completion_length < form.max_length:
         raise ValueError(
             f"--max-completion-length {post.max_completion_length} leaves no room for a prompt within "
@@ -145,13 +162,15 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
 
 
 def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
-    """Open all files that the flags name, as `check_inputs` does for pretraining, and read data for about a second.
+    """Check before workers start that all files that the flags name can be used; read data for about a second.
+
+    `check_inputs` does the same for pretraining.
 
     Args:
-        parsed: completed flags.
+        parsed: the completed flags.
         earlier: metadata of the checkpoint that training begins with.
     Raises:
-        ValueError: a checkpoint, tokenizer, template, reward function or line of data is missing or unsuitable.
+        ValueError: a checkpoint, tokenizer, chat template, reward function or line of data is missing or unsuitable.
     """
     config, (post, form, rewards, lora, _), problems = parsed.config, post_configs(parsed), Problems()
     asked = lora.lora_r is not None or post.needs_reference or not parsed.origins["ref_load"].startswith(DEFAULT)
@@ -180,7 +199,14 @@ def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
 
 
 def _check_data(config: RunConfig, post: PostTrainingConfig, form: DataFormatConfig, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if the chat template or the first lines of the data cannot be used."""
+    """Raise a ValueError if the chat template or the first lines of the data cannot be used.
+
+    Args:
+        config: configs of the run, with the paths of the data.
+        post: flags of the objective.
+        form: flags of the data format.
+        tokenizer: tokenizer of the policy.
+    """
     template = load_chat_template(form, tokenizer)
     uses = [paths for paths in (train_paths(config), config.data.valid_data_path, config.data.test_data_path) if paths]
     for paths in uses:
@@ -195,11 +221,11 @@ def _check_data(config: RunConfig, post: PostTrainingConfig, form: DataFormatCon
 
 
 def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if a reward model cannot score the policy's tokens on the same ranks.
+    """Raise a ValueError if a reward model cannot score the policy's token ids on the ranks of this run.
 
     Args:
         config: configs of the run.
-        load: value of --reward-load.
+        load: value of --reward-load, the folder of the reward model's checkpoints.
         tokenizer: the policy's tokenizer.
     """
     folder, parallel = CheckpointFolder(load, "--reward-load"), config.parallel
@@ -207,12 +233,14 @@ def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> No
     name, drawn = f"--reward-load {load}", tokenizer.vocab_size
     own = open_tokenizer(folder.path, record, TokenizerConfig(), lambda line: None)
     if record.vocab_size < drawn or (own is None and record.vocab_size != drawn):
-        raise ValueError(f"{name}: it has {record.vocab_size} tokens, but the policy's tokenizer has {drawn}")
+        raise ValueError(
+            f"{name}: the reward model has {record.vocab_size} tokens, but the policy's tokenizer has {drawn}"
+        )
     if own is not None and own.identity != tokenizer.identity:
         for token in range(drawn):
             if (there := own.decode([token])) != (here := tokenizer.decode([token])):
-                pieces = f"token {token} is {there!r} there and {here!r} here"
-                raise ValueError(f"{name}: its tokenizer is not the policy's: {pieces}")
+                pieces = f"token {token} is {there!r} in the first and {here!r} in the second"
+                raise ValueError(f"{name}: the reward model's tokenizer is not the policy's: {pieces}")
     with errors_as(name):
         model, tp = reward_config(config.model, record), parallel.tensor_model_parallel_size
         check_model(model, tp, config.data.seq_length or 1, cp_size=parallel.context_parallel_size)
@@ -220,12 +248,21 @@ def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> No
 
 
 def train_paths(config: RunConfig) -> tuple[str, ...]:
-    """Return the files of the training data."""
+    """Return the paths of the training data: of --train-data-path, or of --data-path without it."""
     return config.data.train_data_path or config.data.data_path
 
 
 def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadata) -> ParsedRun:
-    """Complete the flags with defaults of the objective, and with the names of reference and base."""
+    """Complete the flags of a post-training: add the objective's defaults, and the names of reference and base model.
+
+    Args:
+        parsed: the flags, with the architecture of the checkpoint.
+        source: the checkpoint that training begins with.
+        earlier: metadata of this checkpoint.
+
+    Raises:
+        ValueError: a given flag contradicts the objective or the checkpoint.
+    """
     config, (post, form, _, lora, _) = parsed.config, post_configs(parsed)
     assert post.objective is not None
     lora = with_adapters(lora, parsed, earlier.flags if source.continues else None, source.folder.name)
@@ -234,12 +271,16 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
     if post.objective != "sft" and lora.lora_dropout > 0.0:
         if "lora_dropout" in parsed.origins:
             raise ValueError(f"--lora-dropout {lora.lora_dropout}: --objective {post.objective} does not use dropout")
-        lora = dataclasses.replace(lora, lora_dropout=0.0)  # the value of --lora-load
+        lora = dataclasses.replace(lora, lora_dropout=0.0)  # the dropout came from the adapters of --lora-load
     if "seq_length" in parsed.origins:
-        raise ValueError(f"--seq-length {config.data.seq_length}: post-training takes --max-length instead")
+        raise ValueError(f"--seq-length {config.data.seq_length}: post-training uses --max-length instead")
     for name in ("split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
-        if parsed.origins.get(name) == COMMAND_LINE:  # a run's args.txt has every flag
-            raise ValueError(f"--{name.replace('_', '-')} is for pretraining: here each sample is a document")
+        if (
+            parsed.origins.get(name) == COMMAND_LINE
+        ):  # args.txt of a run has every flag, so only flags on the command line count
+            raise ValueError(
+                f"--{name.replace('_', '-')} is for pretraining: in post-training each sample is a document"
+            )
     if "max_length" not in parsed.origins:
         form = dataclasses.replace(form, max_length=min(LONGEST, config.model.max_position_embeddings or LONGEST))
     longest = config.model.max_position_embeddings
@@ -250,13 +291,14 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
         "ref_load": str(source.folder.path.resolve()),
         "ref_ckpt_step": earlier.progress.iteration,
     }
-    if source.continues:  # the reference stays the model that this training began with
+    if source.continues:  # a resumed run keeps the reference model of its first start
         names = ("ref_load", "ref_ckpt_step", "ref_checksum")
         free |= {name: earlier.flags[name] for name in names if name in earlier.flags}
         if post.sync_ref_model != earlier.flags.get("sync_ref_model", False):
             given = "--sync-ref-model" if post.sync_ref_model else "--no-sync-ref-model"
             raise ValueError(
-                f"{given}: {source.folder.name} was trained with the opposite, on which its reference depends"
+                f"{given}: {source.folder.name} was trained with the opposite of this flag, which decides what its "
+                "reference model is; give the same as at the first start"
             )
         if bases := source.opener.find_bases(source.folder.path, earlier):
             free |= {"ref_load": str(bases[0].parent.resolve()), "ref_ckpt_step": iteration_of(bases[0])}
@@ -265,7 +307,9 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
             why = "begins as the policy with --sync-ref-model" if post.sync_ref_model else "is not used"
             raise ValueError(f"--ref-load {post.ref_load}: the reference {why} (--objective {post.objective})")
         if lora.lora_r is not None:
-            raise ValueError(f"--ref-load {post.ref_load}: with --lora-r the reference is the base without adapters")
+            raise ValueError(
+                f"--ref-load {post.ref_load}: with --lora-r the reference is the base model without adapters"
+            )
         free.pop("ref_ckpt_step")
     values: dict[str, Any] = {name: value for name, value in free.items() if name not in parsed.origins}
     origins = parsed.origins | dict.fromkeys(values, f"{DEFAULT} of {post.objective}")
@@ -277,10 +321,11 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
     if not post.update_expert_bias:
         if parsed.origins.get("moe_router_bias_update_rate") == COMMAND_LINE:
             rate = f"--moe-router-bias-update-rate {config.model.moe_router_bias_update_rate}"
-            raise ValueError(f"{rate} needs --update-expert-bias: post-training keeps the biases of experts by default")
+            raise ValueError(f"{rate} needs --update-expert-bias: otherwise post-training keeps the biases of experts")
         values["moe_router_bias_update_rate"] = 0.0
 
     def filled(part: Any) -> Any:
+        """Return a config with those of `values` that are among its fields."""
         names = {field.name for field in dataclasses.fields(part)}
         return dataclasses.replace(part, **{name: value for name, value in values.items() if name in names})
 
@@ -291,6 +336,6 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
 
 
 def reference_folder(post: PostTrainingConfig) -> CheckpointFolder:
-    """Return the folder of the reference model's checkpoints."""
+    """Return the folder of the reference model's checkpoints, from the completed flags."""
     assert post.ref_load is not None
     return CheckpointFolder(post.ref_load, "--ref-load")

@@ -1,4 +1,4 @@
-"""The parts of a post-training: pretraining's parts with other data, another objective, and frozen models."""
+"""Build the parts of a post-training run on a rank: data, policy, frozen models, objective and evaluators."""
 
 from __future__ import annotations
 
@@ -54,12 +54,16 @@ from megazpp.zero.config import CommPlan, ZeroConfig
 
 
 class PostTraining:
-    """Builder of the parts of a post-training, for all objectives; setup.py completes the flags.
+    """Builder of the parts of a post-training run, for all objectives. setup.py has completed the flags.
 
-    Most parts need earlier ones: the tokenizer, the data, and the policy, which are built first.
+    The constructor builds the tokenizer, the datasets and the policy, because the other parts need them.
 
     Args:
-        run: this rank's part of the run.
+        run: the opened run on this rank: flags, plan, process groups, device, log.
+    Attributes:
+        built: the policy and its sharding handle.
+        rollouts: loader of sampled completions; None for objectives without sampling, and before `parts`.
+
     Raises:
         ValueError: the data, the tokenizer, or a model cannot be used.
     """
@@ -82,7 +86,7 @@ class PostTraining:
         self.built = self._open_model()
 
     def parts(self) -> TrainingParts:
-        """Build the objective, with the frozen models that it needs, and the other parts of the run."""
+        """Build the objective, the frozen models that it needs, loaders and evaluators; return the trainer's parts."""
         objective = self._open_objective()
         train, valid, test = self.datasets
         synced, adapted = self._synced, self._adapted
@@ -111,26 +115,31 @@ class PostTraining:
         )
 
     def take_reference(self) -> None:
-        """Copy the policy to the reference of --sync-ref-model. Call this when the weights of a new run are loaded."""
+        """Copy the policy's weights to the reference model of --sync-ref-model, if the run has this flag.
+
+        The trainer calls this when the weights of a new run are loaded.
+        """
         if self._synced is not None:
             self._synced.take(1.0)
 
     def save_adapter(self) -> None:
-        """Save the adapters of a LoRA run in PEFT's format to adapter/ of --save."""
+        """Save the adapters of a LoRA run in PEFT's format to the folder adapter/ of --save, if there are any."""
         if self._adapted is not None and self.config.checkpoint.save is not None:
             folder = Path(self.config.checkpoint.save).expanduser() / "adapter"
             save_adapter(self._adapted, folder, self.run.dims, with_head=self.post.objective == "reward")
             self.run.log(f"adapters in PEFT's format: {folder}")
 
     def _describe_samples(self) -> dict[str, Any]:
+        """Return a description of the training and held-out samples, with which a resumed run detects changed data."""
         per_prompt = self.post.passes * self.post.group_size if self.post.draws else 1
         return describe_samples(self.datasets, self._counts, per_prompt=per_prompt)
 
     def _open_data(self) -> Splits[Any]:
+        """Read the training, validation and test data, and return their datasets; None for data that is not given."""
         data, plan = self.config.data, self.plan.batches
         template = load_chat_template(self.form, self.tokenizer)
         held_out, wanted = self.config.evaluation.eval_iters * plan.global_batch_size, plan.dataset_samples
-        if self.post.draws:  # the prompts of all generations
+        if self.post.draws:  # count the prompts of all generations
             steps, group = self.post.slices * self.post.passes, self.post.group_size
             consumed = plan.consumed_samples_at((plan.total_iterations - 1) // steps * steps)
             wanted = max(0, consumed) // self.post.passes // group + self.post.slices * plan.global_batch_size // group
@@ -138,16 +147,25 @@ class PostTraining:
         self._counts = Splits(wanted, held_out, held_out)
         opened = zip(Splits._fields, files, self._counts, strict=True)
         found = Splits(*(self._open(paths, template, n, use) if paths and n else None for use, paths, n in opened))
-        self.tokenizer.files = template.files(self.tokenizer.files)  # for checkpoints
+        self.tokenizer.files = template.files(self.tokenizer.files)  # checkpoints save these files
         return found
 
     def _spec(self, *, scalar_head: bool | None = None) -> ModelSpec:
-        """Return the specification of the policy, or of a model with or without a scalar head."""
+        """Return the specification of a model with the policy's architecture.
+
+        Args:
+            scalar_head: whether the model has a scalar head; None for the policy of this objective.
+        """
         spec = self.config.model_spec(self.tokenizer.vocab_size, self.plan.wire)
         headed = self.post.objective in ("reward", "ppo") if scalar_head is None else scalar_head
         return dataclasses.replace(spec, scalar_head=headed, varying_sizes=True)
 
     def _open_model(self) -> ShardedModel:
+        """Build the policy; with --lora-r, load its frozen base and add adapters.
+
+        Raises:
+            ValueError: the base weights have another checksum than --ref-checksum.
+        """
         if self.lora.lora_r is None:
             return build_model(self._spec(), self.run.dims, self.run.device)
         source, record = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, opener=self._opener)
@@ -169,6 +187,7 @@ class PostTraining:
         return self._adapted.built
 
     def _open_objective(self) -> Objective:
+        """Build the objective, and the frozen models and the sampler that it needs."""
         post, dims = self.post, self.run.dims
         if post.objective == "sft":
             return LanguageModelLoss(dims, pads=True)
@@ -182,19 +201,28 @@ class PostTraining:
         return PolicyLoss(post, dims, temperature=self._temperature, rollout_metrics=self.rollouts.metrics)
 
     def _open_evaluator(self, dataset: Any, objective: Objective) -> Validation | None:
+        """Return the evaluator of a held-out dataset; None without the dataset."""
         iterations, size = self.config.evaluation.eval_iters, self.plan.batches.global_batch_size
         if dataset is None:
             return None
         if self.rollouts is not None:
             return RewardEvaluator(self.rollouts, dataset, iterations * size)
         parts = (*self.built, self._open_loader(dataset, ramp_up=False), self.run.dims)
-        if self.post.objective == "sft":  # a mean over tokens, because batches have different numbers of tokens
+        if self.post.objective == "sft":  # the mean is over tokens, because batches have different numbers of tokens
             return Evaluator(*parts, iterations=iterations, batch_size=size)
         return ObjectiveEvaluator(*parts, objective, self.run.log, iterations=iterations, batch_size=size)
 
     def _open(self, paths: tuple[str, ...], template: Any, count: int, use: str) -> Any:
+        """Read one split of the data, and return its dataset.
+
+        Args:
+            paths: files of the split.
+            template: chat template of the run.
+            count: number of samples of the dataset.
+            use: name of the split: "train", "valid" or "test".
+        """
         files, log = [Path(path).expanduser() for path in paths], self.run.log
-        seed = self.config.launch.seed if use == "train" else None  # held-out data keeps the order of the files
+        seed = self.config.launch.seed if use == "train" else None  # held-out samples keep the order of the files
         if self.post.draws:
             longest = self.form.max_length - self.post.max_completion_length
             prompts = read_prompts(files, self.tokenizer, template, max_prompt_length=longest)
@@ -208,6 +236,7 @@ class PostTraining:
         return make(examples, num_samples=count, seed=seed, max_length=max_length, pad=pad)
 
     def _open_loader(self, dataset: Any, *, ramp_up: bool) -> BatchLoader:
+        """Return a loader of micro-batches from a dataset of examples or pairs; for objectives without sampling."""
         dims, device = self.run.dims, self.run.device
         make: Callable[..., Any] = functools.partial(make_supervised_batch, packing=self.form.packing)
         if self.post.objective != "sft":
@@ -217,6 +246,11 @@ class PostTraining:
         return open_loader(*parts, ramp_up=ramp_up, make_batch=make)
 
     def _open_rollouts(self, reference: Logps | None) -> RolloutLoader:
+        """Return the loader of sampled completions, with reward functions and reward model.
+
+        Args:
+            reference: function that computes the reference model's log-probabilities; None without a reference model.
+        """
         post, plan, functions = self.post, self.plan.batches, load_reward_functions(self.rewards)
         named = f"--reward-funcs {' '.join(self.rewards.reward_funcs)}"
         check_equal_on_all_ranks(self.run.dims.world, named, digest_of_sources(functions))
@@ -252,12 +286,12 @@ class PostTraining:
         )
 
     def _open_reference(self) -> Logps:
+        """Build the reference model, and return the function that computes its log-probabilities."""
         if self._adapted is not None:
             return FrozenModel(self.built.model, temperature=self._temperature, is_policy=True).logps
         if self.post.sync_ref_model:
-            spec = dataclasses.replace(
-                self._spec(), zero=ZeroConfig(), wire=CommPlan()
-            )  # gathered without quantization
+            # the reference model's weights are gathered without quantization
+            spec = dataclasses.replace(self._spec(), zero=ZeroConfig(), wire=CommPlan())
             self._synced = SyncedModel(
                 build_model(spec, self.run.dims, self.run.device),
                 self.built,
@@ -271,8 +305,9 @@ class PostTraining:
     def _frozen(
         self, folder: CheckpointFolder, iteration: int | None, role: Literal["reference", "reward"]
     ) -> FrozenModel:
+        """Load the reference or reward model from a folder of checkpoints; `iteration` None loads the latest."""
         weights, store = self.weights, self.weights.weight_store
-        if store is not None:  # reference and reward model get separate folders in it
+        if store is not None:  # reference and reward model use separate folders of --weight-store
             weights = dataclasses.replace(weights, weight_store=str(Path(store) / role))
         return load_frozen(
             self._spec(scalar_head=role == "reward"),
@@ -286,10 +321,14 @@ class PostTraining:
 
     @functools.cached_property
     def _frozen_place(self) -> FrozenPlace:
+        """The device and the process groups for frozen weights, which all frozen models share."""
         return open_frozen_place(self.run.dims, self.run.device, say=self.run.log)
 
     def _look_up_reference(self) -> None:
-        """Set the reference's log-probabilities in each dataset of pairs, and free the reference."""
+        """Set the reference model's log-probabilities in each dataset of pairs, from the cache if it has them.
+
+        The reference model is loaded only if the cache lacks values, and is freed afterwards.
+        """
         precision, weights = self.config.precision, self.weights
         source, _ = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, opener=self._opener)
         bits = self.lora.base_weight_bits or (
@@ -309,10 +348,15 @@ class PostTraining:
                 micro_batch_size=self.plan.batches.micro_batch_size,
             )
         open_once.cache_clear()
-        gc.collect()  # hooks create reference cycles in a model
+        gc.collect()  # frees the reference model, whose hooks create reference cycles
 
     def _show(self, iteration: int, completions: list[dict[str, Any]]) -> None:
-        """Write all completions of some prompts to the run folder, and one of each prompt to the log."""
+        """Write sampled completions to completions.jsonl of the run folder, and one per prompt to the log.
+
+        Args:
+            iteration: iteration of the training step that samples them.
+            completions: prompt, text and rewards of all completions of some prompts.
+        """
         if self.run.folder is not None:
             for shown in completions:
                 rewards = {name: None if math.isnan(x) else x for name, x in shown["rewards"].items()}

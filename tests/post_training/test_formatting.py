@@ -105,7 +105,7 @@ def test_cut_empty_and_equal_answers_are_counted_and_tokens_cached(path, tmp_pat
     assert lines == [
         "tokenizing a.jsonl",
         "6 examples of 14 tokens: a.jsonl; 3 were cut to --max-length 5; "
-        "1 left out, because nothing of their answers is left; " + same,
+        "1 left out, because no token of their answers is left; " + same,
     ]
     again = read(path, flags={"max_length": 5}, **options)
     assert lines[2:] == lines[1:2]  # the same counts are logged for cached tokens
@@ -261,7 +261,7 @@ def test_margins_of_pairs_are_read_for_reward_models_only(path):
     assert found.margins.tolist() == [0.5, 0.0, -2.0]
     for margin in ("1", math.nan, [1]):
         write(path, {**pairs[0], "margin": margin})
-        with pytest.raises(ValueError, match=r"line 1: 'margin' is .*, not a finite number"):
+        with pytest.raises(ValueError, match=r"line 1: 'margin' is .*, but must be a finite number"):
             read(path, pairs=True, margins=True)
         assert not len(read(path, pairs=True).margins)
 

@@ -451,7 +451,7 @@ def test_flags_that_experts_do_not_support_are_rejected(home, experts):
         --objective grpo --expert-model-parallel-size 2 | --expert-model-parallel-size 2 with --objective grpo: data
         --objective ppo --expert-model-parallel-size 2 | --expert-model-parallel-size 2 with --objective ppo: data
         --objective sft --lora-r 2 --expert-model-parallel-size 2 | --expert-model-parallel-size 2 with --lora-r 2
-        --objective sft --update-expert-bias | --update-expert-bias: this model has no biases of experts
+        --objective sft --update-expert-bias | --update-expert-bias: this model has no routing biases of experts
         --objective sft --lora-r 2 --lora-target-modules all-linear | all-linear with --num-experts 4: only attention
     """
     fixed = f"--load {experts} --data-path prompts.jsonl --micro-batch-size 8 --train-iters 1 --nproc 2"
@@ -467,8 +467,8 @@ def asked(home: Path, flags: str) -> object:
 # flags in addition to --load base and prompt data, unless the row gives its own
 REFUSED = """
     --objective sft --load nowhere | --load nowhere has no checkpoint
-    --objective sft --seq-length 8 | --seq-length 8: post-training takes --max-length
-    --objective sft --split 90,10,0 | --split is for pretraining: here each sample is a document
+    --objective sft --seq-length 8 | --seq-length 8: post-training uses --max-length
+    --objective sft --split 90,10,0 | --split is for pretraining: in post-training each sample is a document
     --objective dpo --reset-attention-mask | --reset-attention-mask is for pretraining
     --objective grpo --eod-mask-loss | --eod-mask-loss is for pretraining
     --objective grpo | --objective grpo needs --reward-funcs or --reward-load
@@ -480,8 +480,8 @@ REFUSED = """
     --objective sft --weights-device disk | --weights-device disk is for the weights of a reference or
     --objective grpo --reward-funcs a:b --weight-bits 8 | --weight-bits 8 is for the weights of a
     --objective dpo --lora-r 2 --weights-device host | with --lora-r the reference is the base
-    --objective dpo --sync-ref-model --lora-r 2 | --sync-ref-model: with --lora-r the reference is
-    --objective dpo --sync-ref-model --no-load-optim | --no-load-optim would drop its reference
+    --objective dpo --sync-ref-model --lora-r 2 | --sync-ref-model: with --lora-r the reference model is
+    --objective dpo --sync-ref-model --no-load-optim | --no-load-optim would leave the reference model out of
     --objective dpo --sync-ref-model --weight-bits 8 | with --sync-ref-model the reference is
     --objective dpo --sync-ref-model --ref-load base | --ref-load base: the reference begins as
     --objective dpo | prompts.jsonl, line 1: there is no 'chosen', only 'prompt', 'word'
@@ -493,7 +493,7 @@ REFUSED = """
     --objective dpo --ref-ckpt-step 9 | --ref-ckpt-step 9:
     --objective sft --lora-r 2 --ref-checksum zzz | --ref-checksum zzz is not 16 hexadecimal digits
     --objective sft --fp8-format hybrid --bf16 | --fp8-format hybrid needs an NVIDIA GPU
-    --objective ppo --max-completion-length 8 --reward-load base | --reward-load base is no reward
+    --objective ppo --max-completion-length 8 --reward-load base | --reward-load base is not a reward
     --objective ppo --max-completion-length 8 --reward-funcs none.py:vowels | No such file
     --objective sft --hidden-dropout 0.1 | --hidden-dropout 0.1: post-training does not use dropout
     --objective dpo --lora-r 2 --lora-dropout 0.1 | --lora-dropout 0.1: --objective dpo does not use dropout

@@ -101,7 +101,7 @@ def test_reward_model_that_does_not_fit_the_policy_is_rejected(load):
         check_reward_model(config, load, tokenizer)
 
     rows = [
-        (102, 1, 8, f"--reward-load {load}: it has 101 tokens, but the policy's tokenizer has 102"),
+        (102, 1, 8, f"--reward-load {load}: the reward model has 101 tokens, but the policy's tokenizer has 102"),
         (101, 3, 8, "is not divisible by --tensor-model-parallel-size 3"),
         (101, 1, 99, "--seq-length 99 is longer than --max-position-embeddings"),
     ]

@@ -282,7 +282,7 @@ def test_rollouts_resume_with_the_next_prompts_at_another_batch_size(post, steps
     expected = [[order[number].columns["number"] for number in numbers] for numbers in before + after]
     assert [numbers[:: post.group_size] for numbers in used] == expected
     assert drawn == draws
-    dropped = ["the 16 completions of the checkpoint are dropped: a generation now has 8"]
+    dropped = ["the 16 completions of the checkpoint are dropped, because a generation now has 8"]
     assert notes == (dropped if steps % (post.slices * post.passes) else [])
 
 
