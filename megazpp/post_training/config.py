@@ -76,9 +76,7 @@ class PostTrainingConfig:
         None, "required checksum of the frozen base weights with --lora-r (default: the checksum at the first start)"
     )
     reward_load: str | None = flag(
-        None,
-        "folder of a trained reward model's checkpoints; its score is added to the rewards of --reward-funcs",
-        needs=DRAWN,
+        None, "checkpoints of a trained reward model, whose score is added to --reward-funcs' rewards", needs=DRAWN
     )
     beta: float | None = flag(
         None, "weight of the divergence from the reference model (default: dpo 0.1, grpo 0)", needs=CHOSEN_LOSS
@@ -109,54 +107,35 @@ class PostTrainingConfig:
         "sharded in fp32 like the policy, and gathered across nodes",
         needs=CHOSEN_LOSS,
     )
-    ref_model_mixup_alpha: float = flag(
-        0.6, "weight of the policy in the mixed reference model", needs="--sync-ref-model"
-    )
-    ref_model_sync_steps: int = flag(
-        512, "optimizer steps between two updates of the reference model", needs="--sync-ref-model"
-    )
+    ref_model_mixup_alpha: float = flag(0.6, "weight of the policy in the mixed reference", needs="--sync-ref-model")
+    ref_model_sync_steps: int = flag(512, "optimizer steps between updates of the reference", needs="--sync-ref-model")
     precompute_ref_log_probs: bool = flag(
         False,
         "compute the reference model's log-probabilities of all pairs before training, and then free the reference "
         "model; --data-cache-path keeps the log-probabilities for other runs",
         needs="--objective dpo",
     )
-    num_generations: int = flag(
-        8, "number of completions that are sampled for each prompt, on one or several ranks", needs=GRPO
-    )
+    num_generations: int = flag(8, "number of completions of each prompt, on one or several ranks", needs=GRPO)
     max_completion_length: int = flag(512, "largest number of tokens of a completion", needs=DRAWN)
     rollouts_at_once: int | None = flag(
         None,
-        "number of completions that a data-parallel rank samples in one batch, which limits the memory for keys and "
-        "values (default: all)",
+        "completions that a data-parallel rank samples in one batch, with keys and values in memory (default: all)",
         needs=DRAWN,
     )
     steps_per_generation: int = flag(
-        1,
-        "optimizer steps over which one generation of completions is divided; TRL counts micro-batches instead",
-        needs=GRPO,
+        1, "optimizer steps of one pass over a generation of completions; TRL counts micro-batches", needs=GRPO
     )
     num_iterations: int = flag(1, "number of passes over each generation of completions", needs=GRPO)
-    epsilon: float = flag(
-        0.2, "clip range of the probability ratio to the old policy, 1 - epsilon to 1 + epsilon", needs=GRPO
-    )
-    epsilon_high: float | None = flag(
-        None, "upper limit of the clip range, 1 + epsilon_high (default: --epsilon)", needs=GRPO
-    )
+    epsilon: float = flag(0.2, "clip range of the ratio to the old policy, 1 - epsilon to 1 + epsilon", needs=GRPO)
+    epsilon_high: float | None = flag(None, "upper clip range, 1 + epsilon_high (default: --epsilon)", needs=GRPO)
     delta: float | None = flag(
-        None,
-        "largest probability ratio to the old policy where advantages are negative (default: unlimited)",
-        needs=GRPO,
+        None, "largest ratio to the old policy where advantages are negative (default: unlimited)", needs=GRPO
     )
     importance_sampling_level: Literal["token", "sequence"] = flag(
-        "token",
-        "level of the probability ratio to the old policy: each token, or the whole completion (GSPO)",
-        needs=GRPO,
+        "token", "level of the ratio to the old policy: each token, or the whole completion (GSPO)", needs=GRPO
     )
     use_bias_correction_kl: bool = flag(
-        True,
-        "multiply the divergence from the reference by the probability ratio, for an unbiased gradient",
-        needs=GRPO,
+        True, "multiply the divergence from the reference by the ratio, for an unbiased gradient", needs=GRPO
     )
     scale_rewards: Literal["group", "batch", "none"] | None = flag(
         None,
@@ -165,31 +144,21 @@ class PostTrainingConfig:
         needs=GRPO,
     )
     advantage_estimator: Literal["grpo", "rloo"] = flag(
-        "grpo",
-        "baseline of a reward: the mean over all completions of the prompt (grpo), or over the others (rloo)",
-        needs=GRPO,
+        "grpo", "baseline of a reward: the mean over the prompt's completions (grpo), or the others (rloo)", needs=GRPO
     )
-    mask_truncated_completions: bool = flag(
-        False, "leave completions that reached the token limit out of the loss", needs=GRPO
-    )
+    mask_truncated_completions: bool = flag(False, "no loss on completions that reached the token limit", needs=GRPO)
     kl_coef: float = flag(0.05, "weight of the divergence from the reference model in the rewards of tokens", needs=PPO)
-    cliprange: float = flag(
-        0.2, "clip range of the probability ratio to the old policy, 1 - cliprange to 1 + cliprange", needs=PPO
-    )
+    cliprange: float = flag(0.2, "clip range of the ratio to the old policy, 1 - cliprange to 1 + cliprange", needs=PPO)
     cliprange_value: float = flag(0.2, "largest change of the value head's output from its old output", needs=PPO)
     vf_coef: float = flag(0.1, "weight of the value head's loss", needs=PPO)
     gamma: float = flag(1.0, "discount of later rewards", needs=PPO)
     lam: float = flag(0.95, "lambda of the generalized advantage estimation", needs=PPO)
     num_ppo_epochs: int = flag(4, "number of passes over each generation of completions", needs=PPO)
-    num_mini_batches: int = flag(
-        1, "optimizer steps of one pass over a generation, each with --global-batch-size completions", needs=PPO
-    )
+    num_mini_batches: int = flag(1, "optimizer steps of one pass, each with --global-batch-size completions", needs=PPO)
     missing_eos_penalty: float | None = flag(
         None, "amount subtracted from the reward of completions that reached the token limit", needs=PPO
     )
-    whiten_rewards: bool = flag(
-        False, "scale the rewards of tokens to variance 1 over all completions of a generation", needs=PPO
-    )
+    whiten_rewards: bool = flag(False, "scale the rewards of tokens to variance 1 over a generation", needs=PPO)
     update_expert_bias: bool = flag(
         False,
         "update the routing biases of experts by --moe-router-bias-update-rate in each step, as pretraining does; by "
@@ -197,9 +166,7 @@ class PostTrainingConfig:
     )
     eval_on_start: bool = flag(False, "also evaluate held-out data before the first step")
     log_completions: int = flag(
-        2,
-        "number of prompts of each generation whose completions go to the log and to completions.jsonl; 0 for none",
-        needs=DRAWN,
+        2, "prompts of a generation whose completions go to the log and to completions.jsonl; 0 for none", needs=DRAWN
     )
 
     def __post_init__(self) -> None:
@@ -212,9 +179,7 @@ class PostTrainingConfig:
         )
         for name in ("gamma", "lam", "ref_model_mixup_alpha"):
             if not 0.0 < getattr(self, name) <= 1.0:
-                raise ValueError(
-                    f"{spelling(self, name)} {getattr(self, name)} is not in (0, 1]: give a number up to 1"
-                )
+                raise ValueError(f"{spelling(self, name)} {getattr(self, name)} is not in (0, 1]: give up to 1")
         if self.ref_checksum is not None and not re.fullmatch(r"[0-9a-f]{16}", self.ref_checksum):
             raise ValueError(f"--ref-checksum {self.ref_checksum} is not 16 hexadecimal digits (0-9, a-f)")
         if not 0.0 <= self.label_smoothing < 0.5:
@@ -235,9 +200,7 @@ class PostTrainingConfig:
                 f"{len(self.losses)} of --loss-type {' '.join(self.losses)}: give one weight for each loss"
             )
         if self.objective == "dpo" and self.beta_or_default == 0.0:
-            raise ValueError(
-                "--beta 0.0: with --objective dpo the loss would not depend on the policy; give a positive one"
-            )
+            raise ValueError("--beta 0.0: with --objective dpo the loss would not depend on the policy; give more")
         if self.objective == "grpo" and self.num_generations == 1:
             raise ValueError("--num-generations 1: --objective grpo compares at least two completions of each prompt")
         for names, off, needed in (
@@ -358,13 +321,9 @@ class DataFormatConfig(ChatConfig):
     Flags for the conversion of lines of data to token sequences and loss masks.
     """
 
-    max_length: int = flag(
-        1024, "largest number of tokens of an example, prompt and answer together; longer examples are cut"
-    )
+    max_length: int = flag(1024, "most tokens of an example, prompt and answer together; longer examples are cut")
     assistant_only_loss: bool = flag(False, "compute the loss on the assistant's words only; needs conversations")
-    completion_only_loss: bool = flag(
-        True, "compute the loss on the completion only, for data with prompt and completion"
-    )
+    completion_only_loss: bool = flag(True, "loss on the completion only, for data with prompt and completion")
     packing: bool = flag(
         False, "put several examples into each row of --max-length, isolated from each other", needs="--objective sft"
     )
@@ -399,9 +358,7 @@ class RewardConfig:
             if not module or not name.isidentifier():
                 raise ValueError(f"--reward-funcs {value} is not module:function or file.py:function")
         if len(set(self.reward_funcs)) < len(self.reward_funcs):
-            raise ValueError(
-                f"--reward-funcs {' '.join(self.reward_funcs)} names a function twice: name each function once"
-            )
+            raise ValueError(f"--reward-funcs {' '.join(self.reward_funcs)} names a function twice: give it once")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
             raise ValueError(
                 f"--reward-weights {' '.join(map(str, self.reward_weights))} has {len(self.reward_weights)} weights for"
