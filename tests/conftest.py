@@ -1,4 +1,4 @@
-"""Settings and fixtures shared by all tests."""
+"""Set up pytest for all tests: environment, tiers, parallel processes and common fixtures."""
 
 import atexit
 import gc
@@ -15,14 +15,16 @@ from helpers.cpu_seconds import LIMIT, FileSeconds
 from helpers.ranks import start_server
 from hypothesis import settings
 
-gc.disable()  # until collection ends: imported objects stay anyway, and scanning them takes a sixth of the start
-# a shell's background job ignores SIGINT, and so would programs that tests start
+# No garbage collection until the tests are collected: imported objects stay anyway, and scanning them would take a
+# sixth of the time until the first test
+gc.disable()
+# A background job of a shell ignores SIGINT. The programs that tests start would inherit this, and could not be tested
 signal.signal(signal.SIGINT, signal.default_int_handler)
-settings.register_profile("no deadline", deadline=None)  # tests must not fail on busy cores
+settings.register_profile("no deadline", deadline=None)  # a time limit per example would make tests fail on busy cores
 settings.load_profile("no deadline")
 
 if not torch.cuda.is_available():
-    # must be set before any kernel is defined; Triton then runs on CPU tensors
+    # Set before any Triton kernel is defined; Triton then interprets its kernels on CPU tensors
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
@@ -32,21 +34,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "nightly" not in config.option.markexpr:  # such tests run only if -m names them
+    if "nightly" not in config.option.markexpr:  # the nightly tier runs only if -m names it
         nightly = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=nightly)
         items[:] = [item for item in items if item not in nightly]
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
-            if item.get_closest_marker("gpu"):  # keywords would also match folder names
+            if item.get_closest_marker("gpu"):  # `item.keywords` would also match names of folders
                 item.add_marker(skip)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return two processes for the whole suite on CPUs, otherwise none.
+    """Return the number of test processes for `-n auto`: two for the whole suite on CPUs, otherwise none.
 
-    Selected tests run in one process, and so does everything on a GPU, where tests measure memory.
+    A selection of tests runs in one process. All tests on a GPU do so too, because some measure GPU memory.
     """
     whole = config.args == config.getini("testpaths") and not config.option.keyword
     return 2 if whole and len(os.sched_getaffinity(0)) > 1 and not torch.cuda.is_available() else 0
@@ -63,7 +65,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def run_main(tmp_path, monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
-    """Return a function that runs a main in an empty folder and returns exit code, stdout and stderr."""
+    """Return a function that runs a program's `main` in an empty folder, and returns (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("signal.signal", lambda *_: None)
 

@@ -1,10 +1,11 @@
-"""Inject mistakes into the package one after another, and report those that the tests named with each do not notice.
+"""Inject mistakes into the package one after another, and report those that their tests do not notice.
 
     python tests/mutations.py [--only NAME ...] [--timeout SECONDS]
 
-mutations.toml lists the mistakes: a name, a file, the text to replace (which occurs exactly once), its replacement,
-and the tests to run. An entry that cannot be noticed gives the reason in `survives`. Each mistake is made in a copy
-of the checkout. The exit status is 1 if any other mistake survives. CI does not run this: it has over 200 runs.
+mutations.toml lists the mistakes. Each has a name, a file, the text to replace (which occurs exactly once), its
+replacement, and the tests to run. If no test can notice a mistake, its entry gives the reason in `survives`. The
+program makes each mistake in a copy of the checkout. The exit status is 1 if any other mistake survives, so that all
+its tests pass. CI does not run this program, because it starts pytest more than 200 times.
 """
 
 import argparse
@@ -22,7 +23,16 @@ LEFT_OUT = shutil.ignore_patterns(".*_cache", ".git", ".venv", "__pycache__", "b
 
 
 class Change(NamedTuple):
-    """One mistake; `survives` gives the reason if no test can notice it."""
+    """One mistake to inject, as an entry of mutations.toml describes it.
+
+    Attributes:
+        name: name for --only and for the report.
+        file: path of the source file.
+        before: text of the file to replace.
+        after: replacement.
+        tests: arguments of pytest that should notice the mistake.
+        survives: reason why no test can notice the mistake; "" if a test should.
+    """
 
     name: str
     file: str
@@ -33,26 +43,36 @@ class Change(NamedTuple):
 
 
 def read_changes(path: Path = ROOT / "tests/mutations.toml") -> list[Change]:
-    """Read the table of mistakes.
+    """Read and check the mistakes of mutations.toml.
 
     Args:
-        path: the table.
+        path: path of mutations.toml.
 
     Raises:
-        ValueError: the text of an entry does not occur exactly once in its file, or equals its replacement.
+        ValueError: an entry's `before` does not occur exactly once in its file or equals `after`, or two entries have
+            the same name.
     """
     changes = [Change(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["change"]]
     for change in changes:
         times = (ROOT / change.file).read_text(encoding="utf-8").count(change.before)
         if times != 1 or change.before == change.after:
-            raise ValueError(f"{change.name}: {change.before!r} occurs {times} times in {change.file}")
+            raise ValueError(f"{change.name}: {change.before!r} occurs {times} times in {change.file}, not once")
     if len({change.name for change in changes}) < len(changes):
         raise ValueError("two changes have the same name")
     return changes
 
 
 def outcome(change: Change, copy: Path, timeout: float) -> str:
-    """Make the change in `copy`, run its tests and undo it. Return "noticed", "SURVIVED" or "timeout"."""
+    """Make one mistake in a copy of the checkout, run its tests, and undo the mistake.
+
+    Args:
+        change: the mistake.
+        copy: folder of the copy.
+        timeout: seconds that the tests may take.
+
+    Returns:
+        "noticed" if a test failed, "SURVIVED" if all tests passed, or "timeout".
+    """
     file, env = copy / change.file, {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     whole = file.read_text(encoding="utf-8")
     file.write_text(whole.replace(change.before, change.after), encoding="utf-8")
@@ -69,7 +89,7 @@ def outcome(change: Change, copy: Path, timeout: float) -> str:
 
 
 def main() -> int:
-    """Try all mistakes, or only those that --only names."""
+    """Inject all mistakes of mutations.toml, or only those that --only names; return 1 if one survives unexpectedly."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[])
     parser.add_argument("--timeout", type=float, default=300.0)

@@ -35,14 +35,21 @@ convert diloco drop_in host_states packed_weights report
 elastic inference lora weight_patches
 planner
 post_training
-"""  # folders by layer, the lowest first
+"""  # folders of megazpp/ by layer, one layer per line, the lowest first
 LAYER = {f"megazpp.{name}": layer for layer, names in enumerate(LAYERS.strip().splitlines()) for name in names.split()}
 COLLECTIVES = re.compile(r"dist\.(all_|reduce|broadcast|gather|scatter|send|recv|isend|irecv|batch_isend|all_to_all)")
 NEW_GROUPS = re.compile(r"dist\.(new_group|new_subgroups|split_group)")
 
 
 class File(NamedTuple):
-    """A source file: module name, text, all nodes of its syntax tree, and imported modules."""
+    """A source file with its syntax tree.
+
+    Attributes:
+        name: name of the module.
+        text: source text.
+        nodes: all nodes of the syntax tree, the module itself first.
+        imports: (name of an imported module, node of the import).
+    """
 
     name: str
     text: str
@@ -65,7 +72,8 @@ def folder(module: str) -> str | None:
 
 def read(path: Path) -> File:
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    name = f"megazpp.{name}" if path.is_relative_to(ROOT / "kernels") else name  # megazpp/kernels links to it
+    # kernels/ is the package megazpp.kernels by a link
+    name = f"megazpp.{name}" if path.is_relative_to(ROOT / "kernels") else name
     nodes = list(ast.walk(ast.parse(path.read_text())))
     imports = [(alias.name, node) for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     imports += [(node.module, node) for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
@@ -80,7 +88,7 @@ def product() -> list[File]:
 
 @pytest.fixture(scope="module")
 def library(product) -> list[File]:
-    """Return the source files without the programs."""
+    """Return the source files of the package megazpp, without the programs."""
     return [file for file in product if file.name.startswith("megazpp")]
 
 
@@ -97,7 +105,7 @@ def test_file_imports_only_from_lower_layers_or_its_own_folder(library):
 
 def test_import_graph_has_no_cycles(library):
     graph = {file.name: {target for target, _ in file.imports} for file in library}
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError if there is a cycle
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError if the imports form a cycle
 
 
 def test_every_folder_above_run_is_listed_as_an_optional_feature():
@@ -112,7 +120,7 @@ def test_listed_needs_of_each_feature_are_the_features_that_it_imports(library):
         assert set(needed) == {other for other in NEEDS if f"megazpp.{other}" in imported}, feature
 
 
-# An editable install adds a finder that finds a deleted module in the original checkout.
+# An editable install of the project adds an import finder, which would find a deleted module in the original checkout
 NO_EDITABLE_FINDER = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in finder.__module__]
@@ -125,10 +133,12 @@ for name in ("pretrain_gpt", *sys.argv[1:]):
 
 
 def copy_without(features: Iterable[str], copy: Path) -> dict[str, str]:
-    """Copy the checkout to `copy`, without these features, their lines in features.py and the default flags of samples.
+    """Copy the checkout to `copy` without some optional features.
+
+    The copy lacks their folders, their lines in features.py, and the default --sample- flags in configs/gpt_tiny.args.
 
     Returns:
-        environment variables with which an interpreter imports only from the copy.
+        Environment variables with which an interpreter imports only from the copy.
     """
     for name in ("configs", "kernels", "megazpp"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -139,7 +149,7 @@ def copy_without(features: Iterable[str], copy: Path) -> dict[str, str]:
     for path, lines in (("megazpp/features.py", deleted), ("configs/gpt_tiny.args", "--sample-")):
         kept = [text for text in (copy / path).read_text().splitlines() if not text.startswith(lines)]
         (copy / path).write_text("\n".join(kept) + "\n")
-    (copy / "sitecustomize.py").write_text(NO_EDITABLE_FINDER)  # each interpreter imports it at its start
+    (copy / "sitecustomize.py").write_text(NO_EDITABLE_FINDER)  # every interpreter imports this module at its start
     return {**os.environ, "PYTHONPATH": str(copy)}
 
 
@@ -159,7 +169,8 @@ def test_all_remaining_modules_import_without_an_optional_feature(feature, libra
         disabled |= more
     environment = copy_without([feature], tmp_path)
     left = [file.name for file in library if file.folder not in {f"megazpp.{name}" for name in disabled}]
-    left = [name for name in left if name != "megazpp.weight_patches.vllm"]  # a plugin, which imports vLLM
+    # the plugin for vLLM imports vLLM, which is not installed
+    left = [name for name in left if name != "megazpp.weight_patches.vllm"]
     run_in(tmp_path, environment, "-c", IMPORT_ALL, *left)
 
 
@@ -177,7 +188,7 @@ def test_training_saves_and_resumes_without_any_optional_feature(tmp_path):
 
 
 def test_own_modules_are_imported_at_the_top_of_a_file(library):
-    """Hooks of features and blocks for type checkers may import more, so that flags are read before torch is."""
+    """Only feature.py files and blocks for type checkers may import later: flags are parsed before torch loads."""
     for file in library:
         blocks = [x for x in file.nodes if isinstance(x, ast.If) and ast.unparse(x.test) == "TYPE_CHECKING"]
         allowed = {node for block in blocks for node in block.body}
@@ -191,7 +202,7 @@ PROGRAMS = ("convert_checkpoint", "evaluate", "generate", "plan", "post_train", 
 
 @pytest.mark.parametrize("path", ["pretrain_gpt.py", *(slow(f"tools/{name}.py") for name in PROGRAMS)])
 def test_flags_are_read_without_torch(path):
-    """Importing torch takes seconds, and a typo should be answered at once."""
+    """Importing torch takes seconds, but a typo in a flag must be reported at once."""
     code = f"import runpy, sys; sys.modules['torch'] = None; runpy.run_path('{path}', run_name='__main__')"
 
     def answer(*flags: str) -> tuple[int, str]:
@@ -225,13 +236,13 @@ def test_modules_have_no_mutable_state(library):
 
 
 def test_classes_have_unique_names(product):
-    """Private classes, whose names start with an underscore, are exempt."""
+    """Private classes may share a name; theirs start with an underscore."""
     classes = [node for file in product for node in file.top_level if isinstance(node, ast.ClassDef)]
     counts = Counter(node.name for node in classes if not node.name.startswith("_"))
     assert [name for name, count in counts.items() if count > 1] == []
 
 
-# methods of our objects that torch, transformers, vLLM and Python's files call
+# Methods of this project's objects that only torch, transformers, vLLM or Python's file objects call
 CALLED_BY_LIBRARIES = {
     *("on_save", "on_train_begin", "post_train"),
     *("_format_action_invocation", "_split_lines"),
@@ -241,7 +252,7 @@ CALLED_BY_LIBRARIES = {
 
 
 def test_every_function_is_used_outside_tests(product):
-    """A function counts as used if its name occurs in an expression, or as a string, in any source file."""
+    """A function counts as used if its name occurs in an expression or as a string, in any file outside tests/."""
     defined: defaultdict[str, list[str]] = defaultdict(list)
     used: set[str] = set()
     for file in product:
@@ -266,7 +277,7 @@ def test_docstring_begins_with_a_verb_or_a_noun(product):
 
 
 def code_lines(file: File) -> int:
-    """Count lines of code, without comments and docstrings."""
+    """Return the number of lines with code in a file; lines with only comments or docstrings do not count."""
     skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     tokens = tokenize.generate_tokens(io.StringIO(file.text).readline)
     lines = {line for t in tokens if t.type not in skipped for line in range(t.start[0], t.end[0] + 1)}

@@ -25,7 +25,14 @@ ROOT = Path(__file__).parent.parent
 
 
 class Expected(NamedTuple):
-    """Published number of parameters (ours for gpt_tiny), tensor-parallel size, and size of a suitable cluster."""
+    """What a shipped flag file should describe.
+
+    Attributes:
+        params: published number of parameters of the model; for the toy models, the number that they have.
+        tp: tensor-parallel size.
+        nodes: number of nodes of a suitable cluster.
+        ranks_per_node: GPUs per node of that cluster.
+    """
 
     params: float
     tp: int
@@ -58,7 +65,7 @@ def read(name: str, *more: str) -> ParsedRun:
 def test_shipped_config_passes_every_check_with_and_without_local_steps():
     assert sorted(EXPECTED) == sorted(path.stem for path in (ROOT / "configs").glob("*.args"))
     for name, expected in EXPECTED.items():
-        assert (ROOT / f"configs/{name}.args").read_text().startswith("# "), f"{name}: where is its shape from?"
+        assert (ROOT / f"configs/{name}.args").read_text().startswith("# "), f"{name}: begin with a comment"
         parsed = read(name)
         cluster = Cluster(num_nodes=expected.nodes, ranks_per_node=expected.ranks_per_node)
         plan = plan_run(parsed.config, cluster, device_type="cpu")
@@ -75,7 +82,7 @@ def test_shipped_config_passes_every_check_with_and_without_local_steps():
 
 
 def dry_build(name: str, tp: MeshAxis) -> int:
-    """Count the parameters on one rank of `tp` of the model that the config describes, without allocating them."""
+    """Return the number of parameters of a shipped flag file's model on one rank of `tp`, without allocating them."""
     config = read(name).config
     settings = LayerSettings(tp=tp, sequence_parallel=config.parallel.sequence_parallel)
     with torch.device("meta"):
@@ -89,7 +96,8 @@ def test_config_has_the_published_size_and_tp_ranks_hold_their_share():
         assert whole == pytest.approx(expected.params, rel=0.02), name
         if size > 1:
             share = dry_build(name, MeshAxis("tp", ranks=tuple(range(size)), group=Mock()))
-            assert whole <= share * size < 1.02 * whole, name  # norms, positions and some biases are replicated
+            # the tp ranks' parameters sum to a little more, because norms, positions and some biases are replicated
+            assert whole <= share * size < 1.02 * whole, name
 
 
 MEMORY = re.compile(r"^# Memory: ([\d.]+) GB per GPU .*\n# python pretrain_gpt.py (.*)$", re.MULTILINE)

@@ -1,7 +1,8 @@
 """Test the documentation: commands and Python code run, links resolve, and quoted texts occur in the source.
 
-The commands of a page run in order in one folder, beginning with the tutorial (docs/tutorial.md). The table
-`INSTEAD` reduces commands that are too large or that start on other machines. `python` is helpers/fork_python.py.
+The commands of a page run in order in one folder, in which the tutorial (docs/tutorial.md) has run before. The table
+`INSTEAD` replaces commands that would take too long or that start workers on other machines. `python` is the forking
+command of helpers/fork_python.py.
 """
 
 import ast
@@ -44,8 +45,8 @@ PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md"]
 PAGES += [str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))]
 CONTRIBUTORS = ["CONTRIBUTING.md", *(page for page in PAGES if page.startswith("docs/contributing/"))]
 
-# pattern of a command -> replacement; \g<0> is the matched text. `torchrun` is helpers/checked_launch.py here, which
-# parses and checks every flag and starts nothing.
+# (pattern of a command, replacement); \g<0> is the matched text. `torchrun` is helpers/checked_launch.py in these
+# tests, which parses and checks every flag and starts nothing.
 DATA = "--data-path my_text_document --tokenizer-model my.model"
 EIGHT = "--nproc-per-node 8 pretrain_gpt.py"
 TINY = "--nproc-per-node 4 pretrain_gpt.py @configs/gpt_tiny.args"
@@ -67,9 +68,10 @@ INSTEAD = [
     (
         r"^(python tools/convert_checkpoint.py .*--output) checkpoints/",
         r"\1 $(mktemp -d)/checkpoints/",
-    ),  # that folder exists
+    ),  # the page's own output folder already exists
     (r"^python \S+ @configs/post_training/.*", r"\g<0> --nproc 1 --train-iters 1 --lr-warmup-iters 0"),
-    (r"(^python tools/post_train.py --objective (?:sft|dpo) .*--lr) (?:5e-5|1e-6)", r"\1 3e-3"),  # for a model of 0.7M
+    # a learning rate for a model of 0.7M parameters
+    (r"(^python tools/post_train.py --objective (?:sft|dpo) .*--lr) (?:5e-5|1e-6)", r"\1 3e-3"),
     (r"^python pretrain_gpt.py @book.args.*", rf"\g<0> {SMALL_RUN}"),
     (r"^python pretrain_gpt.py .*--load again/.*", r"\g<0> --nproc 1"),
     (
@@ -84,7 +86,7 @@ INSTEAD = [
     (r"^python tools/preprocess_data.py.*", r"\g<0> --workers 1"),
     (r"^python tools/(evaluate|generate).py.*", r"\g<0> --nproc 1 --tensor-model-parallel-size 1"),
     (r"^python tools/evaluate.py.*", r"\g<0> --eval-iters 1"),
-    (r"^python tests/gpu_check/gpu_check.py.*", r"\g<0> --help"),  # test_gpu_check.py runs its parts
+    (r"^python tests/gpu_check/gpu_check.py.*", r"\g<0> --help"),  # test_gpu_check.py runs the parts of the GPU check
     (r"^python tools/generate.py(?!.*--temperature 0).*", r"\g<0> --sample-tokens 4"),
 ]
 
@@ -94,23 +96,23 @@ def text_of(page: str) -> str:
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """Return the code blocks in a language, in order."""
+    """Return the contents of a page's fenced code blocks in a language, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text_of(page), re.M | re.S)
 
 
 def wanted(page: str) -> list[str]:
-    """Return the commands of the page's table "I want to ...", if it has one."""
+    """Return the commands of the page's table "I want to ..."; [] if the page has no such table."""
     rows = text_of(page).partition("| I want to ... | command |\n")[2].partition("\n\n")[0]
     return re.findall(r"\| `([^`]+)` \|$", rows, re.M)
 
 
 def prose(page: str) -> str:
-    """Return a page without its fenced blocks."""
+    """Return the text of a page without its fenced code blocks."""
     return re.sub(r"^```.*?^```$", "", text_of(page), flags=re.M | re.S)
 
 
 def run(folder: Path, script: str) -> str:
-    """Run a shell script in `folder`, assert success, and return its output."""
+    """Run a shell script in `folder`, assert that it succeeds, and return its output."""
     command = ("-euo", "pipefail", "-c", script)
     code, said = run_program(*command, folder=folder / "home", cwd=folder, python="bash")
     assert code == 0, f"{script}\n{said}"
@@ -118,31 +120,35 @@ def run(folder: Path, script: str) -> str:
 
 
 def run_page(folder: Path, page: str) -> dict[str, str]:
-    """Run each block of commands and each command of the table "I want to ...", and return their outputs."""
+    """Run each block of commands and each command of the table "I want to ..." of a page.
+
+    Returns:
+        The output of each block or command, by its text.
+    """
     scripts = [*blocks(page, "sh"), *wanted(page)]
     return {script: run(folder, "\n".join(map(instead, commands(script)))) for script in scripts}
 
 
 def commands(block: str) -> list[str]:
-    """Return the lines of a block, with continued lines joined."""
+    """Return the commands of a code block, one string each; lines that end with a backslash are joined."""
     return block.replace("\\\n", " ").splitlines()
 
 
 def instead(command: str) -> str:
-    """Return the command as this test runs it."""
+    """Return the command that the test runs in place of a page's command: smaller, or as a check of its flags only."""
     if not re.match(r"git|pip|python|torchrun|srun|sbatch", command):
         return command
     command = re.sub(r"\s+# .*", "", command)
     for pattern, replacement in INSTEAD:
         command = re.sub(pattern, replacement, command)
-    if " < " in command:  # move added flags before the redirection
+    if " < " in command:  # move the flags that INSTEAD has added before the redirection
         command = re.sub(r"(.*?) (< \S+)(.*)", r"\1\3 \2", command)
     return command
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """Make a folder like a checkout, whose programs run forked or check flags only."""
+    """Make a folder like a checkout, in which `python` forks, and launchers such as `torchrun` only check flags."""
     folder, programs = (tmp_path_factory.mktemp(name) for name in ("checkout", "programs"))
     (folder / "home").mkdir()
     for name in ("pretrain_gpt.py", "configs", "kernels", "megazpp", "tests", "tools"):
@@ -162,13 +168,13 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tutorial(checkout) -> dict[str, str]:
-    """Run the tutorial and return its commands' outputs."""
+    """Run the tutorial's commands in the checkout, and return the output of each block of commands by its text."""
     return run_page(checkout, TUTORIAL)
 
 
 @pytest.fixture(scope="module")
 def scratch(checkout, tutorial) -> Path:
-    """Extend the tutorial's folder with files that the other pages assume."""
+    """Return the folder in which the tutorial has run, with further files that the commands of other pages assume."""
     text = (checkout / "corpus/moby_dick.jsonl").read_bytes()
     (checkout / "corpus/part.jsonl.gz").write_bytes(gzip.compress(text))
     (checkout / "my_text.jsonl").write_bytes(b"".join(text.splitlines(keepends=True)[:3]))
@@ -261,7 +267,8 @@ def test_commands_in_the_text_use_flags_of_their_program(checkout):
     for command in re.findall(r"`(python (?:tools|tests)/[^`]+)`", "".join(map(prose, PAGES))):
         _, program, *words = shlex.split(command)
         known = help_of(program) + help_of("pretrain_gpt.py", "--help-all")
-        flags = [word for word in words if re.fullmatch(r"--\S+", word)]  # --no-X is listed as X if X is off by default
+        # --help lists a flag that is off by default only as --X, without --no-X
+        flags = [word for word in words if re.fullmatch(r"--\S+", word)]
         assert [f for f in flags if f not in known and f.replace("--no-", "--", 1) not in known] == [], command
 
 
@@ -284,7 +291,7 @@ def test_example_tests_in_contributing_occur_in_the_tests():
 
 
 def run_python(code: str) -> bool:
-    """Run a page's code on this rank, and return True if the weights of its `model` are finite."""
+    """Run a page's Python code on this rank, and return True if all weights of its variable `model` are finite."""
     names: dict[str, Any] = {}
     exec(code, names)
     return all(torch.isfinite(p.detach().to_local()).all() for p in names["model"].parameters())
@@ -294,9 +301,9 @@ def run_python(code: str) -> bool:
 def test_python_code_of_pages_runs_on_four_ranks():
     pages = sorted({*PAGES} - {TUTORIAL, POST_TRAINING, *CONTRIBUTORS})
     for code in [code for page in pages for code in blocks(page, "python")]:
-        if "trainer_callback()" in code:  # for other people's trainers; tests/drop_in/test_api.py has one
+        if "trainer_callback()" in code:  # needs a trainer of another library; tests/drop_in/test_api.py has one
             continue
-        if "weight_patches" in code:  # for inference engines; tests/weight_patches/test_engines.py runs it
+        if "weight_patches" in code:  # needs an inference engine; tests/weight_patches/test_engines.py runs this code
             continue
         assert "zeropp(model)" in code
         code = code.replace("zeropp(model)", "zeropp(model, ranks_per_node=2)")
@@ -377,7 +384,14 @@ def test_every_file_names_the_version_and_the_address_of_the_project():
 
 @functools.cache
 def planned(name: str, nodes: int, *flags: str, recompute: str | None = None) -> Estimate:
-    """Return the planner's estimate of a config on nodes of eight GPUs."""
+    """Return the planner's estimate of a shipped config on `nodes` nodes of eight GPUs.
+
+    Args:
+        name: name of the file in configs/.
+        nodes: number of nodes.
+        flags: further flags.
+        recompute: which activations are recomputed, as for the planner's `with_recompute`.
+    """
     config = for_planning(parse_run_config([f"@configs/{name}.args", *flags], ROOT, features=FEATURES).config, "--plan")
     cluster = Cluster(num_nodes=nodes, ranks_per_node=8)
     return Estimator(cluster, device_type="cpu").estimate(with_recompute(config, recompute))
@@ -391,7 +405,7 @@ def test_memory_table_of_configs_matches_the_planner():
         zero3, zeropp = planned(name, int(nodes)), planned(name, int(nodes), "--zeropp")
         full = planned(name, int(nodes), recompute="full")
         sizes = [estimate.gigabytes for estimate in (zero3, zeropp, full)]
-        # tolerates small changes of the planner
+        # The tolerance lets the planner change a little without a change of the page
         assert [float(f) for f in figures.split("|")] == pytest.approx([zero3.micro_batches, *sizes], rel=0.03), name
 
 
@@ -405,7 +419,8 @@ def test_zeropp_pages_example_and_formulas_match_the_planner():
     assert f"| {shards:.3f} | {shards:.3f} |" in page
     assert "| {:.3f} | {:.3f} |".format(*gradients) in page
 
-    close = functools.partial(pytest.approx, rel=0.005)  # 1-D parameters are not quantized, and shards are padded
+    # the formulas neglect exact 1-D parameters and the padding of shards
+    close = functools.partial(pytest.approx, rel=0.005)
     parameters = kinds[Memory.PARAMETERS] / 4 * 16
     crossing = 1 / 2 * parameters * (1.0078 + 0.5156)
     assert f"which is {crossing / 1e6:.0f} MB" in page
@@ -422,14 +437,14 @@ def test_zeropp_pages_example_and_formulas_match_the_planner():
 
 @functools.cache
 def sources() -> list[str]:
-    """Return the source files of package, tools and GPU check."""
+    """Return the texts of the source files of the package, the tools and the GPU check."""
     folders = [ROOT / name for name in ("megazpp", "kernels", "tools", "tests/gpu_check")]
     return [path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py")]
 
 
 @functools.cache
 def source_strings() -> str:
-    """Return every string in the source; parts of an f-string are separate."""
+    """Return all string literals of the source, joined by newlines; the constant pieces of an f-string are separate."""
     nodes = [node for source in sources() for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
     return "\n".join(node.value for node in nodes if isinstance(node.value, str))
 
@@ -450,7 +465,8 @@ def test_quoted_messages_and_log_fields_occur_in_the_source():
 def test_zeropp_pages_table_lists_every_zeropp_flag():
     table = "".join(re.findall(r"^\| (`--.*?) \| ", text_of("docs/concepts/zeropp.md"), re.M))
     fields = {field.name.replace("_", "-") for field in dataclasses.fields(ZeroConfig)}
-    for name in fields - {"zero-stage", "use-distributed-optimizer"}:  # flags of ZeRO are in the table of stages
+    # the page has the flags of plain ZeRO in its table of stages
+    for name in fields - {"zero-stage", "use-distributed-optimizer"}:
         assert re.search(rf"`--(no-)?{name}`", table), name
 
 
@@ -467,7 +483,7 @@ def bare(flag: str) -> str:
 def test_every_flag_named_on_a_page_exists():
     fields, flags = (re.findall(pattern, "".join(sources())) for pattern in (r"\b(\w+): [^=\n]+ = flag\(", r"--[\w-]+"))
     known = {bare(name) for name in (*fields, *flags, *read_megatron_flags(), *OTHERS_FLAGS.split())}
-    for page in set(PAGES) - {"docs/contributing/extending.md"}:  # this page adds an example flag
+    for page in set(PAGES) - {"docs/contributing/extending.md"}:  # the page left out adds a flag as an example
         for name in re.findall(r"(?<![\w-])--[a-z][\w-]*\*?", " ".join(re.findall(r"`([^`]+)`", prose(page)))):
             family = bare(name).rstrip("*-")  # `--zero-*` and `--no-...` name families of flags
             found = any(flag.startswith(family) for flag in known) if name[-1] in "*-" else family in known

@@ -1,6 +1,7 @@
-"""Run pretrain_gpt.py like a user, on two gloo workers (four for ZeRO++), and call it where it starts none.
+"""Run pretrain_gpt.py like a user, and call its `main` in this process where it starts no workers.
 
-One run starts with torchrun, one with `python -m` and one at a terminal, like users' runs. The others are forks.
+The runs have two gloo workers, or four for ZeRO++. One run starts with torchrun, one with `python -m`, and one at a
+terminal, like runs of users. The other runs are forks of a process that has imported torch.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ MAIN_JOB = shlex.split(
     "@configs/gpt_tiny.args --global-batch-size 8 --train-iters 6 --log-interval 2 --eval-interval 4 --eval-iters 1 "
     "--sample-tokens 8"
 )
-REDUCTION_ORDER = 1e-5  # relative tolerance for fp32 sums in another order over 6 steps
+REDUCTION_ORDER = 1e-5  # relative tolerance for losses after 6 steps, if fp32 sums have another order
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +89,11 @@ def test_metrics_summary_and_log_agree_and_have_plausible_values(main_job):
         assert row["consumed_samples"] == 8 * row["iteration"]
         assert row["consumed_tokens"] == 128 * row["consumed_samples"]
         assert min(row["step_seconds"], row["grad_norm"], row["learning_rate"]) > 0
-        assert row["local_bytes"] > 1e6  # at least one gather and one reduce-scatter of a million fp32 parameters
-        assert row["tp_bytes"] == row["cross_bytes"] == row["skipped"] == 0  # there is only one node
+        # one gather and one reduce-scatter of a million fp32 parameters send more than this
+        assert row["local_bytes"] > 1e6
+        assert row["tp_bytes"] == row["cross_bytes"] == row["skipped"] == 0  # the only node has no links to other nodes
         assert f" | tokens/s per rank: {row['tokens_per_second'] / 2:.1f} | " in main_job.output
-    assert rows[0]["lm_loss"] == pytest.approx(7.62, abs=0.1)  # ln 2048
+    assert rows[0]["lm_loss"] == pytest.approx(7.62, abs=0.1)  # ln 2048, the loss of a uniform guess
     assert rows[2]["lm_loss"] < rows[0]["lm_loss"] - 0.3
     assert summary["final_loss"] == rows[2]["lm_loss"]
     assert 5 < summary["validation_loss"] < 8
@@ -125,7 +127,7 @@ def test_timeline_and_profile_cover_their_steps_and_timers_are_logged(main_job):
 
 @pytest.mark.slow
 def test_reused_run_folder_keeps_records_and_args_txt_repeats_losses(main_job, home):
-    """Losses are bit-identical, and the cached tokenizer is reused."""
+    """The repeated run's losses are bit-identical, and it reuses the cached tokenizer."""
     before = (main_job.folder / "metrics.jsonl").read_bytes()
     run = home.pretrain(f"@{main_job.folder / 'args.txt'}", "--sample-tokens", "3", run="main", nproc=None)
     assert (run.folder / "metrics.jsonl").read_bytes().startswith(before)
@@ -153,12 +155,12 @@ def test_tensor_parallel_run_from_another_folder_gives_the_same_losses(main_job,
     assert "data-parallel size: 1, tensor-model-parallel size: 2" in run.output
     assert run.values() == pytest.approx(main_job.values()[:3], rel=REDUCTION_ORDER)
     assert all(row["tp_bytes"] > 1e6 for row in run.metrics)
-    assert list(tmp_path.iterdir()) == []  # the working directory stays empty
+    assert list(tmp_path.iterdir()) == []  # the program wrote nothing into the working directory
 
 
 @pytest.mark.slow
 def test_zeropp_on_two_nodes_of_two_logs_the_traffic_it_saves(main_job, home):
-    """Losses follow ZeRO-3's (the main job's) to 0.5 %, with less than a tenth of the traffic."""
+    """ZeRO++'s losses are within 0.5 % of ZeRO-3's (the main job's), with less than a tenth of the traffic."""
     run = home.pretrain(*MAIN_JOB, "--zeropp", "--micro-batch-size", "1", run="zeropp", nproc=4)
     assert run.values() == pytest.approx(main_job.values()[:3], rel=5e-3)
     assert "weights are gathered in two hops, int8 in blocks of 256, kept" in run.output
@@ -169,9 +171,10 @@ def test_zeropp_on_two_nodes_of_two_logs_the_traffic_it_saves(main_job, home):
         ("all_to_all", "local"): "local",
         ("all_gather", "cross"): "cross",
         ("all_to_all", "cross"): "cross",
-        ("all_reduce", "shard"): "cross",  # loss and gradient norm
+        ("all_reduce", "shard"): "cross",  # sums the loss and the gradient norm
     }
-    units = rows["all_gather", "cross"]["calls"] / 6  # once per optimizer step; the step has two micro-batches
+    # number of sharding units: weights cross nodes once per optimizer step, which has two micro-batches
+    units = rows["all_gather", "cross"]["calls"] / 6
     assert rows["all_to_all", "cross"]["calls"] == 6 * units
     assert rows["all_to_all", "local"]["calls"] == 6 * 2 * units
     cross = sum(row["sent_bytes"] for key, row in rows.items() if row["wire"] == "cross")
@@ -192,7 +195,7 @@ def saved_weights(run: Run) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_zeropp_in_bf16_sends_lossless_deltas_and_trains_like_zero3(home):
-    """With exact gradients all numbers of the run are bit-identical to ZeRO-3's, and fewer bytes cross nodes."""
+    """With exact gradients, all numbers are bit-identical to ZeRO-3's, and fewer bytes cross nodes."""
     flags = [*TOY, "--bf16", "--train-iters", "6", "--global-batch-size", "8", "--save-to-run-dir", "--eval-iters", "1"]
     zero3 = home.pretrain(*flags, "--emulate-nodes", "2", run="bf16")
     nodes = ["--emulate-nodes", "2", "--zeropp", "--no-zero-quantized-gradients"]
@@ -231,14 +234,17 @@ def test_skip_train_only_evaluates(home):
     run = home.pretrain(*TOY, *flags, run="skip", nproc=1)
     assert not (run.folder / "metrics.jsonl").exists()
     assert run.summary["iterations"] == 0
-    assert run.summary["validation_loss"] == pytest.approx(5.55, abs=0.1)  # ln 257
+    assert run.summary["validation_loss"] == pytest.approx(5.55, abs=0.1)  # ln 257, the loss of a uniform guess
     assert run.summary["test_loss"] == pytest.approx(5.55, abs=0.1)
     assert not re.search(r"\bnan\b", run.output.lower().replace("number of nan", ""))
 
 
 @pytest.fixture
 def main(run_main, monkeypatch):
-    """Return a function that runs main in an empty folder and fails if workers are started."""
+    """Return a function that runs pretrain_gpt's `main` in an empty folder.
+
+    The function returns (exit code, stdout, stderr). The test fails if `main` starts workers.
+    """
     monkeypatch.setattr("megazpp.run.start.launch_workers", lambda *_, **__: pytest.fail("started workers"))
     return functools.partial(run_main, pretrain_gpt.main)
 
@@ -287,7 +293,7 @@ REFUSED = """
 
 
 def test_invalid_flags_are_rejected_before_anything_starts_or_is_written(main):
-    """Errors from parsing, from one config, between configs, from the machine and from files take one line each."""
+    """Each error takes one line: errors of parsing, of one config, between configs, of the machine, and of files."""
     Path("BAD").write_bytes(b"\xff\xfe")
     for flags, *named in table(REFUSED.replace("PLANNED", PLANNED)):
         code, out, err = main("--run-dir", "run", "--nproc", "2", *flags.split())
@@ -318,11 +324,15 @@ def test_slurm_task_count_is_ignored_without_srun(monkeypatch):
 
 
 def interrupted(home: Home, iteration: int, times: int, *flags: str) -> tuple[int, str]:
-    """Run with wandb, press Ctrl-C `times` times after an iteration, and return (exit code, output)."""
+    """Run pretrain_gpt.py with wandb, and press Ctrl-C `times` times after an iteration.
+
+    Returns:
+        (exit code, output). All processes of the run must end within 30 s.
+    """
     job = [*TOY, "--train-iters", "100000", "--eval-iters", "1", "--wandb-project", "a-project", "--nproc", "2"]
     program = Program("pretrain_gpt.py", *job, *flags, *home.places("interrupted"), folder=home.path)
     program.wait_for(f" iteration {iteration:8d}/")
-    assert len(program.left_behind()) > 3  # launcher, two workers, and wandb's process
+    assert len(program.left_behind()) > 3  # the launcher, two workers, and wandb's process
     for _ in range(times):
         os.killpg(program.process.pid, signal.SIGINT)
         program.wait_for("finishing this step; press Ctrl-C again to stop now\n")
@@ -346,7 +356,7 @@ def test_ctrl_c_saves_leaves_no_process_and_prints_a_working_command(home):
 
 @pytest.mark.slow
 def test_second_ctrl_c_ends_the_run_and_wandb_at_once(home):
-    # the second signal arrives before the step ends
+    # The large batch makes the second signal arrive before the step ends
     code, output = interrupted(home, 1, 2, "--global-batch-size", "256")
     assert code == 130
     assert output.endswith("ended by SIGINT\n")
@@ -390,7 +400,7 @@ def test_terminal_output_starts_at_once_and_has_short_lines(tmp_path):
     program = subprocess.Popen(command, cwd=ROOT, stdout=writes, stderr=writes)
     os.close(writes)
     said = b""
-    with contextlib.suppress(OSError):  # the terminal closes with its last writer
+    with contextlib.suppress(OSError):  # reading fails when the last process that writes to the terminal has ended
         while part := os.read(reads, 1 << 16):
             said += part
     assert program.wait() == 0
@@ -419,7 +429,7 @@ def test_commands_printed_at_the_end_of_a_run_work(main_job):
 
 
 def test_the_launcher_checks_files_once_and_its_workers_do_not(monkeypatch, tmp_path):
-    """A process without a launcher keeps the tokenizer that the check has loaded."""
+    """A process that no launcher has started keeps the tokenizer that its check of files has loaded."""
     loads, load_tokenizer = [], dataset.load_tokenizer
     monkeypatch.setattr(dataset, "load_tokenizer", lambda config: loads.append(config) or load_tokenizer(config))
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *TOY, "--train-iters", "1", "--data-cache-path", f"{tmp_path}"])

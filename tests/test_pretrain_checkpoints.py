@@ -1,4 +1,4 @@
-"""Interrupt and resume a run like a user: it stays the same run, in the same folder."""
+"""Interrupt and resume a run like a user: the run continues in the same run folder with the same records."""
 
 import json
 import re
@@ -23,7 +23,7 @@ WANDB = ["--wandb-project", "p"]
 
 
 def pretrain(home: Path, *flags: str) -> Run:
-    """Run in the run folder that the program chooses, and return the run."""
+    """Run pretrain_gpt.py without --run-dir, assert success, and return the run in the folder that it has chosen."""
     code, output = run_forked(str(ROOT / "pretrain_gpt.py"), *FLAGS, *flags, folder=home, cwd=home)
     assert code == 0, output
     (line,) = [line for line in output.splitlines() if line.startswith("records of this run: ")]
@@ -32,7 +32,10 @@ def pretrain(home: Path, *flags: str) -> Run:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """Return a folder with a cluster file that names no links, with which no run measures them."""
+    """Return a folder with a cluster file of two nodes.
+
+    The file names no link speeds, and with such a file no run measures the links.
+    """
     folder = tmp_path_factory.mktemp("checkpoints")
     (folder / "two_nodes.yaml").write_text("nodes: 2\nranks_per_node: 1\n")
     return folder
@@ -115,13 +118,13 @@ def test_complete_run_says_so_and_takes_its_shape_from_the_checkpoint(home, cont
     assert "note: --hidden-size 24 gives way to the checkpoint's 16\n" in run.output
     assert "training is complete: iteration 6 of 6\n" in run.output
     assert " validation loss at iteration 6 " in run.output
-    # without --save, the run is a fork with records of its own
+    # A run that loads without --save is a fork, so its wandb run must be another
     own, other = ({kept.run.run_id for kept in offline_runs(each.folder)} for each in (run, continued))
     assert own.isdisjoint(other)
 
 
 def test_resumed_run_continues_the_same_wandb_run(continued):
-    """wandb runs offline, without a terminal or an account."""
+    """wandb runs in its offline mode, without a terminal or an account."""
     before, after = offline_runs(continued.folder)
     assert before.run.run_id == after.run.run_id
     assert [[row["_step"] for row in kept.history] for kept in (before, after)] == [[1, 2, 3], [4, 5, 6]]

@@ -1,4 +1,4 @@
-"""Inject cluster faults into runs: nothing is lost except the steps since the last checkpoint."""
+"""Inject faults of a cluster into runs, such as killed ranks: only the steps since the last checkpoint are lost."""
 
 import contextlib
 import json
@@ -20,14 +20,14 @@ from helpers.tiers import nightly
 pytestmark = pytest.mark.slow
 
 SEED = 20
-SECONDS_TO_START = 8.0  # approximate time until the first step
+SECONDS_TO_START = 8.0  # approximate time from the start of the program to its first step
 FLAGS = ["pretrain_gpt.py", *TOY, "--eval-iters", "0", "--zeropp", "--emulate-nodes", "2"]
 OURS = ["--nproc", "2"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 class Runs:
-    """Programs that share a run folder and a checkpoint folder."""
+    """Commands that run pretrain_gpt.py with a common run folder and a common checkpoint folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,10 +35,13 @@ class Runs:
         self.command = [*FLAGS, *(f"--{flag}={path / name}" for flag, name in places.items())]
 
     def losses(self) -> dict[int, set[tuple[float, float]]]:
-        """Return all logged pairs of loss and gradient norm of every iteration."""
+        """Return the logged pairs (loss, gradient norm) of each iteration.
+
+        An iteration that was repeated after a restart has one pair if both times gave the same numbers.
+        """
         found: defaultdict[int, set[tuple[float, float]]] = defaultdict(set)
         for line in (self.path / "run" / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # rank 0 was killed while it wrote
+            with contextlib.suppress(json.JSONDecodeError):  # rank 0 was killed while it wrote this line
                 row = json.loads(line)
                 found[row["iteration"]].add((row["lm_loss"], row["grad_norm"]))
         return found
@@ -50,9 +53,12 @@ class Runs:
 
 @pytest.mark.parametrize(
     ("kills", "diloco"), [(2, ""), nightly(1, "--diloco-steps 4 --diloco-fragment-sync-delay 2")]
-)  # the test was run once with 30 kills
+)  # more kills take too long for a test; 30 kills passed once
 def test_killed_ranks_lose_only_the_steps_since_the_last_checkpoint(tmp_path, kills, diloco):
-    """Ranks are killed at the start, while loading, in steps and in saves; all losses equal a run's without faults."""
+    """Ranks are killed at the start, while loading, in steps and in saves.
+
+    The losses of all iterations must equal those of a run without faults.
+    """
     calm, runs, length = Runs(tmp_path / "calm"), Runs(tmp_path / "runs"), 20 * kills
     flags = (*OURS, *diloco.split(), "--train-iters", str(length))
     code, output = run_forked(*calm.command, *flags, folder=tmp_path)
@@ -70,7 +76,7 @@ def test_killed_ranks_lose_only_the_steps_since_the_last_checkpoint(tmp_path, ki
 
 
 def test_restart_continues_in_the_run_folder_that_no_flag_names(tmp_path):
-    """With --save-to-run-dir alone, the name of the run folder has the time of the start."""
+    """With --save-to-run-dir alone, the name of the run folder contains the time of the first start."""
     flags = [*FLAGS, *OURS, "--save-to-run-dir", "--save-interval", "2", "--max-restarts", "1", "--train-iters", "12"]
     flags[0] = str(ROOT / flags[0])
     program = Program(*flags, "--data-cache-path", "cache", folder=tmp_path, cwd=tmp_path)
@@ -86,7 +92,10 @@ def test_restart_continues_in_the_run_folder_that_no_flag_names(tmp_path):
 
 
 def kill_at_random_moments(program: Program, kills: int) -> None:
-    """Kill a random rank `kills` times, each time after a step has run since the last restart."""
+    """Kill a random rank `kills` times: during the start, in a step, or in a save.
+
+    After each kill the function waits until the restarted job has run a step.
+    """
     chance, seen = random.Random(SEED), 0
 
     def count(beginning: str) -> int:
@@ -109,23 +118,25 @@ def kill_at_random_moments(program: Program, kills: int) -> None:
 
 
 def workers(program: Program) -> list[int]:
-    """Return the processes of the ranks, which are children of the launcher."""
-    with contextlib.suppress(psutil.Error):  # has ended
+    """Return the process IDs of the ranks, which are children of the launcher; [] if the launcher has ended."""
+    with contextlib.suppress(psutil.Error):  # the launcher may have ended
         return [child.pid for child in psutil.Process(program.process.pid).children()]
     return []
 
 
 def test_stop_signal_in_any_phase_saves_and_exits_with_0(tmp_path):
-    """The signal comes during a step, a save and an evaluation, and each run resumes the previous one.
+    """The stop signal comes during a step, a save and an evaluation, and each run resumes the previous one.
 
-    torchrun passes SIGTERM on to its workers, and then exits with an error because they were stopped.
+    torchrun passes SIGTERM on to its workers, and then exits with an error because a signal has stopped them. So only
+    the exit codes of the other runs are checked.
     """
     flags = shlex.split("--train-iters 100000 --save-interval 4 --eval-interval 5 --split 90,5,5 --eval-iters")
     runs, last = Runs(tmp_path), 0
     for before, after, phase, signum, eval_iters in (
         (TORCHRUN, [], r"^ iteration +3/", signal.SIGTERM, "1"),
         ([], OURS, r"^saving checkpoint at iteration", signal.SIGUSR1, "1"),
-        ([], OURS, r"^ iteration +\d*[05]/", signal.SIGTERM, "5000"),  # which would take minutes
+        # 5000 iterations of the evaluation would take minutes
+        ([], OURS, r"^ iteration +\d*[05]/", signal.SIGTERM, "5000"),
     ):
         program = Program(*before, *runs.command, *flags, eval_iters, *after, folder=tmp_path)
         program.wait_until(lambda: re.search(phase, program.output(), re.MULTILINE) is not None)  # noqa: B023
@@ -145,7 +156,7 @@ def test_stop_signal_in_any_phase_saves_and_exits_with_0(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("phase", ["start", "loading checkpoint", " iteration ", "saving checkpoint", "validation"])
 def test_rank_that_stops_in_any_phase_ends_the_job_and_is_named(tmp_path, phase, rank):
-    """The rank gets SIGSTOP, as if its machine or file system had stopped."""
+    """The rank's process gets SIGSTOP, as if its machine or its file system had stopped."""
     runs, flags = Runs(tmp_path), [*OURS, "--split", "90,5,5", "--save-interval", "2", "--eval-interval", "3"]
     flags += ["--train-iters", "100000", "--eval-iters", "20"]
     code, output = run_forked(*runs.command, *flags, "--exit-interval", "1", folder=tmp_path)
@@ -160,5 +171,5 @@ def test_rank_that_stops_in_any_phase_ends_the_job_and_is_named(tmp_path, phase,
     output = program.finish()
     assert time.monotonic() - began < 60.0
     assert "watchdog: the job has made no progress for " in output
-    assert f"rank {rank} did not a" in output  # did not arrive, or did not answer
+    assert f"rank {rank} did not a" in output  # the message says "did not arrive" or "did not answer"
     assert runs.saved >= 1

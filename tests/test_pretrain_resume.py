@@ -1,4 +1,4 @@
-"""Resume a run with other flags: its length, its schedule, and its notes about the order of samples."""
+"""Resume a run with other flags: test its length, its learning rates, and its notes about the order of samples."""
 
 import shlex
 import shutil
@@ -24,7 +24,7 @@ OVERRIDE = "--override-opt_param-scheduler"
 
 
 def write_data(prefix: Path, *, seed: int, documents: int = 300) -> None:
-    """Write documents of 1 to 79 token IDs below 256."""
+    """Write a dataset of documents with 1 to 79 random token IDs below 256 each."""
     draw = np.random.default_rng(seed)
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for size in draw.integers(1, 80, size=documents):
@@ -34,7 +34,10 @@ def write_data(prefix: Path, *, seed: int, documents: int = 300) -> None:
 
 @pytest.fixture
 def start(tmp_path):
-    """Return a function that starts runs in separate folders on datasets a and b; later ones load the first's save."""
+    """Return a function that runs pretrain_gpt.py on the datasets a and b, in a new run folder each time.
+
+    Every run saves to the same folder, and all runs after the first load that checkpoint.
+    """
     for seed, name in enumerate("ab"):
         write_data(tmp_path / name, seed=seed)
 
@@ -50,7 +53,10 @@ def start(tmp_path):
 
 
 def test_fork_of_a_run_gets_records_of_its_own(tmp_path):
-    """The original's folder stays as it is. A resumed run that saves to the same folder continues its records."""
+    """A fork loads a run's checkpoint, but does not save to the run's folder, so the run's records may not change.
+
+    A resumed run that saves to the run's own folder continues the run's records.
+    """
     common = [*MODEL[:-2], "--data-path", "a", "--nproc", "1", "--micro-batch-size", "4", "--train-iters", "6"]
     write_data(tmp_path / "a", seed=0)
 
@@ -111,7 +117,7 @@ def test_run_of_steps_resumes_with_another_batch_size(start, first, then):
 
 
 def notes_of(run: Run) -> list[str]:
-    """Return the run's notes about its samples, without the checkpoint's name."""
+    """Return the run's notes about changes since its checkpoint, without "note: " and the checkpoint's name."""
     where = " in saved/iter_0000002: "
     lines = [line.removeprefix("note: ") for line in run.output.splitlines() if line.startswith("note: ")]
     return [line.replace(where, ": ") for line in lines if where in line]
@@ -169,7 +175,16 @@ def test_one_note_names_changed_flags_and_their_effect_on_samples(tmp_path, star
 
 
 def find(rows: list[tuple[str, str, list[str]]], home: Path, start: Callable[[str, str], Run]) -> list[object]:
-    """Return rows whose notes do not start with the expected texts."""
+    """Resume from the checkpoint in `kept` with each row's flags, and return the rows whose notes are unexpected.
+
+    Args:
+        rows: (flags, datasets for --data-path, beginning of each expected note).
+        home: folder of the runs.
+        start: function that starts a run with flags and data.
+
+    Returns:
+        (flags, datasets, notes of the run) of each such row.
+    """
     wrong: list[object] = []
     for flags, data, expected in rows:
         shutil.rmtree(home / "saved")
@@ -181,7 +196,7 @@ def find(rows: list[tuple[str, str, list[str]]], home: Path, start: Callable[[st
 
 
 def test_tensorboard_drops_the_steps_of_a_run_that_lost_its_checkpoints(start, tmp_path):
-    """The same command starts again at iteration 0, without a restart count of torchrun."""
+    """The same command starts again at iteration 0. No restart count of torchrun tells the run to drop old steps."""
     flags = "--micro-batch-size 4 --nproc 1 --tensorboard-dir events"
     start(f"{flags} --load saved --train-iters 4")
     shutil.rmtree(tmp_path / "saved")

@@ -1,7 +1,7 @@
-"""Run the commands of docs/guides/two_machines.md on two machines, and what goes wrong there.
+"""Run the commands of docs/guides/two_machines.md on two emulated machines, and inject mistakes and faults.
 
-A network namespace with its own host name, working directory and link of 1 Gbit/s stands for each machine. In every
-case both machines have to print the reason and end in time.
+Each machine is a network namespace with its own host name, working directory and link of 1 Gbit/s. After every fault,
+both machines must print the reason and end in time.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from emulate_cluster import EmulatedCluster
 PAGE = ROOT / "docs/guides/two_machines.md"
 SMALL = "--global-batch-size 6 --eval-iters 1 --sample-tokens 2 --log-interval 1"
 LONG, LIMITS = "--train-iters 3000", "--distributed-timeout-minutes 0.5 --distributed-timeout-seconds-after-init 8"
-# A machine ends at most this long after its reason on loaded cores; on two quiet cores every case takes a third of it.
+# Largest time from the reason until a machine has ended, on loaded cores. On two quiet cores every case takes a third.
 SECONDS_TO_END, SECONDS_TO_START = 60, 240
 
 
@@ -37,11 +37,11 @@ def cluster() -> Iterator[EmulatedCluster]:
         with EmulatedCluster(nodes=2, ranks_per_node=1, rate="1gbit") as made:
             yield made
     except UserError as error:
-        pytest.skip(f"no network namespaces here: {error}")
+        pytest.skip(f"network namespaces cannot be made on this machine: {error}")
 
 
 class Machine:
-    """One of the two machines, with the program that runs on it."""
+    """One of the two emulated machines, with the program that runs on it."""
 
     def __init__(self, cluster: EmulatedCluster, number: int, folder: Path) -> None:
         self.cluster, self.number, self.folder, self.tree = cluster, number, folder, ROOT
@@ -78,7 +78,7 @@ class Machine:
         try:
             return self.process.wait(seconds), self.output()
         except subprocess.TimeoutExpired:
-            pytest.fail(f"machine {self.number} has not ended after {seconds:.0f} s:\n{self.output()}")
+            pytest.fail(f"machine {self.number} still runs after {seconds:.0f} s:\n{self.output()}")
 
     def kill(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -102,7 +102,7 @@ def pull_cable(cluster: EmulatedCluster, *, out: bool) -> None:
 
 
 def commands() -> list[str]:
-    """Return the commands of the page that start both machines."""
+    """Return the commands of the page that start pretrain_gpt.py on both machines."""
     blocks = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [line for line in lines if line.startswith("python pretrain_gpt.py --nnodes 2")]
@@ -136,7 +136,7 @@ def test_commands_of_the_page_measure_the_link_and_train(machines):
     (code, log), _ = both(machines, f"{measure} {SMALL}")
     assert code == 0, log
     (gigabytes,) = re.findall(r"measured cross .*: ([\d.e-]+) GB/s", log)
-    assert 0.03 < float(gigabytes) < 0.14  # of 0.125 GB/s; loaded cores are slower
+    assert 0.03 < float(gigabytes) < 0.14  # the link has 0.125 GB/s; loaded cores measure less
     (file,) = alpha.folder.glob("runs/*/cluster.yaml")
     assert "device:" in file.read_text()
 
@@ -162,7 +162,7 @@ def test_ctrl_c_on_either_machine_saves_and_ends_both_and_the_run_resumes(machin
 
 
 def other_version(machine: Machine, folder: Path) -> None:
-    """Give the machine another checkout, in which one source file differs."""
+    """Make the machine run another checkout, a copy in `folder`, in which one source file differs by a comment."""
     for name in ("megazpp", "kernels", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pretrain_gpt.py", folder)

@@ -1,10 +1,10 @@
-"""Check the correctness and the speed of the CUDA code on a GPU.
+"""Check the correctness and the speed of the CUDA code on a GPU, and write a table of results.
 
     python tests/gpu_check/gpu_check.py --out runs/gpu --budget-minutes 8
     python tests/gpu_check/gpu_check.py --out runs/more --budget-minutes 30 --parts training checkpoint
     python tests/gpu_check/gpu_check.py --out runs/rehearsal --device cpu          every part at toy size, without a GPU
 
-Runs from a checkout, installed or not, and needs neither wandb nor torchao.
+The program runs from a checkout, installed or not, and needs neither wandb nor torchao.
 
 The check consists of parts (gpu_check_parts.py), which run in the order of PARTS, the most important part first. Each
 part runs programs in separate processes with time limits, so a part that fails does not affect the others. Budgets of
@@ -34,7 +34,7 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PATHS = [str(ROOT), str(ROOT / "tools/benchmarks"), str(ROOT / "configs/post_training")]
-sys.path[1:1] = PATHS  # finds megazpp in a checkout that is not installed
+sys.path[1:1] = PATHS  # lets a checkout that is not installed find its modules
 
 import gpu_check_parts as parts
 import torch
@@ -45,15 +45,15 @@ from megazpp.base.program import exit_on_signals, flags_of, program
 
 
 class Part(NamedTuple):
-    """A part of the check.
+    """A part of the GPU check, such as its tests or its speed measurements.
 
     Attributes:
         name: name for --parts.
         title: title in the results.
         run: function that runs the part and adds its results to a `Check`.
-        seconds: time that the part gets of a budget of 8 minutes and of 30 minutes; other budgets are divided in
+        seconds: seconds that the part gets of a budget of 8 minutes and of 30 minutes; other budgets are divided in
             proportion. 0 means that the part runs only if --parts names it.
-        least: shortest useful time in seconds; the part is skipped if less time is left.
+        least: shortest useful time in seconds; the part is skipped if less time is left in the budget.
     """
 
     name: str
@@ -72,15 +72,15 @@ PARTS = (
     Part("kernels", "Quantization, compared with a copy", parts.kernels, (30, 100), 20),
     Part("checkpoint", "Saves, and generation from them", parts.checkpoint, (0, 250), 90),
 )
-LONG_MINUTES = 20  # budgets from here on have more parts and cases
+LONG_MINUTES = 20  # budgets of this many minutes or more run more parts and cases
 REHEARSAL = "REHEARSAL: no GPU, toy sizes, figures are meaningless"
 REHEARSAL_ENV = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @program
 def main(argv: list[str]) -> int:
-    """Run the parts and print the table. Return the exit code."""
-    # The environment of all programs.
+    """Run the parts of the GPU check and print the table of results; return 1 if a part has failed, or else 0."""
+    # Set the environment of all programs that the parts start.
     exit_on_signals()
     args = parse_flags(argv)
     os.chdir(ROOT)
@@ -88,14 +88,14 @@ def main(argv: list[str]) -> int:
     os.environ |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     os.environ |= REHEARSAL_ENV if args.device == "cpu" else {}
 
-    # The parts, and the division of the time among them.
+    # Choose the parts, and divide the time among them.
     long, checks = args.budget_minutes >= LONG_MINUTES, list[Check]()
     chosen = [part for part in PARTS if (part.name in args.parts if args.parts else part.seconds[long])]
     shares = [part.seconds[long] or part.seconds[True] for part in chosen]
     heading, end = introduce(args), time.monotonic() + 60 * args.budget_minutes
     keep = partial(save, heading, checks, args.out)
 
-    # A part that fails or raises does not stop the others. The results are saved in any case.
+    # A part that fails or raises does not stop the other parts. The results are saved in any case.
     try:
         for index, part in enumerate(chosen):
             left = end - time.monotonic()
@@ -120,10 +120,10 @@ def main(argv: list[str]) -> int:
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """Parse and check the flags, and create the output folder.
+    """Parse and check the flags of the GPU check, and create the output folder.
 
     Raises:
-        ValueError: a flag has an invalid value.
+        ValueError: a flag has an invalid value, or --out already holds results.
     """
     parser = flags_of(__doc__)
     names, found = [part.name for part in PARTS], "cuda" if torch.cuda.is_available() else "cpu"
@@ -138,20 +138,20 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     if not args.budget_minutes > 0:
-        raise ValueError(f"--budget-minutes {args.budget_minutes} is not positive")
+        raise ValueError(f"--budget-minutes {args.budget_minutes} is not positive: give minutes for all parts")
     if args.device == "cuda" != found:
         raise ValueError("--device cuda: torch finds no GPU; use --device cpu for a rehearsal")
     if (args.out / "results.json").exists():
         raise ValueError(f"--out {args.out} holds the results of another run; choose another folder")
     args.out = args.out.resolve()
-    if len(str(args.out).split()) > 1:  # command lines are split at white space
+    if len(str(args.out).split()) > 1:  # the parts split their command lines at white space
         raise ValueError(f"--out {args.out} has blanks in its path, which are not supported; choose another folder")
     args.out.mkdir(parents=True, exist_ok=True)
     return args
 
 
 def introduce(args: argparse.Namespace) -> tuple[str, str]:
-    """Return the heading of the results (GPU and budget), and the versions of the software."""
+    """Return the heading of the results (GPU and budget), and a line with the versions of the software."""
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else "unknown"
     triton = importlib.import_module("triton").__version__ if find_spec("triton") else None
@@ -160,14 +160,15 @@ def introduce(args: argparse.Namespace) -> tuple[str, str]:
 
 
 def save(heading: tuple[str, str], checks: Sequence[Check], out: Path) -> None:
-    """Write results.json and table.md.
+    """Write the results of the GPU check so far to results.json and table.md.
 
-    table.md has tables for each part, a new one whenever the columns change, followed by notes and failures.
+    table.md has tables for each part, followed by notes and failures. Rows with other columns begin a new table.
 
     Args:
-        heading: heading and versions of the results.
+        heading: (heading, line with the versions of the software).
+        checks: results of the parts that have been started.
         checks: the parts that have been started.
-        out: output folder.
+        out: output folder of the check.
     """
     parts, lines = [check.found for check in checks], [f"# {heading[0]}", "", heading[1]]
     for part in parts:

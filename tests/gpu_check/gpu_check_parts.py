@@ -1,6 +1,7 @@
-"""The parts of gpu_check.py: each runs programs and reads results from their logs.
+"""Run the parts of gpu_check.py: each part runs programs, and reads results from their logs.
 
-One file of more than 300 lines, because all parts share `Check`, `train` and the tables of flags at the top.
+The parts stay in one file of more than 300 lines, because all of them share `Check`, `train` and the tables of flags at
+the top.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from megazpp.training.flops import device_name, model_flops_per_token, peak_flop
 from megazpp.zero.plan import GRADIENT_BLOCK, WEIGHT_BLOCK
 
 T = TypeVar("T")
-# NCCL rejects two ranks of one host on the same GPU. These variables make it treat each rank as a separate host. The
-# ranks take turns on the GPU, or share it if MPS is active.
+# NCCL rejects two ranks of one host on the same GPU. These variables make NCCL treat each rank as a separate host. The
+# ranks take turns on the GPU, or use it at the same time if MPS is active.
 ON_ONE_GPU = ["NCCL_NET=Socket", "NCCL_DEBUG=WARN", "CUBLAS_WORKSPACE_CONFIG=:4096:8"]
 ON_ONE_GPU += [f"NCCL_{name}_DISABLE=1" for name in ("IB", "P2P", "SHM")]
 ON_ONE_GPU += [f"NCCL_{name}_ENABLE=0" for name in ("NVLS", "MNNVL", "RAS", "CUMEM", "CUMEM_HOST")]
@@ -44,15 +45,15 @@ TO_A_LOG = 'NCCL_HOSTID=rank$RANK NCCL_SOCKET_IFNAME=$GLOO_SOCKET_IFNAME exec "$
 
 TOY = "--num-layers 2 --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 16 --seq-length 32 --vocab-size 300"
 TOY += " --max-position-embeddings 32 --micro-batch-size 1"
-# MIXTURE has the flags without which a GPT-2-style config cannot have experts. The other two are experts that compute
-# as much per token as the MLP of llama_1b.
+# MIXTURE has the flags without which a GPT-2-style config cannot have experts. FEW_EXPERTS and MANY_EXPERTS are two
+# mixtures whose experts compute as much per token as the MLP of llama_1b.
 MIXTURE = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
 FEW_EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 4096"
 MANY_EXPERTS = "--num-experts 32 --moe-router-topk 8 --moe-ffn-hidden-size 1024"
 FLOAT8, LEAN = "--fp8-format e4m3", "--recompute-granularity selective"
 HOPS_OF_16_BITS = "pretended --zeropp --zero-weight-bits 16 --zero-gradient-bits 16 16"
-# A case is a config and the programs to compare ("sides"), the reference first. The first cases are measured in the
-# 8-minute budget too.
+# A case is a config, and the programs to compare on it (its "sides"), of which the first is the reference. Budgets of
+# 8 minutes measure only the first SHORT_CASES cases.
 CASES = (
     ("gpt_125m", "baseline", "ours"),
     ("llama_1b", "baseline", "ours"),
@@ -63,13 +64,14 @@ CASES = (
     ("gpt_1b3", "ours", f"ours {LEAN}", "ours --optimizer muon"),
     ("gpt_6b7 --num-layers 3 --vocab-size 512", HOPS_OF_16_BITS, "pretended --zeropp", "pretended"),
 )
-SHORT_CASES = 5  # number of cases in the 8-minute budget
+SHORT_CASES = 5  # number of cases that the 8-minute budget measures
 ADDITIONS = "configs/post_training/additions"
-SAMPLES = {"llama_1b": 4, "gpt_1b3": 8}  # samples per step of large models
+SAMPLES = {"llama_1b": 4, "gpt_1b3": 8}  # samples per step of the large models; other models take 32
 STEPS, WARM_UP_STEPS, LOG_INTERVAL = 30, 10, 5
 TEXT = "--text-path builtin:moby_dick --split 100,0,0 --vocab-size 256 --seq-length 1024 --micro-batch-size 4 "
-TEXT += "--no-compile --emulate-nodes 2"  # compilation on four ranks would take most of the time
-INT8 = "--zeropp --zero-weight-delta none"  # without the flag, weights would cross nodes as lossless deltas
+TEXT += "--no-compile --emulate-nodes 2"  # compiling the layers on four ranks would take most of the time
+# the flag sends int8 weights; without it, weights would cross nodes as lossless deltas
+INT8 = "--zeropp --zero-weight-delta none"
 OVERLAP_OFF = f"{INT8} --no-overlap-param-gather --no-overlap-grad-reduce"
 MORE_WAYS = (
     "--zeropp --zero-weight-delta lossless --disturbed",
@@ -78,35 +80,40 @@ MORE_WAYS = (
     f"{INT8} --diloco-steps 4",
     f"{INT8} --optimizer muon --muon-full-interval 2",
 )
-# Parallelism that part "streams" adds to ZeRO: none, expert parallelism, tensor parallelism.
+# Parallelism that the part "streams" adds to ZeRO: none, expert parallelism, tensor parallelism.
 SPLITS = (
     "",
     f"{MIXTURE} --num-experts 4 --moe-ffn-hidden-size 1536 --expert-model-parallel-size 2",
     "--tensor-model-parallel-size 2 --sequence-parallel",
 )
-OTHER_ALGORITHMS = ("--optimizer", "--diloco-steps")  # their losses may differ from those of AdamW with ZeRO-3
-NATS_APART = 0.02  # tolerance for differences of mean losses, several times the difference between seeds
-LEAST_STEPS = 15  # earlier, losses fall so fast that rounding moves them by more than NATS_APART
+# the losses of these runs may differ from those of AdamW with ZeRO-3
+OTHER_ALGORITHMS = ("--optimizer", "--diloco-steps")
+NATS_APART = 0.02  # largest accepted difference of mean losses: several times the difference between two seeds
+# runs with fewer steps are not compared: losses fall so fast at first that rounding moves them by more than NATS_APART
+LEAST_STEPS = 15
 GRACE_SECONDS = 5.0
 ELEMENTS = (2**28, 2**30)
-GOALS = {"quantize": "90%", "dequantize": "90%", "sum": "80%"}  # goals for int8, as shares of the copy's rate
-TIMED = re.compile(r"^(\w.{31}) +([\d.]+) +[\d.]+ +([\d.]+) +(\d+%)$", re.MULTILINE)  # line of benchmark_kernels.py
+# aims for int8, as fractions of the rate at which the GPU copies memory
+GOALS = {"quantize": "90%", "dequantize": "90%", "sum": "80%"}
+# a line of benchmark_kernels.py: kernel, ms, GB/s, fraction of the copy's rate
+TIMED = re.compile(r"^(\w.{31}) +([\d.]+) +[\d.]+ +([\d.]+) +(\d+%)$", re.MULTILINE)
 SAVED = re.compile(r"saved checkpoint at iteration .* \| ([\d.]+) GB in ([\d.]+) s")
 WAITED, SPEED = re.compile(r"training waited ([\d.]+) s"), re.compile(r"then ([\d.]+) tokens/s")
 
 
 class Check:
-    """The settings and the results of one part.
+    """The settings and the results of one part of the GPU check.
 
     Args:
-        folder: folder for the part's logs; it is created.
-        title: title in the results.
+        folder: folder for the part's logs; the constructor creates it.
+        title: title of the part in the results.
         device: "cuda", or "cpu" for a rehearsal at toy size.
         seconds: time limit of the part.
-        long: True if all cases are measured.
-        save: function that saves the results of all parts; called after each new result.
+        long: True if the budget allows all cases.
+        save: function that saves the results of all parts; it is called after each new result.
     Attributes:
-        found: the results as JSON: name, title, status, seconds, table rows (cells by heading), notes and failures.
+        found: the part's results as JSON: name, title, status, seconds, table rows (cells by heading), notes and
+            failures.
     """
 
     def __init__(self, folder: Path, title: str, device: str, seconds: float, long: bool, save: Callable[[], None]):
@@ -121,38 +128,42 @@ class Check:
         return self._began + self._seconds - time.monotonic()
 
     def size(self, on_gpu: T, toy: T) -> T:
-        """Return `on_gpu` on a GPU, and `toy` in a rehearsal."""
+        """Return `on_gpu` for a check on a GPU, and `toy` for a rehearsal on the CPU."""
         return toy if self.device == "cpu" else on_gpu
 
     def row(self, **cells: str | int | float) -> None:
-        """Add a row to the table, with the cells by heading. Underscores in headings become spaces."""
+        """Add a row to the part's table; the cells are given by heading, in which underscores become spaces."""
         self._add("rows", {name.replace("_", " "): cell for name, cell in cells.items()})
 
     def note(self, text: str) -> None:
-        """Add a note below the table."""
+        """Add a note below the part's table."""
         self._add("notes", text)
 
     def fail(self, text: str) -> None:
-        """Add a failure, which makes the part fail. For wrong results only; a missed speed goal belongs in a row."""
+        """Add a failure, which makes the part fail.
+
+        Use this for wrong results only. A missed speed goal belongs in a row of the table.
+        """
         self._add("failures", text)
 
     def _add(self, kind: str, item: object) -> None:
-        """Add a row, note or failure, print it, and save all results."""
+        """Add an item to the rows, notes or failures, print it, and save the results of all parts."""
         self.found[kind].append(item)
         self.found["seconds"] = round(time.monotonic() - self._began)
         print(item, flush=True)
         self._save()
 
     def run(self, words: str, log: Path, seconds: float, *, on_ranks: bool = False) -> int | None:
-        """Run a Python program, and stop it with its child processes at the time limit.
+        """Run a Python program to its end, and stop it and its child processes at the time limit.
 
-        At the limit a program gets SIGINT, and SIGKILL a few seconds later. Thereby pytest reports its failures so far.
+        At the limit a program gets SIGINT, and SIGKILL a few seconds later, so that pytest can report its failures so
+        far.
 
         Args:
             words: arguments of the interpreter, separated by blanks.
-            log: file to which the output is appended.
-            seconds: time limit.
-            on_ranks: True runs four ranks of the program on the same GPU.
+            log: file to which the output of the program is appended.
+            seconds: time limit of the program.
+            on_ranks: True to run four ranks of the program on the same GPU; False to run one process.
         Returns:
             The exit code, or None if the program reached the time limit.
         """
@@ -172,11 +183,11 @@ class Check:
             return code
         finally:
             with contextlib.suppress(ProcessLookupError):
-                stop()  # kills the processes that the program has started, too
+                stop()  # also kills the processes that the program has started
 
 
 def interrupt(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt the leader of a process group, wait up to GRACE_SECONDS for its end, and kill the rest of the group."""
+    """Send SIGINT to the leader of a process group, wait up to GRACE_SECONDS for its end, and kill the whole group."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -185,13 +196,14 @@ def interrupt(process: subprocess.Popen[bytes]) -> None:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log that is not blank, "" for an empty log."""
+    """Return the last line of a log that is not blank, or "" if there is none."""
     return next((line for line in reversed(log.read_text(errors="replace").splitlines()) if line.strip()), "")
 
 
 def files_with_gpu_tests() -> list[str]:
-    """Return the test files with tests marked `gpu`. The file whose code no other part runs comes first."""
-    first = ["tests/kernels/test_implementations.py"]  # it tests kernels at large offsets
+    """Return the paths of the test files that have tests marked `gpu`, the most important file first."""
+    # this file tests kernels at large offsets, which no other part runs
+    first = ["tests/kernels/test_implementations.py"]
     found = [str(path) for path in Path("tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
     return sorted(found, key=lambda path: (path not in first, path))
 
@@ -213,11 +225,11 @@ def correct(check: Check) -> None:
 
 
 def programs(check: Check) -> None:
-    """Run programs at toy size: asynchronous saves, a resumed run, generation and all post-training objectives.
+    """Run programs at toy size: asynchronous saves, a resumed run, generation, and each post-training objective.
 
-    The programs of a stage run in parallel, so their times are longer than if they ran alone.
+    The programs of one stage run in parallel, so each takes longer than it would alone.
     """
-    # Data and flags.
+    # Write the data, and name the flags that several programs have in common.
     folder, nproc = check.folder, "--nproc 1 --log-interval 1"
     additions.write_data(folder, seed=1)
     base = f"@{ADDITIONS}_base.args --text-path {folder}/labels.jsonl --bf16 --micro-batch-size 8 {nproc}"
@@ -232,10 +244,10 @@ def programs(check: Check) -> None:
     generate = f"tools/generate.py --nproc 1 --prompt 1 2 3 --sample-tokens 8 --load {folder}"
 
     def post(objective: str, flags: str) -> str:
-        """Return the command that post-trains with an objective."""
+        """Return the command that post-trains at toy size with an objective and further flags."""
         return f"tools/post_train.py @{ADDITIONS}_{objective}.args {common} {flags}"
 
-    # The stages. Programs of one stage need checkpoints of the stages before.
+    # The stages run one after another. The programs of a stage load checkpoints that earlier stages have written.
     stages: list[dict[str, str]] = [
         {
             "async-save": f"pretrain_gpt.py {base} --train-iters 12 --exit-interval 8 --save-interval 2 --async-save",
@@ -267,7 +279,7 @@ def programs(check: Check) -> None:
         {"ppo": post("ppo", f"{trained} {sums} {few} --reward-load {folder}/reward")},
     ]
 
-    # Run them. Each must exit with 0 and log only finite losses.
+    # Run the stages. Each program must exit with 0 and log only finite losses.
     for stage in stages:
         with ThreadPoolExecutor(len(stage)) as threads:
             results = list(threads.map(partial(_run_program, check, check.left()), stage.items()))
@@ -286,9 +298,9 @@ def _run_program(check: Check, seconds: float, item: tuple[str, str]) -> tuple[s
     """Run one of the toy programs, and return its name, exit code and wall time in seconds.
 
     Args:
-        check: the part.
-        seconds: time limit.
-        item: name and command of the program.
+        check: the part, which gets no result here.
+        seconds: time limit of the program.
+        item: (name, command) of the program.
     """
     name, words = item
     trains = words.startswith(("pretrain_gpt.py", "tools/post_train.py"))
@@ -298,7 +310,7 @@ def _run_program(check: Check, seconds: float, item: tuple[str, str]) -> tuple[s
 
 
 def optimizers(check: Check) -> None:
-    """Compare three steps with each optimizer and precision on the device with the same steps on the CPU."""
+    """Compare three steps on the device with the same steps on the CPU, for each optimizer and precision."""
     log, out = check.folder / "log.txt", check.folder / "steps.json"
     words = f"-m gpu_check_workers optimizers @configs/gpt_125m.args {TOY} --tokenizer-type NullTokenizer --mock-data"
     words += f" --global-batch-size 2 --train-samples 64 --run-dir {out}"
@@ -311,7 +323,7 @@ def optimizers(check: Check) -> None:
 
 
 def kernels(check: Check) -> None:
-    """Run benchmark_kernels.py for several sizes, and add a row for each kernel."""
+    """Run benchmark_kernels.py for several tensor sizes and block sizes, and add a row for each kernel."""
     for elements, block in itertools.product(check.size(ELEMENTS, (2**12,)), (GRADIENT_BLOCK, WEIGHT_BLOCK)):
         log = check.folder / f"{elements}-{block}.txt"
         words = f"--elements {elements} --block-size {block} --device {check.device} --rounds {check.size(20, 1)}"
@@ -324,21 +336,21 @@ def kernels(check: Check) -> None:
 
 
 def training(check: Check) -> None:
-    """Train with each side (program and flags) of each case in `CASES`, and add a table row for each.
+    """Train with each side (program and flags) of each case in `CASES`, and add a row with its speed for each.
 
-    MFU counts only the model's FLOPs, without recomputation.
+    MFU counts only the FLOPs of the model, without those of recomputation.
     """
     peak, longest = peak_flops(device_name(torch.device(check.device)), torch.bfloat16), 0.0
     for name, *sides in CASES if check.long else CASES[: check.size(SHORT_CASES, 2)]:
         reference = None
         for side in sides:
-            # Skip this program if the time left is shorter than the longest run so far.
+            # Skip this side if the time left is shorter than the longest run so far.
             began, (kind, _, flags), (config, _, shape) = check.left(), side.partition(" "), name.partition(" ")
             if began < longest:
                 check.note(f"no time for {name}, {side}")
                 continue
 
-            # Train.
+            # Train with this side.
             program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_check_workers {kind}"
             words = f"@configs/{config}.args {shape} --mock-data {flags}"
             lines = train(check, f"{name} {side}", f"{program} {words}", began)
@@ -346,7 +358,7 @@ def training(check: Check) -> None:
             if not lines:
                 continue
 
-            # FLOPs of the model, speed and utilization.
+            # Compute the FLOPs per token of the model, the speed, and the utilization of the device.
             found = parse_run_config(f"{words} {check.size('', TOY)}".split(), Path(), features=FEATURES).config
             rows = found.model.padded_vocab_size((found.tokenizer.vocab_size or 1) + 1, 1)
             flops = model_flops_per_token(found.model, padded_vocab_size=rows, seq_length=found.data.seq_length or 1)
@@ -369,12 +381,13 @@ def streams(check: Check) -> None:
     """Train with several sharding configurations on four ranks of one GPU.
 
     Steps with overlap, random delays and NaN-filled freed memory on the communication streams must be bit-identical to
-    undisturbed steps without overlap. With the same optimizer, every configuration's loss must be close to ZeRO-3's.
+    undisturbed steps without overlap. Among runs with the same optimizer, each loss must be close to that of ZeRO-3.
     """
     splits = SPLITS[: 2 + check.long]
     for index, split in enumerate(splits):
         more = MORE_WAYS[: check.size(1 + 4 * check.long, 1)] if not split else ()
-        compared = ["--zero-stage 3"] if check.long or not split else []  # with the losses of ZeRO-3
+        # the losses of the other configurations are compared with ZeRO-3
+        compared = ["--zero-stage 3"] if check.long or not split else []
         ways = [*compared, OVERLAP_OFF, f"{INT8} --disturbed", *more]
         ways = [" ".join(filter(None, (way, split, "--num-layers 4"))) for way in ways]
         later = (2 + check.long) * (len(splits) - index - 1)
@@ -391,20 +404,21 @@ def streams(check: Check) -> None:
 
 
 def on_two_nodes(check: Check, program: str, ways: Sequence[str], *, later: int = 0) -> list[list[dict[str, Any]]]:
-    """Train with several configurations on 2 emulated nodes x 2 ranks, and add a row for each.
+    """Train with several configurations on 2 emulated nodes x 2 ranks of one GPU, and add a row for each.
 
     Args:
-        check: the part.
-        program: module or script that trains.
-        ways: flags of each configuration. The first one is the reference for the losses.
-        later: number of further configurations for which time must be left.
+        check: the part, which gets the rows and failures.
+        program: module or script that trains, as arguments of Python.
+        ways: flags of each configuration. The losses of the others are compared with those of the first one.
+        later: number of configurations that follow this call, for which time must be left.
     Returns:
-        The lines of metrics.jsonl of each configuration.
+        The lines of metrics.jsonl of each configuration; [] for a configuration whose training failed.
     """
     found = list[list[dict[str, Any]]]()
     for index, way in enumerate(ways):
         share = check.left() / (len(ways) - index + later)
-        share *= 1.5 if OVERLAP_OFF in way or "lossless" in way else 1.0  # the first to use their kernels compile them
+        # the first run that uses a kernel compiles it, which takes longer
+        share *= 1.5 if OVERLAP_OFF in way or "lossless" in way else 1.0
         lines = train(check, f"way {way}", f"{program} @configs/gpt_125m.args {TEXT} {way}", share, on_ranks=True)
         found.append(lines)
         if not lines:
@@ -427,8 +441,8 @@ def on_two_nodes(check: Check, program: str, ways: Sequence[str], *, later: int 
 
 
 def checkpoint(check: Check) -> None:
-    """Measure synchronous and asynchronous saves, then generation with weights on the device and on the host."""
-    # Saves during training.
+    """Measure synchronous and asynchronous saves, then generation with weights on the device and in host memory."""
+    # Save checkpoints during training, first synchronously and then asynchronously.
     model, texts = check.folder / "model", list[str]()
     for side in ("--save", "--async-save"):
         shutil.rmtree(model, ignore_errors=True)
@@ -444,7 +458,7 @@ def checkpoint(check: Check) -> None:
                 ms_of_a_step=round(1e3 * step_seconds(lines), 1),
             )
 
-    # Generation from the last checkpoint.
+    # Generate from the last checkpoint.
     for place in ("device", "host", "host --weight-bits 8", "host --weight-bits 4"):
         words = f"tools/generate.py --load {model} --nproc 1 --temperature 0 --sample-tokens {check.size(64, 4)}"
         words, left = f"{words} --weights-device {place} --prompt {' '.join(map(str, range(11, 19)))}", check.left()
@@ -464,16 +478,17 @@ def checkpoint(check: Check) -> None:
 
 
 def train(check: Check, name: str, words: str, seconds: float, *, on_ranks: bool = False) -> list[dict[str, Any]]:
-    """Run a training program within a time limit, and return the lines of its metrics.jsonl.
+    """Run a training program within a time limit, and return the lines of its metrics.jsonl as dictionaries.
 
     Args:
-        check: the part. A failure is added to it.
-        name: name of the run, used for its folder.
-        words: program and flags.
-        seconds: time limit.
-        on_ranks: True runs four ranks on the same GPU. Otherwise lines of the warm-up are left out.
+        check: the part; if the program fails, a failure is added to it.
+        name: name of the run, from which the name of its folder follows.
+        words: program and flags, separated by blanks.
+        seconds: time limit of the program.
+        on_ranks: True to run four ranks on the same GPU and return the lines of all steps. False to run one process and
+            leave out the lines of the warm-up.
     Returns:
-        The lines, [] if the program failed. A program that reaches the time limit returns the lines so far.
+        The lines with a step time; [] if the program failed. If it reaches the time limit, the lines so far.
     """
     steps, warm_up, every = (2000, 0, 1) if on_ranks else (STEPS, WARM_UP_STEPS, LOG_INTERVAL)
     steps, warm_up, every = check.size((steps, warm_up, every), (4, min(warm_up, 1), 1))
@@ -488,7 +503,7 @@ def train(check: Check, name: str, words: str, seconds: float, *, on_ranks: bool
     log, metrics, lines = folder / "log.txt", folder / "run" / "metrics.jsonl", list[dict[str, Any]]()
     code = check.run(words if on_ranks else f"{words} --nproc 1", log, seconds, on_ranks=on_ranks)
     for line in metrics.read_text().splitlines() if metrics.exists() else []:
-        with contextlib.suppress(ValueError):  # a program that was killed may leave an incomplete line
+        with contextlib.suppress(ValueError):  # a program that was killed may leave an incomplete last line
             lines.append(json.loads(line))
     lines = [line for line in lines if "step_seconds" in line and line["iteration"] > warm_up]
     if code == EXIT_USER_ERROR and FLOAT8 in words:
@@ -499,5 +514,5 @@ def train(check: Check, name: str, words: str, seconds: float, *, on_ranks: bool
 
 
 def step_seconds(lines: list[dict[str, Any]]) -> float:
-    """Return the median duration of a step."""
+    """Return the median of `step_seconds` over the lines of a metrics.jsonl."""
     return statistics.median(line["step_seconds"] for line in lines)

@@ -1,22 +1,22 @@
-"""The worker programs of gpu_check.py: `python -m gpu_check_workers baseline|pretended|optimizers|streams ...`.
+"""Run the worker programs of gpu_check.py: `python -m gpu_check_workers baseline|pretended|optimizers|streams ...`.
 
-"baseline" and "pretended" train for comparison with `pretrain_gpt.py`, with its flags and on random tokens.
+"baseline" and "pretended" train for comparison with `pretrain_gpt.py`: with the same flags, and on random tokens.
 
 baseline: a GPT-2 or Llama model in plain PyTorch, in the style of torchtitan. It uses FSDP2 on each block, bf16
 parameters, fp32 gradients, fused AdamW and clipping. Each block and the head are compiled. Query, key and value come
 from one matrix product.
 
-pretended: our training step on rank 0 of 2 nodes x 8 ranks that do not exist (torch's back end "fake"). Collectives are
-replaced by local copies of the same size on the same streams. The shards of 1/16, the hops, the queues and the kernels
-are real; only the links are not.
+pretended: this project's training step on rank 0 of 2 nodes x 8 ranks, of which only rank 0 exists (torch's back end
+"fake"). Local copies of the same size on the same streams replace the collectives. The shards of 1/16, the hops, the
+queues and the kernels are real; only the links are not.
 
 optimizers: three steps with each optimizer and precision on the device and on the CPU, from the same weights.
 
 streams: `pretrain_gpt.py` with deterministic kernels. With --disturbed it adds delays and NaN to every communication
 queue (parallel/comm_queue.py) and to the streams that submit tasks to it, to expose races:
 
-- Random delays before and after a task: a result that is read too early has the old contents.
-- Random delays of the compute before layers: a write to memory that the compute still reads comes too early.
+- Random delays before and after a task: if a result is read too early, the reader gets the old contents.
+- Random delays of the compute before layers: if memory is overwritten too early, the compute reads the new contents.
 - Memory of random sizes is allocated, filled with NaN and freed: a buffer that was freed while another stream still
   used it becomes NaN.
 """
@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.testing._internal.distributed.fake_pg import FakeStore  # this import also registers the back end "fake"
+from torch.testing._internal.distributed.fake_pg import FakeStore  # the import also registers the back end "fake"
 
 import pretrain_gpt
 from megazpp.base.program import leave, program
@@ -62,13 +62,15 @@ from megazpp.training.step import TrainStep
 from megazpp.zero.plan import plan_comm
 
 PRETENDED = Cluster(num_nodes=2, ranks_per_node=8)
-MOST_SECONDS, CYCLES_PER_SECOND = 1e-3, 1.5e9  # longest delay, and its conversion to GPU clock cycles
-POISON_ELEMENTS = (1 << 8, 1 << 12, 1 << 18, 3 << 18, 1 << 20, 3 << 20)  # torch has a separate pool above 1 MB
+# longest random delay, and the factor that turns seconds into clock cycles of the GPU
+MOST_SECONDS, CYCLES_PER_SECOND = 1e-3, 1.5e9
+# sizes on both sides of 1 MB, above which torch allocates from another pool
+POISON_ELEMENTS = (1 << 8, 1 << 12, 1 << 18, 3 << 18, 1 << 20, 3 << 20)
 RANDOM = random.Random(int(os.environ.get("RANK", "0")))
 
 
 class PlainBlock(nn.Module):
-    """A transformer layer of the baseline in plain PyTorch: [B, S, H] -> [B, S, H]."""
+    """A transformer layer of the baseline in plain PyTorch, from [B, S, H] to [B, S, H] (batch, sequence, hidden)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -80,7 +82,11 @@ class PlainBlock(nn.Module):
         self.fc1 = linear(width, (1 + config.swiglu) * config.ffn_size)
 
     def forward(self, x: torch.Tensor, rotary: torch.Tensor | None) -> torch.Tensor:
-        """Apply the layer to x. `rotary` has the cosines and sines [2, S, D] of rotary embeddings, or is None."""
+        """Apply the layer to x [B, S, H].
+
+        `rotary` holds the cosines and sines [2, S, D] of rotary embeddings for heads of size D; None for a model
+        without them.
+        """
         heads, groups, size = self.config.heads, self.config.query_groups, self.config.head_size
         qkv = self.qkv(self.norm_1(x)).unflatten(-1, (-1, size)).transpose(1, 2)  # [B, heads, S, D]
         q, k, v = qkv.split((heads, groups, groups), dim=1)
@@ -93,7 +99,7 @@ class PlainBlock(nn.Module):
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Apply rotary position embeddings to queries or keys x, [B, heads, S, D]."""
+    """Apply rotary position embeddings to queries or keys x [B, heads, S, D], given their cosines and sines [S, D]."""
     a, b = x.chunk(2, dim=-1)
     return (x * cosine + torch.cat((-b, a), dim=-1) * sine).to(x.dtype)
 
@@ -103,8 +109,8 @@ class PlainModel(nn.Module):
 
     Args:
         config: shape and style of the model.
-        rows: number of rows of the embedding, padding included.
-        length: sequence length.
+        rows: number of rows of the embedding, including padding of the vocabulary.
+        length: sequence length in tokens.
     """
 
     def __init__(self, config: GPTConfig, rows: int, length: int) -> None:
@@ -125,14 +131,17 @@ class PlainModel(nn.Module):
                 nn.init.normal_(parameter, std=config.init_method_std)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of tokens and labels [B, S]."""
+        """Return the mean cross entropy of the model's predictions from tokens [B, S] for labels [B, S]."""
         x = self.embedding(tokens) + (0.0 if self.positions is None else self.positions)
         for block in self.blocks:
             x = block(x, self.rotary)
         return self.loss(x, labels)
 
     def loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross entropy from the last layer's output x, [B, S, H]. Compiled as one function."""
+        """Return the mean cross entropy, given the last layer's output x [B, S, H] and labels [B, S].
+
+        Norm, output layer and cross entropy are in one method, so that torch.compile can fuse them.
+        """
         return F.cross_entropy(self.linear(self.norm(x)).flatten(0, 1).float(), labels.flatten())
 
 
@@ -141,7 +150,7 @@ def baseline(config: RunConfig, rows: int, data: list[MicroBatch], device: torch
 
     Args:
         config: flags with the model's shape.
-        rows: number of rows of the embedding, padding included.
+        rows: number of rows of the embedding, including padding of the vocabulary.
         data: micro-batches of each step.
         device: device of the model.
     """
@@ -151,7 +160,8 @@ def baseline(config: RunConfig, rows: int, data: list[MicroBatch], device: torch
         torchao = importlib.import_module("torchao.float8")
         recipe = torchao.Float8LinearConfig.from_recipe_name("tensorwise")
         torchao.convert_to_float8_training(model.blocks, config=recipe)
-    backend = "inductor" if device.type == "cuda" else "aot_eager"  # the rehearsal on a CPU skips code generation
+    # without a GPU, the rehearsal skips the generation of code
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
     model.loss = torch.compile(model.loss, backend=backend)  # type: ignore[method-assign]
     for block in model.blocks:
         block.compile(backend=backend)
@@ -161,7 +171,7 @@ def baseline(config: RunConfig, rows: int, data: list[MicroBatch], device: torch
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def step() -> None:
-        """Train one optimizer step."""
+        """Train one optimizer step on all micro-batches of `data`."""
         for batch in data:
             (model(batch.tokens, batch.labels) / len(data)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -172,28 +182,28 @@ def baseline(config: RunConfig, rows: int, data: list[MicroBatch], device: torch
 
 
 class CopyingAxis(MeshAxis):
-    """A mesh axis whose collectives copy this rank's data, as if all other ranks sent the same."""
+    """A mesh axis whose collectives only copy this rank's data, as if all other ranks sent the same data."""
 
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
-        """Return x repeated for each rank, in `out` if given."""
+        """Return x repeated once per rank of the axis; written into `out` if `out` is given."""
         if out is None:
             out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        own = x.clone()  # because `x` may be part of `out`
+        own = x.clone()  # a copy, because `x` may be a slice of `out`
         out.view(self.size, *x.shape).copy_(own.expand(self.size, *x.shape))
         return out
 
     def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
-        """Return the first slice of x without a sum, in `out` if given."""
+        """Return the first of the axis's slices of x, without adding anything; written into `out` if `out` is given."""
         mine = x[: x.shape[0] // self.size]
         return mine.clone() if out is None else out.copy_(mine)
 
     def all_to_all(self, x: torch.Tensor, *, of: str = "") -> torch.Tensor:
-        """Return a copy of x."""
+        """Return a copy of x, as if every other rank sent what this rank sends."""
         return x.clone()
 
 
 def pretended(config: RunConfig, rows: int, data: list[MicroBatch], device: torch.device) -> Callable[[], object]:
-    """Build our training step for one rank of a cluster that does not exist, and return a function that runs it.
+    """Build this project's training step for rank 0 of the cluster PRETENDED, and return a function that runs it.
 
     Args:
         config: flags of the run.
@@ -208,12 +218,12 @@ def pretended(config: RunConfig, rows: int, data: list[MicroBatch], device: torc
 
 
 def our_step(config: RunConfig, rows: int, dims: ParallelDims, device: torch.device) -> TrainStep:
-    """Build our training step with a new model.
+    """Build this project's training step with a newly initialized model, and return it.
 
     Args:
         config: flags of the run.
         rows: size of the vocabulary.
-        dims: mesh axes.
+        dims: mesh of the ranks.
         device: device of the model.
     """
     wire = plan_comm(config.zero, dims.layout, config.precision.param_dtype)
@@ -224,13 +234,13 @@ def our_step(config: RunConfig, rows: int, dims: ParallelDims, device: torch.dev
 
 
 def train(side: str, words: list[str]) -> None:
-    """Train with the baseline or the pretended cluster, and write the timings in the format of metrics.jsonl.
+    """Train with "baseline" or "pretended", and write the step times and the memory in the format of metrics.jsonl.
 
     Args:
         side: "baseline" or "pretended".
-        words: flags of pretrain_gpt.py.
+        words: flags of pretrain_gpt.py, which include --run-dir.
     """
-    # Flags and random data.
+    # Parse the flags, and draw random tokens as data.
     config, cuda = parse_run_config(words, Path(), features=FEATURES).config, torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     find_product(config.model, device)  # raises an error if this device does not support --fp8-format
@@ -240,7 +250,7 @@ def train(side: str, words: list[str]) -> None:
     tokens = torch.randint(rows, (samples, length + 1)).split(batches.micro_batch_size or 1)
     data = [on_device(make_micro_batch(each, eod=None), device) for each in tokens]
 
-    # The training step.
+    # Build the training step.
     if side == "baseline":
         dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
         step = baseline(config, rows, data, device)
@@ -248,7 +258,7 @@ def train(side: str, words: list[str]) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=PRETENDED.world_size)
         step = pretended(config, rows, data, device)
 
-    # Train, with a line every log interval.
+    # Train, and write a line of metrics.jsonl after every log interval.
     folder.mkdir(parents=True)
     for last in range(every, (batches.train_iters or (batches.train_samples or 0) // samples) + 1, every):
         started = time.perf_counter()
@@ -265,14 +275,14 @@ def train(side: str, words: list[str]) -> None:
 
 # ---- optimizers ----
 
-# Flags, and the largest relative difference of losses and gradient norms that rounding can cause. On a GPU the layers
-# are compiled unless the flags say otherwise.
+# Each entry has flags, and the largest relative difference of losses and gradient norms between the device and the CPU
+# that rounding can cause. On a GPU the layers are compiled unless the flags say otherwise.
 LLAMA = "--position-embedding-type rope --swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2"
 EXPERTS = f"{LLAMA} --disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 0.01"
 OPTIMIZERS = (
     ("--optimizer adam --no-bf16", 1e-3),
     ("--optimizer sgd --no-bf16 --no-compile", 1e-3),
-    ("--optimizer muon --no-bf16 --no-compile", 1e-2),  # orthogonalization computes in bf16
+    ("--optimizer muon --no-bf16 --no-compile", 1e-2),  # Muon orthogonalizes in bf16, which rounds more
     ("--optimizer adam --bf16", 3e-2),
     ("--optimizer adam --no-bf16 --fp16 --loss-scale 128 --no-compile", 3e-2),
     (f"--optimizer adam --no-bf16 --no-compile {LLAMA}", 1e-3),
@@ -283,7 +293,10 @@ OPTIMIZERS = (
 
 
 def optimizers(words: list[str]) -> None:
-    """Compare the device with the CPU for each entry of OPTIMIZERS, and write the rows as JSON to --run-dir."""
+    """Compare training steps on the device with steps on the CPU for each entry of OPTIMIZERS.
+
+    The results are written to the file that --run-dir names, as a JSON list with a dictionary for each entry.
+    """
     cuda, rows = torch.cuda.is_available(), list[dict[str, Any]]()
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     for flags, allowed in OPTIMIZERS:
@@ -297,7 +310,7 @@ def optimizers(words: list[str]) -> None:
 
 
 def _steps(config: RunConfig, device: torch.device) -> list[float]:
-    """Train three steps on random tokens, and return the loss and the gradient norm of each step in turn."""
+    """Train three steps on random tokens; return loss and gradient norm of step 1, then of step 2, then of step 3."""
     dims = ParallelDims(
         plan_dims(config.parallel, Cluster(num_nodes=1, ranks_per_node=1), zero_stage=3), device_type=device.type
     )
@@ -314,7 +327,10 @@ def _steps(config: RunConfig, device: torch.device) -> list[float]:
 
 
 def disturb() -> None:
-    """Delay the current stream (on the CPU the thread) at random, and leave freed memory that is filled with NaN."""
+    """Delay the current stream at random (on the CPU: the thread), and leave freed memory that is filled with NaN.
+
+    A missing wait then changes results: data is read too early, or freed memory is used.
+    """
     cuda, seconds = torch.cuda.is_available(), RANDOM.choice((0.0, RANDOM.random())) * MOST_SECONDS
     if cuda:
         torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
@@ -324,13 +340,13 @@ def disturb() -> None:
 
 
 def disturbed(submit: Callable[..., Work[Any]]) -> Callable[..., Work[Any]]:
-    """Return a version of a queue's `submit` that disturbs the caller before, and the queue around each task."""
+    """Wrap a communication queue's `submit` so that `disturb` runs before it, and around each task on the queue."""
 
     def submit_disturbed(queue: object, task: Callable[[], Any], **when: Any) -> Work[Any]:
-        """Submit the task with disturbances."""
+        """Disturb the submitting stream, then submit the task with disturbances around it."""
 
         def around() -> Any:
-            """Run the task between two disturbances."""
+            """Run the task between two disturbances on the queue, and return its result."""
             disturb()
             result = task()
             disturb()
@@ -343,9 +359,12 @@ def disturbed(submit: Callable[..., Work[Any]]) -> Callable[..., Work[Any]]:
 
 
 def streams() -> int:
-    """Run `pretrain_gpt.py` with deterministic kernels, and with disturbances if requested. Return its exit code."""
+    """Run `pretrain_gpt.py` with deterministic kernels and return its exit code.
+
+    The flag --disturbed adds random delays and NaN to all communication queues and before all layers.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Disable attention kernels whose backward adds in an arbitrary order, because `warn_only` does not.
+    # Disable the attention kernels whose backward adds in an arbitrary order, because `warn_only` lets them run.
     for kernel in ("cudnn", "flash", "mem_efficient"):
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
     if "--disturbed" in sys.argv:
@@ -358,7 +377,7 @@ def streams() -> int:
 
 @program
 def main(argv: list[str]) -> None:
-    """Run one of the programs. The first argument names it, the others are flags of pretrain_gpt.py."""
+    """Run the worker program that the first argument names; the other arguments are flags of pretrain_gpt.py."""
     side, *words = argv
     if side == "streams":
         sys.argv[1:] = words

@@ -1,4 +1,4 @@
-"""Test gpu_check.py: failing, hanging and killed parts, time budgets, and each part at its smallest size on a CPU."""
+"""Test gpu_check.py: failing, hanging and killed parts, time budgets, and every part at its smallest size on a CPU."""
 
 import json
 import os
@@ -36,7 +36,10 @@ def raising(check: Check) -> None:
 
 @pytest.fixture
 def run_parts(tmp_path, monkeypatch):
-    """Return a function that runs parts and returns the exit code and each part's results."""
+    """Return a function that runs gpu_check.py on the CPU with other parts than the real ones.
+
+    The function returns the exit code and the results of each part from results.json.
+    """
     monkeypatch.setattr(gpu_check, "exit_on_signals", lambda: None)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.chdir(ROOT)
@@ -99,7 +102,7 @@ def test_hanging_part_is_ended_and_a_killed_run_keeps_its_results(tmp_path):
     flags = ["--out", str(out), "--device", "cpu", "--budget-minutes", "1"]
     program = Program("-c", HANGING, *flags, folder=tmp_path)
     program.wait_for("waiting: at most 59 of 59 s")
-    program.wait_until(lambda: len(program.left_behind()) > 1)  # the part's program has started
+    program.wait_until(lambda: len(program.left_behind()) > 1)  # the program that the part runs has started
     program.process.kill()
     assert program.seconds_until_all_are_gone(10) < 10
     hung, killed = json.loads((out / "results.json").read_text())["parts"]
@@ -115,7 +118,7 @@ def check(tmp_path) -> Check:
 
 @pytest.fixture
 def forking_check(check, tmp_path, monkeypatch) -> Check:
-    """Return a check whose programs start in milliseconds."""
+    """Return a `Check` whose programs start in milliseconds, as forks of a process that has imported torch."""
     paths = os.pathsep.join(str(ROOT / name) for name in ("", "tools/benchmarks", "tests/gpu_check", "tests"))
     env = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": f"{tmp_path}/cache"}
     for name, value in env.items():
@@ -126,7 +129,7 @@ def forking_check(check, tmp_path, monkeypatch) -> Check:
 
 
 def ending(check: Check, code: int | None, text: str) -> None:
-    """Make the check's programs end with `code` and write `text` to their log."""
+    """Replace `check.run`: the programs of the part end with `code`, and their log holds `text`."""
     check.run = lambda words, log, *more, **options: log.write_text(text) and code
 
 

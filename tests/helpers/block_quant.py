@@ -1,7 +1,7 @@
 """Build messages with awkward layouts, and compare two implementations of block quantization on them.
 
-Every buffer that a function may write is filled with 0xFF bytes (NaN in every float dtype). An element that was not
-written, or a byte that was written outside the elements, makes the comparison fail.
+The functions fill every buffer that an implementation may write with 0xFF bytes (NaN in every float dtype). The
+comparison then fails if the implementation misses an element, or writes a byte outside the elements.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,13 @@ GUARD_BYTES = 32
 
 
 def layout_of(sizes: list[tuple[int, bool]], fmt: BlockFormat, itemsize: int = 4) -> MessageLayout:
-    """Lay out adjacent segments, given as (elements, is quantized), with guard bytes between them in the message."""
+    """Return the layout of a message whose segments have guard bytes between them.
+
+    Args:
+        sizes: (number of elements, True if the segment is quantized) of each segment, in order.
+        fmt: block format of the quantized segments.
+        itemsize: bytes per element of the exact segments.
+    """
     ranges, offset, start = [], GUARD_BYTES, 0
     for size, is_quantized in sizes:
         payload = offset, fmt.payload_bytes(size) if is_quantized else size * itemsize
@@ -30,14 +36,17 @@ def layout_of(sizes: list[tuple[int, bool]], fmt: BlockFormat, itemsize: int = 4
 
 
 def messages(lead: tuple[int, ...], layout: MessageLayout, device: str, *, swapped: bool) -> Tensor:
-    """Return messages [A, B, M] of 0xFF bytes; in memory they are [B, A, M] if `swapped`."""
+    """Return messages [A, B, M] whose M bytes are all 0xFF; with `swapped`, their memory order is [B, A, M]."""
     order = lead[::-1] if swapped else lead
     made = torch.full((*order, layout.message_bytes), 0xFF, dtype=torch.uint8, device=device)
     return made.transpose(0, 1) if swapped else made
 
 
 def same_nans(messages: Tensor, layout: MessageLayout, dtype: torch.dtype) -> Tensor:
-    """Return a copy in which all NaN in exact segments have the same bits, since dtype conversion may choose any."""
+    """Return a copy of the messages in which every NaN of an exact segment has the same bits.
+
+    A conversion between dtypes may choose any bits for a NaN, so two correct implementations may differ there.
+    """
     copied = messages.clone()
     for part in layout.ranges:
         if part.scales is None:
@@ -47,39 +56,55 @@ def same_nans(messages: Tensor, layout: MessageLayout, dtype: torch.dtype) -> Te
 
 
 def placed(x: Tensor, device: str, offset: int) -> tuple[Tensor, Tensor]:
-    """Return (NaN buffer, view of it that holds x), with `offset` elements before each row and guards after it."""
+    """Copy x [..., n] into a larger buffer of NaN, so that reads or writes outside the rows show.
+
+    Args:
+        x: rows to copy.
+        device: device of the buffer.
+        offset: number of NaN elements before each row; 16 more follow the row.
+
+    Returns:
+        (the whole buffer, the view of the buffer that holds x).
+    """
     *lead, n = x.shape
     buffer = torch.full((*lead, offset + n + 16), torch.nan, dtype=x.dtype, device=device)
     return buffer, buffer[..., offset : offset + n].copy_(x)
 
 
 def difficult(lead: tuple[int, ...], n: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Return CPU rows of many magnitudes with zeros, subnormals, ties, huge values, NaN and infinities."""
+    """Return [*lead, n] random rows on the CPU that are difficult for block quantization.
+
+    Successive rows have nearly equal magnitudes, zeros, subnormals, huge values, ties of the largest magnitude, ties of
+    rounding, a NaN, or an infinity.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*lead, n, generator=generator)
     for index, row in enumerate(x.flatten(0, -2) if n else ()):
         at = int(torch.randint(n, (1,), generator=generator))
         kind = (index + seed) % 8
         if kind == 0:
-            row[n // 2 :] = row[n // 2 :].sign() * torch.where(row[n // 2 :] > 1, 0.29, 0.3)  # nearly equal magnitudes
+            # nearly equal magnitudes, one of which sets the block's scale
+            row[n // 2 :] = row[n // 2 :].sign() * torch.where(row[n // 2 :] > 1, 0.29, 0.3)
         elif kind == 1:
             row.zero_()[at] = -0.0
         elif kind == 2:
-            row.mul_(1e-38)  # scales below the smallest normal
+            row.mul_(1e-38)  # the blocks' scales become smaller than the smallest normal number
         elif kind == 3:
             row.mul_(3e36).clamp_(-3.3e38, 3.3e38)
         elif kind == 4:
             row[at] = row[0] = 4.0
-            row[(at + 1) % n] = -4.0  # a tie of signs
+            # 4 and -4 are both the largest magnitude of a block, so its sign must be chosen as in the reference
+            row[(at + 1) % n] = -4.0
         elif kind == 5:
-            row.copy_(torch.randint(-8, 8, (n,), generator=generator) * 0.5)  # halves: ties of rounding
+            # multiples of 0.5, which lie halfway between two quantized values
+            row.copy_(torch.randint(-8, 8, (n,), generator=generator) * 0.5)
         else:
             row[at] = torch.nan if kind == 6 else -torch.inf
     return x.to(dtype)
 
 
 def assert_same(name: str, got: Tensor, expected: Tensor) -> None:
-    """Assert that two tensors have the same bytes, except that any NaN equals any other."""
+    """Assert that two tensors have the same bytes, where all bit patterns of NaN count as the same."""
     got, expected = (
         torch.where(x.isnan(), torch.nan, x) if x.is_floating_point() else x for x in (got.cpu(), expected)
     )
@@ -88,7 +113,14 @@ def assert_same(name: str, got: Tensor, expected: Tensor) -> None:
 
 
 def compare(run: Callable[[ModuleType, str], Iterator[Tensor]], with_: ModuleType, device: str, what: str) -> None:
-    """Assert that all results of `run` are equal on the reference and on the implementation `with_`."""
+    """Assert that an implementation of block quantization yields the same bytes as the reference.
+
+    Args:
+        run: function that takes (module of kernels, device), and yields the tensors to compare.
+        with_: implementation to compare with the reference.
+        device: device of the implementation; the reference runs on the CPU.
+        what: description of the case, for the message of a failed assertion.
+    """
     for step, (expected, got) in enumerate(zip(run(reference, "cpu"), run(with_, device), strict=True)):
         assert_same(f"result {step} of {what}", got, expected)
 
@@ -106,19 +138,20 @@ def pack_both(
     beta: float = 0.0,
     base: Tensor | None = None,
 ) -> None:
-    """Pack and unpack x [A, B, n], and compare every byte with the reference.
+    """Pack x into messages and unpack them, and compare every byte with the reference implementation.
 
     Args:
-        implementation: module to compare with the reference.
-        x: [A, B, n] on the CPU.
+        implementation: module of kernels to compare with the reference.
+        x: [A, B, n] on the CPU: A * B rows, each of which becomes one message.
         layout: message layout of one row.
         device: device on which the implementation runs.
-        dtype: dtype of exact segments in the message.
-        swapped: whether the messages' two leading dims are swapped in memory.
-        offset: number of elements before each row in its buffer.
-        steps: number of times to pack with error feedback; 0 packs once without it.
-        beta: share of the earlier error in the stored error.
-        base: [A, B, n], whose difference from x is quantized; its rows start one element later than the rows of x.
+        dtype: dtype of the exact segments in a message.
+        swapped: True to store the messages as [B, A, M] in memory instead of [A, B, M].
+        offset: number of elements before each row in its buffer, which sets the row's alignment.
+        steps: number of times to pack with error feedback; 0 packs once without error feedback.
+        beta: fraction of the earlier error in the stored error; the new error has the fraction 1 - beta.
+        base: [A, B, n], which is subtracted from x before quantization; None subtracts nothing. Its rows start one
+            element later in their buffer than the rows of x, so their alignment differs.
     """
     lead, table = x.shape[:2], range_table(layout, dtype)
 
@@ -133,7 +166,7 @@ def pack_both(
             module.pack(source, table, sent, errors if steps else None, None if base is None else subtracted, beta)
             yield same_nans(sent, layout, dtype)
             yield errors.messages
-        yield source_buffer  # must be unchanged
+        yield source_buffer  # packing must not change x or its surroundings
         yield base_buffer
         for onto in (False, True):
             buffer, out = placed(x, place, offset)
@@ -151,7 +184,18 @@ def unpack_both(
     dtype: torch.dtype,
     exact: torch.dtype,
 ) -> None:
-    """Sum parts [K, M, n] into `dtype`, with and without accumulation, and compare every byte."""
+    """Sum the rows of K messages into `dtype`, and compare every byte with the reference implementation.
+
+    The sum is written once over NaN, and then twice added to the values in the output.
+
+    Args:
+        implementation: module of kernels to compare with the reference.
+        parts: [K, M, n]: the K addends of M sums of n elements.
+        layout: message layout of one row of n elements.
+        device: device on which the implementation runs.
+        dtype: dtype of the sums.
+        exact: dtype of the exact segments in a message.
+    """
     lead, table = parts.shape[:2], range_table(layout, exact)
     received = messages(lead, layout, "cpu", swapped=True)
     reference.pack(parts, table, received)
@@ -160,7 +204,8 @@ def unpack_both(
         sent = messages(lead, layout, place, swapped=True).copy_(received)
         buffer, out = placed(torch.full((1, *parts.shape[1:]), torch.nan, dtype=dtype), place, 3)
         for onto in (False, True, True):
-            module.unpack_sum(sent.unsqueeze(1), table, out, onto_quantized=onto, onto_exact=onto)  # [K, 1, M, ..]
+            # messages [K, 1, M, bytes]
+            module.unpack_sum(sent.unsqueeze(1), table, out, onto_quantized=onto, onto_exact=onto)
             yield buffer
 
     compare(run, implementation, device, f"{len(parts)} x {layout.fmt}, n {layout.size}, {dtype}")

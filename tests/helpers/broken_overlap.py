@@ -1,4 +1,7 @@
-"""Run `gpu_check_workers streams` with an injected error: backwards end before their hops in flight have finished."""
+"""Run `gpu_check_workers streams` with an injected error: each backward ends before its last hops have finished.
+
+A test uses this program to show that the check of streams detects a missing wait.
+"""
 
 import gpu_check_workers
 

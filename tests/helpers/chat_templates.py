@@ -1,4 +1,4 @@
-"""Small chat templates, each with one feature of published templates, and conversations for them."""
+"""Chat templates, each with one feature of published templates, and conversations to render with them."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -15,7 +15,7 @@ THOUGHT = {"role": "assistant", "content": "yes", "reasoning_content": "think so
 
 
 class Chat(NamedTuple):
-    """A template with a conversation and further data columns."""
+    """A chat template with the conversation to render and the further data columns of the sample."""
 
     template: Any
     messages: list[dict[str, Any]] = TALK

@@ -1,4 +1,6 @@
-"""Replace `torchrun`, `srun` and `sbatch` on one machine: parse and check all flags of the job, and start nothing.
+"""Stand in for `torchrun`, `srun` and `sbatch` on one machine: check all flags of a job, and start nothing.
+
+A test puts this program in place of the launchers, so that it can check the launch commands of the documentation.
 
 python checked_launch.py torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --lr 1e-3 ...
 """
@@ -26,7 +28,7 @@ def main(launcher: str, *words: str) -> None:
     ranks = next((int(options[name]) for name in RANKS if name in options), RANKS_OF_THE_BATCH_SCRIPT)
     config = parse_run_config(words[place + 1 :], Path.cwd(), features=FEATURES).config
     cluster = Cluster(num_nodes=nodes, ranks_per_node=ranks)
-    if nodes == 1:  # --emulate-nodes may split it
+    if nodes == 1:  # with one node, the run's own --emulate-nodes may split the machine into several nodes
         cluster = config.detect_cluster(ranks, {})
     plan = plan_run(config, cluster, device_type="cpu")
     print(f"{launcher}: {plan.layout.describe()}")

@@ -1,4 +1,4 @@
-"""Train a tiny GPT with checkpoints, using the package's parts without its training loop."""
+"""Train a tiny GPT on CPU ranks, and save and load its checkpoints, without the package's training loop."""
 
 import dataclasses
 import functools
@@ -30,14 +30,23 @@ from megazpp.training.loop import AfterStep
 
 
 class Attempt:
-    """The parts of one attempt at a run on this rank; `flags` are CheckpointConfig's, `lines` holds the log."""
+    """One start of a run on this rank, from its build to its last step.
+
+    Args:
+        case: model, batches and parallelism of the run.
+        scale: initial loss scale; None keeps the scaler's default.
+        flags: fields of CheckpointConfig.
+
+    Attributes:
+        lines: lines that the run has logged on this rank.
+    """
 
     def __init__(self, case: Case, *, scale: float | None = None, **flags: Any) -> None:
         self.case, self.config, self.lines = case, CheckpointConfig(**flags), list[str]()
         self.progress, self.losses = TrainingProgress(), LossHistory()
         self.step, self.dims = build_step(case)
         self.diloco = build_diloco(case, self.step, self.dims)
-        self.step.scaler.scale = scale or self.step.scaler.scale  # loss scale
+        self.step.scaler.scale = scale or self.step.scaler.scale  # None keeps the initial loss scale of the scaler
         model, sharding, optimizer = self.step.model, self.step.sharding, self.step.optimizer
         values = RunValues(optimizer, self.step.scaler, self.losses)
         parts = training_parts(model, sharding, optimizer, self.dims, values, seed=case.seed)
@@ -52,7 +61,11 @@ class Attempt:
         self.saves = AfterStep(self.checkpoints.save, self.config.save_interval, at_end=True)
 
     def load(self, *, restarted: bool = False) -> TrainingProgress:
-        """Open the folder of --save, and resume from a checkpoint if the flags name one."""
+        """Open the folder of --save, resume from a checkpoint if the flags name one, and return the progress.
+
+        The progress is that of a new run if there is no checkpoint. `restarted` is True if the launcher has restarted
+        the run after a failure.
+        """
         source = choose_source(self.config, restarted=restarted)
         if self.folder is not None:
             take_folder(self.folder, self.axis, self.lines.append)
@@ -62,9 +75,10 @@ class Attempt:
         return self.progress
 
     def train(self, steps: int, *, saves: bool = True, evaluates: bool = False) -> list[tuple[float, float]]:
-        """Train up to step `steps` and return (loss, gradient norm) of each step.
+        """Train up to step `steps`, and return (loss, gradient norm) of each step that this call has trained.
 
-        With `evaluates`, the model is evaluated after each step, before it is saved.
+        With `saves`, a checkpoint is written every --save-interval steps and after the last step. With `evaluates`, the
+        model runs an evaluation after each step, before the checkpoint of the step.
         """
         case, results = self.case, []
         while self.progress.iteration < steps:
@@ -76,7 +90,8 @@ class Attempt:
             if self.diloco is not None:
                 self.diloco.count(sum(batch.loss_mask.sum() for batch in batches) * self.dims.shard.size)
                 self.diloco.after_step(now)
-            random.random(), np.random.rand()  # advances these generators as dropout and data would
+            # advance the states of these generators, so that a checkpoint must restore them
+            random.random(), np.random.rand()
             done = case.global_batch * now
             self.progress = self.progress._replace(iteration=now, consumed_samples=done, scheduled_samples=done)
             if evaluates:
@@ -93,13 +108,19 @@ class Attempt:
         model.train()
 
     def fingerprint(self) -> dict[str, str]:
-        """Hash every tensor of the state on this rank, including the states of the random generators."""
+        """Return a hash of each tensor of the training state on this rank, by the tensor's key.
+
+        The tensors include the states of the random generators. The hashes also cover the loss scaler and the losses.
+        """
         tensors = self.state.tensors(optimizer=True, rng=True)
         found = {key: digest(x) for key, x in tensors.items()}
         return found | {"scale": str(self.step.scaler.state_dict()), "losses": str(self.losses.state_dict())}
 
     def whole(self) -> dict[str, str]:
-        """Hash full weights and moments, without padding rows of the vocabulary."""
+        """Return hashes of the unsharded weights and optimizer moments, by key, to compare runs with different layouts.
+
+        Rows that pad the vocabulary and the error feedback depend on the layout, so they are left out.
+        """
         tensors = self.state.tensors(optimizer=True, rng=False)
         padded, rows = self.state.padded(tensors), self.case.vocab_size
         full = {key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in tensors.items()}
@@ -108,7 +129,16 @@ class Attempt:
 
 
 class Outcome(NamedTuple):
-    """A run's result on a rank: progress and hashes after loading, steps, hashes at the end, log, replica group."""
+    """The result of a training run on one rank, as `run` returns it.
+
+    Attributes:
+        start: progress after the checkpoint was loaded.
+        loaded: hashes of the training state at that time, by key.
+        steps: (loss, gradient norm) of each step.
+        state: hashes of the training state after the last step, by key.
+        lines: lines that the run has logged on this rank.
+        replica_group: index of this rank's replica group under DiLoCo; 0 otherwise.
+    """
 
     start: TrainingProgress
     loaded: dict[str, str]
@@ -125,7 +155,16 @@ class Outcome(NamedTuple):
 def run(
     case: Case, steps: int, *, restarted: bool = False, evaluates: bool = False, whole: bool = False, **flags: Any
 ) -> Outcome:
-    """Train up to step `steps`, resuming from a checkpoint if there is one; `whole` hashes full tensors."""
+    """Train up to step `steps`, resuming from a checkpoint if the flags name one, and return the outcome.
+
+    Args:
+        case: model, batches and parallelism of the run.
+        steps: iteration at which the run ends.
+        restarted: True if the launcher has restarted the run after a failure.
+        evaluates: True to evaluate the model after each step.
+        whole: True to hash unsharded weights and moments; otherwise the tensors of this rank are hashed.
+        flags: fields of CheckpointConfig.
+    """
     attempt = Attempt(case, **flags)
     hashes = attempt.whole if whole else attempt.fingerprint
     start, loaded, results = attempt.load(restarted=restarted), hashes(), attempt.train(steps, evaluates=evaluates)
@@ -138,12 +177,15 @@ def local_part(x: torch.Tensor) -> torch.Tensor:
 
 
 def digest(x: torch.Tensor) -> str:
-    """Hash this rank's part of `x`."""
+    """Return the hash of the bytes of `x` on this rank: of its shard if `x` is a DTensor."""
     return hashlib.sha1(local_part(x).contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def record_of(case: Case, **values: Any) -> CheckpointMetadata:
-    """Return the contents of run.json for `case` at its beginning, with `values` replaced."""
+    """Return the contents of a checkpoint's run.json for a run of `case` before its first step.
+
+    `values` replaces fields of the contents.
+    """
     flags = dataclasses.asdict(case.model) | dataclasses.asdict(case.optimizer)
     flags |= {"objective": "reward"} if case.scalar_head else {}
     known: dict[str, Any] = {"progress": TrainingProgress(), "schedule": schedule().state_dict(), "flags": flags}

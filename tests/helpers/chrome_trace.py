@@ -1,4 +1,4 @@
-"""Reader of the trace files that --timeline-step writes."""
+"""Read the trace files that --timeline-step writes, in the format of Chrome's trace viewer."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,10 @@ from megazpp.parallel.timeline import Span
 
 
 def read_chrome_trace(path: Path) -> dict[str, list[Span]]:
-    """Return the spans of each rank by the rank's name, in rank order."""
+    """Return each rank's spans (intervals of time with a name), in the order of the file.
+
+    The keys are the ranks' names in the trace, in rank order.
+    """
     events = json.loads(path.read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     spans: dict[str, list[Span]] = {names[rank]: [] for rank in sorted(names)}

@@ -1,4 +1,4 @@
-"""A run context for testing one part of a run alone."""
+"""Build the context of a training run, for a test of one part of the run alone."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,10 @@ from megazpp.training.context import Console, RunContext, RunFolder
 
 
 def context(dims: Any, folder: str | Path | None = None) -> tuple[RunContext, list[str]]:
-    """Return the context of a CPU run, which rank 0 records in `folder`, and the lines logged on this rank."""
+    """Return the context of a training run on a CPU, and the list to which this rank's log lines are appended.
+
+    Rank 0 writes the records of the run to `folder`; None writes no records.
+    """
     console, lines = Console(enabled=False), list[str]()
     console.log = lambda text, *, short=None: lines.append(text)
     recorded = None if folder is None or dims.world.rank != 0 else RunFolder(folder)

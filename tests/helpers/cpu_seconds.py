@@ -1,7 +1,7 @@
 """Measure the CPU seconds of each test file, and fail a run in which a file takes more than a limit.
 
 `MEGAZPP_FILE_SECONDS=10 python -m pytest` sets the limit and prints the most expensive files; `inf` only prints them.
-The seconds include all processes that a file's tests use: pytest, shared rank workers and started programs. They
+The seconds include all processes that a file's tests use: pytest, the shared rank workers and started programs. They
 hardly depend on how busy the machine is, but a slower machine needs a larger limit.
 """
 
@@ -18,7 +18,10 @@ SHOWN = 30
 
 
 class FileSeconds:
-    """Pytest plugin. Each worker of pytest-xdist counts its files, and the main process adds the counts."""
+    """Pytest plugin that adds up the CPU seconds of each test file.
+
+    Each worker process of pytest-xdist counts the files that it runs. The main process adds the counts of all workers.
+    """
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
@@ -26,13 +29,14 @@ class FileSeconds:
         self.last = 0.0
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        if session.items:  # the main process has none if there are workers
+        if session.items:  # with pytest-xdist, the main process runs no tests and has no items
             self._charge("imports and collection")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[Any]:
         result = yield
-        if nextitem is None or nextitem.path != item.path:  # reading all processes takes milliseconds
+        # only after the last test of a file, because reading the times of all processes takes milliseconds
+        if nextitem is None or nextitem.path != item.path:
             self._charge(item.nodeid.partition("::")[0])
         return result
 
@@ -61,20 +65,21 @@ class FileSeconds:
             terminalreporter.line(f"ERROR {took}, more than {LIMIT}={self.limit:g} allows: mark its long tests slow")
 
     def too_long(self) -> list[str]:
-        """Return the files that took more than the limit."""
+        """Return the names of the test files that took more CPU seconds than the limit."""
         return [name for name, seconds in self.seconds.items() if seconds > self.limit and name.endswith(".py")]
 
 
 def tree_seconds() -> float:
-    """Return the CPU seconds of this process and all its descendants, except the fork server's own.
+    """Return the CPU seconds of this process and all its descendants, except the own seconds of the fork server.
 
-    The fork server imports modules in the background, which is no single file's work.
+    The fork server of `multiprocessing` imports modules in the background, which is not the work of one test file.
     """
     me, total = psutil.Process(), 0.0
     for process in (me, *me.children(recursive=True)):
         try:
             times = process.cpu_times()
-        except psutil.NoSuchProcess:  # its parent has counted it, or will
+        # the process has just ended, so its parent counts its seconds among those of its children
+        except psutil.NoSuchProcess:
             continue
         total += times.children_user + times.children_system
         if process.pid != forkserver._forkserver._forkserver_pid:

@@ -1,18 +1,18 @@
 """Simulate DiLoCo's replica groups in one process, as the unquantized reference for runs on several ranks.
 
 This is DiLoCo (arXiv 2311.08105) by fragments of the model, which may be sent while later steps run (Streaming
-DiLoCo, arXiv 2501.18512). Legend: H iterations between two sends of a fragment, F fragments, R the groups' common copy
-of the outer weights, x a group's own weights. After the optimizer step of iteration t, counted from 1, for
+DiLoCo, arXiv 2501.18512). Legend: H iterations between two sends of a fragment, F fragments, R the outer weights that
+all groups have in common, x the weights of one group. After the optimizer step of iteration t, counted from 1, for
 each fragment:
 
-    merge   if it was sent `delay` iterations ago:        x = alpha x + (1 - alpha) R
-    send    if t % H == ((fragment + 1) * H // F) % H:    sum over groups of share * (R - x) -> difference
+    merge   if the fragment was sent `delay` iterations ago:   x = alpha x + (1 - alpha) R
+    send    if t % H == ((fragment + 1) * H // F) % H:    sum over groups of fraction * (R - x) -> difference
                 momentum = outer_momentum * momentum + difference
                 R = R - outer_lr * (difference + outer_momentum * momentum)                 (Nesterov)
-    merge   at once if the delay is 0
+    merge   in the same iteration if the delay is 0
 
-A group's share is its part of the tokens since the last send of the fragment. After the last iteration every
-fragment is sent, and x = R on all groups.
+The fraction of a group is its number of tokens since the last send of the fragment, divided by that of all groups.
+After the last iteration every fragment is sent, and x = R on all groups.
 """
 
 from collections.abc import Sequence
@@ -24,18 +24,18 @@ from megazpp.diloco.config import DilocoPlan
 
 
 class ReplicaGroups:
-    """Models of replica groups, with equal initial weights, that train separately and are averaged in `after_step`.
+    """The models of DiLoCo's replica groups in one process; `after_step` averages their weights.
 
-    Training loops and optimizers belong to the caller.
+    The caller trains the models, each with its own optimizer. The models have equal initial weights.
 
     Args:
         models: one model per replica group.
         fragments: parameter names of each fragment; every parameter is in one fragment.
-        plan: intervals, delay and outer optimizer.
+        plan: synchronization interval, delay and outer optimizer of DiLoCo.
 
     Attributes:
-        common: R by parameter name.
-        momentum: the outer optimizer's momentum by parameter name.
+        common: outer weights, which all groups have in common, by parameter name.
+        momentum: momentum of the outer optimizer, by parameter name.
     """
 
     def __init__(self, models: Sequence[nn.Module], fragments: Sequence[Sequence[str]], plan: DilocoPlan) -> None:
@@ -44,11 +44,18 @@ class ReplicaGroups:
         assert sorted(name for fragment in fragments for name in fragment) == sorted(self._weights[0])
         self.common = {name: weight.clone() for name, weight in self._weights[0].items()}
         self.momentum = {name: torch.zeros_like(weight) for name, weight in self.common.items()}
-        self._tokens = [[0.0] * len(models) for _ in fragments]  # since the fragment was sent
+        # tokens of each group since the fragment was last sent, per fragment
+        self._tokens = [[0.0] * len(models) for _ in fragments]
         self._merge_at: list[int | None] = [None for _ in fragments]
 
     def after_step(self, iteration: int, tokens: Sequence[float], *, last: bool = False) -> None:
-        """Merge and send the fragments that are due after an optimizer step; `tokens` has a count for each group."""
+        """Merge and send the fragments whose time has come after the optimizer step of `iteration`.
+
+        Args:
+            iteration: number of the step, counted from 1.
+            tokens: number of tokens on which each group has trained in this step.
+            last: True after the last step of the run, when every fragment is sent and merged.
+        """
         plan, count = self.plan, len(self.fragments)
         for index, counted in enumerate(self._tokens):
             self._tokens[index] = [before + new for before, new in zip(counted, tokens, strict=True)]

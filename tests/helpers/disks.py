@@ -1,4 +1,4 @@
-"""Small or read-only file systems, mounted as tmpfs in tests that may mount."""
+"""Mount small or read-only file systems as tmpfs, for tests of full and write-protected disks."""
 
 import subprocess
 from collections.abc import Iterator
@@ -10,7 +10,10 @@ import pytest
 
 @contextmanager
 def small_disk(path: Path, size: str) -> Iterator[Path]:
-    """Mount an empty file system of `size` ("64k", "1m") at `path`; skip the test if mounting is not allowed."""
+    """Mount an empty tmpfs of `size` ("64k", "1m") at `path`, and unmount it at the end of the context.
+
+    The test is skipped if this process may not mount file systems.
+    """
     path.mkdir(parents=True, exist_ok=True)
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True)
     if mounted.returncode != 0:
@@ -22,5 +25,5 @@ def small_disk(path: Path, size: str) -> Iterator[Path]:
 
 
 def make_read_only(disk: Path) -> None:
-    """Remount the file system of `small_disk` as read-only."""
+    """Remount as read-only a file system that `small_disk` has mounted at `disk`."""
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)

@@ -1,7 +1,7 @@
-"""Dry run of a post-training: a step of all its models on fake tensors, for comparisons with the planner.
+"""Dry run of post-training: run an optimizer step of all its models on fake tensors, to compare with the planner.
 
-The step is the program's own: the policy or its adapters on a frozen base, the objective, and the forwards of reference
-and reward model. No completions are sampled.
+The step is the program's own: the policy or its adapters on a frozen base, the objective, and the forwards of the
+reference model and of the reward model. No completions are sampled.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ from megazpp.zero.config import CommPlan, ZeroConfig
 
 
 class PostDryRun(NamedTuple):
-    """The bytes that one rank sends and holds in a step.
+    """The bytes that one rank sends and holds in an optimizer step of post-training, as counted and as planned.
 
     Attributes:
-        sent: calls and bytes by (wire, axis, collective).
-        live_bytes: peak bytes of tensors.
-        planned: estimates of the phases; a dry run does not include the phase drawing.
-        base_bytes: bytes of the frozen base.
-        trained: number of trained parameters of a tp rank.
+        sent: counted calls and bytes of the step by (wire, axis, collective).
+        live_bytes: bytes of all tensors at the memory peak.
+        planned: planner's memory estimate of each phase. A dry run does not include the phase "drawing", which samples
+            completions.
+        base_bytes: bytes of the packed base weights under LoRA; 0 without LoRA.
+        trained: number of trained parameters of a tensor-parallel rank.
     """
 
     sent: TrafficTable
@@ -53,18 +54,18 @@ class PostDryRun(NamedTuple):
 
     @property
     def planned_bytes(self) -> int:
-        """The estimated peak bytes of the phases that a dry run includes."""
+        """The planner's estimate of the peak bytes, over the phases that a dry run includes."""
         return max(kinds.total() for name, kinds in self.planned.items() if name != "drawing")
 
 
 def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *, rank: int) -> PostDryRun:
-    """Estimate an optimizer step of `rank`, and run it with fake tensors.
+    """Plan one optimizer step of post-training on `rank`, run it with fake tensors, and return both results.
 
     Args:
         config: flags of the run, with --vocab-size.
-        configs: flags of the post-training, without streamed models.
+        configs: flags of the post-training; they may not ask for streamed weights.
         cluster: cluster of the run.
-        rank: global rank to run.
+        rank: global rank whose part of the step this process runs.
     """
     plan = plan_on_cpus(config, cluster)
     post, lora, base_bytes, trained = configs.training, configs.lora, 0, 0
@@ -121,7 +122,16 @@ def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *,
 
 
 def _fake_batch(post: PostTrainingConfig, rows: int, seq_length: int) -> PairBatch | RolloutBatch:
-    """Return a batch of pairs or completions for the objective."""
+    """Return a micro-batch of zeros and ones in the form that the objective needs.
+
+    Args:
+        post: flags of the post-training, which name the objective.
+        rows: number of rows of the micro-batch.
+        seq_length: tokens per row.
+
+    Returns:
+        Pairs for objectives that compare two answers, or completions for those that sample, such as GRPO and PPO.
+    """
     tokens, numbers = torch.zeros(rows, seq_length, dtype=torch.int64), torch.ones(rows, seq_length)
     inputs = (tokens, tokens, numbers, tokens, None)
     if not post.draws:
@@ -141,7 +151,19 @@ def _frozen(
     trained: str | tuple[()] = (),
     bits: int | None = None,
 ) -> tuple[GPTModel, FrozenUnits]:
-    """Build a model of frozen units, except parameters whose names begin with `trained`."""
+    """Build a model whose weights are frozen and packed, for a reference model, a reward model or the base of LoRA.
+
+    Args:
+        dims: mesh of the run.
+        axis: axis over which the frozen weights are sharded.
+        fake: mode in which tensors have shapes but no memory.
+        spec: description of the model.
+        trained: prefix of the names of parameters that stay trainable; () freezes all.
+        bits: bits per value of the packed weights; None keeps the compute dtype.
+
+    Returns:
+        (the model, its frozen units).
+    """
     model = model_on_meta(spec, dims, CPU, whole_experts=True)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 

@@ -1,15 +1,15 @@
-"""Dry run: run one optimizer step of one rank without a cluster, for comparisons with the planner.
+"""Dry run: run one optimizer step of one rank without a cluster, to compare its traffic and memory with the planner.
 
-The mesh, the model, FSDP2 with this project's collectives, and the step run as in training. Of many micro-batches only
-the first, a middle one and the last are run. With local steps, a synchronization of all fragments follows. Two things
-are replaced:
+The mesh, the model, FSDP2 with this project's collectives, and the step run as in training. Of many micro-batches, the
+dry run executes only the first, a middle one and the last. Under DiLoCo, a synchronization of all fragments follows.
+Two things are replaced:
 
 - Process groups use torch's back end "fake", which sends nothing.
 - Tensors have shapes but no memory (FakeTensorMode). `.item()` returns 1.
 
-The plan assumes a CPU as well. The bytes sent are the same on every device. RMSNorm and attention with dropout keep the
-same tensors as CUDA's kernels. Data loading, checkpoints and the verification of gathered weights do not run. With
---reset-attention-mask every sample is one document, and attention uses a mask, as on a CPU.
+The plan assumes a CPU as well. The bytes sent are the same on every device. RMSNorm and attention with dropout save the
+same tensors for backward as CUDA's kernels. Data loading, checkpoints and the verification of gathered weights do not
+run. With --reset-attention-mask every sample is one document, and attention uses a mask, as on a CPU.
 """
 
 from __future__ import annotations
@@ -58,18 +58,19 @@ from megazpp.training.setup import ShardedModel, model_on_meta, shard_built
 from megazpp.training.step import TrainStep
 
 CPU = torch.device("cpu")
-LOSS_BYTES = 4  # bytes of a micro-batch's loss, which is kept until the end of the step
+LOSS_BYTES = 4  # a micro-batch's loss takes these bytes until the end of the step
 
 
 class DryTask(NamedTuple):
-    """The part of a dry run that depends on the kind of training.
+    """The part of a dry run that depends on the kind of training: pretraining or an objective of post-training.
 
     Attributes:
         built: sharded model on fake tensors.
-        batch: micro-batch, the same for all micro-batches.
-        objective: objective of the training; None for the loss of a language model. Its metrics are not computed,
-            because fake tensors have no values.
-        before_step: function that is called before each step, for forwards of other models.
+        batch: micro-batch; all micro-batches of a step are this one.
+        objective: objective of the training; None for the loss of a language model. The dry run does not compute the
+            objective's metrics, because fake tensors have no values.
+        before_step: function that is called before each counted step, to run forwards of the reference and reward
+            models.
     """
 
     built: ShardedModel
@@ -85,8 +86,8 @@ class DryRun(NamedTuple):
     """Result of a dry run: planned and counted communication and memory of one optimizer step of one rank.
 
     Attributes:
-        planned: planned calls and bytes of the step, and of a DiLoCo synchronization ({} without local steps).
-        counted: counted calls and bytes of both.
+        planned: planned calls and bytes of the step, and of a DiLoCo synchronization ({} without DiLoCo).
+        counted: counted calls and bytes of the step, and of a DiLoCo synchronization.
         memory: planned bytes by kind at the memory peak.
         live_bytes: counted bytes of all tensors at the memory peak.
     """
@@ -98,12 +99,12 @@ class DryRun(NamedTuple):
 
 
 def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
-    """Plan one optimizer step of a rank, and run it with fake tensors.
+    """Plan one optimizer step of a rank, run it with fake tensors, and return both results.
 
     Args:
         config: flags of the run, with --vocab-size.
         cluster: cluster of the run.
-        rank: global rank to run.
+        rank: global rank whose part of the step this process runs.
     """
     plan = plan_on_cpus(config, cluster)
     simulator = build_step_simulator(config, plan, device_type=CPU.type, rank=rank, on_cpu=True)
@@ -121,15 +122,18 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
 
 
 def plan_on_cpus(config: RunConfig, cluster: Cluster) -> RunPlan:
-    """Return the plan of a run on CPUs, with the planner's choice for --zero-weight-delta auto."""
+    """Return the plan of a run on CPUs; the planner resolves `--zero-weight-delta auto` to one of its other values."""
     choice = Estimator(cluster, device_type=CPU.type).choose_weight_delta(config)
     return plan_run(config, cluster, device_type=CPU.type, weight_delta=choice)
 
 
 @contextmanager
 def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
-    """Make this process, inside the context, `rank` of a job whose other `world_size` - 1 ranks do not exist."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the back end
+    """Make this process `rank` of a job inside the context; the other `world_size` - 1 ranks do not exist.
+
+    Collectives use torch's back end "fake", which returns at once and sends nothing.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # this import registers the back end "fake"
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
@@ -139,7 +143,7 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 
 
 def language_model_task(config: RunConfig, plan: RunPlan, built: ShardedModel) -> DryTask:
-    """Return the task of pretraining: the model `built`, and a micro-batch of the run's size."""
+    """Return the dry run's task for pretraining: the model `built`, and a micro-batch of zeros in the run's size."""
     seq_length = config.data.seq_length
     assert seq_length is not None
     samples = torch.zeros(plan.batches.micro_batch_size, seq_length + 1, dtype=torch.int64)
@@ -153,16 +157,19 @@ def language_model_task(config: RunConfig, plan: RunPlan, built: ShardedModel) -
 def count_step(
     config: RunConfig, plan: RunPlan, rank: int, make_task: MakeTask
 ) -> tuple[tuple[TrafficTable, TrafficTable], int]:
-    """Run a step of one micro-batch, which creates moments and error feedback, and then the step that is counted.
+    """Run the optimizer step of a dry run on fake tensors, and count its traffic and its peak memory.
+
+    A step of one micro-batch comes first. It creates the optimizer's moments and the error feedback, and is not
+    counted.
 
     Args:
         config: flags of the run.
         plan: layout, wire formats and batch sizes of the run.
-        rank: global rank to run.
-        make_task: function that builds the model and a micro-batch.
+        rank: global rank whose part of the step this process runs.
+        make_task: function that builds the model, a micro-batch and the objective.
 
     Returns:
-        ((communication of the step, communication of a DiLoCo synchronization), bytes at the memory peak).
+        ((traffic of the step, traffic of a DiLoCo synchronization), bytes of all tensors at the memory peak).
     """
     # ---- model
     vocab_size = config.tokenizer.vocab_size
@@ -172,7 +179,7 @@ def count_step(
     if config.model.fp8_format is not None:
         spec = dataclasses.replace(spec, product=SIMULATED_FLOAT8)
     with fake_ranks(rank, plan.layout.cluster.world_size):
-        # no threads in queues: FakeTensorMode applies only to the thread that enters it
+        # No threads run the communication queues, because FakeTensorMode applies only to the thread that enters it
         dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)
         task = make_task(spec, dims, fake)
         if task.objective is not None:
@@ -191,21 +198,23 @@ def count_step(
                 clip_grad=config.optimizer.clip_grad,
                 objective=task.objective,
             )
-            # ---- a first step, and DiLoCo's messages that are in flight
+            # ---- the first step, which is not counted; it leaves DiLoCo's messages in flight
             step([task.batch], learning_rate=1.0, weight_decay=0.0, iteration=1)
             if replica_groups is not None:
                 _send_what_is_under_way(replica_groups)
-            # ---- the counted steps: with many micro-batches, the difference between two steps gives the cost of one
+            # ---- the counted steps. If there are too many micro-batches to run, two steps with one micro-batch more in
+            # the second are run. The cost of each micro-batch that is left out is the difference between these two
+            # steps
             micro_batches = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
             rest, sent = max(micro_batches - SIMULATED_MICRO_BATCHES, 0), []
             for count in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES) if rest else (micro_batches,):
                 before = dims.counter.table()
-                gc.collect()  # building a model leaves reference cycles that hold tensors
+                gc.collect()  # free earlier models, whose reference cycles hold tensors that would count as memory
                 live.peak = 0
                 task.before_step()
                 step([task.batch] * count, learning_rate=1.0, weight_decay=0.0, iteration=1)
                 sent.append(traffic_between(before, dims.counter.table()))
-            # ---- synchronization of replica groups
+            # ---- synchronization of DiLoCo's replica groups
             before = dims.counter.table()
             if replica_groups is not None:
                 replica_groups.finish()
@@ -214,11 +223,15 @@ def count_step(
 
 
 def _send_what_is_under_way(replica_groups: ReplicaGroups) -> None:
-    """Bring DiLoCo's outer weights to the state with the most bytes of messages in flight during a step."""
+    """Call DiLoCo's synchronization until as many bytes of its messages are in flight as ever during a step.
+
+    A delay of 0 leaves no messages in flight, so nothing is done.
+    """
     plan = replica_groups.plan
     if plan.delay:
         _, last = most_under_way(replica_groups.fragments, plan)
-        for turn in range(1, plan.fragments + last + 2):  # each fragment once, and then again up to `last`
+        # send each fragment once, and then again the fragments up to index `last`
+        for turn in range(1, plan.fragments + last + 2):
             replica_groups.after_step(turn * plan.steps // plan.fragments)
 
 
@@ -237,7 +250,10 @@ class AttentionDropout(TorchFunctionMode):
 
 
 class FakeScalars(TorchDispatchMode):
-    """Dispatch mode in which `.item()` of a fake tensor returns 1 and `equal` returns True."""
+    """Dispatch mode in which `.item()` of a fake tensor returns 1, and `torch.equal` returns True.
+
+    Fake tensors have no values, so both calls would fail otherwise.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -250,12 +266,13 @@ class FakeScalars(TorchDispatchMode):
 class PeakBytes(TorchDispatchMode):
     """Dispatch mode that measures the memory peak of all tensors that operations of this thread read or write.
 
-    FSDP2 frees storages by resizing them, which no operation shows. Therefore the mode keeps an upper bound that only
-    grows. When the bound exceeds the peak, it reads the sizes of all storages again.
+    FSDP2 frees storages by resizing them, and a dispatch mode does not see a resize. Therefore the mode keeps an upper
+    bound of the bytes in use, which only grows. When the bound exceeds the peak, the mode reads the sizes of all
+    storages again, which gives the exact bytes.
 
     Attributes:
-        peak: most bytes in use at once since the attribute was set to 0.
-        fullest: bytes of each storage at the peak, by the storage's `_cdata`.
+        peak: most bytes in use at once since a caller last set this attribute to 0.
+        fullest: bytes of each storage when `peak` was reached, by the storage's `_cdata`.
     """
 
     def __init__(self) -> None:
@@ -268,7 +285,7 @@ class PeakBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result)):
             tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
-            # `isinstance` first, because reading the device of a fake tensor is slow
+            # Test the type first, because reading the device of a fake tensor is slow
             if isinstance(tensor, FakeTensor) or (isinstance(tensor, torch.Tensor) and tensor.device.type != "meta"):
                 storage = tensor.untyped_storage()
                 grown = storage.nbytes() - self._sizes.get(storage, 0)

@@ -1,4 +1,4 @@
-"""Guards for a training step, and injected NaN in its model."""
+"""Attach the guard against NaN and loss spikes to a training step, and inject NaN into the step's model."""
 
 import itertools
 from pathlib import Path
@@ -16,7 +16,15 @@ from megazpp.training.step import LaunchedStep, TrainStep
 
 
 def guarded(step: TrainStep, case: Case, folder: Path | None, *, waits: bool = False, **settings: bool) -> None:
-    """Attach a guard to the step; with `waits` it also detects loss spikes, which needs the loss before the update."""
+    """Attach the guard against NaN to a training step, as a run with --run-dir `folder` has it.
+
+    Args:
+        step: training step that gets the guard.
+        case: batch sizes of the run.
+        folder: run folder in which the guard records anomalies; None records nothing.
+        waits: True to detect loss spikes too. The step must then wait for the loss before it updates the weights.
+        settings: further keyword arguments of `Guard`.
+    """
     size = case.global_batch // step.dims.data_size // case.micro_batches
     batches = BatchConfig(micro_batch_size=size, global_batch_size=case.global_batch, train_iters=10)
     plan = plan_batches(batches, data_parallel_size=step.dims.data_size)
@@ -31,7 +39,7 @@ def launch(step: TrainStep, case: Case, index: int) -> LaunchedStep:
 
 
 def state(step: TrainStep) -> dict[str, str]:
-    """Hash every tensor of this rank's weights, buffers and moments."""
+    """Return a hash of each of this rank's weights, buffers and optimizer moments, by name."""
     found = {name: digest(buffer) for name, buffer in step.model.named_buffers()}
     for name, parameter in step.model.named_parameters():
         tensors = {"weight": parameter.detach(), **step.optimizer.state.get(parameter, {})}
@@ -40,7 +48,7 @@ def state(step: TrainStep) -> dict[str, str]:
 
 
 def poison_gradient(module: torch.nn.Module) -> RemovableHandle:
-    """Make one element of the gradient of the module's weight NaN in each backward."""
+    """Make one element of the gradient of the module's weight NaN in each backward; return the hook's handle."""
 
     def poison(gradient: torch.Tensor) -> torch.Tensor:
         local_part(gradient).view(-1)[5] = float("nan")
@@ -50,6 +58,6 @@ def poison_gradient(module: torch.nn.Module) -> RemovableHandle:
 
 
 def poison_output(module: torch.nn.Module, when: int) -> RemovableHandle:
-    """Make the module's output NaN in its call number `when`."""
+    """Make the module's output NaN in call number `when`, counted from 1; return the hook's handle."""
     call = itertools.count(1)
     return module.register_forward_hook(lambda m, inputs, output: output * torch.nan if next(call) == when else output)

@@ -1,12 +1,12 @@
-"""A `python` command that starts in milliseconds by forking a process that has already imported torch.
+"""A `python` command that starts in milliseconds: a server that has already imported torch forks for each program.
 
-The fork has the caller's arguments, folder, environment and open files. Workers that the program starts by
-`sys.executable` are forks too. Signals and process groups reach only the client, so tests of how jobs end use the
-real Python.
+The fork has the caller's arguments, working directory, environment and open files. Workers that the program starts by
+`sys.executable` are forks too. Signals and process groups reach only the client process that the caller has started,
+so tests of how jobs end use the real Python.
 
     command: python tools/x.py --flag     (a small client, below)
         connects and sends its files   --> server: forks; the child becomes the program
-        waits for the exit code        <-- server: waits in a thread for the child, which ends with its client
+        waits for the exit code        <-- server: waits in a thread for the child; kills the child if the client ends
 """
 
 import atexit
@@ -42,7 +42,7 @@ with socket.socket(socket.AF_UNIX) as server:
 
 @functools.cache
 def forked_python() -> Path:
-    """Return the path of the command. Its server starts at first use and ends with the tests."""
+    """Return the path of the command that forks. Its server starts at the first call and ends with the tests."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     client, address = Path(folder.name) / "python", f"{folder.name}/socket"
@@ -56,24 +56,28 @@ def forked_python() -> Path:
 
 
 def end_with_tests() -> None:
-    """Kill this process group when the tests have ended, which closes the other end of standard input."""
+    """Wait until the tests have ended, then kill the process group of this server.
+
+    The pytest process holds the other end of standard input, so that the read returns when that process ends.
+    """
     os.read(0, 1)
     os.killpg(0, signal.SIGKILL)
 
 
 def serve(address: str) -> None:
-    """Import the modules, then fork for every connection."""
+    """Import the slow modules once, then fork for every client that connects to the Unix socket at `address`."""
     threading.Thread(target=end_with_tests, daemon=True).start()
     sys.path.remove(str(Path(__file__).parent))
     gc.disable()
     for name in ("pretrain_gpt", "torch._dynamo", "transformers", "sentencepiece"):
         __import__(name)
-    gc.freeze()  # garbage collection in a fork then skips these objects, so their pages stay shared
+    # garbage collection in a fork then skips these objects, so the fork shares their memory pages with the server
+    gc.freeze()
     gc.enable()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
-        os.write(1, b"!")  # the server is ready
+        os.write(1, b"!")  # tell `forked_python` that the server accepts connections
         while True:
             connection, _ = listener.accept()
             _, files, _, _ = socket.recv_fds(connection, 1, 3)
@@ -91,7 +95,10 @@ def serve(address: str) -> None:
 
 
 def answer(child: int, connection: socket.socket) -> None:
-    """Send the exit code, as a shell reports it. If the client has disconnected, kill its program."""
+    """Send the exit code of the forked child to its client, as a shell reports it.
+
+    If the client disconnects first, kill the child, because the caller has ended the program.
+    """
     ended = os.pidfd_open(child)
     if ended not in select.select([ended, connection], [], [])[0]:
         os.kill(child, signal.SIGKILL)
@@ -103,7 +110,14 @@ def answer(child: int, connection: socket.socket) -> None:
 
 
 def become(words: list[str], cwd: str, env: dict[str, str], files: list[int]) -> None:
-    """Turn this process into the program that `python words...` would run; never return."""
+    """Turn this forked process into the program that `python words...` would run; never return.
+
+    Args:
+        words: path of the program or "-m" and a module, then the program's arguments.
+        cwd: working directory of the client.
+        env: environment of the client.
+        files: descriptors of the client's standard input, output and error.
+    """
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
@@ -112,8 +126,9 @@ def become(words: list[str], cwd: str, env: dict[str, str], files: list[int]) ->
     os.environ.update(env)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     if LAUNCHER_PID in env:
-        os.environ[LAUNCHER_PID] = str(os.getppid())  # a worker ends with its parent, here the server
-    tempfile.tempdir = None  # forget the server's
+        # a worker ends when this process ends; the parent of a fork is the server
+        os.environ[LAUNCHER_PID] = str(os.getppid())
+    tempfile.tempdir = None  # forget the server's folder for temporary files, so that the client's TMPDIR applies
     code = 0
     try:
         if words[0] == "-m":
@@ -132,7 +147,7 @@ def become(words: list[str], cwd: str, env: dict[str, str], files: list[int]) ->
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a normal exit with torch takes a second
+    os._exit(code)  # skips the normal exit, which takes a second once torch is imported
 
 
 if __name__ == "__main__":

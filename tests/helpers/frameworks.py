@@ -1,15 +1,16 @@
-"""Train in several frameworks on plain FSDP2 and with `megazpp.zeropp`, in several scenarios each.
+"""Train in several frameworks (accelerate, torchtitan, Trainer, TRL) on plain FSDP2 and with ZeRO++, and compare.
 
-A scenario defines additional actions around the steps of a training. A framework is a function that trains a small
-Llama on FSDP2 and calls the scenario's methods, in callbacks if the framework has its own loop. `compare` runs one
-combination on the ranks of ranks.py.
+A scenario defines additional actions around the steps of a training, such as an evaluation between micro-batches. A
+framework is a function that trains a small Llama on FSDP2 and calls the scenario's methods, in callbacks if the
+framework has its own loop. `compare` runs one framework with one scenario on the ranks of helpers/ranks.py.
 
 Two cases are not covered:
 
 - Ranks that call different layers. Plain FSDP2 would pair collectives of different layers, and time out or mix up
   weights of equal shape. In "layer drop by rank" all ranks call all layers instead.
-- A discarded first micro-batch in accelerate, the Trainer or TRL. They accumulate with `set_requires_gradient_sync`,
-  so FSDP2 keeps these gradients over `zero_grad`. "discarded batch" compares this, and discards a whole step.
+- A discarded first micro-batch in accelerate, the Trainer or TRL. These frameworks accumulate with
+  `set_requires_gradient_sync`, so FSDP2 keeps the gradients over `zero_grad`. The scenario "discarded batch" checks
+  that ZeRO++ keeps them as well, and discards the gradients of a whole step.
 """
 
 import copy
@@ -42,15 +43,15 @@ Connect = Callable[[nn.Module], Any]
 
 
 class Training:
-    """One training in a framework on this rank.
+    """One training of a small Llama in a framework on this rank, with the actions of a scenario.
 
     Args:
-        scenario: actions around the steps.
-        evaluate: function that returns the mean loss of an evaluation.
+        scenario: actions around the steps of the training.
+        evaluate: function that runs an evaluation and returns its mean loss.
 
     Attributes:
-        model: the model that FSDP2 has wrapped; set when training begins.
-        handle: the handle of `megazpp.zeropp` in a loop that calls its `accumulate`.
+        model: the model that FSDP2 has wrapped; None until the training begins.
+        handle: the handle of `megazpp.zeropp` in a loop that calls the handle's `accumulate`; None in other loops.
         losses: losses of all micro-batches and evaluations, in order.
     """
 
@@ -65,7 +66,7 @@ class Training:
             self.scenario.begin(self)
 
     def micro_batch(self) -> None:
-        """Run the scenario's action before a micro-batch; call this before each of them."""
+        """Run the scenario's action before a micro-batch, and count the micro-batch; call this before each one."""
         self.scenario.before_micro_batch(self)
         self.num_micro_batches += 1
 
@@ -82,10 +83,10 @@ class Training:
         return next(m for m in self.model.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict) and len(m) == 2)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the full weights.
+        """Return the unsharded weights by parameter name.
 
-        In torch 2.11, `reshard` leaves a unit of several modules unsharded if one of them was not called in the last
-        forward. This happens in TRL, which computes logits without calling `lm_head`.
+        In torch 2.11, FSDP2's `reshard` leaves a unit of several modules unsharded if one of them was not called in the
+        last forward. This happens in TRL, which computes logits without calling `lm_head`, so plain tensors may occur.
         """
         self.reshard()
         weights = {name: p.detach() for name, p in self.model.named_parameters()}
@@ -93,12 +94,21 @@ class Training:
 
 
 class Scenario:
-    """A training without additional actions, in `calls` runs whose steps have `accumulate` micro-batches each."""
+    """A training without additional actions, and the base of all scenarios.
+
+    Attributes:
+        lora: True to train LoRA adapters on a frozen base.
+        accumulate: micro-batches per step.
+        calls: number of times that the whole training runs in this process.
+    """
 
     lora, accumulate, calls = False, 1, 1
 
     def begin(self, training: Training) -> None:
-        """Do what precedes the first step; the optimizer exists, and `zeropp` is called next (torchtitan: before)."""
+        """Act before the first step, after the optimizer was created.
+
+        Frameworks call `megazpp.zeropp` after this method, except torchtitan, which calls it before.
+        """
 
     def before_step(self, training: Training, step: int) -> None: ...
 
@@ -107,22 +117,23 @@ class Scenario:
     def between_micro_batches(self, training: Training, step: int) -> None: ...
 
     def before_optimizer(self, training: Training, step: int) -> None:
-        """Do what comes after a step's last backward."""
+        """Act between a step's last backward and its optimizer step."""
 
     def after_step(self, training: Training, step: int) -> None: ...
 
 
 class Lora(Scenario):
-    """LoRA: a frozen base in bf16 with adapters in fp32."""
+    """LoRA: the weights of the base are frozen in bf16, and the trained adapters are fp32."""
 
     lora, accumulate = True, 2
 
 
 class UnfrozenHalfway(Scenario):
-    """A whole unit and a part of another are frozen, and unfrozen before the third step.
+    """One whole sharding unit and half of another are frozen at first, and trained from the third step on.
 
-    They are frozen after the optimizer was created, since some frameworks omit frozen parameters, and after a first
-    forward, in which FSDP2 with a bf16 policy needs a trainable parameter in each unit.
+    They are frozen only after the optimizer was created, because some frameworks give the optimizer no frozen
+    parameters. They are frozen after a first forward, because in it FSDP2 with a bf16 policy needs a trainable
+    parameter in each unit.
     """
 
     def begin(self, training: Training) -> None:
@@ -138,10 +149,10 @@ class UnfrozenHalfway(Scenario):
 
 
 class DroppedLayers(Scenario):
-    """Layers are skipped on all ranks alike: different ones in each micro-batch, some in a whole step."""
+    """All ranks skip the same layers: other layers in each micro-batch, and layer 0 in both micro-batches of a step."""
 
     accumulate = 2
-    dropped = ((), (0,), (1,), (1,), (0, 1), (0,), (1,), ())  # in each micro-batch
+    dropped = ((), (0,), (1,), (1,), (0, 1), (0,), (1,), ())  # indices of the skipped layers in each micro-batch
 
     def begin(self, training: Training) -> None:
         container = training.blocks
@@ -152,7 +163,10 @@ class DroppedLayers(Scenario):
 
 
 class Dropping:
-    """A container that hides modules from the loops of Llama models: `list[:n]` and `dict.values()`."""
+    """Mixin for the container of a Llama's layers that hides skipped layers from the model's loop over them.
+
+    transformers loops over `layers[:n]`, and torchtitan over `layers.values()`.
+    """
 
     dropped: Collection[int] = ()
 
@@ -167,7 +181,7 @@ class Dropping:
 
 
 class DroppedByRank(Scenario):
-    """Stochastic depth: all ranks call all layers, and each rank ignores the outputs of different layers."""
+    """Stochastic depth: all ranks call all layers, but each rank ignores the outputs of other layers."""
 
     accumulate = 2
 
@@ -181,7 +195,7 @@ class DroppedByRank(Scenario):
 
 
 class SwappedAverage(Scenario):
-    """A moving average of the weights replaces them during each evaluation."""
+    """A moving average of the weights takes the place of the weights during each evaluation."""
 
     def begin(self, training: Training) -> None:
         self.average = {name: p.detach().to_local().clone() for name, p in training.model.named_parameters()}
@@ -200,7 +214,7 @@ class SwappedAverage(Scenario):
 
 
 class DiscardedBatch(Scenario):
-    """The gradients of a first micro-batch are cleared, and in another step the gradients of all micro-batches."""
+    """Gradients are cleared before an optimizer step: in one step after its first micro-batch, in another after all."""
 
     accumulate = 2
 
@@ -216,7 +230,7 @@ class DiscardedBatch(Scenario):
 
 
 class CalledTwice(Scenario):
-    """The whole training runs twice: a Trainer's `train()`, or `prepare` and `zeropp` in a loop."""
+    """The whole training runs twice: two calls of a Trainer's `train()`, or of `prepare` and `zeropp` in a loop."""
 
     calls = 2
 
@@ -253,7 +267,7 @@ def llama() -> nn.Module:
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with an adapter, like PEFT's."""
+    """A frozen linear layer with an fp32 low-rank adapter, as in PEFT."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -284,7 +298,7 @@ def lora_config() -> Any:
 
 
 def torchtitan_config() -> Any:
-    """Return torchtitan's smallest model, reduced to two layers of width 32 and 128 tokens."""
+    """Return the config of torchtitan's smallest Llama, with two layers of width 32 and a vocabulary of 128 tokens."""
     from torchtitan.models import llama3
 
     config = llama3.llama3_configs["debugmodel"](attn_backend="flex")
@@ -297,7 +311,7 @@ def torchtitan_config() -> Any:
 
 
 def tokens(sample: int) -> torch.Tensor:
-    """Return the token IDs [2, LENGTH] of a sample on this rank; sample -1 is for evaluation."""
+    """Return the token IDs [2, LENGTH] of sample number `sample` on this rank; number -1 is the evaluation's sample."""
     generator = torch.Generator().manual_seed(dist.get_world_size() * (sample + 1) + dist.get_rank())
     return torch.randint(128, (2, LENGTH), generator=generator)
 
@@ -330,9 +344,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def own_loop(scenario: Scenario, connect: Connect) -> Training:
-    """Train in a loop on `fully_shard` in which gradients wait for the last backward of each step.
+    """Train in a plain loop on `fully_shard`, where the handle's `accumulate` delays reductions to the last backward.
 
-    A large `eps` keeps Adam from amplifying the rounding of sums in another order if a gradient is near zero.
+    A large `eps` keeps Adam from amplifying rounding errors where a gradient is near zero; ZeRO++ sums gradients in
+    another order than plain FSDP2.
     """
     model = with_adapters(llama()) if scenario.lora else llama()
     for module in (*model.model.layers, model):
@@ -408,7 +423,10 @@ def accelerate_loop(scenario: Scenario, connect: Connect) -> Training:
 
 
 def torchtitan_loop(scenario: Scenario, connect: Connect) -> Training:
-    """Train torchtitan's Llama like torchtitan: built on meta, parallelized by its function, in bf16, no signal."""
+    """Train torchtitan's Llama as torchtitan does: built on meta, sharded by `parallelize_llama`, in bf16.
+
+    The loop does not tell FSDP2 which backward is the last of a step, so every backward reduces gradients.
+    """
     from torchtitan.components.lora import LoRAConverter
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
@@ -464,7 +482,15 @@ def torchtitan_loop(scenario: Scenario, connect: Connect) -> Training:
 
 
 def train_by(trainer_class: Any, config_class: Any, scenario: Scenario, connect: Connect, **how: Any) -> Training:
-    """Train with transformers' Trainer or one of TRL's, with the scenario in callbacks."""
+    """Train with transformers' Trainer or one of TRL's trainers, and run the scenario's actions in its callbacks.
+
+    Args:
+        trainer_class: class of the trainer.
+        config_class: class of the trainer's arguments.
+        scenario: actions around the steps of the training.
+        connect: function that prepares the model for plain FSDP2 or for ZeRO++.
+        how: further arguments of the trainer, such as model and data.
+    """
     from transformers import TrainerCallback
 
     class Recorded(trainer_class):
@@ -534,7 +560,10 @@ def trl_sft(scenario: Scenario, connect: Connect) -> Training:
 
 
 def trl_dpo(scenario: Scenario, connect: Connect) -> Training:
-    """Train with TRL's DPOTrainer; the reference is a copy, or with LoRA the model without its adapters."""
+    """Train with TRL's DPOTrainer.
+
+    The reference model is a copy of the model, or with LoRA the model without its adapters.
+    """
     from trl import DPOConfig, DPOTrainer
 
     data, model = texts(prompt="{} plus 1 is", chosen=" {1}", rejected=" {1}0"), llama()
@@ -547,7 +576,8 @@ def trl_arguments(scenario: Scenario, data: Any) -> dict[str, Any]:
     return {"train_dataset": data, "eval_dataset": data.select(range(4)), "processing_class": tokenizer(), **lora}
 
 
-FRAMEWORKS: dict[str, tuple[Callable[[Scenario, Connect], Training], tuple[str, ...]]] = {  # function, needed packages
+# the function that trains in the framework, and the packages that it needs
+FRAMEWORKS: dict[str, tuple[Callable[[Scenario, Connect], Training], tuple[str, ...]]] = {
     "own loop": (own_loop, ("transformers",)),
     "accelerate": (accelerate_loop, ("accelerate", "peft")),
     "torchtitan": (torchtitan_loop, ("torchtitan",)),
@@ -562,12 +592,19 @@ DELTAS = megazpp.ZeroConfig(zeropp=True, zero_weight_delta="lossless", zero_erro
 
 
 def accelerate_checkpoints(folder: str, kind: str) -> None:
-    """Save and load checkpoints of accelerate with and without ZeRO++; `kind` is its state_dict_type."""
+    """Check that accelerate resumes bit-identically from its checkpoints with ZeRO++, and approximately without.
+
+    Plain FSDP2 also loads the checkpoints of ZeRO++ and the reverse. Those losses are nearly equal. `kind` is
+    accelerate's `state_dict_type`.
+    """
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     def run(zeropp: bool, *, load: str = "", save: str = "") -> list[float]:
-        """Return the losses of three steps that follow the checkpoint at step 3, which `save` writes."""
+        """Return the losses of the steps 3 to 5 of a training with six steps.
+
+        `save` is the folder for a checkpoint before step 3. `load` is a folder from which the run resumes at step 3.
+        """
         forget_accelerate()
         wrap = {"auto_wrap_policy": "transformer_based_wrap", "state_dict_type": kind}
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
@@ -602,14 +639,21 @@ def accelerate_checkpoints(folder: str, kind: str) -> None:
 
 
 def trainer_checkpoints(folder: str, kind: str) -> None:
-    """Resume transformers' Trainer with and without ZeRO++ from checkpoints; `kind` is FSDP's state_dict_type."""
+    """Check that transformers' Trainer resumes bit-identically from its checkpoints, with ZeRO++ and without.
+
+    Plain FSDP2 also resumes from the checkpoints of ZeRO++ and the reverse. Those weights are nearly equal. `kind` is
+    FSDP's `state_dict_type`.
+    """
     from transformers import Trainer, TrainingArguments
 
     samples = torch.randint(128, (40, LENGTH), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": ids, "labels": ids} for ids in samples]
 
     def run(zeropp: bool, name: str, *, resume: str | None = None) -> dict[str, torch.Tensor]:
-        """Train six steps and return the weights; `resume` continues a run after its third step."""
+        """Train six steps, and return the unsharded weights by name.
+
+        `resume` is the checkpoint from which the last three steps start; None trains from the beginning.
+        """
         forget_accelerate()
         arguments = TrainingArguments(
             output_dir=f"{folder}/{name}",
@@ -642,12 +686,12 @@ def trainer_checkpoints(folder: str, kind: str) -> None:
 
 
 def forget_accelerate() -> None:
-    """Make accelerate run on CPUs as on GPUs, and forget its earlier states in this process."""
+    """Make accelerate use FSDP2 on CPUs as it does on GPUs, and reset its global states of earlier trainings."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from helpers.on_cpu import accelerate_as_on_gpus
 
     accelerate_as_on_gpus()
-    # accelerate requires these, although groups already exist
+    # accelerate requires these variables, although the process groups already exist
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
@@ -662,7 +706,7 @@ CHECKPOINTS: dict[str, Callable[[str, str], None]] = {
 
 
 def plainly(model: nn.Module) -> None:
-    """Keep plain FSDP2, but sum in reductions, because gloo cannot divide in them."""
+    """Leave the model on plain FSDP2, but make its reductions sum without dividing, because gloo cannot divide."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
@@ -681,7 +725,17 @@ def train(framework: str, scenario: str, connect: Connect) -> Training:
 
 
 def compare(framework: str, scenario: str, *, ranks_per_node: int, exact: bool) -> tuple[list[float], int]:
-    """Compare a training with ZeRO++ to plain FSDP2, and return its losses and the bytes sent across nodes."""
+    """Train once with plain FSDP2 and once with unquantized ZeRO++, and assert equal losses and weights.
+
+    Args:
+        framework: key of FRAMEWORKS.
+        scenario: key of SCENARIOS.
+        ranks_per_node: ranks per emulated node.
+        exact: True to require bit-identical results; otherwise small differences are allowed.
+
+    Returns:
+        (losses with ZeRO++, bytes that this rank has sent across nodes).
+    """
     handles: list[Any] = []
 
     def connect(model: nn.Module) -> Any:
@@ -690,7 +744,8 @@ def compare(framework: str, scenario: str, *, ranks_per_node: int, exact: bool) 
 
     plain = train(framework, scenario, plainly)
     ours = train(framework, scenario, connect)
-    # with two ranks a sum has only one order; more ranks, or sums until the last backward, add in another order
+    # With two ranks a sum has only one order. With more ranks, or with sums delayed until the last backward, ZeRO++
+    # adds gradients in another order than FSDP2, so the results differ by rounding
     tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), **tolerance)
     torch.testing.assert_close(ours.weights(), plain.weights(), **tolerance)
@@ -699,7 +754,10 @@ def compare(framework: str, scenario: str, *, ranks_per_node: int, exact: bool) 
 
 
 def is_installed(framework: str) -> bool:
-    """Return True if the framework can be imported; torchtitan 0.3 needs a name of FSDP2 that torch 2.11 lacks."""
+    """Return True if the framework's packages are installed and work with this torch.
+
+    torchtitan 0.3 imports `DataParallelMeshDims` from FSDP2, which torch 2.11 does not have.
+    """
     if framework == "torchtitan" and not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
         return False
     return all(importlib.util.find_spec(name) for name in FRAMEWORKS[framework][1])

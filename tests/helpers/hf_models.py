@@ -1,4 +1,4 @@
-"""Tiny transformers models with random weights, saved in folders, and their outputs."""
+"""Write folders of tiny transformers models with random weights, and compute their logits and those of our models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megazpp.model.gpt import GPTModel
 from megazpp.run.checks import check_model
 from megazpp.run.feature import weight_opener
 
-if TYPE_CHECKING:  # imported late, because it takes a second
+if TYPE_CHECKING:  # imported in functions only, because the import takes a second
     import transformers
 
 VOCAB, SEQ = 107, 24
@@ -79,7 +79,10 @@ LLAMA3 = {  # RoPE settings of Llama 3.2
 
 
 def make_model(kind: str, **settings: Any) -> transformers.PreTrainedModel:
-    """Build a model in eval mode with random biases and norms instead of constant ones."""
+    """Build a tiny transformers model of type `kind` in eval mode, with random weights.
+
+    Biases and norms are random too: transformers' constant initial values would hide a mix-up of two tensors.
+    """
     import transformers
 
     config = transformers.AutoConfig.for_model(kind, **SIZES[kind] | settings)
@@ -97,14 +100,14 @@ def save(model: transformers.PreTrainedModel, folder: Path, **options: Any) -> P
 
 
 def convert_folder(source: Path, output: Path, **flags: Any) -> Path:
-    """Convert like tools/convert_checkpoint.py, without output."""
+    """Convert the folder `source` to `output` like tools/convert_checkpoint.py, without log lines; return `output`."""
     config = ConvertConfig(input=str(source), output=str(output), **flags)
     convert(config, TokenizerConfig(), lambda line: None, opener=weight_opener(FEATURES, ()))
     return output
 
 
 def logits(folder: Path) -> torch.Tensor:
-    """Return transformers' fp32 logits [B, S, V] for the model in `folder`."""
+    """Return the fp32 logits [B, S, V] of TOKENS that transformers computes with the model in `folder`."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -113,7 +116,7 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 def our_model(model: Model, seq_length: int = SEQ) -> GPTModel:
-    """Build our model in one process from a model that was read from another format."""
+    """Build this project's model in one process, with the weights of a model that was read from another format."""
     config = dataclasses.replace(model.config, make_vocab_size_divisible_by=1)
     check_model(config, tp_size=1, seq_length=seq_length)
     scalar_head = "scalar_head.weight" in model.tensors
@@ -123,13 +126,13 @@ def our_model(model: Model, seq_length: int = SEQ) -> GPTModel:
 
 
 def our_logits(model: Model, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
-    """Return our model's fp32 logits [B, S, V]."""
+    """Return the fp32 logits [B, S, V] of `tokens` that this project's model computes with the weights of `model`."""
     with torch.no_grad():
         return our_model(model, tokens.shape[1]).float()(tokens)
 
 
 def file_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors in the safetensors files of a folder."""
+    """Return all tensors in the safetensors files of a folder, by name."""
     files = map(safetensors.torch.load_file, sorted(folder.glob("*.safetensors")))
     return {name: tensor for file in files for name, tensor in file.items()}
 
@@ -147,7 +150,7 @@ def randomized(model: transformers.PreTrainedModel) -> transformers.PreTrainedMo
 
 
 def write_llama_tokenizer(folder: Path, text: str, **config: Any) -> Path:
-    """Write Llama 2's kind of tokenizer.json, trained on `text`, with a template that adds <s> before a text.
+    """Write a small tokenizer.json like Llama 2's, trained on `text`, which adds <s> before each text; return `folder`.
 
     Args:
         folder: output folder, created if needed.

@@ -1,4 +1,4 @@
-"""Small Hugging Face tokenizer folders, one of each kind, built offline from a text."""
+"""Write small Hugging Face tokenizer folders, one of each kind of tokenizer, trained offline on a text."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,12 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def definition(text: str, **files: Any) -> dict[str, bytes]:
-    """Return the files of a folder with a tokenizer.json and further JSON files, given by name without suffix."""
+    """Return the files of a tokenizer folder, as bytes by file name.
+
+    Args:
+        text: content of tokenizer.json.
+        files: contents of further JSON files, by name without ".json".
+    """
     return {"tokenizer.json": text.encode()} | {f"{name}.json": json.dumps(x).encode() for name, x in files.items()}
 
 
@@ -54,7 +59,10 @@ def gpt2_merges(folder: Path) -> None:
 
 
 def gpt2_of_llama(folder: Path) -> None:
-    """Write a tokenizer whose class rebuilds the pre-tokenizer, next to a config of another model type."""
+    """Write a GPT-2 tokenizer next to a config.json with model type "llama".
+
+    transformers' class GPT2Tokenizer then replaces the pre-tokenizer of the tokenizer.json.
+    """
     config = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}
     write(folder, byte_level(["<|endoftext|>"], split=r"\d|\s+|[^\s\d]+"), config, "llama")
 
@@ -91,7 +99,7 @@ def llama_class(folder: Path) -> None:
 
 
 def added(folder: Path) -> None:
-    """Write a tokenizer with added tokens: a special one, a normal one, and one that strips spaces on its left."""
+    """Write a tokenizer with three added tokens: one special, one normal, and one that strips spaces on its left."""
     extra = {"200": {"content": "[PAD]", "special": True}, "201": {"content": "money", "special": False}}
     extra["202"] = {"content": "<|im_end|>", "special": True, "lstrip": True}
     llama2(folder, added_tokens_decoder=extra, pad_token="[PAD]", extra_special_tokens=["<|im_end|>"])

@@ -1,4 +1,7 @@
-"""Train on ranks and return everything that states in host memory must not change, and the bytes over PCIe."""
+"""Train with training states in host memory (--optimizer-cpu-offload), and return all results that may not change.
+
+Tests compare these results with a training whose states are in device memory. They also check the bytes over PCIe.
+"""
 
 import hashlib
 import time
@@ -11,9 +14,16 @@ from megazpp.host_states.states import HostStates
 
 
 def train(case: Case) -> dict[str, Any]:
-    """Train with updates that run into the next step; the weights are compared at the end."""
+    """Train with slow host updates, which still run when the next step begins, and return the results of this rank.
+
+    Returns:
+        "steps": (loss, gradient norm, True if skipped) per step; "states": hashes of weights and optimizer states by
+        name; "sent": bytes by wire; "pcie": bytes between host and device per step; "elements": size of this rank's
+        shard.
+    """
     step, dims = build_step(case)
-    if isinstance(host := step.sharding.states, HostStates):  # updates take longer than the next step's first hop
+    # make each update take longer than the next step's first hop
+    if isinstance(host := step.sharding.states, HostStates):
         submit = host.submit
         host.submit = lambda task: submit(lambda rows: (time.sleep(0.02), task(rows)))  # type: ignore[method-assign]
     steps, pcie = [], []
@@ -32,13 +42,18 @@ def train(case: Case) -> dict[str, Any]:
 
 
 def digest(x: torch.Tensor) -> str:
-    """Return a hash of this rank's part of a tensor."""
+    """Return a hash of the bytes of this rank's shard of a tensor."""
     own = getattr(x, "_local_tensor", x).detach().contiguous()
     return hashlib.sha256(own.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def train_with_events(case: Case) -> dict[str, Any]:
-    """Train with a second update that is skipped on the device, and an evaluation after each step."""
+    """Train with host states while the device skips the second update, and with an evaluation after each step.
+
+    Returns:
+        "losses": training and evaluation losses in order; "states": hashes of this rank's weights by name; "copied":
+        bytes over PCIe by direction; "elements": size of this rank's shard.
+    """
     step, dims = build_step(case)
     update, losses = step.optimizer.step, []
 

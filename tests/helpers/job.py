@@ -1,4 +1,10 @@
-"""Run a job that fails in a chosen way, to test launcher and watchdog: `job.py KIND WORKERS [RESTARTS [MINUTES]]`."""
+"""Run a job that fails in a chosen way, to test the launcher and the watchdog.
+
+    job.py KIND WORKERS [RESTARTS [MINUTES]]
+
+KIND names the failure, and often its rank: "kill-on-1" kills rank 1. WORKERS is the number of ranks, RESTARTS is
+--max-restarts, and MINUTES is the timeout while the job starts.
+"""
 
 import os
 import signal
@@ -39,7 +45,7 @@ def work(what: str, worker: Worker) -> None:
             time.sleep(0.25)
             dist.all_reduce(total)
     if rank == str(worker.rank):
-        time.sleep(0.3)  # let the others reach their collective
+        time.sleep(0.3)  # until the other ranks wait in the next collective
         if kind == "raise":
             raise RuntimeError("injected")
         if kind == "kill":
@@ -53,7 +59,10 @@ def work(what: str, worker: Worker) -> None:
 
 
 def watched(worker: Worker) -> None:
-    """Take steps on two axes of four ranks. In step 3, rank 1 sleeps and rank 2 stops itself."""
+    """Run steps with collectives of two mesh axes on four ranks under the watchdog, and hang in step 3.
+
+    In step 3, rank 1 sleeps and rank 2 stops its own process.
+    """
     cluster = Cluster(num_nodes=1, ranks_per_node=worker.world_size)
     layout = plan_dims(ParallelConfig(tensor_model_parallel_size=2), cluster, zero_stage=3)
     dims = ParallelDims(layout, device_type="cpu")

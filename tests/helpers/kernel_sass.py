@@ -1,6 +1,7 @@
-"""Compile the Triton kernels for sm_90, which needs no GPU, and print the count of each SASS instruction as JSON.
+"""Compile the Triton kernels for sm_90, which needs no GPU, and print the number of each SASS instruction as JSON.
 
-Run this as a separate process: under TRITON_INTERPRET=1 nothing is compiled.
+The tests run this program in a separate process, because they set TRITON_INTERPRET=1, under which Triton compiles
+nothing.
 """
 
 import json
@@ -22,7 +23,7 @@ from megazpp.kernels.block_quant import triton
 
 DISASSEMBLER = Path(triton_package.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]+)")
-TYPES = {  # argument types by name; all others are i32
+TYPES = {  # types of the kernels' arguments by name; all other arguments are i32
     **dict.fromkeys(("messages", "errors", "kinds", "halves", "body"), "*u8"),
     **dict.fromkeys(("table", "error_table", "numbers"), "*i64"),
     **dict.fromkeys(("plan", "words", "starts"), "*i32"),
@@ -32,7 +33,13 @@ TYPES = {  # argument types by name; all others are i32
 
 
 def instructions(kernel: Any, dtype: str, **constants: Any) -> dict[str, int]:
-    """Count the instructions of `kernel`, compiled for data of `dtype` in aligned segments."""
+    """Compile a Triton kernel for sm_90, and return the number of each SASS instruction by its name.
+
+    Args:
+        kernel: Triton kernel.
+        dtype: Triton's name of the data's dtype, such as "bf16".
+        constants: values of compile-time constants; those that the kernel does not have are ignored.
+    """
     names = kernel.arg_names
     given = {name: value for name, value in constants.items() if name in names}
     types = TYPES | dict.fromkeys(("x", "base", "out"), f"*{dtype}") | dict.fromkeys(given, "constexpr")

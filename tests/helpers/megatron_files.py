@@ -1,4 +1,7 @@
-"""Write checkpoints in Megatron-LM's per-rank format from full weights, by the layouts of its source."""
+"""Write checkpoints in Megatron-LM's format, with one file per rank, from unsharded weights.
+
+Names and layouts of the tensors follow Megatron-LM's source.
+"""
 
 import argparse
 import dataclasses
@@ -17,7 +20,8 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 
 VOCAB, PADDED = 300, 384
-# parts of our names, and Megatron's names in three generations, replaced in this order; "/" is a nested dict
+# Pieces of this project's parameter names, and the names in three generations of Megatron-LM. They are replaced in
+# this order. "/" begins a nested dict
 _OURS, *_THEIRS = zip(
     *table("""
 embedding.word.     | embedding/word_embeddings/     | embedding/word_embeddings/     | embedding.word_embeddings.
@@ -42,13 +46,16 @@ _NAMES = {
 
 
 def make_weights(config: GPTConfig) -> dict[str, torch.Tensor]:
-    """Return random weights of one process with a padded vocabulary, in which no two numbers are equal."""
+    """Return random weights by name for an unsharded model with a padded vocabulary.
+
+    No two numbers are equal, so that a test notices every mix-up of elements.
+    """
     model, generator = GPTModel(config, vocab_size=VOCAB), torch.Generator().manual_seed(4)
     return {name: 0.1 * torch.randn(x.shape, generator=generator) for name, x in model.named_parameters()}
 
 
 def arguments(config: GPTConfig, tp: int, **more: Any) -> argparse.Namespace:
-    """Return the arguments that Megatron-LM stores in a checkpoint of this model; defaults are left out."""
+    """Return the `args` that Megatron-LM stores in a checkpoint of this model; flags with defaults are missing."""
     flags = {name: value for name, value in dataclasses.asdict(config).items() if value != getattr(GPTConfig, name)}
     others = {
         "seq_length": 16,
@@ -75,7 +82,18 @@ def write_megatron(
     zipped: bool = True,
     **changes: Any,
 ) -> Path:
-    """Write a folder of --save with iteration 100, and return it."""
+    """Write a Megatron-LM checkpoint of iteration 100 below `folder`, as --save does, and return `folder`.
+
+    Args:
+        folder: folder for the checkpoint.
+        weights: unsharded weights by this project's names.
+        config: model to which the weights belong.
+        tp: tensor-parallel size, which is the number of files.
+        version: Megatron-LM's checkpoint_version, which sets the order of the rows of QKV; 0 stores no version.
+        names: generation of the parameter names: "old", "new" or "core".
+        zipped: False for the file format of torch before 1.6.
+        changes: entries of the files that replace the usual ones.
+    """
     for rank in range(tp):
         model = _named(_rank_part(weights, config, rank, tp, version), names)
         state: dict[str, Any] = {
@@ -105,7 +123,7 @@ def _rank_part(
             rows = part.view(config.heads // tp, 3, config.head_size, *part.shape[1:])
             part = rows.transpose(*((0, 1) if version == 0 else (1, 2))).reshape(part.shape)
         found[name] = part.clone()
-    for name in [name for name in found if ".gate." in name]:  # Megatron stores gate and up in one matrix
+    for name in [name for name in found if ".gate." in name]:  # Megatron-LM stores gate and up projection in one matrix
         fc1 = name.replace(".gate.", ".fc1.")
         found[fc1] = torch.cat([found.pop(name), found[fc1]])
     return found

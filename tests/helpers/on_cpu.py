@@ -1,7 +1,7 @@
-"""Run an example on CPUs as it would run on GPUs: `python on_cpu.py {default,exact,off} FILE`.
+"""Run an example script on CPUs as on GPUs: `python on_cpu.py {default,exact,off} FILE`.
 
-accelerate and torchtitan support FSDP2 only on accelerators, and torchtitan's attention has no backward on CPUs.
-`exact` disables quantization, and `off` disables ZeRO++.
+accelerate and torchtitan support FSDP2 only on accelerators, and torchtitan's attention has no backward on CPUs. The
+mode `default` leaves the example's ZeRO++ as it is, `exact` disables quantization, and `off` disables ZeRO++.
 """
 
 import functools
@@ -39,22 +39,26 @@ def _without(model: torch.nn.Module, **arguments: Any) -> None:
 
 
 def accelerate_as_on_gpus() -> None:
-    """Make accelerate use FSDP2 on CPUs."""
+    """Make accelerate use FSDP2 on CPUs: it then takes a job on CPUs for a job on several GPUs."""
     PartialState.__init__ = _as_on_gpus
 
 
 def torchtitan_on_cpu() -> None:
-    """Make torchtitan run on CPUs; call this before any other import of torchtitan."""
+    """Make torchtitan run on CPUs, with torch's attention in place of flex attention.
+
+    Call this before any other import of torchtitan.
+    """
     from torchtitan.tools import utils
 
-    utils.device_type, utils.device_module = "cpu", torch.cpu  # before other modules import them
+    # before other modules of torchtitan import these two names
+    utils.device_type, utils.device_module = "cpu", torch.cpu
     from torchtitan.models.common.attention import FlexAttention
 
     FlexAttention._compiled_flex_attn = staticmethod(_attention)
 
 
 def main(mode: str, path: str) -> None:
-    """Run the example in this process, which is one rank."""
+    """Run the example script `path` in this process, which is one rank, in a mode of this program."""
     accelerate_as_on_gpus()
     if "torchtitan" in path:
         torchtitan_on_cpu()

@@ -1,4 +1,4 @@
-"""Documents for tests of the data path: JSON lines, .bin/.idx pairs, and sequences in memory."""
+"""Build documents for tests of the data path: JSON lines, .bin/.idx pairs, and sequences in memory."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ from megazpp.data.indexed_builder import IndexedDatasetBuilder
 
 TEXT = (
     "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
-)  # enough to train a tokenizer
+)  # nine copies are enough text to train a tokenizer
 
 
 def write_jsonl(path: Path, *texts: str) -> Path:
@@ -20,7 +20,7 @@ def write_jsonl(path: Path, *texts: str) -> Path:
 
 
 def write_pair(prefix: Path, documents: Iterable[Sequence[int]], dtype: str = "<u2") -> Path:
-    """Write each document as one sequence, and return the prefix."""
+    """Write a .bin/.idx pair with each document as one sequence of token IDs, and return its prefix."""
     with IndexedDatasetBuilder(prefix, dtype) as builder:
         for document in documents:
             builder.add_document(document)
@@ -33,7 +33,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 class Lists:
-    """Sequences in memory, stored one after another as in a file."""
+    """A dataset of token sequences in memory, with the interface of a .bin/.idx file."""
 
     def __init__(self, documents: Sequence[Sequence[int]]) -> None:
         self.lengths = np.array([len(document) for document in documents], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""A run of the training loop with fake steps."""
+"""Run the training loop with fake steps, to test the loop without a model."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class FakeDims:
-    """Dims of one rank on the first of two nodes, with a counter that the fake step adds to."""
+    """Stand-in for the mesh of one rank on the first of two nodes, with a counter of bytes that the fake step feeds."""
 
     def __init__(self) -> None:
         self.counter, self.timeline = TrafficCounter(), Timeline()
@@ -40,10 +40,10 @@ class FakeDims:
 
 @dataclass
 class FakeStep:
-    """A step that counts 100 sent bytes and reports the given losses; a NaN is a skipped step.
+    """Stand-in for `TrainStep`: each call counts 100 sent bytes and reports the next of the given losses.
 
-    Like `TrainStep`, it reads a step's numbers before the next step at the latest. Those numbers are not finite in
-    step `bad`.
+    A NaN among the losses means a skipped step. Like `TrainStep`, a call reads the numbers of the previous step, if
+    nobody has read them before. Reading the numbers of step `bad` raises NotFiniteError.
     """
 
     dims: Any
@@ -74,7 +74,7 @@ class FakeStep:
 
 
 class FakeLoader:
-    """A loader of the first of two data ranks' half of each batch."""
+    """Stand-in for the data loader of the first of two data-parallel ranks, which gets half of each batch."""
 
     wait_seconds = 0.0
 
@@ -84,9 +84,20 @@ class FakeLoader:
 
 
 class Run:
-    """A training with observed steps and recorded saves, which are due at every third step and at the end.
+    """One training by the real loop with fake steps, which records observed steps, evaluations and saves.
 
-    `length` is --train-iters or --train-samples, and by default as many steps as there are losses.
+    Args:
+        losses: loss that each step reports.
+        norms: gradient norm of each step; None for 1.0.
+        log_interval: --log-interval.
+        eval_interval: iterations between two evaluations.
+        start: progress from which the training resumes.
+        bad: iteration whose numbers are not finite; None for no such iteration.
+        events: list to which launches, reads and saves are appended, in order; None for a new list.
+        length: --train-iters or --train-samples by field name; None for as many steps as there are losses.
+        loop: fields of StopConfig.
+
+    A save is due at every third step and at the end.
     """
 
     def __init__(
@@ -96,7 +107,7 @@ class Run:
         norms: list[float] | None = None,
         log_interval: int = 2,
         eval_interval: int = 3,
-        start: TrainingProgress = TrainingProgress(),  # noqa: B008, immutable
+        start: TrainingProgress = TrainingProgress(),  # noqa: B008, immutable, so that all calls may share it
         bad: int | None = None,
         events: list[str] | None = None,
         length: dict[str, int] | None = None,
@@ -122,7 +133,8 @@ class Run:
         rates = ScheduleConfig(lr=1.0, lr_decay_style="constant", lr_warmup_iters=4, lr_decay_iters=100)
         samples = {"train_iters": steps, "train_samples": None, "global_batch_size": 2}
         stops = StopConditions(StopConfig(**loop))
-        with mock.patch("gc.collect"):  # scanning the objects of all earlier tests takes 0.3 s
+        # a real collection would scan the objects of all earlier tests, which takes 0.3 s
+        with mock.patch("gc.collect"):
             self.progress = train(
                 self.fake,
                 FakeLoader(),
@@ -148,6 +160,7 @@ class Run:
         self.observed.append((iteration, len(self.fake.calls) - before))
 
     def evaluate(self, between_batches: Callable[[], None]) -> float:
-        with self.dims.counter.paused():  # as Evaluator does
+        # the real Evaluator pauses the counter too, so these bytes must not appear in the metrics
+        with self.dims.counter.paused():
             self.dims.counter.add("cross", "shard", "all_gather", 10_000)
         return 7.0

@@ -1,4 +1,4 @@
-"""Run pretrain_gpt.py like a user, and read the records of its runs."""
+"""Run pretrain_gpt.py like a user, and read the records in the run folder."""
 
 import json
 import shlex
@@ -15,7 +15,7 @@ TOY = shlex.split(
 
 
 class Run(NamedTuple):
-    """A finished run."""
+    """A finished run of pretrain_gpt.py: the printed output and the run folder."""
 
     output: str
     folder: Path
@@ -33,7 +33,7 @@ class Run(NamedTuple):
 
 
 class Home:
-    """A folder with a data cache that several runs share."""
+    """A folder for several runs of pretrain_gpt.py, which share a data cache in it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,7 +47,16 @@ class Home:
         cwd: Path = ROOT,
         start: Callable[..., tuple[int, str]] = run_forked,
     ) -> Run:
-        """Run to the end, assert success, and return the run."""
+        """Run pretrain_gpt.py to its end, assert that it succeeds, and return the run.
+
+        Args:
+            flags: flags of the program.
+            run: name of the run folder.
+            launcher: arguments of Python that come before the flags.
+            nproc: --nproc; None leaves the flag out.
+            cwd: working directory.
+            start: function that runs the program and returns (exit code, output).
+        """
         ranks = [] if nproc is None else ["--nproc", str(nproc)]
         code, output = start(*launcher, *flags, *self.places(run), *ranks, folder=self.path, cwd=cwd)
         assert code == 0, output

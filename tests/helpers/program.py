@@ -1,4 +1,4 @@
-"""Run a program like a user, and find processes and files that it leaves."""
+"""Run a program like a user, and find the processes and files that it leaves behind."""
 
 import contextlib
 import os
@@ -20,17 +20,18 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 
 
 class Program:
-    """A started program without a terminal, whose stdout and stderr go to one file, read by `output()`.
+    """A program that runs without a terminal; stdout and stderr go to one file, which `output()` reads.
 
     Args:
         command: arguments after the Python interpreter.
-        folder: folder for the output and temporary files; also HOME, so that no user settings are found.
-        cwd: working directory.
-        python: Python interpreter.
+        folder: folder for the output file and temporary files; also HOME, so that the program finds no user settings.
+        cwd: working directory of the program.
+        python: path of the Python interpreter.
     """
 
     def __init__(self, *command: str, folder: Path, cwd: Path = ROOT, python: str = sys.executable) -> None:
-        self._marker = uuid.uuid4().hex  # in the environment, so all descendants inherit it
+        # an environment variable with this value marks all descendants, because they inherit it
+        self._marker = uuid.uuid4().hex
         self._scratch, self._file = folder / "tmp", folder / f"output-{self._marker}.txt"
         self._scratch.mkdir(exist_ok=True)
         env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
@@ -49,12 +50,12 @@ class Program:
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + SECONDS_PER_RUN
         while not condition():
-            assert self.process.poll() is None, f"has ended:\n{self.output()}"
+            assert self.process.poll() is None, f"the program has ended while the test waited:\n{self.output()}"
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.01)
 
     def finish(self) -> str:
-        """Wait for the end and return the output."""
+        """Wait until the program has ended, kill its remaining processes, and return its output."""
         try:
             self.process.wait(timeout=SECONDS_PER_RUN)
         finally:
@@ -62,15 +63,15 @@ class Program:
         return self.output()
 
     def seconds_until_all_are_gone(self, limit: float) -> float:
-        """Wait until no process of the program is left, and return the seconds, at most `limit`."""
+        """Wait until no process of the program is left; return the seconds that this took, at most `limit`."""
         began = time.monotonic()
         while self.left_behind() and time.monotonic() - began < limit:
-            self.process.poll()  # reap it
+            self.process.poll()  # reap the program's first process if it has ended
             time.sleep(0.05)
         return min(limit, time.monotonic() - began)
 
     def left_behind(self) -> list[int]:
-        """Return the processes that have the marker, in any session, except zombies."""
+        """Return the IDs of the program's running processes in all sessions, by the marker in their environment."""
         environments = {process.pid: process.info["environ"] for process in psutil.process_iter(["environ"])}
         return [pid for pid, environment in environments.items() if (environment or {}).get(MARKER) == self._marker]
 
@@ -79,7 +80,7 @@ class Program:
         return list(self._scratch.iterdir())
 
     def kill(self) -> None:
-        """Kill all processes that are left."""
+        """Kill all processes of the program that still run."""
         for pid in self.left_behind():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -93,5 +94,8 @@ def run_program(*command: str, folder: Path, cwd: Path = ROOT, python: str = sys
 
 
 def run_forked(*command: str, folder: Path, cwd: Path = ROOT) -> tuple[int, str]:
-    """Run like `run_program` by the forked Python, for tests that do not test the program's start."""
+    """Run a program like `run_program`, but in milliseconds, as a fork of a process that has imported torch.
+
+    Use this in tests that do not test how the program starts.
+    """
     return run_program(*command, folder=folder, cwd=cwd, python=str(forked_python()))

@@ -1,8 +1,8 @@
-"""Worker processes for tests, started once per world size and shared by many cases.
+"""Worker processes that run distributed tests, started once per world size and shared by many test cases.
 
-`ranks(n).run(function, *args)` calls `function(*args)` on n gloo ranks and returns their results in rank order. The
-function must be importable (at the top level of a module under tests/) and its arguments picklable. An exception on
-any rank is raised in the test with that rank's traceback, and the workers are replaced.
+`ranks(n).run(function, *args)` calls `function(*args)` on n gloo ranks and returns the n results in rank order. The
+function must be importable (at the top level of a module under tests/), and its arguments must be picklable. If a rank
+raises an exception, the test fails with that rank's traceback, and new workers replace the old ones.
 """
 
 import atexit
@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-SECONDS_PER_CALL = 600  # wall time on busy cores; a hanging collective times out sooner
+SECONDS_PER_CALL = 600  # limit for one call on busy cores; a hanging collective times out after 180 s
 
 
 class Ranks:
@@ -60,7 +60,8 @@ class Ranks:
                     self._fail(f"rank {rank} of {len(self.pipes)}:\n{failure}")
             if not ready:
                 self._fail(f"ranks {sorted(waiting)} did not answer within {SECONDS_PER_CALL} s")
-        if len(set(groups)) > 1:  # torch numbers groups per process, so the next group's constructor would hang
+        # torch numbers process groups per process, so the ranks would hang when they make the next group
+        if len(set(groups)) > 1:
             self._fail(f"{function.__name__} made process groups on some ranks only: ranks have {groups}")
         return results
 
@@ -79,15 +80,15 @@ class Ranks:
 
 @functools.cache
 def ranks(world_size: int) -> Ranks:
-    """Return the workers for a world size, which are started at first use."""
+    """Return the worker processes of a world size; the first call starts them."""
     return Ranks(world_size)
 
 
 def start_server() -> None:
-    """Start the process from which all workers are forked; it imports modules in the background."""
+    """Start the fork server, from which all worker processes are forked; it imports slow modules in the background."""
     forkserver.set_forkserver_preload(["helpers.ranks_imports"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the fork server's only search path
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the fork server searches modules only along this path
         forkserver.ensure_running()
 
 
@@ -117,15 +118,16 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
             answer = (traceback.format_exc(), None, 0)
         try:
             pipe.send(answer)
-        except Exception:  # the result cannot be pickled
+        except Exception:  # the result cannot be pickled, so the test gets the traceback of that error
             pipe.send((traceback.format_exc(), None, 0))
 
 
 def _share_groups_between_cases() -> None:
-    """Make each layout's process groups once per worker.
+    """Make each layout's process groups only once per worker process, and give them to all test cases.
 
-    Every gloo group keeps threads and connections, and cannot be destroyed while DTensor's caches may hold it, so
-    hundreds of cases must share their groups.
+
+    Every gloo group keeps threads and connections. A group cannot be destroyed while DTensor's caches may hold it, so
+    hundreds of test cases must share their groups.
     """
     from megazpp.parallel import dims
 

@@ -1,11 +1,11 @@
-"""Imports that the workers of ranks.py share, done in the process from which they are forked."""
+"""Import slow modules in the fork server, so that all forked worker processes of helpers/ranks.py share them."""
 
 import atexit
 import gc
 
-gc.disable()  # as in conftest.py
+gc.disable()  # no garbage collection during the imports, as in conftest.py
 for name in ("pretrain_gpt", "torch._dynamo", "pytest", "hypothesis"):
     __import__(name)
-gc.freeze()  # garbage collection in a worker then skips these objects, so their pages stay shared
+gc.freeze()  # garbage collection in a worker then skips these objects, so the workers share their memory pages
 gc.enable()
 atexit.register(gc.unfreeze)

@@ -1,23 +1,23 @@
-"""Tables of rejected inputs: each row holds an input and a part of the expected error message."""
+"""Check tables of rejected inputs: each row holds an input and a piece of the expected error message."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 
 def table(text: str) -> list[tuple[str, ...]]:
-    """Return the rows of a table written with ` | ` between its columns."""
+    """Return the stripped cells of each row of a table in `text`, with ` | ` between its columns."""
     return [tuple(map(str.strip, line.split(" | "))) for line in text.strip().splitlines()]
 
 
 def not_refused(
     rows: Iterable[tuple[Any, ...]], ask: Callable[..., object], kind: type[Exception] = ValueError
 ) -> list[str]:
-    """Return a line for each row that does not raise an error of type `kind` with the row's message.
+    """Return a description of each row whose input does not raise the expected error; [] if all do.
 
     Args:
-        rows: arguments of `ask`, followed by a part of the expected message.
-        ask: function that should raise.
-        kind: expected exception type.
+        rows: arguments of `ask`, followed by a piece of the expected message.
+        ask: function that should reject the arguments.
+        kind: type of the expected exception.
     """
     wrong = []
     for *words, message in rows:

@@ -1,4 +1,4 @@
-"""Write run folders in the format of training, with chosen values."""
+"""Write run folders in the format of training, with chosen values, for tests of reports and of other readers."""
 
 import json
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def row(iteration: int, **values: Any) -> dict[str, Any]:
-    """Return a line of metrics.jsonl for two steps of one second and 100 tokens each."""
+    """Return a line of metrics.jsonl that covers two steps of one second each; `values` replaces its entries."""
     defaults: dict[str, Any] = {
         "iteration": iteration, "lm_loss": 5.0, "grad_norm": 1.0, "learning_rate": 1e-3,
         "consumed_samples": 10 * iteration, "consumed_tokens": 100 * iteration, "steps": 2, "step_seconds": 1.0,
@@ -18,7 +18,14 @@ def row(iteration: int, **values: Any) -> dict[str, Any]:
 
 
 def make_run(folder: Path, rows: Sequence[dict[str, Any]] = (), *, tail: str = "", **files: Any) -> Path:
-    """Write a run folder; `files` holds objects for NAME.json, and rows for validation.jsonl and completions.jsonl."""
+    """Write a run folder with the given records, and return it.
+
+    Args:
+        folder: folder to create.
+        rows: lines of metrics.jsonl.
+        tail: text at the end of metrics.jsonl, such as a line that is cut off.
+        files: lists of lines for validation.jsonl and completions.jsonl; all others are the contents of NAME.json.
+    """
     folder.mkdir(parents=True)
     for name, lines in [("metrics", rows), *((name, files.pop(name, ())) for name in ("validation", "completions"))]:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,4 +1,4 @@
-"""A small model with awkward shapes and known gradients, sharded over tp and data ranks."""
+"""Build a small model with awkward shapes and known gradients, sharded over tensor- and data-parallel ranks."""
 
 import torch
 from torch import nn
@@ -10,7 +10,8 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.plan import plan_dims
 from megazpp.topology.cluster import Cluster
 
-# name: (shape, tp placement); dim 0 of `single` has one row, so most of its shards are empty
+# Each parameter's shape and its placement over tensor-parallel ranks. Dim 0 of `single` has one row, so the shards of
+# all data-parallel ranks but one are empty
 PARAMETERS = {
     "column.weight": ((8, 3), Shard(0)),
     "row.weight": ((5, 4), Shard(1)),
@@ -22,7 +23,7 @@ PARAMETERS = {
 
 
 def one_process_model() -> nn.Module:
-    """Build the model in one process; every fourth value is exactly zero."""
+    """Build the unsharded model of PARAMETERS with random weights, of which every fourth element is exactly zero."""
     model, generator = nn.Module(), torch.Generator().manual_seed(5)
     for name, (shape, _) in PARAMETERS.items():
         owner, leaf = name.split(".")
@@ -35,7 +36,7 @@ def one_process_model() -> nn.Module:
 
 
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return copies of all weights and moments, gathered from all ranks."""
+    """Return copies of all unsharded weights and optimizer moments, by name. All ranks call this."""
     found = {name: p.detach() for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
         found |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
@@ -43,11 +44,20 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def sharded_model(tp: int, replicas: int) -> tuple[nn.Module, ParallelDims]:
-    """Build the same model on the four ranks of the job; gradients equal the parameters."""
+    """Build the model of `one_process_model` on four ranks, sharded by FSDP2, with gradients equal to its weights.
+
+    Args:
+        tp: tensor-parallel size.
+        replicas: replicas of the sharded model (--num-distributed-optimizer-instances).
+
+    Returns:
+        (model, mesh of the ranks).
+    """
     config = ParallelConfig(tensor_model_parallel_size=tp, num_distributed_optimizer_instances=replicas)
     dims = ParallelDims(plan_dims(config, Cluster(num_nodes=1, ranks_per_node=4), zero_stage=3), device_type="cpu")
     model = one_process_model()
-    for name, (_, placement) in PARAMETERS.items() if tp > 1 else ():  # the mesh has no dim for one rank
+    # the mesh has no tp dim if tp is 1, so the parameters stay plain tensors
+    for name, (_, placement) in PARAMETERS.items() if tp > 1 else ():
         owner, leaf = name.split(".")
         value = distribute_tensor(model.get_parameter(name).data, dims.mesh["tp"], [placement])
         setattr(model.get_submodule(owner), leaf, nn.Parameter(value))

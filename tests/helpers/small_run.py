@@ -1,4 +1,4 @@
-"""Flags of a small run, parsed and checked."""
+"""Parse and check the flags of a small run."""
 
 import shlex
 from pathlib import Path
@@ -20,6 +20,6 @@ def parse(text: str) -> ParsedRun:
 
 
 def check(text: str, *, nodes: int = 1, ranks_per_node: int = 1, device: str = "cpu") -> RunPlan:
-    """Return the plan of the small run with further flags."""
+    """Return the plan of a run with the flags SMALL and those in `text`; a ValueError rejects the flags."""
     cluster = Cluster(num_nodes=nodes, ranks_per_node=ranks_per_node)
     return plan_run(parse(f"{SMALL} {text}").config, cluster, device_type=device)

@@ -1,15 +1,15 @@
 """Simulate CUDA streams on the CPU to find missing synchronization in code that uses them.
 
-Operations run in the order in which the host starts them, so results are always right. For each operation the
-simulation records the current stream, the bytes it reads and writes, and a vector clock: the operations of other
-streams that are certain to precede it. It reports two kinds of errors:
+Operations run in the order in which the host starts them, so their results are always right. For each operation the
+simulation records the current stream, the bytes that the operation reads and writes, and a vector clock: the operations
+of other streams that are certain to precede it. The simulation reports two kinds of errors:
 
 - a race: two streams use the same bytes, one of them writes, and no event orders them;
 - an early reuse: a stream allocates memory that was freed before and that another stream may still use. The caching
   allocator gives freed memory to its own stream at once, unless the other stream was recorded
   (`Tensor.record_stream`).
 
-A host that waits for a stream (`.item()`) orders nothing here, because no code should rely on it.
+A host that waits for a stream (`.item()`) orders nothing in the simulation, because no code should rely on such waits.
 """
 
 from __future__ import annotations
@@ -36,17 +36,23 @@ from megazpp.parallel import axis, comm_queue
 from megazpp.parallel.comm_queue import StreamQueue
 from megazpp.zero import wire
 
-# How many leading arguments of each kernel are only read. The others may be written.
+# Number of leading arguments of each kernel that the kernel only reads; it may write the other arguments
 KERNELS = {"pack": 2, "unpack": 2, "unpack_onto": 2, "unpack_sum": 2, "encode": 2, "decode": 1}
 
 
 class Stream:
-    """Replacement of `torch.cuda.Stream`; `clock` counts the operations of each stream that precede its next one."""
+    """Replacement of `torch.cuda.Stream` in the simulation.
+
+    Attributes:
+        clock: for each stream, the number of its operations that are certain to precede this stream's next operation.
+        left: context that restores the previous current stream when a `with` block of this stream ends.
+        freed: unfinished uses, by other streams, of memory that was freed on this stream.
+    """
 
     def __init__(self, streams: Streams) -> None:
         self.streams, self.number, self.clock = streams, next(streams.numbers), Counter[Stream]()
-        self.left = ExitStack()  # like torch's, it cannot be entered twice
-        self.freed: list[Access] = []  # unfinished uses by other streams of freed memory
+        self.left = ExitStack()  # like torch's stream, this one cannot be entered twice
+        self.freed: list[Access] = []  # empty after each allocation, which has checked them
 
     def record_event(self) -> Event:
         event = Event(self.streams)
@@ -68,7 +74,7 @@ class Stream:
 
 
 class Event:
-    """Replacement of `torch.cuda.Event`."""
+    """Replacement of `torch.cuda.Event`: a copy of the vector clock of the stream that recorded it."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams, self.clock = streams, Counter[Stream]()
@@ -81,7 +87,16 @@ class Event:
 
 
 class Access(NamedTuple):
-    """One use of some bytes of an allocation."""
+    """One use of some bytes of an allocation by an operation of a stream.
+
+    Attributes:
+        stream: stream on which the operation runs.
+        time: number of the operation on its stream.
+        start: first byte of the use in the allocation.
+        stop: byte after the last one.
+        writes: True if the operation writes the bytes.
+        what: description of the operation for error messages.
+    """
 
     stream: Stream
     time: int
@@ -96,7 +111,13 @@ class Access(NamedTuple):
 
 @dataclass
 class Memory:
-    """One allocation; `streams` starts with its own stream, followed by recorded ones."""
+    """One allocation of the simulated caching allocator.
+
+    Attributes:
+        alive: weak reference to the storage, which expires when the program drops the storage.
+        streams: the stream that allocated the memory, followed by those that `record_stream` has named.
+        accesses: uses of the memory that later uses may still conflict with.
+    """
 
     alive: StorageWeakRef
     streams: list[Stream]
@@ -104,7 +125,13 @@ class Memory:
 
 
 class Streams(TorchDispatchMode):
-    """All streams of a process; `found` lists each error once."""
+    """All simulated streams of a process, and the detector of races and early reuses.
+
+    Attributes:
+        numbers: counter that numbers the streams.
+        current: stream on which operations run now.
+        found: description of each error, once.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +142,7 @@ class Streams(TorchDispatchMode):
 
     @contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
-        """Make `stream` current, like `torch.cuda.stream()`."""
+        """Make `stream` the current stream inside the context, like `torch.cuda.stream()`."""
         self.free_what_is_gone()
         with mock.patch.object(self, "current", stream):
             yield
@@ -126,13 +153,23 @@ class Streams(TorchDispatchMode):
         return result
 
     def kernel(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call one of our kernels, which are C on the CPU and take pointers that torch does not see."""
+        """Call one of this project's kernels, and record its reads and writes on the current stream.
+
+        On the CPU these kernels are C functions that take pointers, so the dispatch mode does not see their arguments.
+        """
         reads = KERNELS[kernel.__name__]
         self.use(kernel.__name__, args[:reads], [args[reads:], kwargs])
         return kernel(*args, **kwargs)
 
     def use(self, what: str, reads: Sequence[object], writes: Sequence[object], made: object = None) -> None:
-        """Record one kernel on the current stream."""
+        """Record one operation on the current stream, and report its races.
+
+        Args:
+            what: name of the operation.
+            reads: values that the operation reads; only the tensors among them count.
+            writes: values that the operation writes.
+            made: results, whose new storages count as allocated by the current stream.
+        """
         stream = self.current
         stream.clock[stream] += 1
         what = f"{what} on stream {stream.number} at {caller()}"
@@ -145,18 +182,24 @@ class Streams(TorchDispatchMode):
                     self._touch(self._memory_of(tensor), access)
 
     def record(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Record a use of the tensor by `stream`, like `Tensor.record_stream`."""
+        """Record that `stream` uses the tensor's memory, like `Tensor.record_stream`."""
         self._memory_of(tensor).streams.append(stream)
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Free and allocate when a storage is resized, as FSDP2 does for parameters."""
+        """Free the storage's memory and allocate new memory, as when FSDP2 resizes the storage of a parameter.
+
+        A size of 0 only frees.
+        """
         if storage._cdata in self._memory:
             self._free(storage._cdata)
         if num_bytes:
             self._allocate(storage)
 
     def free_what_is_gone(self) -> None:
-        """Free expired storages; call this before anything that may order streams or reuse memory."""
+        """Free the memory of all storages that the program has dropped.
+
+        Call this before anything that may order streams or reuse memory, so that frees come at the right point.
+        """
         for key in [key for key, memory in self._memory.items() if memory.alive.expired()]:
             self._free(key)
 
@@ -199,7 +242,10 @@ class Streams(TorchDispatchMode):
 
 @contextmanager
 def simulated_streams() -> Iterator[Streams]:
-    """Simulate streams for our queues and for FSDP2 in this process; build the model inside."""
+    """Simulate CUDA streams inside the context, for this project's communication queues and for FSDP2.
+
+    Build the model inside the context, so that FSDP2 takes its streams from the simulation.
+    """
     streams, resize = Streams(), torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -207,7 +253,7 @@ def simulated_streams() -> Iterator[Streams]:
         return resize(storage, size)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (torch.cuda, torch.cpu):  # FSDP2 takes streams from the module of its device
+        for module in (torch.cuda, torch.cpu):  # FSDP2 takes its streams from the module of its device type
             patch.setattr(module, "Stream", lambda *args, **kwargs: Stream(streams))
             patch.setattr(module, "Event", lambda **kwargs: Event(streams))
             patch.setattr(module, "stream", streams.using)
@@ -224,11 +270,19 @@ def simulated_streams() -> Iterator[Streams]:
 
 
 def find_uses(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[list[object], list[object]]:
-    """Return the values that an operation reads and those that it writes."""
+    """Return (values that a torch operation reads, values that it writes), as its schema declares them.
+
+    Args:
+        func: operation as the dispatch mode gets it.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        result: result of the operation; new tensors in it count as written.
+    """
     schema, name = func._schema, func.__name__
     given = [*zip(schema.arguments, args, strict=False)]
     given += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
-    if func.namespace == "c10d":  # these do not declare their writes
+    # collectives do not declare their writes, so every argument that is not an input counts as written
+    if func.namespace == "c10d":
         inputs = [value for argument, value in given if argument.name.startswith("input")]
         return inputs, [value for argument, value in given if not argument.name.startswith("input")]
     results = result if isinstance(result, tuple) and len(schema.returns) > 1 else (result,)
@@ -244,14 +298,14 @@ def tensors_in(values: object) -> list[torch.Tensor]:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the tensor's first byte in its storage, and the byte after its last one."""
+    """Return the offsets of the tensor's first byte in its storage and of the byte after its last one."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = tensor.storage_offset() * tensor.element_size()
     return first, first + span * tensor.element_size()
 
 
 def caller() -> str:
-    """Return file and line of the innermost frame in our code or in FSDP2."""
+    """Return "file:line" of the innermost stack frame in this project's code or FSDP2's, or "elsewhere"."""
     lines = ((Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_stack(None))
     ours = (f"{path.name}:{line}" for path, line in lines if {"megazpp", "_fully_shard"} & {*path.parts})
     return next(ours, "elsewhere")

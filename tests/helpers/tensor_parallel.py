@@ -1,4 +1,4 @@
-"""Shared parts of tests of tensor parallelism: an axis over all ranks, slices of full tensors, counted collectives."""
+"""Compare tensor-parallel layers with unsharded ones: an axis over all ranks, slices, counts of collectives."""
 
 import contextlib
 import functools
@@ -22,9 +22,11 @@ from megazpp.tensor_parallel.initialize import distribute_parameters, initialize
 from megazpp.tensor_parallel.parameters import local, owned_parameters, partial_parameters, sum_partial_gradients_
 
 VOCAB, SEQ = 101, 16
-STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}  # llama uses grouped-query attention
-Calls = tuple[Mapping[str, int], Mapping[str, int]]  # collectives in forward and backward
-# arguments of compare_slices for a layer that enters and leaves a tensor-parallel region, by sequence parallelism
+STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}  # the Llama style uses grouped-query attention
+# number of calls of each collective in the forward, and in the backward
+Calls = tuple[Mapping[str, int], Mapping[str, int]]
+# Expected arguments of `compare_slices`, by sequence parallelism, for a layer whose input and output are those of a
+# tensor-parallel region
 REGION: dict[bool, dict[str, Any]] = {
     False: {"calls": ({"all_reduce": 1}, {"all_reduce": 1})},
     True: {
@@ -36,7 +38,10 @@ REGION: dict[bool, dict[str, Any]] = {
 
 
 def tp_axis() -> MeshAxis:
-    """Return a tp axis over all ranks of this job (one rank without a job), with its own traffic counter."""
+    """Return a tensor-parallel axis over all ranks of this job, with its own counter of bytes.
+
+    In a process without a job, the axis has one rank.
+    """
     size = dist.get_world_size() if dist.is_initialized() else 1
     if size == 1:
         return MeshAxis("tp", wire="tp")
@@ -49,7 +54,7 @@ def tp_mesh() -> DeviceMesh:
 
 
 def part(full: torch.Tensor, dim: int | None, tp: MeshAxis) -> torch.Tensor:
-    """Return a copy of this rank's slice of `full` along `dim`, or of all of it if `dim` is None."""
+    """Return a copy of this rank's slice of `full` along `dim`; if `dim` is None, a copy of the complete tensor."""
     mine = full if dim is None else full.chunk(tp.size, dim)[tp.rank]
     return mine.clone(memory_format=torch.contiguous_format)
 
@@ -59,7 +64,7 @@ def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Te
 
 
 def counted(tp: MeshAxis, action: Callable[..., Any], *args: Any) -> tuple[Any, Mapping[str, int]]:
-    """Return the result of `action(*args)` and how often it called each collective on `tp`."""
+    """Return the result of `action(*args)`, and the number of calls that it made of each collective on `tp`."""
 
     def calls() -> Counter[str]:
         return Counter({collective: traffic.calls for (_, _, collective), traffic in tp.counter.table().items()})
@@ -70,7 +75,7 @@ def counted(tp: MeshAxis, action: Callable[..., Any], *args: Any) -> tuple[Any, 
 
 @contextlib.contextmanager
 def saved_tensors() -> Iterator[list[torch.Tensor]]:
-    """Collect the tensors that autograd saves inside the context."""
+    """Yield a list to which every tensor is appended that autograd saves for backward inside the context."""
     kept: list[torch.Tensor] = []
 
     def keep(x: torch.Tensor) -> torch.Tensor:
@@ -82,7 +87,10 @@ def saved_tensors() -> Iterator[list[torch.Tensor]]:
 
 
 def build_gpt(config: GPTConfig, *, dropout_seed: int = 11, scalar_head: bool = False, **options: Any) -> GPTModel:
-    """Build a GPT on all ranks of the job; weights are always the same, dropout masks follow from the seed."""
+    """Build a GPT that is sliced over all ranks of the job.
+
+    Its weights never differ. Dropout masks follow from `dropout_seed`. `options` are fields of LayerSettings.
+    """
     tp = tp_axis()
     seed_everything(dropout_seed, data_rank=0, tp_rank=tp.rank)
     shared = SharedGenerator(CPU, seed=dropout_seed, data_rank=0)
@@ -95,13 +103,16 @@ def build_gpt(config: GPTConfig, *, dropout_seed: int = 11, scalar_head: bool = 
 
 
 def sample() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and labels, [3, 16] each."""
+    """Return random tokens [3, SEQ] and their labels [3, SEQ], which are the next tokens."""
     ids = torch.randint(VOCAB, (3, SEQ + 1), generator=torch.Generator().manual_seed(0))
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def packed(seq: int = SEQ) -> MicroBatch:
-    """Return rows of one to four documents, some with a single token; a row's last document may be cut."""
+    """Return a micro-batch with three rows of one to four documents each, some of which have a single token.
+
+    The last document of a row may be cut off at the end of the row.
+    """
     return packed_documents(VOCAB, seq, [(0, 0), (0, 5), (0, 6), (1, seq - 1), (2, 3), (2, 9)])
 
 
@@ -110,16 +121,20 @@ def losses_of(model: GPTModel, data: MicroBatch) -> torch.Tensor:
 
 
 def local_gradients(model: torch.nn.Module, tp: MeshAxis | None = None) -> dict[str, torch.Tensor]:
-    """Return this rank's part of every gradient as the optimizer sees it: partial gradients are summed over tp."""
+    """Return this rank's slice of every gradient by name, as the optimizer sees it; None if there is no gradient.
+
+    Each rank has only a partial sum of some gradients. This function sums these over the axis `tp` (default: the
+    model's).
+    """
     partial = partial_parameters(model)
     grads = {name: None if p.grad is None else local(p.grad).clone() for name, p in model.named_parameters()}
     parts = [SimpleNamespace(grad=grad) for name, grad in grads.items() if name in partial]
-    sum_partial_gradients_(parts, tp or model.tp)  # in place
+    sum_partial_gradients_(parts, tp or model.tp)  # replaces each partial gradient by its sum over tp
     return grads
 
 
 def layer_on(kind: Callable[..., torch.nn.Module], config: GPTConfig, *, sequence_parallel: bool) -> Callable[..., Any]:
-    """Return a function that builds a layer of this class on a `tp` axis, as `compare_slices` calls it."""
+    """Return the function that `compare_slices` calls to build a layer of class `kind` on a tensor-parallel axis."""
 
     def make(*, tp: MeshAxis) -> torch.nn.Module:
         return kind(config, LayerSettings(tp=tp, sequence_parallel=sequence_parallel), output_std=1.0)
@@ -137,17 +152,19 @@ def compare_slices(
     y_dim: int | None = None,
     calls: Calls = ({}, {}),
 ) -> torch.nn.Module:
-    """Compare a layer's slices on this rank with the full layer in fp64: output and all gradients, to 1e-11.
+    """Compare the slices of a layer on this rank with the unsharded layer in fp64: output and all gradients.
+
+    They may differ by 1e-11. The function returns the layer with this rank's slices.
 
     Args:
-        row: name of the case for error messages.
-        make: function that builds the layer on a `tp` axis; its weights are split as their specs say.
-        whole: function that computes the full output from x and all weights by name.
-        x: full input.
+        row: name of the test case for error messages.
+        make: function that builds the layer on an axis `tp`; the layer's parameter specs say how its weights are split.
+        whole: function that computes the unsharded output from x and all weights by name.
+        x: unsharded input.
         arguments: further arguments of the layer.
-        x_dim: dim along which the input is split over ranks, or None.
-        y_dim: dim along which the output is split over ranks, or None.
-        calls: expected collectives on tp if there are several ranks.
+        x_dim: dim along which the input is split over ranks; None if every rank gets all of it.
+        y_dim: dim along which the output is split over ranks; None if every rank returns all of it.
+        calls: expected number of each collective on tp, in forward and in backward, if there are several ranks.
     """
     tp, alone = tp_axis(), dict(make(tp=MeshAxis("tp")).named_parameters())
     layer = make(tp=tp).double()
@@ -174,21 +191,24 @@ def compare_slices(
 
 
 def step(model: GPTModel, data: MicroBatch | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return losses and `local_gradients` of a step on `data`, by default on `sample()`."""
+    """Run forward and backward on `data` (default: `sample()`), and return (losses, this rank's gradients by name)."""
     losses = model(*sample()) if data is None else losses_of(model, data)
     losses.mean().backward()
     return losses.detach(), local_gradients(model)
 
 
 def assert_near(row: object, found: torch.Tensor, expected: torch.Tensor, **tolerances: Any) -> None:
-    """Call `torch.testing.assert_close` with `row` in the message."""
+    """Assert that two tensors are close as in `torch.testing.assert_close`; `row` names the case in the message."""
     torch.testing.assert_close(found, expected, **tolerances, msg=lambda text: f"{row}: {text}")
 
 
 def assert_gradients_near(
     ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], share: float = 1e-5
 ) -> None:
-    """Compare gradients by name with tolerance `share`, relative and as a part of each one's largest element."""
+    """Assert that gradients are close by name.
+
+    A difference may be `share` times the expected element plus `share` times the gradient's largest element.
+    """
     assert list(ours) == list(expected)
     for name, grad in expected.items():
         torch.testing.assert_close(ours[name], grad, rtol=share, atol=share * float(grad.abs().max()))

@@ -1,4 +1,7 @@
-"""Choose the test cases of the default tier: as few of a grid as contain every pair of two settings."""
+"""Choose the test cases of the three tiers: the default tier, the slow tier and the nightly tier.
+
+The default tier gets as few cases of a grid as contain every pair of values of two settings.
+"""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -8,23 +11,23 @@ import pytest
 
 
 def slow(*values: Any) -> Any:
-    """Return test parameters that only the slow tier runs."""
+    """Mark a test case as one that only the slow tier runs; `values` are its parameters."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def nightly(*values: Any) -> Any:
-    """Return test parameters that only the nightly tier runs."""
+    """Mark a test case as one that only the nightly tier runs; `values` are its parameters."""
     return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 def chosen(cases: Mapping[str, Any], *default: str, slow: Iterable[str] | None = None) -> list[Any]:
-    """Return the named cases of a grid with their names as ids.
+    """Return all named cases as test parameters, marked with their tiers; the names become the test ids.
 
     Args:
         cases: all cases by name.
         default: names of the cases that the default tier runs.
-        slow: names of the cases that the slow tier runs. The nightly tier runs all others. None for all others in the
-            slow tier.
+        slow: names of the cases that the slow tier runs; the nightly tier then runs all remaining cases. None puts all
+            remaining cases into the slow tier.
     """
     slow = {*cases} if slow is None else {*slow}
     assert {*default} | slow <= {*cases}, f"{default} and {slow} are not all among {[*cases]}"
@@ -33,9 +36,10 @@ def chosen(cases: Mapping[str, Any], *default: str, slow: Iterable[str] | None =
 
 
 def pairwise(grid: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Return the cases of `grid` as test parameters; those that add no new pair of values are marked slow.
+    """Return the cases of `grid` as test parameters, with marks such that the default tier tests all pairs of values.
 
-    Greedy: the next case is always the one that adds the most pairs. The result is small, but not always minimal.
+    A case is marked slow if the cases of the default tier already contain each pair of its values. The choice is
+    greedy: the next case is always the one that adds the most new pairs. The result is small, but not always minimal.
     """
     cases = list(grid)
     missing = set().union(*(_pairs(case) for case in cases))

@@ -1,4 +1,4 @@
-"""Run the tools that use a checkpoint on existing worker ranks."""
+"""Run a tool that loads a checkpoint on the shared worker ranks of the tests, instead of starting its own workers."""
 
 import contextlib
 import importlib
@@ -23,7 +23,11 @@ from megazpp.parallel.worker import Worker
 
 
 def run_tool(tool: str, *flags: object, world: int = 1) -> tuple[int, str]:
-    """Run a tool on `world` ranks of `helpers.ranks` and return rank 0's (exit code, output)."""
+    """Run the program `tool` of the folder tools/ on `world` ranks of `helpers.ranks`.
+
+    Returns:
+        Exit code and printed output of rank 0.
+    """
     return ranks(world).run(_run_on_rank, tool, [str(flag) for flag in flags], uuid.uuid4().hex)[0]
 
 
@@ -34,15 +38,17 @@ def _run_on_rank(tool: str, flags: list[str], key: str) -> tuple[int, str]:
     @contextlib.contextmanager
     def on_this_rank(place: RankInfo, launch: LaunchConfig, facts: object) -> Iterator[Worker]:
         assert place.world_size == world_size
-        watchdog = Watchdog(store, place, launch, restarts=0)  # not started
+        # the test does not start the watchdog, because the shared workers have their own timeouts
+        watchdog = Watchdog(store, place, launch, restarts=0)
         own = replace(place, started=True, rank=rank, local_rank=rank)
         yield Worker(**vars(own), device=torch.device("cpu"), store=store, watchdog=watchdog)
 
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), pytest.MonkeyPatch.context() as patch:
         for name in LAUNCHER_VARIABLES:
             patch.delenv(name, raising=False)
-        patch.setattr(sys, "argv", [f"{tool}.py", *flags])  # error messages take flags from here
-        # the program asks again with --nproc if it chooses the number of ranks itself
+        patch.setattr(sys, "argv", [f"{tool}.py", *flags])  # error messages quote the flags from here
+        # A tool that chooses the number of ranks itself calls this function a second time, with --nproc set. Only then
+        # is this rank one of its started workers
         patch.setattr(
             on_checkpoint,
             "detect_rank_info",

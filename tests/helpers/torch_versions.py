@@ -1,4 +1,7 @@
-"""Skip marks for features that older supported torch releases lack; the package rejects these with an error."""
+"""Skip marks for tests of features that older supported torch releases lack.
+
+The package rejects these features on such releases with an error.
+"""
 
 import pytest
 from torch.distributed.fsdp import FSDPModule

@@ -1,4 +1,4 @@
-"""Train a tiny GPT on synthetic samples: in one plain process, or on ranks with the package's own parts."""
+"""Train a tiny GPT on synthetic samples: in one process as a reference, or on ranks with the package's own code."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,7 +35,7 @@ CLIP = 0.5
 
 GPT2_STYLE = GPTConfig(
     num_layers=2,
-    hidden_size=20,  # 20 and 101 divide neither the ranks nor the blocks
+    hidden_size=20,  # neither 20 nor the vocabulary of 101 is a multiple of the number of ranks or of the block size
     num_attention_heads=4,
     ffn_hidden_size=44,
     max_position_embeddings=16,
@@ -69,7 +69,10 @@ BIASED_STYLE = replace(
 
 
 def packed_documents(vocab_size: int, seq: int, ends: list[tuple[int, int]]) -> MicroBatch:
-    """Return three rows of documents that end at (row, token); a row's last document may be cut."""
+    """Return a micro-batch of three rows of documents whose last tokens are at `ends`, as (row, token) pairs.
+
+    The last document of a row may be cut off at the end of the row.
+    """
     ids = torch.randint(EOD + 1, vocab_size, (3, seq + 1), generator=torch.Generator().manual_seed(4))
     for row, end in ends:
         ids[row, end] = EOD
@@ -78,7 +81,7 @@ def packed_documents(vocab_size: int, seq: int, ends: list[tuple[int, int]]) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run, whose samples depend only on the step."""
+    """The configuration of one training run of a tiny GPT, whose samples depend only on the step."""
 
     model: GPTConfig = GPT2_STYLE
     tp: int = 1
@@ -99,7 +102,7 @@ class Case:
     seed: int = 5
     learning_rate: float = 1e-2
     zero: ZeroConfig | None = None
-    float8: Float8Format | None = None  # emulated
+    float8: Float8Format | None = None  # float8 matrix products, which are emulated on the CPU
     scalar_head: bool = False
     diloco: DilocoConfig = field(default_factory=DilocoConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -110,19 +113,20 @@ class Case:
 
     @property
     def product(self) -> Product | None:
-        """Function that multiplies matrices in linear layers; None for the default."""
+        """Function that multiplies matrices in linear layers; None for torch's own matrix product."""
         return None if self.float8 is None else float8_product(self.float8, emulate=True)
 
     def batch(self, step: int, first: int, count: int) -> MicroBatch:
-        """Return samples `first` to `first + count` of the step's global batch."""
+        """Return `count` samples of the step's global batch as a micro-batch, beginning with sample `first`."""
         generator = torch.Generator().manual_seed(1000 + step)
         uniform = torch.rand(self.global_batch, self.seq_length + 1, generator=generator)
-        samples = (self.vocab_size * uniform**4).long()  # a skewed distribution, so that there is something to learn
+        # a skewed distribution of tokens, so that the model has something to learn
+        samples = (self.vocab_size * uniform**4).long()
         ends = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), self.documents)
         return make_micro_batch(samples[first : first + count], eod=EOD, **ends)
 
     def batches(self, step: int, dims: ParallelDims) -> list[MicroBatch]:
-        """Return this data rank's micro-batches of a step."""
+        """Return the micro-batches that this data-parallel rank processes in a step."""
         size = self.global_batch // dims.data_size // self.micro_batches
         firsts = ((m * dims.data_size + dims.data_rank) * size for m in range(self.micro_batches))
         return [self.batch(step, first, size) for first in firsts]
@@ -130,7 +134,7 @@ class Case:
 
 @dataclass
 class FixedBatches:
-    """A loader that returns the same batches in every step."""
+    """Stand-in for a data loader, which returns the same micro-batches in every step."""
 
     batches: list[MicroBatch]
 
@@ -139,7 +143,10 @@ class FixedBatches:
 
 
 def train_plain(case: Case) -> dict[str, list[float]]:
-    """Train in one process as a reference: no sharding, torch's own clipping, the whole batch at once."""
+    """Train in one process as the reference for sharded runs, and return the loss and the gradient norm of each step.
+
+    The reference uses no sharding, torch's own gradient clipping, and the complete global batch at once.
+    """
     model = GPTModel(case.model, vocab_size=case.vocab_size)
     initialize_parameters_(model, seed=case.seed, draw_device=CPU)
     decay = [p for p in model.parameters() if p.dim() > 1]
@@ -182,7 +189,7 @@ def wire_of(case: Case, layout: Layout) -> CommPlan:
     return plan_comm(case.zero or ZeroConfig(zero_stage=case.stage), layout, case.precision.param_dtype)
 
 
-def spec_of(case: Case, wire: CommPlan = CommPlan()) -> ModelSpec:  # noqa: B008, immutable
+def spec_of(case: Case, wire: CommPlan = CommPlan()) -> ModelSpec:  # noqa: B008, immutable, so calls may share it
     return ModelSpec(
         config=case.model,
         vocab_size=case.vocab_size,
@@ -211,7 +218,7 @@ def build_step(case: Case) -> tuple[TrainStep, ParallelDims]:
 
 
 def diloco_plan(case: Case) -> DilocoPlan | None:
-    """Return the plan of local steps, or None if every step is synchronized."""
+    """Return the plan of DiLoCo's local steps, or None for a training without DiLoCo."""
     return plan_diloco(
         case.diloco,
         case.zero or ZeroConfig(),
@@ -222,13 +229,18 @@ def diloco_plan(case: Case) -> DilocoPlan | None:
 
 
 def build_diloco(case: Case, step: TrainStep, dims: ParallelDims) -> ReplicaGroups | None:
-    """Build the outer weights of a model for DiLoCo, or return None if every step is synchronized."""
+    """Build the outer weights of DiLoCo for the model of `step`, or return None for a training without DiLoCo."""
     plan = diloco_plan(case)
     return None if plan is None else ReplicaGroups(step.sharding, dims, plan, case.precision)
 
 
 def train_on_ranks(case: Case) -> dict[str, Any]:
-    """Train with shard_model and TrainStep on the ranks of this process group."""
+    """Train with the package's own code on the ranks of this process group, and return the results of this rank.
+
+    Returns:
+        "loss" and "grad_norm" per step, "skipped" (number of skipped steps), "sent" (bytes by wire), and
+        "shard_elements" (size of this rank's shard of the parameters).
+    """
     step, dims = build_step(case)
     losses, norms, skipped = [], [], 0
     for index in range(case.steps):

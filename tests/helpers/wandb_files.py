@@ -1,4 +1,4 @@
-"""Reader of wandb's offline files."""
+"""Read the files that wandb writes in its offline mode."""
 
 import json
 import struct
@@ -11,9 +11,9 @@ from wandb.proto import wandb_internal_pb2
 
 
 def read_records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
-    """Yield the records of a .wandb file.
+    """Yield the records of a .wandb file in order.
 
-    It is a LevelDB log: 7 bytes of identification, then 32 KiB blocks of fragments (crc, length, type).
+    The file is a LevelDB log: 7 bytes of identification, then 32 KiB blocks of fragments (crc, length, type).
     """
     data, at, parts = file.read_bytes(), 7, b""
     assert data.startswith(b":W&B")
@@ -25,7 +25,7 @@ def read_records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
             continue
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # a full record, or the last fragment of one
+        if kind in (1, 4):  # a complete record, or its last fragment
             record = wandb_internal_pb2.Record()
             record.ParseFromString(parts)
             yield record
@@ -33,7 +33,7 @@ def read_records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
 
 
 class OfflineRun:
-    """The contents of one folder offline-run-...: run, config, summary, and a row per logged step."""
+    """The contents of one of wandb's folders offline-run-...: run, config, summary, and a row per logged step."""
 
     def __init__(self, folder: Path) -> None:
         (file,) = folder.glob("*.wandb")
@@ -52,5 +52,5 @@ def values(items: Iterable[Any]) -> dict[str, Any]:
 
 
 def offline_runs(folder: Path) -> list[OfflineRun]:
-    """Return the offline runs in a folder, the oldest first."""
+    """Return the runs that wandb recorded offline below `folder`, in the order of their start."""
     return [OfflineRun(run) for run in sorted(folder.glob("wandb/offline-run-*"))]

@@ -1,12 +1,12 @@
-"""Record losses and gradients of TRL's trainers for small random logits, and the defaults of TRL's configs, for tests.
+"""Record the losses and gradients that TRL's trainers compute for small random logits, and TRL's default settings.
 
     pip install trl==1.16.0   # in a separate environment; torch for CPU is enough
     PYTHONPATH=. python tests/helpers/write_trl_goldens.py
 
-The trainers' own code runs, in fp64 unless it casts, on an uninitialized trainer whose model returns given logits. The
-results are JSON files in tests/post_training/, which test_losses.py and test_trl_defaults.py read. TRL 1.12 was the
-last version with PPO, so trl_1.12.0.json does not change any more; commit 8ef29203 has the program that wrote it. The
-file is longer than others because all cases share their parts.
+The trainers' own code runs, in fp64 unless it casts, on an uninitialized trainer whose model returns fixed logits. The
+results are JSON files in tests/post_training/, which test_losses.py and test_trl_defaults.py compare with this
+project. TRL 1.12 was the last version with PPO, so trl_1.12.0.json does not change any more; commit 8ef29203 has the
+program that wrote it. This file is longer than others because all cases share code.
 
 Letters: B rows, P tokens of a prompt, C tokens of a completion, V tokens in the vocabulary.
 """
@@ -34,13 +34,16 @@ Values = dict[str, Any]
 B, P, C, V = 4, 2, 4, 6
 PAD, EOS = 0, 1
 TOKENIZER = SimpleNamespace(pad_token_id=PAD, eos_token_id=EOS)
-LENGTHS = (3, 4, 1, 4)  # lengths of completions: ended early, cut off, ended at once, ended with the last token
+LENGTHS = (3, 4, 1, 4)  # tokens of each completion: ended early, cut off, ended at once, ended with the last token
 FOLDER = Path(__file__).resolve().parents[1] / "post_training"
 
 
 @program
 def main(argv: list[str]) -> None:
-    """Write the file of the installed TRL version to the folder on the command line, or else to the tests' folder."""
+    """Record all cases with the installed TRL version, and write them to trl_VERSION.json.
+
+    The first word of the command line is the output folder; the default is the folder of the tests that read the file.
+    """
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     cases = [*sft(), *reward(), *dpo_cases(), *grpo_cases(), *sync()]
@@ -52,7 +55,7 @@ def main(argv: list[str]) -> None:
 
 
 def config_defaults() -> dict[str, Values]:
-    """Return the defaults of all fields of each config class, by the class's name."""
+    """Return the default values of all fields of TRL's config classes, by class name and field name."""
     classes: list[Any] = [trl.SFTConfig, trl.RewardConfig, trl.DPOConfig, trl.GRPOConfig, trl.RLOOConfig]
     return {
         each.__name__: {
@@ -64,14 +67,14 @@ def config_defaults() -> dict[str, Values]:
 
 
 def as_numbers(value: Any) -> Any:
-    """Round the numbers in nested lists to 10 decimals."""
+    """Return a number, or nested lists of numbers, rounded to 10 decimals, which keeps the JSON file small."""
     return [*map(as_numbers, value)] if isinstance(value, list) else round(value, 10)
 
 
 def rows() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random tokens [B, P + C], and the mask of their completions.
+    """Return random token IDs [B, P + C], and the mask [B, P + C] that is 1 on completions and 0 elsewhere.
 
-    Each row begins with a different token. Every completion but the second ends with EOS.
+    Each row begins with another token. Every completion but the second ends with EOS.
     """
     tokens = torch.randint(2, V, (B, P + C))
     tokens[:, 0] = torch.arange(2, 2 + B)
@@ -85,22 +88,22 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    """Sample normal numbers with standard deviation `scale`, rounded to 3 decimals."""
+    """Return normal random numbers of this shape with standard deviation `scale`, rounded to 3 decimals."""
     return (scale * torch.randn(*shape)).round(decimals=3)
 
 
 def random_logits(scale: float = 1.0) -> torch.Tensor:
-    """Sample logits [B, P + C, V]."""
+    """Return random logits [B, P + C, V] with standard deviation `scale`."""
     return random(B, P + C, V, scale=scale)
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the tensor that collects a gradient."""
+    """Return a copy of the tensor as a leaf of autograd, whose gradient the tests record."""
     return tensor.clone().requires_grad_()
 
 
 def accelerator() -> SimpleNamespace:
-    """Return a stub of Accelerate's `Accelerator` for one process."""
+    """Return a stand-in for Accelerate's `Accelerator` in a job with one process."""
 
     def same(value: Any, **_: object) -> Any:
         return value
@@ -112,7 +115,10 @@ def accelerator() -> SimpleNamespace:
 
 
 class GivenLogits(torch.nn.Module):
-    """Language model that returns given logits: they are its last hidden states, and its head is the identity."""
+    """Language model that returns the given logits: they are its last hidden states, and its head is the identity.
+
+    TRL computes log-probabilities from hidden states and the head, so a trainer gets exactly these logits.
+    """
 
     is_gradient_checkpointing = False
     config = SimpleNamespace(get_text_config=SimpleNamespace)
@@ -132,7 +138,7 @@ class GivenLogits(torch.nn.Module):
 
 
 def sync() -> list[Values]:
-    """Record how the reference model's weights are mixed with the policy's."""
+    """Record how TRL's SyncRefModelCallback mixes the weights of the policy into the reference model."""
     callback = importlib.import_module("trl.trainer.callbacks").SyncRefModelCallback
     policy, reference = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     before = [parameter.detach().clone() for parameter in reference.parameters()]
@@ -142,7 +148,7 @@ def sync() -> list[Values]:
 
 
 def sft() -> list[Values]:
-    """Record the loss of SFTTrainer."""
+    """Record the loss of SFTTrainer and its gradient with respect to the logits."""
     (tokens, mask), logits = rows(), leaf(random_logits())
     model = GivenLogits(logits)
     trainer = stub("SFTTrainer", model, label_smoother=None, compute_loss_func=None)
@@ -155,7 +161,7 @@ def sft() -> list[Values]:
 
 
 def reward() -> list[Values]:
-    """Record the loss of RewardTrainer, with and without centered rewards."""
+    """Record the loss of RewardTrainer and its gradient, with and without the term that centers rewards at zero."""
     cases = []
     for center in (None, 0.3):
         scores = leaf(random(2 * B))
@@ -171,7 +177,7 @@ def reward() -> list[Values]:
 
 
 def dpo_cases() -> list[Values]:
-    """Record DPOTrainer with each type of loss, and with two sums of losses."""
+    """Record loss and gradient of DPOTrainer for each type of loss, and for two weighted sums of losses."""
     types = ["sigmoid", "hinge", "ipo", "robust", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "sft"]
     return [
         *(dpo([each]) for each in types),
@@ -181,7 +187,12 @@ def dpo_cases() -> list[Values]:
 
 
 def dpo(loss_types: list[str], loss_weights: list[float] | None = None) -> Values:
-    """Record loss, metrics and gradient of DPOTrainer for a sum of losses."""
+    """Record loss, metrics and gradient of DPOTrainer.
+
+    Args:
+        loss_types: losses that are added.
+        loss_weights: weight of each loss; None for 1.
+    """
     (tokens, mask), ref = rows(), random_logits()
     logits = leaf(ref + random_logits(0.2))
     model = GivenLogits(logits)
@@ -200,7 +211,7 @@ def dpo(loss_types: list[str], loss_weights: list[float] | None = None) -> Value
 
 
 def grpo_cases() -> list[Values]:
-    """Record GRPOTrainer with its loss types and options, and RLOOTrainer."""
+    """Record GRPOTrainer with each type of loss and with its options, and RLOOTrainer with and without scaling."""
     scaled = ({"off_policy": False}, {"scale": "batch", "beta": 0.1}, {"scale": "none", "beta": 0.1})
     variants: list[Values] = [
         {"loss_type": "cispo", "epsilon_high": 1.1},
@@ -215,11 +226,11 @@ def grpo_cases() -> list[Values]:
 
 
 def grpo(*, off_policy: bool = True, **changed: Any) -> Values:
-    """Record the advantages that GRPOTrainer computes from rewards, and its loss of that batch.
+    """Record the advantages that GRPOTrainer computes from rewards, and its loss and gradient for that batch.
 
     Args:
-        off_policy: give the trainer the log-probabilities of an older policy.
-        changed: settings that differ from the defaults below.
+        off_policy: True to give the trainer the log-probabilities of an older policy.
+        changed: settings of this record that replace the values in the first lines of the function.
     """
     # ---- settings and inputs
     settings: Values = {
@@ -261,7 +272,10 @@ def grpo(*, off_policy: bool = True, **changed: Any) -> Values:
 
 
 def rloo(scale: str) -> Values:
-    """Record the advantages, but not the loss, that RLOOTrainer computes from rewards."""
+    """Record the advantages that RLOOTrainer computes from rewards; its loss is not recorded.
+
+    `scale` is "batch" if the trainer divides advantages by their standard deviation over the batch, and "none" if not.
+    """
     (tokens, _), rewards = rows(), torch.tensor([[1.0, 0.5], [0.0, torch.nan], [2.0, -1.0], [0.5, 0.0]])
     trainer = stub("RLOOTrainer", GivenLogits(random_logits()), beta=0.0, normalize_advantages=scale == "batch")
     known: Values = {"rewards": nan_to_none(rewards), "weights": [1.0, 0.5]}
@@ -271,12 +285,12 @@ def rloo(scale: str) -> Values:
 
 
 def generated(trainer: Any, tokens: torch.Tensor, rewards: torch.Tensor, *more: Any) -> Values:
-    """Return the batch that the trainer makes of completions and their rewards, with two completions per prompt.
+    """Return the batch that a TRL trainer makes of sampled completions and their rewards, two completions per prompt.
 
     Args:
-        trainer: stub of a GRPOTrainer or RLOOTrainer.
-        tokens: [B, P + C] tokens of prompts and completions.
-        rewards: [B, 2] reward of each completion by each of two functions.
+        trainer: uninitialized GRPOTrainer or RLOOTrainer, as `stub` returns it.
+        tokens: [B, P + C] token IDs of prompts and completions.
+        rewards: [B, 2] reward of each completion by each of two reward functions.
         more: further results of the trainer's `_generate`: the first precedes the texts, the others follow them.
     """
     completions = [tokens[row, P : P + length].tolist() for row, length in enumerate(LENGTHS)]
@@ -288,7 +302,13 @@ def generated(trainer: Any, tokens: torch.Tensor, rewards: torch.Tensor, *more: 
 
 
 def stub(name: str, model: torch.nn.Module, **attributes: Any) -> Any:
-    """Return an uninitialized trainer of the class `name`, with the attributes that its losses read."""
+    """Return an uninitialized trainer of TRL's class `name`, with only the attributes that its loss functions read.
+
+    Args:
+        name: name of the trainer's class.
+        model: model of the trainer.
+        attributes: attributes that replace or extend the usual ones.
+    """
     trainer_class: Any = type("Stub", (getattr(trl, name),), {"current_gradient_accumulation_steps": 1})
     made = trainer_class.__new__(trainer_class)
     args: Values = dict.fromkeys(("gradient_accumulation_steps", "steps_per_generation"), 1)
@@ -310,7 +330,7 @@ def stub(name: str, model: torch.nn.Module, **attributes: Any) -> Any:
 
 
 def nan_to_none(rewards: torch.Tensor) -> list[list[float | None]]:
-    """Return nested lists with None in place of NaN, which JSON does not have."""
+    """Return the rewards as nested lists, with None in place of NaN, which JSON does not have."""
     return [[None if math.isnan(reward) else reward for reward in row] for row in rewards.tolist()]
 
 
