@@ -144,7 +144,7 @@ def test_stop_signal_in_any_phase_saves_and_exits_with_0(tmp_path):
         output = program.finish()
         assert before or (program.process.returncode == 0 and "Traceback" not in output), output
         assert f"stopped by {signum.name}\n" in output
-        assert (f"the evaluation was given up: {signum.name}\n" in output) == (eval_iters == "5000")
+        assert (f"the evaluation ends without a result because of {signum.name}\n" in output) == (eval_iters == "5000")
         iterations = [int(n) for n in re.findall(r"^ iteration +(\d+)/", output, re.MULTILINE)]
         assert iterations[0] == last + 1
         assert runs.saved == iterations[-1]

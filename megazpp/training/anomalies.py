@@ -4,16 +4,17 @@
     the loss jumps (--loss-spike-sigma)     the step is skipped, or the weights return to the last checkpoint
     gathered weights differ between ranks   the job ends (--zero-verify-interval, zero/verify.py)
 
-The loss and the norm are already reduced over all ranks, so all ranks make the same decision. With a dynamic loss
-scale, a gradient that is not finite skips the step and lowers the scale. A loss that is not finite still ends the job.
+The loss and the gradient norm are already reduced over all ranks, so all ranks make the same decision. With a dynamic
+loss scale, a gradient that is not finite skips the step and lowers the scale. A loss that is not finite still ends the
+job.
 
-By default only the first check is active. Then the optimizer itself skips a step that is not finite, on the device, and
-the host reads the numbers one step later, before the next update (step.py). `Evidence` keeps the values that the error
-message needs until then.
+By default only the first check is active. The optimizer then skips a step that is not finite, on the device. The host
+reads the loss and the norm one step later, before the next update (step.py). Until then, `Evidence` keeps the values
+that the error message needs.
 
-A sum over ranks spreads a NaN or Inf to all of them. Each rank therefore also checks its own gradients before the
-reduction (`Sharding.watch_gradients`: one pass per sharding unit, without a wait for the device). Only if the norm of
-the step is not finite do the ranks exchange which micro-batch and which parameter caused it. The job then ends with the
+A sum over ranks spreads a NaN or Inf to all ranks. Each rank therefore also checks its own gradients before they are
+reduced (`Sharding.watch_gradients`: one pass per sharding unit, without a wait for the device). If the gradient norm of
+the step is not finite, the ranks exchange which micro-batch and which parameter caused it. The job then ends with the
 weights from before the step. not-finite-<iteration>.json in the run folder lists samples, losses and norms.
 """
 
@@ -39,7 +40,7 @@ SHOWN = 8  # largest number of parameters and of micro-batches in the error mess
 
 
 class LossHistory:
-    """The last `WINDOW` losses, against which the next loss is compared; checkpoints save them."""
+    """The losses of the last `WINDOW` steps, by which a loss spike is recognized. Checkpoints save them."""
 
     def __init__(self) -> None:
         self.losses: deque[float] = deque(maxlen=WINDOW)
@@ -52,15 +53,18 @@ class LossHistory:
 
 
 class NotFiniteError(JobError):
-    """The loss or a gradient is NaN or Inf."""
+    """An error that ends the job because the loss or a gradient of a step is NaN or Inf."""
 
 
 class Evidence(NamedTuple):
-    """Values of a step that this rank keeps until the step is known to be finite: small tensors, no gradients."""
+    """Small tensors of a step that explain a loss or gradient that is not finite.
 
-    losses: torch.Tensor  # [number of micro-batches] this rank's shares of the loss
-    norm: GradNorm
-    own: Mapping[str, torch.Tensor] | None  # sums of this rank's own gradients by parameter; None with ZeRO stage 0
+    A rank keeps them until it knows whether the step is finite. They include no gradients.
+    """
+
+    losses: torch.Tensor  # [number of micro-batches] this rank's summands of the step's loss
+    norm: GradNorm  # gradient norm of the step, with the norms of single parameters
+    own: Mapping[str, torch.Tensor] | None  # sums of this rank's gradients before reduction; None with ZeRO stage 0
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,14 @@ class StepReport:
     """One rank's report on a step whose loss or gradient norm is not finite.
 
     Attributes:
-        data_rank: data rank, which determines the samples of this rank.
+        data_rank: index of the rank's samples, `ParallelDims.data_rank`.
         iteration: iteration of the step. None if all steps of this rank's replica group were finite; then the other
             fields are empty.
         loss, norm: loss and gradient norm of the global batch.
-        losses: this rank's share of the loss, by micro-batch.
-        suspects: parameters of the sharding units in which this rank's own gradients were not finite. None with ZeRO
-            stage 0, where FSDP2 sums the gradients of whole copies and a rank's own gradients cannot be inspected.
-        norms: gradient norm of each parameter.
+        losses: this rank's summands of the loss, one per micro-batch.
+        suspects: names of the parameters in the sharding units in which this rank's gradients were not finite before
+            their reduction. None with ZeRO stage 0, where FSDP2 offers no gradients of a single rank.
+        norms: gradient norm of each parameter, by name.
     """
 
     data_rank: int
@@ -89,21 +93,21 @@ class StepReport:
 
 @dataclass
 class Guard:
-    """Decides for each step whether the optimizer may update the weights.
+    """The check of every step for bad losses, gradients and weights, before the optimizer may update the weights.
 
     Args:
-        config: the checks that are active and their reactions.
+        config: flags that select the active checks and the reactions to loss spikes.
         sharding: handle of the model whose gradients and weights are checked.
         run: process groups, log and run folder.
         plan: batch sizes, from which the samples of an iteration follow.
-        history: the losses so far; the guard adds the loss of each step.
+        history: losses of earlier steps; the guard adds the loss of each step.
         dynamic_scale: True if the loss scale is dynamic and therefore handles gradients that are not finite.
-        verify_interval: steps between two calls of `verify`. None disables them.
+        verify_interval: number of steps between two calls of `verify`; None for no calls.
         verify: function that compares the gathered weights over ranks, and raises CorruptWeightsError if they differ.
-        rewind: function that reloads weights and moments from the last checkpoint and returns its iteration. All ranks
-            call it. None: a spike only skips the step.
-        has_replica_groups: True with DiLoCo's replica groups. Each group then decides on its own whether to skip a
-            step. Ending the job and rewinding wait until all groups call `resolve`.
+        rewind: function that reloads weights and moments from the last checkpoint, and returns the checkpoint's
+            iteration. All ranks call it after a loss spike. None: a spike only skips the step.
+        has_replica_groups: True with DiLoCo's replica groups. Each group then decides alone whether to skip a step. To
+            end the job or to rewind, the groups wait until all of them call `resolve`.
     """
 
     config: AnomalyConfig
@@ -123,44 +127,46 @@ class Guard:
         self._wants_back = False
 
     def begin_step(self) -> None:
-        """Start to watch this rank's gradients before they are reduced; call before the forward."""
+        """Make the backward check this rank's gradients before they are reduced; call this before the forward."""
         if self.config.check_for_nan_in_loss_and_grad:
             self.sharding.watch_gradients()
 
     @property
     def can_wait(self) -> bool:
-        """True if `allows` may be called one step later.
+        """True if `allows` may be called after the update, before the next one, so that the host need not wait.
 
-        This holds if the only active check ends the job for values that are not finite. Loss spikes, verification and a
-        dynamic loss scale need the decision before the update.
+        This holds if the only active check is the check for losses and gradients that are not finite. Loss spikes,
+        verification of weights and a dynamic loss scale require the decision before the update.
         """
         config = self.config
         others = config.loss_spike_sigma is not None or self.verify_interval is not None or self.dynamic_scale
         return config.check_for_nan_in_loss_and_grad and not others
 
     def evidence(self, local_losses: torch.Tensor, norm: GradNorm) -> Evidence:
-        """Return the values that a later call of `allows` needs; call after the backward.
+        """Return the values with which `allows` can explain a failure of this step; call this after the backward.
 
         Args:
-            local_losses: [number of micro-batches] this rank's shares of the loss.
-            norm: the gradient norm of the step.
+            local_losses: [number of micro-batches] this rank's summands of the step's loss.
+            norm: gradient norm of the step.
         """
         return Evidence(local_losses, norm, self.sharding.own_gradients())
 
     def allows(self, iteration: int, loss: float, norm: float, evidence: Evidence) -> bool:
-        """Decide whether the step of `iteration` may update the weights; all ranks decide the same.
+        """Decide whether the step of `iteration` may update the weights. All ranks decide the same.
 
         Args:
             iteration: iteration of the step, counted from 1.
             loss: loss of the global batch.
             norm: gradient norm of the global batch.
-            evidence: the values that `evidence` returned for this step.
+            evidence: result of the method `evidence` for this step.
+        Returns:
+            True to update the weights, False to skip the update.
         Raises:
             NotFiniteError: the loss or a gradient is not finite; raised on all ranks.
             CorruptWeightsError: gathered weights differ between ranks; raised on all ranks.
         """
         if self.verify_interval and iteration % self.verify_interval == 0:
-            self.verify()  # first: corrupt weights would also explain a bad loss
+            self.verify()  # verify the weights first, because corrupt weights would also explain a bad loss
         finite = math.isfinite(loss) and (math.isfinite(norm) or self.dynamic_scale)
         if not self.config.check_for_nan_in_loss_and_grad or finite:
             return math.isfinite(norm) and not self._is_spike(iteration, loss)
@@ -176,20 +182,23 @@ class Guard:
 
     @property
     def found(self) -> tuple[bool, bool]:
-        """Return two booleans: the group has seen a value that is not finite; the group requests a rewind.
+        """Two booleans about this rank's DiLoCo replica group since the last call of `resolve`.
 
-        Both are reset by `resolve`, in which all groups agree.
+        The first is True if a loss or gradient was not finite. The second is True if a loss spike requests that all
+        groups return to the last checkpoint.
         """
         return self._failure is not None, self._wants_back
 
     def resolve(self, *, failed: bool, back: bool) -> bool:
-        """End the job or reload the last checkpoint if some replica group requires it; all ranks of all groups call it.
+        """End the job or reload the last checkpoint if a replica group of DiLoCo requires it.
+
+        All ranks of all groups call this with equal arguments.
 
         Args:
-            failed: True if some group has seen a loss or gradient that is not finite.
-            back: True if some group requests a rewind.
+            failed: True if a group has seen a loss or gradient that is not finite.
+            back: True if a group requests a return to the last checkpoint.
         Returns:
-            `back`.
+            The value of `back`: True if weights and moments come from the last checkpoint now, if there is one.
         Raises:
             NotFiniteError: `failed` is True.
         """
@@ -201,10 +210,11 @@ class Guard:
         return back
 
     def _end_job(self) -> NoReturn:
-        """Gather the reports of all ranks, write them to the run folder, and raise the same error on all ranks.
+        """End the job because of a step that is not finite: raise a NotFiniteError with the same text on all ranks.
 
-        The error describes the first rank report with a failure. With DiLoCo, replica groups may fail in different
-        steps. Reports about other steps are then left out.
+        Rank 0 gathers the reports of all ranks, writes them to the run folder, and describes the step of the first
+        report with a failure. With DiLoCo, replica groups may fail in different steps. Reports about other steps are
+        then left out.
         """
         world, plan = self.run.dims.world, self.plan
         reports = world.gather_objects(self._failure or StepReport(self.run.dims.data_rank))
@@ -234,21 +244,21 @@ class Guard:
         raise NotFiniteError(world.share_object(message))
 
     def _go_back(self) -> str:
-        """Reload the last checkpoint, and return the end of a sentence that reports the outcome."""
+        """Reload the last checkpoint after a loss spike, and return the end of the sentence that logs the spike."""
         assert self.rewind is not None
-        losses = self.history.state_dict()  # the history in the checkpoint lacks the latest losses
+        losses = self.history.state_dict()  # `rewind` loads an older history, without the latest losses
         try:
             return f", and the weights return to iteration {self.rewind()}"
-        except ValueError as error:  # no checkpoint yet
+        except ValueError as error:  # no checkpoint has been saved yet
             return f" ({error})"
         finally:
             self.history.load_state_dict(losses)
 
     def _is_spike(self, iteration: int, loss: float) -> bool:
-        """Add the loss to the history, log it if it is a spike, and return whether it is one.
+        """Return True if the loss of a step is a spike, log it in that case, and add the loss to the history.
 
-        Spikes are added too: if losses stay high, the standard deviation grows, and the run stops skipping after a few
-        steps.
+        The loss of a spike is added too. If losses stay high, the standard deviation therefore grows, and the run skips
+        only a few steps.
         """
         sigma = self.config.loss_spike_sigma
         if sigma is None or not math.isfinite(loss):
@@ -277,9 +287,9 @@ def describe(first: StepReport, reports: Sequence[StepReport], first_sample: int
     """Return the error message for a step that is not finite: the step, the micro-batches and the parameters.
 
     Args:
-        first: rank report with the step's loss, gradient norm and parameter norms.
-        reports: reports of all ranks, in the order of ranks.
-        first_sample: index of the step's first sample.
+        first: report of a rank, with the step's loss, its gradient norm, and the gradient norms of all parameters.
+        reports: reports of all ranks about the step, in the order of ranks.
+        first_sample: index of the step's first sample in the run.
         micro_batch_size: samples per micro-batch.
     """
     assert first.iteration is not None
@@ -287,7 +297,7 @@ def describe(first: StepReport, reports: Sequence[StepReport], first_sample: int
         f"iteration {first.iteration}: loss {first.loss:g}, gradient norm {first.norm:g}; the job ends before the "
         f"update, with the weights of iteration {first.iteration - 1}"
     ]
-    # micro-batches whose loss is not finite, with their samples
+    # ---- the micro-batches whose loss is not finite, with their samples
     data_size = 1 + max(each.data_rank for each in reports)
     bad_losses = []
     for rank, each in enumerate(reports):
@@ -296,7 +306,7 @@ def describe(first: StepReport, reports: Sequence[StepReport], first_sample: int
             samples = f"samples {start} to {start + micro_batch_size - 1}"
             bad_losses.append(f"the loss of micro-batch {index} ({samples}) is not finite on rank {rank}")
     lines += bad_losses[:SHOWN]
-    # parameters whose gradient is not finite, with the ranks that caused it
+    # ---- the parameters whose gradient is not finite, with the ranks whose gradients were not finite before the sum
     bad = {name: value for name, value in first.norms.items() if not math.isfinite(value)}
     for name, value in list(bad.items())[:SHOWN]:
         ranks = [rank for rank, each in enumerate(reports) if name in (each.suspects or ())]

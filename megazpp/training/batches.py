@@ -2,8 +2,8 @@
 
 The global batch size is constant or ramps up in equal increments, as in Megatron-LM.
 
-A resumed run may have other batch sizes than the run before it. Its plan therefore starts at the iteration and the
-sample count from which it resumes. A run of --train-samples ends when these samples are consumed.
+A resumed run may have other batch sizes than the run that saved its checkpoint. Its plan therefore starts at the
+iteration and the number of samples of the checkpoint. A run of --train-samples N ends when N samples are consumed.
 """
 
 from __future__ import annotations
@@ -44,15 +44,17 @@ class BatchConfig:
         check_positive(self, "micro_batch_size", "global_batch_size", "train_iters", "train_samples")
         if self.train_iters is not None and self.train_samples is not None:
             raise ValueError(
-                f"--train-iters {self.train_iters} and --train-samples {self.train_samples}: give only one"
+                f"--train-iters {self.train_iters} and --train-samples {self.train_samples}: give only one of the flags"
             )
         if self.rampup_batch_size is None:
             return
         given = f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"
         if self.train_iters is not None:
-            raise ValueError(f"{given} needs --train-samples, not --train-iters {self.train_iters}")
+            raise ValueError(
+                f"{given} needs --train-samples, not --train-iters {self.train_iters}: the ramp-up is given in samples"
+            )
         if len(self.rampup_batch_size) != 3:
-            raise ValueError(f"{given}: three numbers are needed (start size, increment, samples)")
+            raise ValueError(f"{given}: give three numbers (start size, increment, samples of the ramp-up)")
         start, increment, samples = self.rampup_batch_size
         if start < 1 or increment < 1 or samples < 0:
             raise ValueError(f"{given}: start size and increment must be positive, and samples must not be negative")
@@ -60,18 +62,18 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """Batch sizes over a run; `plan_batches` makes it from the flags."""
+    """The batch size of every step of a run, and the length of the run; `plan_batches` makes it from the flags."""
 
     micro_batch_size: int  # samples per micro-batch and data-parallel rank
-    data_parallel_size: int  # ranks that hold different samples
+    data_parallel_size: int  # number of ranks, or of context-parallel groups, that have different samples
     global_batch_size: int  # samples per step after the ramp-up
     start_batch_size: int  # samples of the first step of the ramp-up
     increment: int  # samples that each stage of the ramp-up adds
-    rampup_samples: int  # samples of the whole ramp-up; 0 without one
+    rampup_samples: int  # samples of the complete ramp-up; 0 without a ramp-up
     train_iters: int | None  # length of the run in steps; None if train_samples is given
     train_samples: int | None  # length of the run in samples; None if train_iters is given
-    start_iteration: int = 0  # steps done earlier with other batch sizes
-    start_samples: int = 0  # samples that the first `start_iteration` steps consumed
+    start_iteration: int = 0  # number of steps before this plan, which had other batch sizes
+    start_samples: int = 0  # samples that the steps before this plan consumed
 
     def resumed_at(self, progress: TrainingProgress) -> BatchPlan:
         """Return the plan of a run that resumes from `progress`.
@@ -84,9 +86,9 @@ class BatchPlan:
         return dataclasses.replace(self, start_iteration=progress.iteration, start_samples=progress.consumed_samples)
 
     def is_complete(self, progress: TrainingProgress) -> bool:
-        """Return whether the run ends at `progress`.
+        """Return True if the run is complete at `progress`: no step is left.
 
-        An incomplete last batch of --train-samples is dropped, as in Megatron-LM.
+        If the remaining samples of --train-samples are too few for a global batch, they are dropped, as in Megatron-LM.
         """
         if self.train_iters is not None:
             return progress.iteration >= self.train_iters
@@ -110,9 +112,9 @@ class BatchPlan:
         return self.batch_size_at(consumed_samples) // (self.micro_batch_size * self.data_parallel_size)
 
     def consumed_samples_at(self, iteration: int) -> int:
-        """Return the samples consumed after `iteration` steps.
+        """Return the number of samples that the first `iteration` steps of the run consume.
 
-        For iterations before the plan's start, the result extrapolates backwards with the full global batch size.
+        For iterations before the plan's start, the result is extrapolated backwards with the full global batch size.
         """
         ramp, step = self._ramp_starts, iteration - self.start_iteration
         if 0 <= step < len(ramp):
@@ -121,7 +123,7 @@ class BatchPlan:
         return start + (step - first) * self.global_batch_size
 
     def iteration_at(self, consumed_samples: int) -> int:
-        """Return the number of whole steps done when `consumed_samples` samples are consumed."""
+        """Return the number of complete steps that the first `consumed_samples` samples of the run make."""
         ramp, start = self._ramp_starts, self.start_iteration
         if ramp[0] <= consumed_samples < ramp[-1]:
             return start + bisect.bisect_right(ramp, consumed_samples) - 1
@@ -130,9 +132,9 @@ class BatchPlan:
 
     @property
     def total_iterations(self) -> int:
-        """Steps of the whole run.
+        """The number of steps of the complete run, from its first start to its end.
 
-        With --train-samples this is an estimate, because a resumed run may change the batch size.
+        With --train-samples the number is an estimate, because a resumed run may change the batch size.
         """
         if self.train_iters is not None:
             return self.train_iters
@@ -141,17 +143,17 @@ class BatchPlan:
 
     @property
     def total_samples(self) -> int:
-        """Samples consumed at the end of the run."""
+        """The number of samples that the complete run consumes, from its first start to its end."""
         return self.consumed_samples_at(self.total_iterations)
 
     @property
     def dataset_samples(self) -> int:
-        """Samples that the training dataset must provide: those consumed before a resume plus those still to come."""
+        """The number of samples that the training dataset must provide, for the steps before and after a resume."""
         return max(self.start_samples, self.total_samples) if self.train_samples is None else self.train_samples
 
     @cached_property
     def _ramp_starts(self) -> list[int]:
-        """Samples consumed before each step of the ramp-up and before the first step of full size."""
+        """The number of samples consumed before each step of the ramp-up, and before the first step of full size."""
         starts = [self.start_samples]
         while starts[-1] < self.rampup_samples:
             starts.append(starts[-1] + self.batch_size_at(starts[-1]))
@@ -159,20 +161,20 @@ class BatchPlan:
 
 
 def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
-    """Make the batch plan from the flags, and fill in the batch size that is not given.
+    """Make the batch plan from the flags. If one of the two batch sizes is not given, derive it from the other.
 
     Args:
-        config: the flags.
-        data_parallel_size: ranks that hold different samples.
+        config: flags with the batch sizes and the length of the run.
+        data_parallel_size: number of ranks, or of context-parallel groups, that have different samples.
     Raises:
-        ValueError: a size or the length is missing, or the sizes do not divide.
+        ValueError: a required batch size or the length of the run is missing, or the sizes do not divide.
     """
-    # the two batch sizes
+    # ---- micro-batch size and global batch size
     size, total = config.micro_batch_size, config.global_batch_size
     if size is None and (total is None or config.rampup_batch_size is not None):
-        raise ValueError("--micro-batch-size is required")
+        raise ValueError("--micro-batch-size is required, unless --global-batch-size is given without a ramp-up")
     if config.train_iters is None and config.train_samples is None:
-        raise ValueError("either --train-iters or --train-samples is required")
+        raise ValueError("the length of the run is missing: give either --train-iters or --train-samples")
     if size is None:
         assert total is not None
         size = max(total // data_parallel_size, 1)
@@ -182,7 +184,7 @@ def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
     divisor = f"{given}data-parallel size {data_parallel_size}"
     if global_batch_size % rank_samples:
         raise ValueError(f"--global-batch-size {global_batch_size} is not divisible by {divisor}")
-    # the ramp-up
+    # ---- ramp-up of the global batch size
     start, increment, samples = config.rampup_batch_size or (global_batch_size, global_batch_size, 0)
     given = f"--rampup-batch-size {start} {increment} {samples}"
     if start > global_batch_size or (global_batch_size - start) % increment:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from megazpp.tensor_parallel.layers import Product
     from megazpp.zero.sharding import DeviceStates
 
-WINDOW, FEWEST = 100, 20  # largest and smallest number of earlier losses that a new loss is compared with
-SLOW = 1.2  # a rank is slow above this multiple of the median compute time
+WINDOW, FEWEST = 100, 20  # largest and smallest number of earlier losses from whose mean a loss spike is recognized
+SLOW = 1.2  # a rank counts as slow if its compute time exceeds this multiple of the ranks' median
 MOST_ALLOCATIONS = 100_000  # largest number of allocations in a memory snapshot; Megatron-LM's value
 
 
@@ -93,7 +93,7 @@ class TimingConfig:
 
     @property
     def records_steps(self) -> bool:
-        """True if one of the flags needs the spans of some steps."""
+        """True if one of the timing flags requires recordings of the timeline's spans in some steps."""
         return self.timing_log_level > 0 or self.log_straggler or self.timeline_step is not None
 
 
@@ -126,7 +126,10 @@ class ProfilerConfig:
     def __post_init__(self) -> None:
         start, end = self.profile_step_start, self.profile_step_end
         if self.profile and not 0 <= start < end:
-            raise ValueError(f"--profile-step-start {start} is not below --profile-step-end {end}, or is negative")
+            raise ValueError(
+                f"--profile-step-start {start} must be at least 0 and lower than --profile-step-end {end}, the last "
+                "recorded iteration"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +174,7 @@ class AnomalyConfig:
         check_words(self)
         check_positive(self, "loss_spike_sigma")
         if self.loss_spike_action == "rewind" and self.loss_spike_sigma is None:
-            raise ValueError("--loss-spike-action rewind needs --loss-spike-sigma")
+            raise ValueError("--loss-spike-action rewind needs --loss-spike-sigma, which defines a loss spike: add it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,15 +184,15 @@ class ModelSpec:
     Attributes:
         config: shape of the model.
         vocab_size: vocabulary size of the tokenizer; the model may pad it.
-        sequence_parallel: whether activations are split along the sequence between tensor-parallel regions.
+        sequence_parallel: True splits activations along the sequence between tensor-parallel regions.
         zero: the ZeRO flags.
-        wire: the plan for replacing FSDP2's collectives, see `plan_comm`.
+        wire: plan of ZeRO++ for the collectives that replace FSDP2's, see `plan_comm`.
         precision: dtypes of compute and gradient reduction.
         seed: seed for the initial weights and for dropout.
         product: matrix product of the linear layers. None: the product that `config` selects for the device.
-        scalar_head: whether the model also has a head that returns one number per token.
-        varying_sizes: whether batch sizes or sequence lengths vary.
-        states: class of the states that a feature keeps elsewhere than on the device; None for the device.
+        scalar_head: True adds a head that returns one number per token, as reward models need.
+        varying_sizes: True if batch sizes or sequence lengths vary between steps.
+        states: class for the memory of fp32 weights, moments and gradients, such as host memory; None for the device.
     """
 
     config: GPTConfig

@@ -1,7 +1,7 @@
 """The run context: process groups, device, console and run folder, made once and passed to nearly every part of a run.
 
-The console prints log lines. On a terminal it prints shorter lines above a progress bar with the remaining time. The
-full lines are always in the run folder's log.txt, and also on the output if it is not a terminal.
+The console prints log lines. If the output is a terminal, it shows shorter lines above a progress bar with the
+remaining time. The run folder's log.txt always has the full lines, and so has an output that is not a terminal.
 
 The run folder holds the records of a run, including its restarts. Rank 0 writes them, and tools/report.py reads them:
 
@@ -15,9 +15,9 @@ The run folder holds the records of a run, including its restarts. Rank 0 writes
     wandb_run_id     id of the wandb run that a restart continues
     records.lock     lock file of the job that writes to the folder, held until that job ends
 
-Using a folder again loses nothing. The .jsonl files grow, and a file whose content would change is first copied to a
-numbered name (args.1.json is the oldest). A loss or norm that is not finite is written as null, because strict readers
-of JSON know neither NaN nor Infinity.
+If a run uses an existing folder again, no record is lost. Lines are appended to the .jsonl files. A file whose content
+would change is first copied to a numbered name (args.1.json is the oldest). A loss or norm that is not finite is
+written as null, because strict readers of JSON accept neither NaN nor Infinity.
 """
 
 from __future__ import annotations
@@ -41,23 +41,31 @@ from tqdm import tqdm
 from megazpp.base.files import first_free, lock_for_this_job, write_whole
 from megazpp.parallel.dims import ParallelDims
 
-FLAGS = "args.json"  # file with every flag's value, which every run folder has
+FLAGS = "args.json"  # file with every flag's value; each run folder has this file
 WIDTH = 120  # characters of a line on a terminal
 PROBE_BYTES = 1 << 20  # size of the file with which a folder is tested for free space
 
 
 class Console:
-    """Prints on the rank that is `enabled`; a progress bar and short lines appear only on a terminal."""
+    """The output of log lines and, on a terminal, of a progress bar.
+
+    Args:
+        enabled: True on the rank that prints; False makes all methods silent.
+        out: stream to which lines are printed; None for stdout.
+    """
 
     def __init__(self, *, enabled: bool, out: TextIO | None = None) -> None:
         self._enabled, self._out = enabled, out or sys.stdout
         self._is_terminal = enabled and self._out.isatty()
         self._bar: tqdm | None = None
         self._file: Path | None = None
-        self._before: list[str] = []  # full lines of the time before `keep`
+        self._before: list[str] = []  # full lines that were printed before `keep` gave the file's name
 
     def keep(self, path: Path) -> None:
-        """Also append all full lines to the file at `path`, from the first line on and until writing to it fails."""
+        """Append all full lines to the file at `path` too, including the lines printed before this call.
+
+        If writing to the file fails, the console warns and continues without the file.
+        """
         self._file = path
         for text in self._before:
             self._write(text)
@@ -68,7 +76,8 @@ class Console:
 
         Args:
             text: the full lines.
-            short: replacement for a terminal. An empty string prints nothing there; None prints `text`, wrapped.
+            short: shorter text that a terminal shows instead. For "" a terminal shows nothing, for None it shows
+                `text`, wrapped.
         """
         if not self._enabled:
             return
@@ -83,7 +92,7 @@ class Console:
             print(text, file=self._out, flush=True)
 
     def _write(self, text: str) -> None:
-        """Append lines to the file; before `keep` names the file, remember them."""
+        """Append lines to the log file, or remember them until `keep` gives the file's name."""
         if self._file is None:
             self._before.append(text)
             return
@@ -116,13 +125,13 @@ class Console:
 
 
 def _wrapped(text: str) -> str:
-    """Return lines of at most WIDTH characters for a terminal; paths and flags do not break."""
+    """Wrap the lines of `text` at WIDTH characters for a terminal, without a break inside paths or flags."""
     wrap = functools.partial(textwrap.wrap, width=WIDTH, break_on_hyphens=False, break_long_words=False)
     return "\n".join(part for line in text.splitlines() for part in wrap(line, subsequent_indent="    ") or [line])
 
 
 def _strict(value: Any) -> Any:
-    """Return a value for JSON in which None replaces each number that is not finite."""
+    """Return a copy of a JSON value in which None (null) replaces each number that is not finite."""
     if isinstance(value, Mapping):
         return {key: _strict(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -131,10 +140,10 @@ def _strict(value: Any) -> Any:
 
 
 def default_run_dir(config_name: str, now: datetime.datetime) -> Path:
-    """Create the folder runs/<time>-<config name>, with a number appended if it exists, and return its path.
+    """Create the run folder runs/<time>-<config name>, with a number appended if it exists, and return its path.
 
-    Creating it decides between jobs that start in the same second. If it cannot be created, the path is returned, and
-    `make_writable` gives the reason.
+    If two jobs start in the same second, only one of them can create the folder; the other job takes the next number.
+    If the folder cannot be created, its path is returned all the same. `make_writable` then reports the reason.
     """
     first = Path("runs") / f"{now:%Y%m%d-%H%M%S}-{config_name}"
     while True:
@@ -143,20 +152,20 @@ def default_run_dir(config_name: str, now: datetime.datetime) -> Path:
             path.mkdir(parents=True)
         except OSError as error:
             if isinstance(error, FileExistsError) and path.is_dir():
-                continue  # another job has created it since
+                continue  # another job has just created this folder
         return path
 
 
 def make_writable(path: str | Path, flag: str) -> Path:
     """Create the folder at `path`, and test it by writing and deleting a file of PROBE_BYTES.
 
-    An empty file would not be a test, because a full disk may still accept new file names.
+    The file must not be empty, because a full disk may still accept new empty files.
 
     Args:
-        path: the folder; `~` is expanded.
-        flag: the flag that gave the path, for the error.
+        path: path of the folder; `~` is expanded.
+        flag: flag that gave the path, for the error message.
     Returns:
-        the path, with `~` expanded.
+        The path of the folder, with `~` expanded.
     Raises:
         ValueError: the folder is not writable. The message names the flag, the path and the reason.
     """
@@ -177,30 +186,34 @@ def make_writable(path: str | Path, flag: str) -> Path:
 
 
 class RunFolder:
-    """Reads and writes the files of one run; making it raises ValueError if the folder is not writable."""
+    """The folder with the records of one run, which is created if needed.
+
+    Args:
+        path: path of the folder. If it is not writable, the constructor raises a ValueError.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = make_writable(path, "--run-dir")
         self._lock: IO[str] | None = None
 
     def lock(self) -> None:
-        """Lock the folder until `unlock` or the end of this process.
+        """Lock the run folder for this job, until `unlock` or the end of this process.
 
         Raises:
-            ValueError: another job writes its records to this folder.
+            ValueError: another job has locked the folder, so that it can write its records there.
         """
         self._lock = lock_for_this_job(self.path / "records.lock", f"--run-dir {self.path}")
 
     def unlock(self) -> None:
-        """Release the lock, so that another job can take it."""
+        """Release this job's lock on the run folder, so that another job can use the folder."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
-        """Append one JSON line to the file `name`.
+        """Append `record` as one line of JSON to the file `name` in the run folder.
 
-        If a crash or a full disk has cut the last line short, the new record still starts on its own line.
+        If a crash or a full disk has truncated the file's last line, a newline is written first.
         """
         with (self.path / name).open("ab+") as file:
             if file.tell() > 0:
@@ -210,16 +223,16 @@ class RunFolder:
             file.write(json.dumps(_strict(record), default=str, allow_nan=False).encode() + b"\n")
 
     def write_json(self, name: str, value: Mapping[str, Any], *, indent: int | None = None) -> Path:
-        """Write an object as JSON and return the file's path.
+        """Write `value` as JSON to the file `name` in the run folder, and return the file's path.
 
-        A file of that name with other content is first copied to a numbered name.
+        If the file exists with other content, that content is first copied to a numbered name.
         """
         return self.write(name, json.dumps(_strict(value), indent=indent, default=str, allow_nan=False) + "\n")
 
     def write(self, name: str, text: str) -> Path:
-        """Write a text and return the file's path.
+        """Write `text` to the file `name` in the run folder, and return the file's path.
 
-        A file of that name with other content is first copied to a numbered name.
+        If the file exists with other content, that content is first copied to a numbered name.
         """
         file = self.path / name
         if file.exists():
@@ -231,9 +244,10 @@ class RunFolder:
         return file
 
     def wandb_run_id(self) -> str:
-        """Return the id of this folder's wandb run: WANDB_RUN_ID if set, otherwise the stored id.
+        """Return the ID of the wandb run to which this folder's records go, so that a restart continues the wandb run.
 
-        The first call stores WANDB_RUN_ID, or a random id, in the folder.
+        The ID is the environment variable WANDB_RUN_ID if it is set, or else the ID that is stored in the folder. The
+        first call stores WANDB_RUN_ID, or a random ID.
         """
         file, given = self.path / "wandb_run_id", os.environ.get("WANDB_RUN_ID")
         if not file.exists():
@@ -241,7 +255,10 @@ class RunFolder:
         return given or file.read_text().strip()
 
     def keep_wandb_run_id(self, run_id: str) -> None:
-        """Store the id of another folder's wandb run, so that this run continues it; an id already stored stays."""
+        """Store the ID of another folder's wandb run in this folder, so that this run continues that wandb run.
+
+        If the folder already has an ID, nothing is changed.
+        """
         file = self.path / "wandb_run_id"
         if not file.exists():
             file.write_text(run_id + "\n")
@@ -249,13 +266,13 @@ class RunFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """The environment that parts of a run use in addition to their config: axes, device, console and run folder.
+    """The mesh axes, device, console and run folder, which nearly every part of a run needs beside its config.
 
     Attributes:
-        dims: the mesh axes of the job, with their timeline and traffic counter.
+        dims: mesh axes of the job, with their timeline and traffic counter.
         device: device on which this rank computes.
-        console: prints on rank 0 and is silent on other ranks.
-        folder: folder for the run's records on rank 0; None on other ranks.
+        console: output of log lines, silent on all ranks except rank 0.
+        folder: folder with the run's records on rank 0; None on other ranks.
     """
 
     dims: ParallelDims
@@ -264,5 +281,5 @@ class RunContext:
     folder: RunFolder | None = None
 
     def log(self, text: str, *, short: str | None = None) -> None:
-        """Print lines on rank 0; `short` replaces them on a terminal (see `Console.log`)."""
+        """Print lines on rank 0. If the output is a terminal, print `short` instead (see `Console.log`)."""
         self.console.log(text, short=short)

@@ -1,8 +1,8 @@
 """Count the floating-point operations of a training step, and look up a device's peak rate.
 
 Model FLOPs follow Megatron-LM (arXiv 2104.04473, appendix), with only the causal half of the attention matrix. They
-count one forward and backward, so recomputation does not make a run look faster. The peak of a device is its dense
-16-bit tensor rate from the vendor's data sheet. For a device that is not in the table, no MFU is reported.
+count one forward and one backward, so recomputation does not make a run look faster. The peak of a device is its dense
+16-bit tensor rate from the vendor's data sheet. If the table has no entry for the device, no MFU is reported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from megazpp.base.program import TERA
 from megazpp.model.config import GPTConfig
 
-# Dense bf16 (V100: fp16) tensor rate in TFLOP/s, by words in the device's name; the first matching row is used.
+# Peak dense bf16 (V100: fp16) rates of tensor cores in TFLOP/s. A device has the rate of the first entry whose words
+# occur in the device's name.
 PEAK_TFLOPS = (
     ("B200", 2250.0),
     ("H200 NVL", 835.0),
@@ -36,15 +37,15 @@ PEAK_TFLOPS = (
 
 
 def model_flops_per_token(model: GPTConfig, *, padded_vocab_size: int, seq_length: int) -> int:
-    """Return the floating-point operations per token of a GPT's forward and backward.
+    """Return the floating-point operations per token of a GPT model's forward and backward together.
 
-    The backward computes two matrix products for each product of the forward, so the total is three times the forward.
-    A multiply-add counts as two operations. A mixture of experts counts with its router, its shared MLP and the experts
-    that a token is sent to.
+    The backward computes two matrix products for each matrix product of the forward, so the total is three times the
+    forward. A multiply-add counts as two operations. Of a mixture of experts, the router, the shared MLP and those
+    experts count to which a token is sent.
 
     Args:
         model: shape of the model.
-        padded_vocab_size: rows of the output matrix.
+        padded_vocab_size: vocabulary size of the output layer, with padding.
         seq_length: tokens of a sample.
     """
     query_size = model.heads * model.head_size
@@ -55,15 +56,15 @@ def model_flops_per_token(model: GPTConfig, *, padded_vocab_size: int, seq_lengt
     mlps = (model.layers - experts) * dense + experts * mixture
     projections = 2 * model.hidden * model.head_size * (model.heads + model.query_groups)
     spans = [keys_per_token(seq_length, span) for span in model.attention_span]
-    attention = round(2 * query_size * sum(spans))  # scores and weighted sum
+    attention = round(2 * query_size * sum(spans))  # attention scores, and the weighted sum of the values
     return 6 * (mlps + model.layers * projections + attention + model.hidden * padded_vocab_size)
 
 
 def keys_per_token(seq_length: int, window: int | None) -> float:
-    """Return the mean number of keys to which a token attends.
+    """Return the mean number of keys to which a token attends in causal attention.
 
-    Without a window it is half of the sequence, by Megatron-LM's convention. With a sliding window it is the exact
-    mean.
+    Without a sliding window the result is half of the sequence length, by Megatron-LM's convention. With a sliding
+    window the result is the exact mean.
 
     Args:
         seq_length: tokens of a sample.
@@ -75,16 +76,16 @@ def keys_per_token(seq_length: int, window: int | None) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the vendor's name of the device, or "CPU"."""
+    """Return the product name of a CUDA device, for example "NVIDIA H200", or "CPU"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of a device, or None if it is not known.
+    """Return the peak FLOP/s of a device for dense matrix products, or None if the peak is not known.
 
     Args:
-        name: name from `device_name`. A MIG slice of a GPU has no known peak.
-        dtype: compute dtype. Only bf16 and fp16 have a peak in the table.
+        name: name of the device from `device_name`. The peak of a MIG slice of a GPU is not known.
+        dtype: compute dtype. The table has peaks only for bf16 and fp16.
     """
     if dtype not in (torch.bfloat16, torch.float16) or "MIG" in name:
         return None

@@ -1,8 +1,8 @@
 """The training loop: load a batch, run the step, record, save, evaluate, and stop when a condition is met.
 
-A run stops early after a given iteration, after a given time, or at a signal. All ranks stop after the same step.
-Ctrl-C, SIGTERM (schedulers, container runtimes, `kill`) and the warnings of batch systems before a limit (SIGUSR1,
-SIGUSR2, SIGXCPU) stop a run cleanly, even if the signal reaches only one of its processes:
+A run stops early after a given iteration, after a given time, or because of a signal. All ranks stop after the same
+step. Ctrl-C, SIGTERM (schedulers, container runtimes, `kill`) and the signals by which batch systems announce a time
+limit (SIGUSR1, SIGUSR2, SIGXCPU) stop a run cleanly, even if the signal reaches only one of the run's processes:
 
 - The current step is finished. With several GPUs, the next step is finished too.
 - A checkpoint is saved if --save is given. The last evaluation and the last sample are skipped.
@@ -37,53 +37,59 @@ from megazpp.training.objective import StopRequested
 from megazpp.training.step import LaunchedStep, TrainStep
 
 GARBAGE_INTERVAL = 50  # iterations between two runs of Python's garbage collector
-# Returns a context manager that is entered around an iteration and its data loading; all ranks have the same ones.
+# A function of the iteration that returns a context manager, which the loop enters around the iteration and its data
+# loading. All ranks have the same observers.
 Observer = Callable[[int], AbstractContextManager[None]]
 
 
 class Loader(Protocol):
-    """Source of a step's micro-batches: a `BatchLoader`, or a loader that generates samples with the model.
+    """The source of each step's micro-batches: a `BatchLoader`, or a loader that generates samples with the model.
 
-    A loader that takes long raises StopRequested on all ranks if a stop signal arrives meanwhile.
+    A loader that generates samples raises StopRequested on all ranks if a stop signal arrives during the generation.
 
     Attributes:
-        wait_seconds: total time that `step` has waited for data.
+        wait_seconds: seconds that all calls of `step` together have waited for data.
     """
 
     wait_seconds: float
 
     def step(self, consumed_samples: int, global_batch_size: int) -> Sequence[Any]:
-        """Return this rank's micro-batches of one step, on the device.
+        """Return this rank's micro-batches of one training step, on the rank's device.
 
         Args:
-            consumed_samples: samples consumed before the step.
+            consumed_samples: number of samples that all earlier steps have consumed.
             global_batch_size: samples of the step over all ranks.
         """
 
 
 class Synchronize(Protocol):
-    """Synchronization of DiLoCo's replica groups, which skip steps independently but share one schedule."""
+    """A function that the training loop calls after each step, to synchronize DiLoCo's replica groups if that is due.
+
+    Groups skip steps independently, but share one learning rate schedule. The function therefore also returns the
+    common progress.
+    """
 
     def __call__(self, launched: LaunchedStep, progress: TrainingProgress, last: bool) -> tuple[TrainingProgress, bool]:
-        """Synchronize the groups after a step, if that is due.
+        """Synchronize the replica groups after a step, if a synchronization is due.
 
         Args:
-            launched: the step.
-            progress: progress after the step.
-            last: True for the last step of the run.
+            launched: the step, whose work is queued on the device.
+            progress: progress of this rank's group after the step.
+            last: True after the last step of the run.
         Returns:
-            the progress from which the training continues, and True if all ranks of the job may now decide to stop.
+            The progress from which training continues, and True if the ranks of all groups are at the same step, so
+            that they may decide together to stop.
         """
         ...
 
 
 class AfterStep(NamedTuple):
-    """An action after some of the steps, for example a save or an evaluation; every rank runs it.
+    """An action that all ranks run after some steps, for example a save or an evaluation.
 
     Attributes:
-        run: function of the progress after the step. The host waits for the step's results before it.
-        interval: number of iterations from one run to the next; None for none but the last one.
-        at_end: whether it runs after the last step of the run in any case.
+        run: function that takes the progress after the step. The host has waited for the step's results before.
+        interval: the action follows each step whose iteration is a multiple of this number; None for no such step.
+        at_end: True if the action also follows the last step of the run, whatever the iteration is.
     """
 
     run: Callable[[TrainingProgress], None]
@@ -91,7 +97,7 @@ class AfterStep(NamedTuple):
     at_end: bool = False
 
     def due(self, iteration: int, *, last: bool) -> bool:
-        """Return whether the action follows the step of `iteration`, which is the `last` one or not."""
+        """Return True if the action follows the step of `iteration`. `last` is True for the last step of the run."""
         return (last and self.at_end) or (self.interval is not None and iteration % self.interval == 0)
 
 
@@ -111,24 +117,24 @@ def train(
     """Train until `plan` is complete or `stops` ends the run.
 
     Args:
-        step: runs one optimizer step.
+        step: optimizer step that is run for each global batch.
         loader: source of micro-batches.
         plan: batch sizes and length of the run.
-        schedule: learning rate and weight decay by samples.
-        recorder: records and logs each step.
+        schedule: learning rate and weight decay, as functions of the consumed samples.
+        recorder: recorder that receives the record of each step.
         stops: conditions for an early stop.
-        observers: context managers around each step, entered in this order.
+        observers: functions whose context managers surround each step; the first one is the outermost.
         start: progress from which the run starts or resumes.
-        after: actions after some steps, run in this order.
-        synchronize: synchronizes DiLoCo's replica groups after each step.
+        after: actions after some steps, such as saves and evaluations, run in this order.
+        synchronize: function that synchronizes DiLoCo's replica groups; None without DiLoCo.
     Returns:
-        the progress at the end of the run.
+        The progress at the end of the run. Its `stop_reason` is None if the run is complete.
     """
     progress, timeline = start, step.dims.timeline
     if plan.is_complete(progress):
         recorder.run.log(f"training is complete: {_length_of(plan, progress)}")
     recorder.run.console.start_bar(plan.total_iterations, progress.iteration)
-    before: LaunchedStep | None = None  # the previous step, if the host has not waited for its results yet
+    before: LaunchedStep | None = None  # the previous step, as long as its results have not been recorded
     with collect_garbage_between_steps() as collect_garbage:
         while not plan.is_complete(progress) and progress.stop_reason is None:
             iteration, batch_size = progress.iteration + 1, plan.batch_size_at(progress.consumed_samples)
@@ -138,11 +144,11 @@ def train(
             with ExitStack() as around:
                 for observer in observers:
                     around.enter_context(observer(iteration))
-                around.enter_context(timeline.span(STEP, f"step {iteration}"))  # by which the watchdog sees progress
+                around.enter_context(timeline.span(STEP, f"step {iteration}"))  # shows the watchdog that steps begin
                 try:
                     with timeline.span(WAIT, "data"):
                         batches = loader.step(progress.consumed_samples, batch_size)
-                except StopRequested as stop:  # a loader that generates samples has given up; this step is not taken
+                except StopRequested as stop:  # a stop signal has ended the generation of samples: skip this step
                     progress = progress._replace(stop_reason=str(stop))
                     if before is not None:
                         recorder.step(before.wait(), last=True)
@@ -183,7 +189,7 @@ def train(
             if at_once:
                 launched.check()
 
-            # ---- complete the record; if nothing needs the step's results now, they are recorded one step later
+            # ---- complete the step's record; unless an action needs its results now, record them one step later
             record = launched.record
             record.consumed_samples, record.global_batch_size = progress.consumed_samples, batch_size
             record.tokens = None if recorder.meter.whole_samples else sum(batch.tokens.numel() for batch in batches)
@@ -204,7 +210,10 @@ def train(
 
 
 def _length_of(plan: BatchPlan, progress: TrainingProgress) -> str:
-    """Describe the progress of a complete run, with the remaining samples if they are too few for another step."""
+    """Return the progress of a complete run in words for the log.
+
+    If samples remain that are too few for another step, the text gives their number.
+    """
     if plan.train_samples is None:
         return f"iteration {progress.iteration} of {plan.train_iters}"
     left = plan.train_samples - progress.consumed_samples
@@ -213,13 +222,13 @@ def _length_of(plan: BatchPlan, progress: TrainingProgress) -> str:
 
 
 class StopConditions:
-    """Decides after each step whether to stop.
+    """The conditions for an early stop of the run: an iteration, a time limit, or a stop signal.
 
     Args:
-        config: the flags.
+        config: flags for an early stop.
     Attributes:
-        caught: number of the last stop signal that this rank has caught; 0 without one.
-        hurried: True once a signal has ended the training. Work that is not needed is then skipped.
+        caught: number of the last stop signal that this rank has caught; 0 without a signal.
+        hurried: True once a signal has ended the training. The last evaluation and sample are then skipped.
     """
 
     def __init__(self, config: StopConfig) -> None:
@@ -228,18 +237,18 @@ class StopConditions:
         self.caught, self.hurried = 0, False
 
     def reason(self, iteration: int, dims: ParallelDims, *, agree: bool = True, at_once: bool = False) -> str | None:
-        """Return the reason to stop after `iteration`, or None: one all-reduce of two integers over all ranks.
+        """Return the reason to stop after `iteration`, equal on all ranks, or None to continue.
 
-        A signal may reach only one rank, and clocks differ, so the ranks combine their conditions. With several ranks
-        on CUDA the run stops one step later: each rank reads the result of the previous step's all-reduce, so that no
-        rank has to wait for its device.
+        A signal may reach only one rank, and clocks differ, so the ranks combine their conditions by one all-reduce of
+        two integers. With several ranks on CUDA the run stops one step later: each rank reads the result of the
+        previous step's all-reduce, so that no rank has to wait for its device.
 
         Args:
-            iteration: the step that has just been taken.
+            iteration: iteration of the step that has just been taken.
             dims: mesh axes of the job.
-            agree: whether the ranks communicate after this step. Otherwise a signal or an expired time waits until they
-                do.
-            at_once: whether CUDA ranks wait for this step's all-reduce.
+            agree: True if all ranks of the job call this after the same step, so that they can communicate. False
+                ignores signals and the time limit until the next call with True.
+            at_once: True makes CUDA ranks wait for the result of this step's all-reduce.
         """
         config, minutes = self._config, self._config.exit_duration_in_mins
         over = minutes is not None and time.monotonic() - self._began > 60 * minutes
@@ -253,9 +262,10 @@ class StopConditions:
         return f"--exit-duration-in-mins {minutes}" if some_over else None
 
     def give_up(self, dims: ParallelDims) -> None:
-        """Raise StopRequested if any rank has caught a signal: one all-reduce over all ranks, for which they wait.
+        """Raise StopRequested on all ranks if any rank has caught a stop signal. All ranks wait for one all-reduce.
 
-        Call it on all ranks between two parts of work that takes long and that a run can do without.
+        All ranks call this during long work that the run can do without, for example between two batches of an
+        evaluation.
         """
         (caught,) = self._agree([self.caught], dims, at_once=True)
         if caught:
@@ -263,9 +273,10 @@ class StopConditions:
             raise StopRequested(signal.Signals(caught).name)
 
     def _agree(self, mine: list[int], dims: ParallelDims, *, at_once: bool) -> list[int]:
-        """Return the maximum of each number over all ranks.
+        """Return the maximum of each integer in `mine` over all ranks.
 
-        On CUDA without `at_once`, return the maxima of the previous call, and zeros at the first call.
+        On CUDA with `at_once` False, return the maxima of the previous call instead, so that the host does not wait for
+        the device. The first call then returns zeros.
         """
         if dims.world.size == 1:
             return mine
@@ -278,7 +289,12 @@ class StopConditions:
 
 @contextmanager
 def catching_signals(stops: StopConditions, *, answers: bool = False) -> Iterator[None]:
-    """Catch stop signals in the block, for `stops`; `answers` is True on the rank that confirms Ctrl-C."""
+    """Return a context in which a stop signal sets `stops.caught` instead of ending the process.
+
+    Args:
+        stops: conditions for an early stop.
+        answers: True on the rank that prints a confirmation of Ctrl-C.
+    """
 
     def catch(signum: int, frame: FrameType | None) -> None:
         stops.caught = signum
@@ -293,13 +309,15 @@ def catching_signals(stops: StopConditions, *, answers: bool = False) -> Iterato
 
 @contextmanager
 def collect_garbage_between_steps() -> Iterator[Callable[[int], None]]:
-    """Run Python's garbage collector only between steps; yield a function to call after each iteration.
+    """Return a context in which Python's garbage collector runs only between steps.
 
-    Otherwise the collector runs on each rank at a different time, and the other ranks wait in their next collective.
+    The context yields a function, which the training loop calls with the iteration after each step. Without this, the
+    collector runs on each rank at a different time, and the other ranks wait in their next collective.
+
     Nearly all Python objects are created at start-up and stay: 310,000 for a model of two layers on the CPU, 0.4 to
-    1.1 s per collection on a busy core. The first call therefore freezes them, and later collections take less than
-    0.1 ms. If the caller has frozen objects already, this function freezes none, because `gc.unfreeze` would end the
-    caller's freeze too.
+    1.1 s per collection on a busy core. The first call of the function therefore freezes these objects, and later
+    collections take less than 0.1 ms. If the caller has frozen objects already, the function freezes none, because
+    `gc.unfreeze` would end the caller's freeze too.
     """
     enabled, freezes, started = gc.isenabled(), gc.get_freeze_count() == 0, False
 

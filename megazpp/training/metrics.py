@@ -1,8 +1,8 @@
 """The numbers of a step, of a log interval and of a run, and the lines that print them.
 
-The log line is Megatron-LM's, byte for byte, so that existing parsers work. Our fields follow after its last one. There
-is one difference: the loss is always printed. Megatron-LM omits it if every step of the interval was skipped. Here the
-line then shows the mean over the skipped steps, which may be NaN.
+The log line begins with Megatron-LM's fields, byte for byte, so that existing parsers work. MegaZ++'s fields follow. In
+one case the line differs: if every step of the interval was skipped, Megatron-LM omits the loss. Here the line then
+shows the mean over the skipped steps, which may be NaN.
 """
 
 from __future__ import annotations
@@ -16,40 +16,42 @@ from typing import Any
 from megazpp.base.program import GIGA, MEGA, TERA
 from megazpp.topology.layout import WIRE_NAMES
 
-INNER_LOSS = "inner_loss"  # DiLoCo: mean loss over replica groups and over the steps since they last synchronized
-# `replica_group` is the part of `cross` between replica groups.
+INNER_LOSS = "inner_loss"  # metric of DiLoCo: mean loss over replica groups, and over the steps of the last cycle
+# Bytes by wire. "replica_group" counts bytes between DiLoCo's replica groups, which are also part of "cross".
 NOTHING_SENT = {"tp": 0, "cross": 0, "local": 0, "replica_group": 0}
 
-ALWAYS = ("grad_norm", "max_grad_norm", "peak_memory_bytes")  # fields of metrics.jsonl that are null if unknown
+# Fields of metrics.jsonl that are null if their value is unknown. All other fields are left out in this case.
+ALWAYS = ("grad_norm", "max_grad_norm", "peak_memory_bytes")
 
 
 @dataclass(kw_only=True)
 class StepRecord:
-    """The numbers of one optimizer step; the step fills in the first ones, and the loop adds the others.
+    """The numbers of one optimizer step.
 
-    All fields except the times are equal on all ranks.
+    `TrainStep` fills in the fields up to `metrics`, and the training loop adds the others. All fields except the times
+    are equal on all ranks.
 
     Attributes:
         iteration: index of the step, counted from 1.
-        loss: mean over the tokens of the global batch, in nats. It may be NaN or Inf.
-        grad_norm: norm of the unscaled gradients before clipping.
+        loss: mean loss over the tokens of the global batch, in nats. It may be NaN or Inf.
+        grad_norm: norm of the gradients, without the loss scale, before clipping.
         learning_rate: learning rate of the step.
         loss_scale: loss scale of the step; 1 without fp16.
         skipped: True if nothing was updated, because the norm was not finite or the guard rejected the step.
         num_zeros: number of gradient elements that are zero; None unless --log-num-zeros-in-grad is given.
         params_norm: L2 norm of the parameters; None unless --log-params-norm is given.
         metrics: further numbers of the objective, the sharding and the routers, by name. metrics.jsonl and the log line
-            have their means over the interval; the log line omits names with a slash. wandb and TensorBoard have the
-            value of each step, as train/NAME.
-        consumed_samples: samples consumed so far, including this step.
+            have their means over the log interval; the log line omits names with a slash. wandb and TensorBoard have
+            the value of each step, as train/NAME.
+        consumed_samples: samples consumed by the run so far, including this step.
         global_batch_size: samples of this step over all ranks.
-        tokens: tokens of this step's forward passes over all data ranks, padding included. None if every sample has the
-            full sequence length. If `Meter.whole_samples` is False, it is the count of this data rank until the log
-            line, which sums it over data ranks.
-        micro_batches: micro-batches of one rank.
+        tokens: tokens of this step's forward passes over all data ranks, with padding. None if every sample has the
+            full sequence length. If `Meter.whole_samples` is False, the field has this data rank's tokens until the
+            next log line, for which they are summed over data ranks.
+        micro_batches: number of micro-batches per rank.
         seconds: wall time of the step, including the wait for data.
-        wait_seconds: part of `seconds` that is the wait for data.
-        cpu_seconds: CPU time of this process in the step.
+        wait_seconds: wall time that the step waited for data, included in `seconds`.
+        cpu_seconds: CPU time of this process during the step.
     """
 
     iteration: int
@@ -72,25 +74,25 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalRecord:
-    """Summary of the steps since the last log line.
+    """Summary of a log interval: the steps since the last log line.
 
     Attributes:
-        last: the last step.
-        steps: number of steps.
-        total_iterations: length of the run.
+        last: record of the last step in the interval.
+        steps: number of steps in the interval.
+        total_iterations: number of steps of the complete run.
         loss: mean over the steps that were not skipped, or over all steps if all were skipped.
-        max_grad_norm: largest gradient norm; None without any.
-        metrics: means of the further metrics over the steps that have them.
+        max_grad_norm: largest gradient norm of the steps; None if no step has a norm.
+        metrics: means of the steps' further metrics, by name, over the steps that have the metric.
         skipped: number of skipped steps.
         nan: number of steps whose loss was not finite.
-        synchronizations: number of synchronizations between replica groups.
-        tokens: tokens of all steps over all ranks.
+        synchronizations: number of synchronizations of DiLoCo's replica groups.
+        tokens: tokens of all steps in the interval over all ranks.
         consumed_tokens: tokens since the start of the run; None if the samples differ in length.
-        seconds: wall time of all steps.
-        tokens_per_second: speed of all ranks together.
-        rank_tokens_per_second: speed of one rank.
+        seconds: wall time of all steps in the interval.
+        tokens_per_second: tokens per second of all ranks together.
+        rank_tokens_per_second: tokens per second of one rank.
         rank_flops: model FLOP/s of one rank.
-        mfu: share of the device's peak FLOP/s; None if the peak is unknown.
+        mfu: `rank_flops` as a fraction of the device's peak FLOP/s; None if the peak is unknown.
         sent_bytes: bytes that a node has sent per step, by wire.
         peak_memory_bytes: peak memory of this rank's device; None if it is not reported.
         left: remaining time of the run at this interval's samples per second.
@@ -118,7 +120,7 @@ class IntervalRecord:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The object for metrics.jsonl; a loss or norm may be NaN or Infinity."""
+        """The JSON object that metrics.jsonl gets for this log interval; a loss or norm may be NaN or Infinity."""
         last, sent = self.last, {f"{wire}_bytes": value for wire, value in self.sent_bytes.items()}
         fields = {
             "iteration": last.iteration,
@@ -146,7 +148,7 @@ class IntervalRecord:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """Speed, memory, and bytes per node and step, for wandb and TensorBoard."""
+        """Speed, memory, and bytes per node and step in this log interval, by name, for wandb and TensorBoard."""
         scalars = {
             "perf/step_seconds": self.seconds / self.steps,
             "perf/tokens_per_s": self.tokens_per_second,
@@ -159,9 +161,10 @@ class IntervalRecord:
 
     @property
     def line(self) -> str:
-        """Megatron-LM's log line up to "number of nan iterations", then our fields.
+        """The log line of the interval: Megatron-LM's up to "number of nan iterations", then fields of MegaZ++.
 
-        Ours are tokens/s and TFLOP/s per rank, MFU, memory, MB per step and wire, and the remaining time.
+        The latter are the largest gradient norm, tokens/s and TFLOP/s per rank, MFU, memory, MB per step and wire, and
+        the remaining time.
         """
         last, memory, sent = self.last, self.peak_memory_bytes, self.sent_bytes
         parts = [
@@ -191,7 +194,7 @@ class IntervalRecord:
 
     @property
     def short_line(self) -> str:
-        """A shorter line for a terminal, at most 100 columns."""
+        """A shorter log line of the interval for a terminal, at most 100 columns wide."""
         norm = "" if self.last.grad_norm is None else f"grad norm {self.last.grad_norm:6.3f}  "
         return (
             f"iteration {self.last.iteration:6d}/{self.total_iterations}  loss {self.loss:7.4f}  {norm}"
@@ -202,21 +205,22 @@ class IntervalRecord:
 
 @dataclass(kw_only=True)
 class Meter:
-    """Accumulates the steps of the run; `interval()` summarizes those since its last call.
+    """Sums over the records of steps, from which it summarizes each log interval and the run.
 
     Args:
-        total_iterations, total_samples: length of the run.
-        seq_length: tokens of a sample.
+        total_iterations: number of steps of the complete run.
+        total_samples: number of samples of the complete run.
+        seq_length: number of tokens per sample.
         world_size: number of ranks, for the figures per rank.
-        flops_per_token: model FLOPs, see `model_flops_per_token`.
-        whole_samples: True if every sample has `seq_length` tokens. Otherwise each step counts its tokens. The log then
-            has no `consumed_tokens`, because the tokens before a resume are not known.
+        flops_per_token: model FLOPs per token, see `model_flops_per_token`.
+        whole_samples: True if every sample has `seq_length` tokens. False: each step record has its number of tokens.
+            The log then has no `consumed_tokens`, because the tokens before a resume are not known.
         peak_flops: peak FLOP/s of one rank's device. None if unknown; no MFU is reported then.
     Attributes:
-        count: number of steps so far.
-        micro_batches: micro-batches of one rank in all steps.
-        seconds: wall time of all steps.
-        cpu_seconds: CPU time of this process in all steps.
+        count: number of steps since the start of this process.
+        micro_batches: number of micro-batches per rank in all these steps together.
+        seconds: wall time of these steps.
+        cpu_seconds: CPU time of this process in these steps.
     """
 
     total_iterations: int
@@ -236,7 +240,7 @@ class Meter:
         self._inner_losses: list[float] = []
 
     def add(self, step: StepRecord) -> None:
-        """Add one step."""
+        """Add the record of one step."""
         self._steps.append(step)
         self._first = self._first or step
         self._inner_losses += [step.metrics[INNER_LOSS]] if INNER_LOSS in step.metrics else []
@@ -250,13 +254,13 @@ class Meter:
     def interval(
         self, sent_bytes: Mapping[str, int] = NOTHING_SENT, *, peak_memory_bytes: int | None = None
     ) -> IntervalRecord:
-        """Summarize the steps since the last call; at least one step is required.
+        """Summarize the log interval, which is all steps added since the last call. At least one step is required.
 
         Args:
             sent_bytes: bytes that a node has sent in these steps, by wire.
             peak_memory_bytes: peak memory of this rank's device; None if it is not reported.
         """
-        # sums and means over the steps
+        # ---- sums and means over the steps
         steps, self._steps = self._steps, []
         assert steps, "an interval needs a step"
         tokens, last, seconds = sum(map(self._tokens_of, steps)), steps[-1], sum(step.seconds for step in steps)
@@ -268,7 +272,7 @@ class Meter:
             for name, value in step.metrics.items():
                 by_name.setdefault(name, []).append(value)
         norms = [step.grad_norm for step in steps if step.grad_norm is not None]
-        # speed and remaining time
+        # ---- speed, and remaining time of the run
         speed = tokens / seconds if seconds else 0.0
         flops = speed * self.flops_per_token / self.world_size
         samples_left = max(0, self.total_samples - last.consumed_samples)
@@ -296,9 +300,9 @@ class Meter:
         )
 
     def summary(self, *, cpu_seconds: float) -> dict[str, Any]:
-        """Summarize all training steps for summary.json.
+        """Summarize all training steps of this process for summary.json.
 
-        Tokens per second leave out the first step, in which kernels and layers are compiled.
+        The field `tokens_per_second` leaves out the first step, in which kernels and layers are compiled.
 
         Args:
             cpu_seconds: CPU time of the steps, summed over all ranks.
@@ -325,7 +329,7 @@ class Meter:
         }
 
     def _tokens_of(self, step: StepRecord) -> int:
-        """Return the tokens that the model processed in a step, over all ranks."""
+        """Return the number of tokens that the model has processed in a step, over all ranks."""
         return step.global_batch_size * self.seq_length if step.tokens is None else step.tokens
 
 
@@ -333,10 +337,10 @@ def validation_lines(where: str, loss: float, *, metric: str = "lm_loss", has_pe
     """Return Megatron-LM's three lines about a validation: dashes, the loss and its perplexity, dashes.
 
     Args:
-        where: the end of "validation loss at ...", for example "iteration 100".
-        loss: the measured value.
-        metric: name of the value if it is not the language model's loss.
-        has_perplexity: whether the loss is a mean of nats per token, so that its exponential is a perplexity.
+        where: text that follows "validation loss at", for example "iteration 100".
+        loss: result of the validation.
+        metric: name of the result, "lm_loss" or for example "reward".
+        has_perplexity: True if the loss is a mean of nats per token, so that its exponential is a perplexity.
     """
     line = f" validation loss at {where} | lm loss value: {loss:.6E} | "
     if has_perplexity:
@@ -348,5 +352,8 @@ def validation_lines(where: str, loss: float, *, metric: str = "lm_loss", has_pe
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), with the loss capped at 20 as in Megatron-LM; NaN stays NaN."""
+    """Return the perplexity exp(loss) of a loss in nats per token, which is capped at 20 as in Megatron-LM.
+
+    For NaN the result is NaN.
+    """
     return math.exp(loss if math.isnan(loss) else min(20.0, loss))

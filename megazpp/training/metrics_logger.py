@@ -29,33 +29,36 @@ from megazpp.training.objective import StopRequested
 from megazpp.training.tracking import Tracker
 from megazpp.zero.sharding import Sharding
 
-SPIKE, SPIKE_STEPS = 10, 10  # a gradient norm above 10 times the median is logged, once 10 steps were recorded
+# A gradient norm above SPIKE times the median of earlier norms is logged, after the first SPIKE_STEPS steps
+SPIKE, SPIKE_STEPS = 10, 10
 MEBI = 1024 * 1024
 
 
-# Evaluates held-out data and returns the same number on all ranks. The argument is called between two batches.
+# A function that evaluates held-out data, and returns the result, which is equal on all ranks. It calls its argument
+# before each batch.
 Validation = Callable[[Callable[[], None]], float]
 
 
 @dataclass
 class MetricsRecorder:
-    """Records the steps, evaluations and results of a run.
+    """The recorder of a run's steps and evaluations: log lines, files of the run folder, wandb and TensorBoard.
 
-    Every rank calls every method, because some communicate. Only rank 0 has a `tracker` and a console that prints.
+    Every rank calls every method, because some methods communicate. Only rank 0 has a `tracker` and a console that
+    prints.
 
     Args:
-        config: the flags for logging.
+        config: flags for logging.
         run: process groups, device, console and run folder.
-        meter: accumulates the steps.
-        sharding: handle on the model whose parameter norm is recorded.
-        tracker: writes files, wandb and TensorBoard on rank 0; None on other ranks.
-        report_timers: returns lines with the timers' times, which follow a log line; None for none.
+        meter: meter that sums over the steps, and summarizes log intervals.
+        sharding: handle of the model whose parameter norm is recorded.
+        tracker: writer of the run folder's files, of wandb and TensorBoard, on rank 0; None on other ranks.
+        report_timers: function that returns lines with the timers' times, which follow a log line, or None.
         validation: function that evaluates the validation data; None without such data.
-        metric: name of the value that evaluations return, "lm_loss" or for example "reward".
-        has_perplexity: whether the "lm_loss" is a mean of nats per token.
-        give_up: raises StopRequested if a stop signal has arrived; evaluations call it between two batches.
-        weights_for_evaluation: returns a context manager that is entered around each evaluation. DiLoCo uses it to
-            evaluate R, the copy of the outer weights that each replica group has.
+        metric: name of the number that evaluations return, "lm_loss" or for example "reward".
+        has_perplexity: True if "lm_loss" is a mean of nats per token, so that its exponential is a perplexity.
+        give_up: function that raises StopRequested if a stop signal has arrived. Evaluations call it before each batch.
+        weights_for_evaluation: function that returns a context manager, which is entered around each evaluation. DiLoCo
+            uses it to evaluate the outer weights instead of the replica group's own weights.
     """
 
     config: TrackingConfig
@@ -73,16 +76,16 @@ class MetricsRecorder:
 
     def __post_init__(self) -> None:
         self.last_interval: IntervalRecord | None = None
-        self.last_validation: tuple[int, float] | None = None  # the iteration and the value
-        self._sent_before = list(NOTHING_SENT.values())
-        self._norms: deque[float] = deque(maxlen=100)
+        self.last_validation: tuple[int, float] | None = None  # the iteration and the result
+        self._sent_before = list(NOTHING_SENT.values())  # bytes that this rank had sent at the last log line, by wire
+        self._norms: deque[float] = deque(maxlen=100)  # gradient norms of the last steps
         self._uneven: list[StepRecord] = []  # steps whose tokens are not summed over data ranks yet
 
     def step(self, record: StepRecord, *, last: bool) -> None:
-        """Record a step; after a log interval or the `last` step, also write a log line."""
+        """Record a training step. If a log interval ends with the step, or the step is the `last` one, log a line."""
         # ---- numbers that only a log line has
         run, dims, log = self.run, self.run.dims, last or self.logs(record.iteration)
-        sent = self._sent_bytes_per_node() if log else NOTHING_SENT  # read before the norm below adds traffic
+        sent = self._sent_bytes_per_node() if log else NOTHING_SENT  # the parameter norm below sends further bytes
         if log and self.config.log_params_norm:
             self.sharding.settle()
             model, axes = self.sharding.model, (dims.tp, dims.shard)
@@ -92,11 +95,11 @@ class MetricsRecorder:
             with dims.counter.paused():
                 record.metrics = {**record.metrics, **router_metrics(self.sharding.model, dims.world.all_reduce_)}
 
-        # ---- the step
+        # ---- the record of the step
         self.meter.add(record)
         if not self.meter.whole_samples:
             self._uneven.append(record)
-        if log and self._uneven:  # sum each step's tokens over the data ranks, whose samples differ in length
+        if log and self._uneven:  # the data ranks' samples differ in length: sum each step's tokens over data ranks
             with dims.counter.paused():
                 own = torch.tensor([step.tokens for step in self._uneven], dtype=torch.int64, device=run.device)
                 for step, tokens in zip(self._uneven, dims.sum_over_replica_groups_(own).tolist(), strict=True):
@@ -121,12 +124,12 @@ class MetricsRecorder:
             self.tracker.interval(interval)
 
     def _note_spike(self, record: StepRecord) -> None:
-        """Log a step whose gradient norm exceeds `SPIKE` times the median of the steps before it."""
+        """Log a note if the step's gradient norm exceeds `SPIKE` times the median of the last steps' norms."""
         norm = record.grad_norm
         if norm is None or not math.isfinite(norm):
             return
         usual = statistics.median(self._norms) if len(self._norms) >= SPIKE_STEPS else 0.0
-        if 0.0 < SPIKE * usual < norm:  # a median of zero allows no ratio
+        if 0.0 < SPIKE * usual < norm:  # a median of zero would give an infinite ratio
             self.run.log(
                 f"note: iteration {record.iteration}: grad norm {norm:.3f} is {norm / usual:.0f} x the median of the "
                 f"{len(self._norms)} steps before it, {usual:.3f}"
@@ -134,11 +137,11 @@ class MetricsRecorder:
         self._norms.append(norm)
 
     def logs(self, iteration: int) -> bool:
-        """Return True if a log interval ends with the iteration."""
+        """Return True if a log interval ends with `iteration`, so that a log line follows."""
         return iteration % self.config.log_interval == 0
 
     def validate(self, progress: TrainingProgress) -> None:
-        """Evaluate the validation data, if there is any, and log and record the result."""
+        """Evaluate the validation data, then log and record the result. Do nothing if the run has no such data."""
         value = self.evaluate(self.validation)
         if value is None:
             return
@@ -151,9 +154,9 @@ class MetricsRecorder:
             self.tracker.validation(value, progress, **how)
 
     def evaluate(self, evaluate: Validation | None) -> float | None:
-        """Return the result of `evaluate` with the weights for evaluation; None without a result.
+        """Call `evaluate` with the weights for evaluation, and return its result.
 
-        There is no result without a function, and if a stop signal arrives during the evaluation.
+        Returns None if `evaluate` is None, or if a stop signal arrives during the evaluation.
         """
         if evaluate is None:
             return None
@@ -161,14 +164,14 @@ class MetricsRecorder:
             with self.weights_for_evaluation():
                 return evaluate(self.give_up)
         except StopRequested as stop:
-            self.run.log(f"the evaluation was given up: {stop}")
+            self.run.log(f"the evaluation ends without a result because of {stop}")
             return None
 
     def _sent_bytes_per_node(self) -> dict[str, int]:
-        """Return the bytes sent since the last call, by wire: the sum over all ranks, divided by the number of nodes.
+        """Return the bytes that a node has sent since the last call, by wire, as a mean over all nodes.
 
-        The sum is over this rank's replica group, scaled to all groups, because groups of DiLoCo do not communicate
-        between synchronizations.
+        DiLoCo's replica groups do not communicate between synchronizations. The bytes are therefore summed over the
+        ranks of this rank's group, and multiplied by the number of groups.
         """
         dims = self.run.dims
         counter, nodes = dims.counter, dims.layout.cluster.num_nodes
@@ -182,7 +185,7 @@ class MetricsRecorder:
 
 
 def memory_line(rank: int, iteration: int, device: torch.device) -> str | None:
-    """Return Megatron-LM's line about CUDA memory, which is printed after the first log interval; None without CUDA."""
+    """Return Megatron-LM's line about a rank's CUDA memory, for the log after the first interval; None on a CPU."""
     if device.type != "cuda":
         return None
     sizes = {
@@ -196,7 +199,7 @@ def memory_line(rank: int, iteration: int, device: torch.device) -> str | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak of allocated memory on a CUDA device, or the peak resident size of this process on a CPU."""
+    """Return the peak of allocated memory on a CUDA device, or this process's peak resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,8 +1,9 @@
-"""The loss that training minimizes and evaluation measures: the objective's part of a step, and validation.
+"""The loss that training minimizes (the objective), and its evaluation on held-out data.
 
-Every loss is a sum over the whole global batch. Before the first micro-batch, an objective computes its denominators
-from all micro-batches of all data ranks. Each micro-batch then contributes its share. The result therefore depends
-neither on the number of ranks nor on the size of micro-batches.
+Every loss is a sum over the complete global batch. Before the first micro-batch, an objective computes the loss's
+denominators from all micro-batches of all data ranks. The loss of a micro-batch, divided by them, is the micro-batch's
+summand of the step's loss. The step's loss therefore depends neither on the number of ranks nor on the size of
+micro-batches.
 """
 
 from __future__ import annotations
@@ -22,30 +23,38 @@ from megazpp.zero.sharding import WeightHandle
 
 
 class Objective(Protocol):
-    """The methods of an objective that `TrainStep` calls; every rank calls every method."""
+    """The loss of a run as `TrainStep` uses it. Every rank calls every method."""
 
     def begin_step(self, batches: Sequence[Any]) -> None:
-        """Prepare a step from this rank's micro-batches of one global batch; called before the first forward."""
+        """Compute what the loss needs from all micro-batches, for example its denominators, before the first forward.
+
+        `batches` are this rank's micro-batches of one global batch.
+        """
 
     def loss(self, model: GPTModel, batch: Any) -> torch.Tensor:
-        """Return a micro-batch's share of the step's loss, a scalar.
+        """Return a micro-batch's summand of the step's loss, a scalar.
 
-        The shares of all micro-batches and data ranks add up to the loss of the global batch.
+        The sum over all micro-batches and data ranks is the loss of the global batch.
         """
 
     def metrics(self) -> Mapping[str, float]:
-        """Return further numbers of the step, equal on all ranks; may wait for the device."""
+        """Return further numbers about the step's loss for the log, by name, equal on all ranks.
+
+        This may wait for the device.
+        """
 
 
 def counted_tokens(model: GPTModel, loss_mask: torch.Tensor) -> torch.Tensor | None:
-    """Return the tokens of padded rows that routers count, [B, S] bool; None without experts, or in evaluation.
+    """Return the tokens for which the routers of a mixture of experts compute their losses and count their choices.
 
-    The losses and the counted choices of routers include the tokens up to the last one of each row that the loss mask
-    includes. They leave out padding after it, so that they do not depend on the length to which rows are padded.
+    In each sequence these are all tokens up to the last one that the loss mask includes. Padding at the end is left
+    out, so that the losses of routers do not depend on the length to which sequences are padded.
 
     Args:
         model: the model.
-        loss_mask: [B, S] fp32, 0 for excluded tokens.
+        loss_mask: [B, S] fp32 for B sequences of S tokens, 0 for tokens that the loss excludes.
+    Returns:
+        [B, S] bool; None for a model without experts, and in evaluation, for all tokens.
     """
     if not model.training or model.config.num_experts is None:
         return None
@@ -56,12 +65,14 @@ def counted_tokens(model: GPTModel, loss_mask: torch.Tensor) -> torch.Tensor | N
 def add_router_gradient(
     loss: torch.Tensor, router_loss: torch.Tensor | None, num_rows: torch.Tensor | float
 ) -> torch.Tensor:
-    """Return the value of `loss` with the gradients of `loss` and of the losses of routers.
+    """Return a scalar with the value of `loss` and with the gradients of `loss` plus the mean loss of routers.
+
+    Routers of a mixture of experts thus train with the model, but the logged loss does not include their losses.
 
     Args:
-        loss: share of the step's loss, a scalar.
-        router_loss: [B] losses of routers that the head of a forward received.
-        num_rows: rows of the global batch, over which the losses of routers are averaged.
+        loss: the micro-batch's summand of the step's loss, a scalar.
+        router_loss: [B] losses of routers, one per sequence, that a forward has given to its head; None without them.
+        num_rows: number of sequences in the global batch, over which the losses of routers are averaged.
     """
     if router_loss is None:
         return loss
@@ -70,19 +81,17 @@ def add_router_gradient(
 
 
 class LanguageModelLoss:
-    """Negative log-likelihood of the next token, averaged over the tokens of the global batch that count.
+    """The negative log-likelihood of the next token: the mean over the global batch's tokens in the loss mask.
 
-    A token counts unless the loss mask excludes it. With DiLoCo the mean is over the tokens of this rank's replica
-    group.
-    The losses of routers, each the mean over all sequences of the global batch, add to the gradients, but not to the
-    value of the loss.
+    With DiLoCo the mean is over the tokens of this rank's replica group. The losses of routers, each averaged over all
+    sequences of the global batch, add to the gradients, but not to the value of the loss.
 
     Args:
-        dims: parallel layout.
-        pads: True if rows may end with padding, which the losses of routers leave out (`counted_tokens`).
+        dims: mesh axes of the job.
+        pads: True if sequences may end with padding, which the losses of routers leave out (`counted_tokens`).
 
     Attributes:
-        tokens: number of tokens that count in the last step, an fp64 scalar.
+        tokens: number of tokens in the last step's global batch that the loss mask includes, an fp64 scalar.
     """
 
     def __init__(self, dims: ParallelDims, *, pads: bool = False) -> None:
@@ -91,7 +100,7 @@ class LanguageModelLoss:
         self._per_token, self._sequences = torch.tensor(1.0), 1
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> None:
-        """Count the tokens of the global batch that the loss mask includes: one all-reduce."""
+        """Count the tokens of the global batch that the loss mask includes, with one all-reduce over data ranks."""
         own = torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum()
         self.tokens = self._dims.sum_over_data_(own)
         self._per_token = (1.0 / self.tokens.clamp(min=1.0)).float()
@@ -99,7 +108,7 @@ class LanguageModelLoss:
         self._sequences = own_sequences * dims.data_size // dims.replica_group.size
 
     def loss(self, model: GPTModel, batch: MicroBatch) -> torch.Tensor:
-        """Return this micro-batch's share of the mean loss over the global batch."""
+        """Return the micro-batch's summand of the mean loss over the global batch, a scalar."""
 
         def head(
             model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor | None
@@ -117,27 +126,30 @@ class LanguageModelLoss:
         return add_router_gradient(loss, router_loss, self._sequences)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return no further numbers."""
+        """Return an empty mapping, because this objective has no further numbers."""
         return {}
 
 
 class StopRequested(Exception):  # noqa: N818, because it is no error
-    """Raised on all ranks at the same place if a stop signal gives up work that a run can do without."""
+    """An exception that all ranks raise together if a stop signal arrives during work that the run can do without.
+
+    Such work is an evaluation or the generation of samples. The exception's text is the name of the signal.
+    """
 
 
 @dataclass
 class Evaluator:
-    """Computes the mean loss over the first batches of a dataset.
+    """An evaluation: calls return the mean loss over the first batches of a held-out dataset.
 
-    Every call uses the same batches, so that losses are comparable.
+    Every call uses the same batches, so that the losses at different steps are comparable.
 
     Args:
-        model: the model, which may be in training.
-        sharding: handle to the model's weights.
+        model: model in training.
+        sharding: handle of the model's weights.
         loader: loader of the held-out data.
         dims: mesh axes of the job.
-        iterations: number of global batches.
-        batch_size: samples of a global batch.
+        iterations: number of global batches in an evaluation.
+        batch_size: number of samples in a global batch.
     """
 
     model: GPTModel
@@ -150,12 +162,13 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self, between_batches: Callable[[], None] = lambda: None) -> float:
-        """Return the mean loss, equal on all ranks.
+        """Evaluate the model, and return the mean loss in nats per token, equal on all ranks.
 
         Afterwards the model is in training mode, and its next forward gathers its weights from the shards again.
 
         Args:
-            between_batches: function that is called before each global batch. If it raises, the evaluation is given up.
+            between_batches: function that is called before each global batch. It ends the evaluation by an exception,
+                StopRequested for example.
         """
 
         def steps() -> Iterator[Sequence[Any]]:
@@ -165,19 +178,21 @@ class Evaluator:
 
         self.model.eval()
         try:
-            with self.dims.counter.paused():  # the log reports the traffic of training steps only
+            with self.dims.counter.paused():  # the log reports only the traffic of training steps
                 return self.mean_loss(steps())
         finally:
             self.sharding.reshard()
             self.model.train()
 
     def mean_loss(self, steps: Iterable[Sequence[Any]]) -> float:
-        """Return the mean loss in nats per token over all ranks; NaN if the loss masks exclude all tokens.
+        """Return the mean loss in nats per token over the micro-batches of all ranks.
+
+        Only tokens that the loss masks include count. If there are none, the result is NaN.
 
         Args:
-            steps: this rank's micro-batches of each global batch.
+            steps: this rank's micro-batches, one sequence of micro-batches per global batch.
         """
-        totals = torch.zeros(2, dtype=torch.float64, device=self.model.device)  # loss, tokens
+        totals = torch.zeros(2, dtype=torch.float64, device=self.model.device)  # sum of losses, number of tokens
         for batch in itertools.chain.from_iterable(steps):
             starts = {"position_ids": batch.position_ids, "document_starts": batch.document_starts}
             losses = self.model(batch.tokens, batch.labels, **starts)

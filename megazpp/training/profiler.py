@@ -1,8 +1,8 @@
-"""`--profile`: record some iterations of some ranks with torch's profiler; `--record-memory-history`: CUDA allocations.
+"""`--profile` and `--record-memory-history`: record iterations with torch's profiler, and the latest CUDA allocations.
 
 A profiled rank writes a Chrome trace to the run folder, for ui.perfetto.dev. The trace shows the operators, kernels and
-timeline spans of all threads; a span's name starts with its track ("cross all_gather layers.3"). Other ranks and
-iterations have no overhead.
+timeline spans of all threads. The name of a span starts with the span's track ("cross all_gather layers.3"). Profiling
+costs no time on ranks and in iterations that are not profiled.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ from megazpp.training.context import RunContext
 
 
 class Profiler(AbstractContextManager["Profiler"]):
-    """Records a trace and CUDA allocations as the profiling flags request; every rank makes one.
+    """A context manager around training that records a trace and CUDA allocations, as the profiling flags request.
 
-    CUDA allocations are recorded from its construction, so that they include the model. Use it as a context manager
-    around the training. At exit it writes the files that are still open.
+    Every rank constructs one. CUDA allocations are recorded from the construction on, so that they include the model.
+    When the context ends, the trace of the last recorded iterations and the snapshot of the allocations are written.
+
+    Args:
+        config: flags for profiling.
+        run: process groups, log and run folder.
     """
 
     def __init__(self, config: ProfilerConfig, run: RunContext) -> None:
@@ -56,14 +60,14 @@ class Profiler(AbstractContextManager["Profiler"]):
 
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:
-        """Surround iteration `iteration`, and record it if --profile asks for it."""
+        """Return a context around the training step of `iteration`, which is recorded if --profile selects it."""
         if not (self._config.profile and self._first <= iteration <= self._config.profile_step_end):
             yield
             return
         if self._profiles and self._trace is None:
             self._first = iteration  # a resumed run may start after --profile-step-start
             cuda = [ProfilerActivity.CUDA] if self._dims.timeline.device_type == "cuda" else []
-            # The threads of communication queues started before the profiler, which would ignore them by default.
+            # By default the profiler ignores threads that were started before it, such as the communication queues'.
             threads = _ExperimentalConfig(profile_all_threads=True)
             self._trace = profile(activities=[ProfilerActivity.CPU, *cuda], experimental_config=threads)
             self._trace.start()
@@ -77,11 +81,11 @@ class Profiler(AbstractContextManager["Profiler"]):
             self._log(f"profile of iterations {self._first} to {iteration}, rank {ranks}: {self._folder}")
 
     def span(self, track: str, name: str) -> AbstractContextManager[Any]:
-        """Return a context manager that records a timeline span in the trace; the timeline calls it."""
+        """Return a context manager that records a timeline span in the profiler's trace; the timeline calls this."""
         return record_function(f"{track} {name}")
 
     def _write_trace(self) -> None:
-        """Stop torch's profiler and write its trace."""
+        """Stop torch's profiler, and write its trace to the run folder."""
         assert self._trace is not None
         self._dims.timeline.detach(self)
         self._trace.stop()
@@ -91,15 +95,21 @@ class Profiler(AbstractContextManager["Profiler"]):
 
 
 def _named_for(path: Path, what: str) -> Path:
-    """Insert `what` into the file name, and a number if that file exists."""
+    """Insert `what` into the file name of `path`, and also a number if such a file exists. Return the new path.
+
+    For "profile.json.gz" and "rank0" the name is "profile-rank0.json.gz", or "profile-rank0-2.json.gz".
+    """
     stem, dot, suffix = path.name.partition(".")
     return first_free(lambda n: path.with_name(f"{stem}-{what}{'' if n == 1 else f'-{n}'}{dot}{suffix}"))
 
 
 def _write(path: Path, write: Callable[[str], object]) -> None:
-    """Write a file under a temporary name and rename it; a failure prints a warning and does not end the training."""
+    """Write the profiler's file `path`: call `write` with a temporary name, then rename the file.
+
+    If this fails, a warning is printed, and training continues.
+    """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # the run folder may not exist on other nodes
+        path.parent.mkdir(parents=True, exist_ok=True)  # the run folder may exist only on the node of rank 0
         with renamed_when_done(path.with_name(f".unfinished-{path.name}"), path, synced=False) as unfinished:
             write(str(unfinished))
     except OSError as error:

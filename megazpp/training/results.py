@@ -1,12 +1,12 @@
 """The results of a run at its end: the last evaluations, the bytes of all steps, and the lines that print them.
 
-The table of the bytes that the training steps sent over each wire compares the bytes between nodes with ZeRO-3. The
-bytes of the table are counted at each collective (parallel/axis.py). Only ZeRO-3's figure is calculated, from the sizes
-of the shards:
+A table shows the bytes that the training steps have sent over each wire. Below it, the bytes between nodes are compared
+with the bytes that ZeRO-3 would have sent. The bytes of the table are counted at each collective (parallel/axis.py).
+The bytes of ZeRO-3 are calculated from the sizes of the shards:
 
-    k micro-batches, W data ranks, M_w bytes of weights (compute dtype), M_g bytes of gradients (reduction dtype):
-    a ring sends (W - 1) / W x k x (2 M_w + M_g) over each node's uplink, with N > 1 nodes. This is about 3 k M bytes
-    if both have 16 bits and M bytes.
+    With k micro-batches, W data ranks on several nodes, M_w bytes of weights (compute dtype) and M_g bytes of gradients
+    (reduction dtype), a ring sends (W - 1) / W x k x (2 M_w + M_g) bytes over each node's uplink. If weights and
+    gradients both have 16 bits and M bytes, this is about 3 k M bytes.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def record_results(
 ) -> None:
     """Run the last evaluations, then print the results of the run and write them to summary.json. All ranks call this.
 
-    Losses and the entropy of the validation text are nats per token. The training loss is the mean of the last log
+    Losses and the entropy of the validation text are in nats per token. The training loss is the mean of the last log
     interval. Values that were not measured are None.
 
     Args:
-        recorder: recorder of the run's steps.
+        recorder: recorder of the run's steps and evaluations.
         progress: progress at the end of the run.
-        evaluate: whether to run the last validation and the test.
+        evaluate: True runs the last validation, unless it has been run at this iteration, and the test.
         test: function that evaluates the test data; None without such data.
-        unigram_entropy: entropy of the validation text's tokens, in nats per token; None if unknown.
-        zero3: returns ZeRO-3's traffic for a number of micro-batches.
+        unigram_entropy: entropy of the validation text's single tokens, in nats per token; None if unknown.
+        zero3: function from the run's number of micro-batches per rank to the bytes that ZeRO-3 would have sent.
     """
-    # the last evaluations
+    # ---- the last evaluations
     run, meter, metric = recorder.run, recorder.meter, recorder.metric
     if evaluate and (recorder.last_validation is None or recorder.last_validation[0] != progress.iteration):
         recorder.validate(progress)
@@ -60,7 +60,7 @@ def record_results(
         where, how = f"iteration {progress.iteration} on test set", {"has_perplexity": recorder.has_perplexity}
         for line in validation_lines(where, test_loss, metric=metric, **how):
             run.log(line)
-    # results, combined over ranks
+    # ---- the results, combined over ranks
     measured = None if recorder.last_validation is None else recorder.last_validation[1]
     used = torch.tensor(meter.cpu_seconds, dtype=torch.float64, device=run.device)
     peak = torch.tensor(float(peak_memory_bytes(run.device)), dtype=torch.float64, device=run.device)
@@ -75,7 +75,7 @@ def record_results(
     }
     if metric != "lm_loss" and measured is not None:
         summary[f"validation_{metric}"] = measured
-    # traffic of all training steps
+    # ---- the bytes that all training steps have sent, compared with ZeRO-3
     rows, compared = collect_traffic(run.dims, run.device), zero3(meter.micro_batches)
     if rows:
         run.log(traffic_table(rows, compared), short=traffic_in_words(rows, compared))
@@ -83,7 +83,7 @@ def record_results(
         "traffic": [row._asdict() for row in rows],
         "zero3": None if compared is None else compared._asdict(),
     }
-    # output
+    # ---- the last lines of the log, and summary.json
     run.log(closing_lines(summary, trained=recorder.last_interval is not None))
     if recorder.tracker is not None:
         recorder.tracker.summary(summary)
@@ -95,25 +95,27 @@ class TrafficRow(NamedTuple):
     collective: str
     axis: str
     wire: str
-    calls: int  # number of calls on one rank
-    sent_bytes: int  # bytes sent by all ranks of a node, mean over nodes
+    calls: int  # number of calls on one rank; the largest number of all ranks
+    sent_bytes: int  # bytes that all ranks of a node have sent together, as a mean over nodes
 
 
 class Zero3Traffic(NamedTuple):
-    """The bytes that ZeRO-3 would have sent between nodes in the same steps."""
+    """The bytes that ZeRO-3 would have sent between nodes in the steps of the run."""
 
     weight_bytes: int  # M_w: weights of the whole model in the compute dtype, with the padding of the shards
     gradient_bytes: int  # M_g: gradients of the whole model in the reduction dtype, with the same padding
-    micro_batches: int  # micro-batches per rank in all steps together
-    cross_bytes: int  # bytes over one node's uplink
-    formula: str  # calculation of `cross_bytes` in words
+    micro_batches: int  # number of micro-batches per rank in all steps together
+    cross_bytes: int  # bytes that ZeRO-3 would have sent over one node's uplink
+    formula: str  # calculation of `cross_bytes` in words, for the log
 
 
 def collect_traffic(dims: ParallelDims, device: torch.device) -> list[TrafficRow]:
-    """Return the counted traffic, equal on all ranks; rows without bytes are omitted.
+    """Return the bytes that the run's training steps have sent, by wire, axis and collective. All ranks call this.
+
+    The result is equal on all ranks. Collectives that sent no bytes are left out.
 
     Args:
-        dims: mesh axes of the job, with this rank's counter.
+        dims: mesh axes of the job, with this rank's traffic counter.
         device: device for the reduction over ranks.
     """
     table = dims.counter.table()
@@ -133,15 +135,15 @@ def collect_traffic(dims: ParallelDims, device: torch.device) -> list[TrafficRow
 def zero3_traffic(
     shard_elements: int, dims: ParallelDims, precision: PrecisionConfig, micro_batches: int
 ) -> Zero3Traffic | None:
-    """Calculate ZeRO-3's traffic between nodes for the same ranks and micro-batches.
+    """Calculate the bytes that ZeRO-3 would send between nodes with the ranks of this job.
 
     Args:
-        shard_elements: padded elements of all parameters on one rank.
+        shard_elements: number of elements in one rank's shards of all parameters, with padding.
         dims: mesh axes of the job.
-        precision: dtypes of the compute and of the gradient reduction.
-        micro_batches: micro-batches per rank in all steps together.
+        precision: dtypes of compute and gradient reduction.
+        micro_batches: number of micro-batches per rank in all steps together.
     Returns:
-        the traffic, or None if each copy of the model is within one node.
+        The bytes with their calculation, or None if each copy of the model is inside one node.
     """
     layout = dims.layout
     if layout.cross * layout.replica_group == 1:
@@ -156,21 +158,29 @@ def zero3_traffic(
     )
     cross = micro_batches * (2 * weights + gradients) * (ranks - 1) // ranks
     domains, nodes = layout.cross * layout.replicate * layout.replica_group, layout.cluster.num_nodes
-    if domains != nodes:  # NVLink domains or tensor parallelism over several nodes: these share a ring's bytes
+    if domains != nodes:  # NVLink domains, or tensor parallelism, span several nodes, which share the bytes of a ring
         formula += f", which {nodes // domains} nodes share"
         cross = cross * domains // nodes
     return Zero3Traffic(weights, gradients, micro_batches, cross, formula)
 
 
 def traffic_in_words(rows: list[TrafficRow], zero3: Zero3Traffic | None) -> str:
-    """Return one line about the bytes between nodes; "" if none were sent or less than 5 % was saved against ZeRO-3."""
+    """Return a line for a terminal that compares the bytes sent between nodes with ZeRO-3's.
+
+    Returns "" if no bytes were sent between nodes, or if ZeRO-3 would not have sent at least 5 % more.
+    """
     cross = sum(row.sent_bytes for row in rows if row.wire == "cross")
     fewer = times_fewer(cross, 0 if zero3 is None else zero3.cross_bytes)
     return f"between nodes: {cross / MEGA:,.1f} MB per node, {fewer} than ZeRO-3" if fewer else ""
 
 
 def traffic_table(rows: list[TrafficRow], zero3: Zero3Traffic | None) -> str:
-    """Return the traffic rows as an aligned table, with the comparison with ZeRO-3 below."""
+    """Return the bytes that the run has sent as an aligned table for the log, followed by a comparison with ZeRO-3.
+
+    Args:
+        rows: bytes by collective, axis and wire.
+        zero3: bytes that ZeRO-3 would have sent between nodes; None leaves out the comparison.
+    """
     header = ("collective", "axis", "wire", "calls", "MB sent per node")
     cells = ((r.collective, r.axis, WIRE_NAMES[r.wire], str(r.calls), f"{r.sent_bytes / MEGA:.3f}") for r in rows)
     lines = [header, *cells]
@@ -189,8 +199,8 @@ def closing_lines(summary: Mapping[str, Any], *, trained: bool) -> str:
     """Return the closing report of a run as text for the log.
 
     Args:
-        summary: content of summary.json.
-        trained: True if the run has taken steps.
+        summary: results of the run, as in summary.json.
+        trained: True if this process has taken training steps.
     """
     lines = []
     if summary["stop_reason"]:

@@ -33,7 +33,7 @@ class ShardedModel(NamedTuple):
 def build_model(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> ShardedModel:
     """Build the model on the meta device, shard it, then allocate and initialize only this rank's shards.
 
-    Copies of the model on other ranks get equal weights.
+    All copies of the model (HSDP, replica groups) get equal weights.
 
     Args:
         spec: description of the model.
@@ -44,10 +44,12 @@ def build_model(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Sh
 
 
 def fill(built: ShardedModel, spec: ModelSpec, dims: ParallelDims, device: torch.device) -> ShardedModel:
-    """Allocate and initialize this rank's shards; copies of the model on other ranks get equal weights.
+    """Allocate and initialize this rank's shards of a sharded model that is on the meta device, and return the model.
+
+    All copies of the model (HSDP, replica groups) get equal weights.
 
     Args:
-        built: a sharded model on the meta device.
+        built: the sharded model on the meta device.
         spec: description of the model.
         dims: mesh axes of the job.
         device: device on which the model runs.
@@ -55,7 +57,7 @@ def fill(built: ShardedModel, spec: ModelSpec, dims: ParallelDims, device: torch
     built.sharding.states.allocate(built.model, device, dims.world)
     draw_device = torch.device("cpu") if spec.config.use_cpu_initialization else device
     initialize_parameters_(built.model, seed=spec.seed, draw_device=draw_device)
-    with dims.counter.paused():  # the traffic counter is for training steps only
+    with dims.counter.paused():  # the log reports only the traffic of training steps
         share_parameters_(built.model, dims.replicate, dims.replica_group, tp=dims.tp, device=device)
         built.sharding.states.refresh()
     return built
@@ -64,17 +66,18 @@ def fill(built: ShardedModel, spec: ModelSpec, dims: ParallelDims, device: torch
 def model_on_meta(
     spec: ModelSpec, dims: ParallelDims, device: torch.device, *, whole_experts: bool = False
 ) -> GPTModel:
-    """Build this tensor-parallel rank's part of the model without memory.
+    """Build this tensor-parallel rank's slices of the model on the meta device, so without memory for the weights.
 
     Args:
         spec: description of the model.
         dims: mesh axes of the job.
         device: device on which the model will run.
-        whole_experts: True to give this rank all experts of each layer, as frozen models need. False: the experts of
-            its expert-parallel rank.
+        whole_experts: True gives this rank all experts of each layer, as frozen models need. False gives it the experts
+            of its expert-parallel rank.
     """
     config, dtype = spec.config, spec.precision.param_dtype
-    settings = LayerSettings(  # outside of the meta device, because some make process groups and compute
+    # Some settings create process groups or compute, so they are made outside of the context of the meta device.
+    settings = LayerSettings(
         tp=dims.tp,
         cp=dims.cp,
         ep=dims.experts.tp if config.num_experts and not whole_experts else MeshAxis("ep"),
@@ -92,10 +95,9 @@ def model_on_meta(
 
 
 def shard_built(model: GPTModel, spec: ModelSpec, dims: ParallelDims) -> ShardedModel:
-    """Shard the parameters of a model on the meta device.
+    """Shard the parameters of a model on the meta device over the data axes, and return the model with its handle.
 
-    The model may have fewer parameters than when it was built. Training of adapters, for example, removes the frozen
-    base weights.
+    The model may have fewer parameters than when it was built. LoRA, for example, removes the frozen base weights.
 
     Args:
         model: the model on the meta device.
@@ -123,17 +125,18 @@ def open_loader(
     ramp_up: bool,
     make_batch: Callable[[torch.Tensor], Any] | None = None,
 ) -> BatchLoader:
-    """Return the loader of this rank's batches.
+    """Return the loader of this rank's micro-batches from a dataset.
 
     Args:
         dataset: samples of token ids.
         config: the data flags.
-        tokenizer: tokenizer whose special ids the batches need.
+        tokenizer: tokenizer whose special token ids the batches need.
         plan: batch sizes.
         dims: mesh axes of the job.
         device: device to which batches are copied.
-        ramp_up: True for a training loader: the batch size follows the plan's ramp-up, and the ranks of all jobs of the
-            run share a batch. False for held-out data: the ranks of this job share a batch, always of the full size.
+        ramp_up: True for a training loader: the batch size follows the plan's ramp-up, and a global batch is split over
+            the ranks of all jobs of the run (elastic DiLoCo). False for held-out data: a global batch always has the
+            full size, and is split over the ranks of this job.
         make_batch: function from samples to a micro-batch; None for `make_micro_batch` with the flags of `config`.
     """
     return BatchLoader(

@@ -1,6 +1,7 @@
 """The sinks of a run's records: wandb and TensorBoard.
 
-Their packages are imported only if their flag is given, because TensorBoard is optional and importing wandb is slow.
+The package of a sink is imported only if the sink's flag is given, because TensorBoard is an optional package, and the
+import of wandb is slow.
 """
 
 from __future__ import annotations
@@ -18,23 +19,25 @@ from megazpp.training.config import TrackingConfig
 from megazpp.training.context import RunFolder, make_writable
 from megazpp.training.tracking import Sink
 
-SAMPLES = " vs samples"  # suffix of scalars that are plotted against consumed samples
+SAMPLES = " vs samples"  # suffix of TensorBoard's scalars that are plotted against consumed samples
 
 
 def open_sinks(
     config: TrackingConfig, folder: RunFolder, flags: Mapping[str, Any], tags: Sequence[str] = ()
 ) -> list[Sink]:
-    """Open the sinks that the flags request; a sink that fails to open prints a warning and is left out.
+    """Open wandb and TensorBoard, as far as the flags request them, and return the open sinks.
+
+    If a sink cannot be opened, a warning is printed, and the sink is left out.
 
     Args:
-        config: the logging flags.
+        config: flags for logging.
         folder: the run folder.
-        flags: values of all flags, which wandb stores with the run.
+        flags: values of all flags by name, which wandb stores with the run.
         tags: tags of the wandb run.
     Raises:
         ValueError: --wandb-save-dir or --tensorboard-dir is not a writable folder.
     """
-    # settings of the requested sinks
+    # ---- the constructor of each requested sink, by the sink's flag
     wanted: dict[str, Callable[[], Sink]] = {}
     if config.wandb_project:
         own_folder = make_writable(config.wandb_save_dir, "--wandb-save-dir") if config.wandb_save_dir else folder.path
@@ -50,7 +53,7 @@ def open_sinks(
     if config.tensorboard_dir is not None:
         events = make_writable(config.tensorboard_dir, "--tensorboard-dir")
         wanted[f"--tensorboard-dir {config.tensorboard_dir}"] = functools.partial(TensorBoardSink, events)
-    # open them
+    # ---- open the sinks
     sinks = []
     for given, make in wanted.items():
         try:
@@ -61,9 +64,9 @@ def open_sinks(
 
 
 def run_tags(layout: Layout, *, zero_stage: int, zeropp: bool) -> list[str]:
-    """Return the tags of a run, for example ["zeropp", "2 nodes x 4 ranks", "tp2", "replicas2"].
+    """Return the tags of a run for wandb, for example ["zeropp", "2 nodes x 4 ranks", "tp2", "replicas2"].
 
-    Degrees of 1 are omitted.
+    Parallel degrees of 1 are left out.
     """
     cluster = layout.cluster
     tags = ["zeropp" if zeropp else f"zero{zero_stage}", f"{cluster.num_nodes} nodes x {cluster.ranks_per_node} ranks"]
@@ -72,17 +75,17 @@ def run_tags(layout: Layout, *, zero_stage: int, zeropp: bool) -> list[str]:
 
 
 class WandbSink:
-    """A wandb run; a run with the same id is continued.
+    """A wandb run that receives the records. If a wandb run with the same ID exists, it is continued.
 
-    It never prompts. Without credentials, or if the server cannot be reached, the run is recorded offline; `wandb sync`
-    uploads it later. Tags from WANDB_TAGS are added.
+    wandb never prompts for credentials here. Without credentials, or if the server cannot be reached, the run is
+    recorded offline; `wandb sync` uploads it later. Tags from the environment variable WANDB_TAGS are added.
 
-    wandb ignores steps below the last one that it has stored. If training resumes from an earlier step, the run is
-    therefore rewound (`resume_from`), which servers offer as a preview. If a server refuses, it keeps the lost steps,
-    and the steps that repeat them are not recorded.
+    wandb ignores values for a step below the last step that it has stored. If training resumes from an earlier step,
+    the wandb run is therefore rewound by `resume_from`, a preview feature of wandb's server. If the server refuses,
+    wandb keeps the lost steps, and the steps that repeat them are not recorded.
 
     Args:
-        tags: tags of the run.
+        tags: tags of the wandb run.
         settings: arguments of `wandb.init`.
     """
 
@@ -96,7 +99,10 @@ class WandbSink:
         self._open(resume="allow")
 
     def resume(self, progress: TrainingProgress) -> None:
-        """Rewind the run if the server has later steps; an offline run starts a separate recording."""
+        """Rewind the wandb run to `progress`, from which training resumes, if the server has later steps.
+
+        An offline run is not rewound, because each process that records offline starts a separate recording.
+        """
         first = self._run.starting_step
         if first <= progress.iteration + 1:
             return
@@ -113,11 +119,11 @@ class WandbSink:
             self._first = first
 
     def _open(self, *, offline: bool = True, **resume: str) -> None:
-        """Start recording.
+        """Open the wandb run for recording.
 
         Args:
-            offline: whether to record offline if the server refuses the run. False: its error is raised.
-            resume: arguments of `wandb.init` that select the run to continue.
+            offline: True records offline if the server does not accept the run. False raises wandb's error then.
+            resume: arguments of `wandb.init` that say which run to continue, and from which step.
         """
         wandb, settings = self._wandb, self._settings | resume
         try:
@@ -132,7 +138,7 @@ class WandbSink:
         self._run.define_metric("*", step_metric="iteration")
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
-        """Record scalars at an iteration, unless the server already has that iteration."""
+        """Record scalars at an iteration, unless wandb's server has kept that iteration from before a resume."""
         if iteration < self._first:
             return
         self._run.log({**scalars, "iteration": iteration, "samples": consumed_samples}, step=iteration)
@@ -157,10 +163,11 @@ class TensorBoardSink:
         self._tensorboard = importlib.import_module("torch.utils.tensorboard")
 
     def resume(self, progress: TrainingProgress) -> None:
-        """Purge the steps after `progress` from earlier event files, if there are any.
+        """Purge the steps after `progress`, from which training resumes, if earlier event files have such steps.
 
-        TensorBoard purges every point from one step number on, also for scalars that are plotted against samples. Their
-        points before `progress` may have a larger number than the iteration. These are purged too, and written again.
+        TensorBoard purges all points from one step number on, here the next iteration. A scalar against samples has the
+        number of samples as its step number. Its points before `progress` may thus be purged too, so they are written
+        again.
         """
         if not self._folder.is_dir():
             return
@@ -178,7 +185,7 @@ class TensorBoardSink:
 
     @functools.cached_property
     def _writer(self) -> Any:
-        """The writer of events, opened at the first use because `resume` sets its purge step."""
+        """TensorBoard's writer of events, opened at the first use, because `resume` may set the purge step before."""
         return self._tensorboard.SummaryWriter(log_dir=str(self._folder), max_queue=1000, purge_step=self._purge_step)
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
@@ -198,10 +205,10 @@ class TensorBoardSink:
 
 
 def wandb_mode() -> Literal["online", "offline", "disabled"]:
-    """Return wandb's mode: "online" only with credentials, so that wandb does not prompt.
+    """Return the argument `mode` of `wandb.init`: "online" only with credentials, so that wandb does not prompt.
 
-    WANDB_MODE takes precedence if it is offline or disabled. Credentials are WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE,
-    or an entry for the server (WANDB_BASE_URL) in the netrc file.
+    If the environment variable WANDB_MODE is "offline" or "disabled", it decides. Credentials are WANDB_API_KEY,
+    WANDB_IDENTITY_TOKEN_FILE, or an entry in the netrc file for the server (WANDB_BASE_URL).
     """
     wanted = os.environ.get("WANDB_MODE", "online")
     if wanted == "disabled":

@@ -10,9 +10,9 @@ Interval = tuple[float, float]
 
 
 def track_seconds(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the seconds in which each track was busy.
+    """Return the seconds in which each track was busy, by track. Spans of a track that overlap count once.
 
-    The time of "compute" excludes the waits and blocking collectives inside it.
+    The seconds of "compute" leave out the waits and blocking collectives inside spans of compute.
     """
     busy = {track: _busy(s for s in spans if s.track == track) for track in dict.fromkeys(s.track for s in spans)}
     seconds = {track: total(intervals) for track, intervals in busy.items()}
@@ -22,13 +22,13 @@ def track_seconds(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def hidden_shares(spans: Sequence[Span], track: str) -> tuple[float, float] | None:
-    """Return how much of a track's time was hidden by overlap, or None if the track was never busy.
+    """Return which fractions of a track's time were hidden by overlap, or None if the track was never busy.
 
     Args:
-        spans: all spans of the rank.
-        track: the track to examine, usually an axis.
+        spans: all spans of a rank.
+        track: track to examine, usually the track of a mesh axis.
     Returns:
-        Two shares of the track's time, 0 to 1. The first is hidden behind compute: the computing thread was neither
+        Two fractions of the track's time, 0 to 1. The first is hidden behind compute: the computing thread was neither
         waiting nor in a blocking collective. The second is hidden behind any work: the thread computed, or another
         track ran a collective.
     """
@@ -42,17 +42,17 @@ def hidden_shares(spans: Sequence[Span], track: str) -> tuple[float, float] | No
 
 
 def _stalls(spans: Sequence[Span]) -> list[Interval]:
-    """Return the intervals in which the computing thread waited or was inside a blocking collective."""
+    """Return the intervals in which a rank's computing thread waited, or was inside a blocking collective."""
     return _busy(s for s in spans if s.track == WAIT or (s.blocking and s.track not in (STEP, COMPUTE)))
 
 
 def _busy(spans: Iterable[Span]) -> list[Interval]:
-    """Return the intervals that at least one of the spans covers."""
+    """Return the time intervals that at least one of the spans covers, disjoint and sorted."""
     return union((s.start_seconds, s.end_seconds) for s in spans)
 
 
 def clip(spans: Iterable[Span], start_seconds: float, end_seconds: float) -> list[Span]:
-    """Return the spans cut to the interval from `start_seconds` to `end_seconds`, without those outside it."""
+    """Cut spans to the interval from `start_seconds` to `end_seconds`, and return those that lie partly inside it."""
     cut = []
     for span in spans:
         start, end = max(span.start_seconds, start_seconds), min(span.end_seconds, end_seconds)
@@ -64,15 +64,15 @@ def clip(spans: Iterable[Span], start_seconds: float, end_seconds: float) -> lis
 def align(
     spans_by_rank: Sequence[Sequence[Span]], hosts: Sequence[str], barrier_ends: Sequence[float]
 ) -> list[list[Span]]:
-    """Return the spans of all ranks on one clock.
+    """Convert the spans of all ranks from their hosts' monotonic clocks to one common clock, and return them.
 
-    All ranks have left the same barrier. On each host, zero is the moment when its first rank left the barrier. Spans
-    from one host stay exactly aligned. Different hosts are aligned up to a few network latencies.
+    Time zero of each host is the moment when the host's first rank left a barrier of all ranks. Spans from one host
+    stay exactly aligned. Spans from different hosts are aligned up to a few network latencies.
 
     Args:
         spans_by_rank: spans of each rank, on its host's monotonic clock.
-        hosts: identifier of each rank's host, for instance its boot ID.
-        barrier_ends: moment when each rank left the barrier, on its host's monotonic clock.
+        hosts: identifier of each rank's host, for instance the boot ID.
+        barrier_ends: time at which each rank left the barrier, in seconds on its host's monotonic clock.
     """
     zeros: dict[str, float] = {}
     for host, end in zip(hosts, barrier_ends, strict=True):
@@ -95,7 +95,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Return the intervals that lie in both `a` and `b`, each sorted and disjoint as `union` returns them."""
+    """Return the time that is in both `a` and `b`, as sorted, disjoint intervals. So must `a` and `b` be."""
     shared, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])

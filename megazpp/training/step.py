@@ -1,17 +1,18 @@
-"""The optimizer step that the training loop runs.
+"""The training step: forward and backward of all micro-batches of a global batch, and the optimizer's update.
 
-A step runs forward and backward for each micro-batch, computes the gradient norm, and then updates or skips. Gradients
-are sums: each loss is divided once by a denominator of the whole global batch (objective.py). Nothing is averaged over
-data ranks or micro-batches, so the result does not depend on how samples are spread over them. With fp16, the loss is
-multiplied by the loss scale, and the gradients are divided by it.
+Each step also computes the gradient norm, by which it decides to update or to skip. Gradients are sums: each loss is
+divided once by a denominator of the complete global batch (objective.py). Nothing is averaged over data ranks or
+micro-batches, so the result does not depend on how samples are spread over them. With fp16, the loss is multiplied by
+the loss scale, and the gradients are divided by it.
 
-By default the host does not wait between a backward and its update. The fused optimizer receives the clipping factor
+By default the host does not wait between the backward and the update. The fused optimizer receives the clipping factor
 and the check for finite values as scalars on the device, and skips the update itself if necessary. The host reads the
-numbers of a step before the update of the next step. It reads them at once for a log line, a checkpoint, an evaluation,
-and after the last step.
+loss and the norm of a step before the update of the next step. It reads them at once for a log line, a checkpoint, an
+evaluation, and after the last step.
 
-Some decisions must be made on the host: loss spikes, verification, a dynamic loss scale, and skipping steps instead of
-ending the job. For these, and for optimizers other than AdamW and Muon, the host waits before the update.
+Some decisions must be made on the host: loss spikes, verification of weights, a dynamic loss scale, and skipping steps
+instead of ending the job. In these cases, and for optimizers other than AdamW and Muon, the host waits before the
+update.
 """
 
 from __future__ import annotations
@@ -41,18 +42,19 @@ from megazpp.zero.sharding import Sharding
 
 @dataclass
 class TrainStep:
-    """Runs optimizer steps on a sharded model.
+    """The training step of a sharded model. Each call trains on one global batch.
 
     Args:
         model: the sharded model.
-        sharding: handle to its shards.
+        sharding: handle of the model's shards.
         optimizer: optimizer of the model's sharded parameters.
         scaler: loss scale; constant 1 unless fp16.
         dims: mesh axes of the job.
-        clip_grad: largest gradient norm; 0 disables clipping.
-        guard: decides whether a step updates the weights. None: only a norm that is not finite skips the update.
-        count_zeros: whether to count zero gradients (--log-num-zeros-in-grad).
-        objective: the loss to minimize. None: the language model's loss.
+        clip_grad: gradient norm to which larger norms are clipped; 0 disables clipping.
+        guard: check that decides whether a step updates the weights. None: only a gradient norm that is not finite
+            skips the update.
+        count_zeros: True counts the gradient elements that are zero (--log-num-zeros-in-grad).
+        objective: the loss to minimize; None for the language model's loss.
     """
 
     model: GPTModel
@@ -75,13 +77,15 @@ class TrainStep:
         self._before: LaunchedStep | None = None
 
     def __call__(self, micro_batches: Sequence[Any], **settings: Any) -> StepRecord:
-        """Launch a step, wait for its results, and return its record; takes the arguments of `launch`."""
+        """Run a training step with the arguments of `launch`, wait for its results, and return the step's record."""
         return self.launch(micro_batches, **settings).wait()
 
     def launch(
         self, micro_batches: Sequence[Any], *, learning_rate: float, weight_decay: float, iteration: int = 0
     ) -> LaunchedStep:
-        """Launch a step on this rank's micro-batches; the host waits only for numbers that a decision needs.
+        """Queue a training step on the device, and return a handle with which to wait for its results.
+
+        The host waits for the loss and the gradient norm only if it must decide whether to update the weights.
 
         Args:
             micro_batches: this rank's micro-batches of one global batch.
@@ -89,7 +93,8 @@ class TrainStep:
             weight_decay: weight decay of the step.
             iteration: index of the step, counted from 1.
         Raises:
-            NotFiniteError: the guard ends the job, because of this step or of the previous one.
+            NotFiniteError: the loss or a gradient of this step, or of the previous step, is not finite, and the guard
+                ends the job.
         """
         # ---- forward and backward of all micro-batches
         self.model.train()
@@ -102,7 +107,7 @@ class TrainStep:
         # ---- gradient norm, and the previous step's check
         with self._span("norm"):
             norms = self.sharding.states.norms(self.dims.tp)
-            if norms is None:  # the gradients are in `.grad`
+            if norms is None:  # the gradients are in `.grad`, not in host memory
                 sum_partial_gradients_((p for name, p in named if name in self._partial), self.dims.tp)
             norm = global_grad_norm(named, *axes, divisor=scale, norms=norms)
             numbers = [loss, norm.value.double()]
@@ -117,18 +122,19 @@ class TrainStep:
                 waits=self.guard is None or not self.guard.can_wait or not skips_on_device(self.optimizer),
             )
             if self._before is not None:
-                self._before.check()  # does not stall: these numbers are ready, and the device has work queued
+                self._before.check()  # does not stall the device: the numbers are ready, and this step's work is queued
             self._before = step
             found_inf = None if step.waits else (~(loss.isfinite() & norm.value.isfinite())).float()
 
         # ---- update or skip
         taken = not step.skipped
-        kept: torch.Tensor | float = 0.0  # factor by which the update scales gradients, and so their error feedback
+        # Factor that clipping and loss scale apply to the gradients. It applies to their error feedback as well.
+        kept: torch.Tensor | float = 0.0
         with self._span("optimizer"):
             if taken:
                 divisor = clip_divisor(norm.value, self.clip_grad, divisor=scale)
                 set_rates_(self.optimizer, learning_rate=learning_rate, weight_decay=weight_decay)
-                with self.sharding.weight_update():  # the gathered weights are outdated afterwards
+                with self.sharding.weight_update():  # marks the gathered weights as outdated
                     update_(self.optimizer, divisor, found_inf, iteration=iteration)
                 kept = scale / divisor
                 if found_inf is not None:
@@ -145,10 +151,11 @@ class TrainStep:
         return step
 
     def _forward_backward(self, micro_batches: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run forward and backward of all micro-batches, which accumulates the gradients.
+        """Run forward and backward of all micro-batches of a step, so that their gradients add up.
 
         Returns:
-            [number of micro-batches] this rank's shares of the loss, and the loss of the global batch, an fp64 scalar.
+            [number of micro-batches] this rank's summands of the loss, and the loss of the global batch, an fp64
+            scalar.
         """
         self._objective.begin_step(micro_batches)
         losses_of_batches = []
@@ -163,22 +170,23 @@ class TrainStep:
         return local, self.dims.sum_over_data_(local.double().sum())
 
     def _span(self, name: str) -> AbstractContextManager[object]:
-        """Return a context manager that records a span of compute in the timeline."""
+        """Return a context manager that records the span `name` on the timeline's track of compute."""
         return self.dims.timeline.span(COMPUTE, name)
 
 
 @dataclass
 class LaunchedStep:
-    """A step whose work is queued on the device; its results are read on request.
+    """A training step whose work is queued on the device, with methods that wait for its results.
 
     Args:
-        record: the step's record so far; `wait` completes it.
+        record: record of the step; `wait` adds the loss and the gradient norm.
         loss: loss of the global batch, a scalar on the device.
-        numbers: loss, gradient norm and, if counted, the number of zero gradients.
-        guard: decides from these numbers and the evidence. None: a norm that is not finite skips the step.
-        evidence: values for the guard; None without a guard.
-        waits: True if the host must know the numbers before the update. Otherwise the optimizer skips a step that is
-            not finite on the device.
+        numbers: copies of the loss, the gradient norm and, if counted, the number of zero gradients.
+        guard: check that decides by these numbers whether the step updates the weights. None: a gradient norm that is
+            not finite skips the update.
+        evidence: values with which the guard explains a failure; None without a guard.
+        waits: True if the host must know the numbers before the update. Otherwise the optimizer skips the update on the
+            device if the loss or the norm is not finite.
     """
 
     record: StepRecord
@@ -193,7 +201,7 @@ class LaunchedStep:
         self._taken: bool | None = None
 
     def check(self) -> bool:
-        """Wait for the numbers, and return whether the weights are updated.
+        """Wait for the loss and the gradient norm, and return True if the step updates the weights.
 
         Raises:
             NotFiniteError: the loss or a gradient is not finite, and the guard ends the job; raised on all ranks.
@@ -211,16 +219,19 @@ class LaunchedStep:
 
     @property
     def skipped(self) -> bool:
-        """True if the host decided to skip the update; False without waiting if the device decides."""
+        """True if the host has decided to skip the update. If the device decides, False, without a wait."""
         return self.waits and not self.check()
 
     @property
     def overflow(self) -> bool:
-        """True if the gradient norm is not finite; False without waiting if the device decides."""
+        """True if the gradient norm is not finite, for the loss scale. If the device decides, False, without a wait."""
         return self.waits and not math.isfinite(self.numbers.wait()[1])
 
     def wait(self) -> StepRecord:
-        """Wait for the loss and the gradient norm, store them in the record, and return it; raises as `check` does."""
+        """Wait for the loss and the gradient norm, store them in the step's record, and return the record.
+
+        The errors are the same as of `check`.
+        """
         taken, (loss, norm, *zeros) = self.check(), self.numbers.wait()
         self.record.loss, self.record.grad_norm, self.record.skipped = loss, norm, not taken
         self.record.num_zeros = int(zeros[0]) if zeros else None

@@ -1,4 +1,4 @@
-"""Record the spans of steps for three readers: Megatron-LM's timers, slow ranks, and the timeline of one step.
+"""Record the timeline's spans of steps for three purposes: Megatron-LM's timers, slow ranks, and a trace of one step.
 
 `--timing-log-level` prints Megatron-LM's timers after a log line, with the fastest and the slowest rank's time:
 
@@ -6,9 +6,9 @@
     level 1    forward-backward, all gathers of parameters, all reductions of gradients, optimizer
     level 2    and forward-compute, backward-compute, batch-generator, collectives axis by axis, parts of the optimizer
 
-Times are per iteration and overlap: collectives run during the compute, and a wait for a collective counts in the timer
-that waits. On CUDA the times are measured on the device, so levels 1 and 2 wait for the device once per iteration. No
-rank waits for another rank.
+Times are per iteration. The times of several timers overlap: collectives run during the compute, and a wait for a
+collective also counts as time of the forward, backward or optimizer that waits. On CUDA the times are measured on the
+device, so levels 1 and 2 wait for the device once per iteration. No rank waits for another rank.
 
 `--log-straggler` compares the ranks in one step per log interval. A rank's compute time is its forward, backward, norm
 and update, without its waits and without blocking collectives. Ranks that wait for a slow rank therefore do not appear
@@ -37,7 +37,7 @@ from megazpp.training.config import SLOW, TimingConfig
 from megazpp.training.context import RunContext
 from megazpp.training.spans import align, clip, hidden_shares, total, track_seconds, union
 
-TRACKS = (STEP, COMPUTE, WAIT, *WIRES)  # tracks from top to bottom; other tracks follow in alphabetical order
+TRACKS = (STEP, COMPUTE, WAIT, *WIRES)  # first tracks of a trace, from the top; others follow in alphabetical order
 MAIN_TIMERS = ("forward-backward", "params-all-gather", "grads-reduce-scatter", "optimizer")
 COLLECTIVES = {"params-all-gather": ("all_gather",), "grads-reduce-scatter": ("reduce_scatter", "all_to_all")}
 OTHER_TIMERS = (
@@ -49,16 +49,16 @@ OTHER_TIMERS = (
     "optimizer-inner-step",
 )
 SHOWN_RANKS = 8  # largest number of slow ranks in the log line
-SLACK = 1e-9  # seconds: tolerance for rounding when spans are nested
+SLACK = 1e-9  # tolerance in seconds: rounding may make a nested span end after the span around it
 
 
 class StepRecorder:
-    """Records the spans of the steps that the flags select.
+    """The recorder of the timeline's spans in those steps that the timing flags select.
 
     Args:
-        config: the flags.
+        config: flags for timing.
         run: process groups, log and run folder.
-        interval: iterations between two comparisons of the ranks.
+        interval: number of iterations between two comparisons of the ranks' compute times (--log-straggler).
     """
 
     def __init__(self, config: TimingConfig, run: RunContext, *, interval: int) -> None:
@@ -70,24 +70,27 @@ class StepRecorder:
 
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:
-        """Surround iteration `iteration` and its data loading, and record its spans if a flag selects it."""
-        # decide which of timeline, straggler report and timers need the spans of this step
+        """Return a context around the training step of `iteration` and its data loading.
+
+        If a flag selects the step, its spans are recorded, and used for timers, slow ranks or the trace afterwards.
+        """
+        # ---- decide whether the trace, the comparison of ranks or the timers need the spans of this step
         timeline, drawn = self._run.dims.timeline, self._config.timeline_step
         compares = self._config.log_straggler and iteration % self._interval == 0
-        # Cross gathers of the previous step may still be in flight, so the timeline also needs that step's spans.
+        # Inter-node gathers of the previous step may still be in flight, so the trace also needs that step's spans.
         draws = drawn is not None and drawn - 1 <= iteration <= drawn
-        if draws and self._barrier_end is None:  # the end of a barrier defines time zero on all ranks
+        if draws and self._barrier_end is None:  # the end of a barrier defines time zero of the trace on all ranks
             float(self._run.dims.world.all_reduce_(torch.zeros((), device=self._run.device)))
             self._barrier_end = time.perf_counter()
-        # record the step
+        # ---- record the spans of the step
         before, self._recording = self._recording, None
         if self._names or compares or draws:
-            # Continue the previous recording without a gap, so that no span between two steps is lost.
+            # The new recording follows the previous one without a gap, so that no span between two steps is lost.
             self._recording = timeline.start(after=before)
         elif before is not None:
             timeline.detach(before)
         yield
-        # pass the spans to the readers
+        # ---- use the spans for timers, comparison of ranks, and trace
         if self._recording is None:
             return
         spans = self._recording.spans()
@@ -102,14 +105,14 @@ class StepRecorder:
             self._write_timeline(spans, [] if before is None else before.spans())
 
     def close(self) -> None:
-        """Stop recording; call after the last step."""
+        """Stop recording spans; call this after the last step."""
         if self._recording is not None:
             self._run.dims.timeline.detach(self._recording)
 
     def report_timers(self) -> str | None:
-        """Return Megatron-LM's timer lines for the steps since the last call, or None without timers.
+        """Return Megatron-LM's timer lines for the steps since the last call; None if no flag selects timers.
 
-        The times are means over these steps. The lines are equal on all ranks.
+        The times are means over these steps. All ranks call this, and get equal lines.
         """
         if not self._steps:
             return None
@@ -118,7 +121,7 @@ class StepRecorder:
         return timer_lines(self._names, by_rank)
 
     def _gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of all ranks, one list per rank."""
+        """Gather this rank's `values` with those of all other ranks, and return one list per rank."""
         dims = self._run.dims
         own = torch.tensor([values], dtype=torch.float64, device=self._run.device)
         return dims.world.all_gather(own).tolist()
@@ -128,16 +131,16 @@ class StepRecorder:
 
         Args:
             spans: this rank's spans of the step.
-            in_flight: this rank's spans of the previous step; some of them may still run in this step.
+            in_flight: this rank's spans of the previous step, some of which may extend into this step.
         """
-        # spans within the step, from the outermost to the innermost
+        # ---- the spans within the step, outer spans before inner ones
         (whole,) = (span for span in spans if span.track == STEP)
         inside = clip([*in_flight, *spans], whole.start_seconds, whole.end_seconds)
         inside.sort(key=lambda span: (span.start_seconds, -span.seconds))
-        # the host's clock, by which the spans of different hosts are aligned
+        # ---- an identifier of the host's clock, because spans of different hosts have to be aligned
         boot = Path("/proc/sys/kernel/random/boot_id")  # equal for processes that share a monotonic clock
         clock = boot.read_text().strip() if boot.exists() else platform.node()
-        # one file for all ranks
+        # ---- one file with the spans of all ranks
         dims, folder = self._run.dims, self._run.folder
         gathered = dims.world.gather_objects((inside, clock, self._barrier_end))
         if folder is None or not gathered:
@@ -149,7 +152,10 @@ class StepRecorder:
 
 
 def seconds_by_timer(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the seconds of each timer in one step; collectives that run at the same time count once."""
+    """Return the seconds of each of Megatron-LM's timers in one step, by name, from the step's spans.
+
+    Collectives of a timer that run at the same time count once.
+    """
     compute: dict[str, float] = defaultdict(float)
     for span in spans:
         if span.track == COMPUTE:
@@ -165,6 +171,7 @@ def seconds_by_timer(spans: Sequence[Span]) -> dict[str, float]:
     }
 
     def busy(axes: tuple[str, ...], collectives: tuple[str, ...]) -> float:
+        """Return the seconds in which at least one of the collectives ran on one of the axes."""
         found = (span for span in spans if span.track in axes and span.name.startswith(collectives))
         return total(union((span.start_seconds, span.end_seconds) for span in found))
 
@@ -175,11 +182,13 @@ def seconds_by_timer(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def timer_lines(names: Sequence[str], by_rank: Sequence[Sequence[float]]) -> str | None:
-    """Return lines in Megatron-LM's form, or None; timers that no rank has used are omitted.
+    """Return a line per timer in Megatron-LM's format, with the smallest and the largest time of all ranks.
+
+    Timers whose time is 0 on all ranks are left out. If no timer is left, the result is None.
 
     Args:
         names: names of the timers.
-        by_rank: milliseconds of each timer, one list per rank.
+        by_rank: milliseconds of the timers in the order of `names`, one list per rank.
     """
     columns = {name: column for name, *column in zip(names, *by_rank, strict=True) if max(column) > 0}
     rows = [f"    {(name + ' ').ljust(48, '.')}: ({min(ms):.2f}, {max(ms):.2f})" for name, ms in columns.items()]
@@ -190,10 +199,10 @@ def describe_ranks(iteration: int, seconds: Sequence[float]) -> str:
     """Return one log line that compares the ranks' compute times and names the slow ranks.
 
     Args:
-        iteration: the measured step.
-        seconds: compute seconds of each rank.
+        iteration: iteration of the measured step.
+        seconds: compute seconds of each rank in the step.
     """
-    median = statistics.median_low(seconds)  # with two ranks, the faster one
+    median = statistics.median_low(seconds)  # for two ranks, the time of the faster rank
     by_time = sorted(range(len(seconds)), key=lambda rank: -seconds[rank])
     slow = [rank for rank in by_time if seconds[rank] > SLOW * median > 0.0]
     shown = ", ".join(f"rank {rank} {seconds[rank] / median:.2f} x" for rank in slow[:SHOWN_RANKS])
@@ -207,12 +216,13 @@ def describe_ranks(iteration: int, seconds: Sequence[float]) -> str:
 
 
 def describe(name: str, spans_by_rank: Sequence[Sequence[Span]]) -> str:
-    """Return lines about a step's timeline: the busy time of each track, and the hidden share of each axis.
+    """Return log lines about a step's timeline: how long each track was busy, and how much of that time was hidden.
 
-    Busy times are means over ranks, in seconds. An axis is hidden while compute or other work runs at the same time.
+    Busy times are means over ranks, in seconds. The time of an axis is hidden while compute or other collectives run at
+    the same time.
 
     Args:
-        name: name of the step.
+        name: name of the step, for example "step 5".
         spans_by_rank: the step's spans, one list per rank.
     """
     by_rank = [(spans, track_seconds(spans)) for spans in spans_by_rank]
@@ -232,13 +242,13 @@ def describe(name: str, spans_by_rank: Sequence[Sequence[Span]]) -> str:
 
 
 def chrome_trace(spans_by_rank: Sequence[Sequence[Span]], names: Sequence[str]) -> dict[str, Any]:
-    """Return the Chrome trace as JSON values.
+    """Return a Chrome trace of the ranks' spans as JSON values, with a process per rank and a thread per track.
 
-    If spans of a track overlap without nesting (two threads, two streams), the trace gets a second thread of that name.
+    If spans of a track overlap without nesting (two threads, two streams), the trace gets another thread of that name.
 
     Args:
         spans_by_rank: spans of each rank on a common clock.
-        names: process names of the ranks.
+        names: name of each rank's process in the trace.
     """
     events: list[dict[str, Any]] = []
     for rank, (spans, name) in enumerate(zip(spans_by_rank, names, strict=True)):
@@ -257,8 +267,12 @@ def chrome_trace(spans_by_rank: Sequence[Sequence[Span]], names: Sequence[str]) 
 
 
 def nesting_rows(spans: Sequence[Span], track: str) -> list[list[Span]]:
-    """Split a track's spans into as few rows as possible, so that the spans of a row are disjoint or nested."""
-    rows: list[tuple[list[Span], list[float]]] = []  # spans of a row, and the ends of its open spans, outermost first
+    """Split the spans of a track into rows, so that the spans of each row are disjoint or nested.
+
+    A Chrome trace shows each row as a thread. A span is added to the first row that it fits.
+    """
+    # Each row has its spans, and the end times of those that last until the current span's start, outermost first.
+    rows: list[tuple[list[Span], list[float]]] = []
     of_track = (span for span in spans if span.track == track)
     for span in sorted(of_track, key=lambda span: (span.start_seconds, -span.seconds)):
         for _, ends in rows:
@@ -274,6 +288,6 @@ def nesting_rows(spans: Sequence[Span], track: str) -> list[list[Span]]:
 
 
 def sorted_tracks(spans: Sequence[Span]) -> list[str]:
-    """Return the tracks of the spans, from the top of a picture to its bottom."""
+    """Return the different tracks of the spans in the order in which a trace shows them, from the top."""
     tracks = {span.track for span in spans}
     return [track for track in TRACKS if track in tracks] + sorted(tracks - set(TRACKS))

@@ -1,8 +1,8 @@
-"""Write the records of a run: files of its folder, and optionally wandb and TensorBoard.
+"""Write the records of a run to files of the run folder, and optionally to wandb and TensorBoard.
 
 Only rank 0 has a `Tracker`. wandb and TensorBoard (sinks.py) receive single steps and log intervals; metrics.jsonl
-receives log intervals only. If recording fails (a full disk, a lost network), a warning is printed once and training
-continues. The log line on stdout still has the values.
+receives log intervals only. If recording fails (a full disk, a lost network), a warning is printed once, and training
+continues. The log line on stdout still has the numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megazpp.training.config import TrackingConfig
 from megazpp.training.context import RunFolder
 from megazpp.training.metrics import IntervalRecord, StepRecord, perplexity
 
+# Scalars about GPU memory, with the keys of their values in `torch.cuda.memory_stats`
 MEMORY_SCALARS = {
     "mem/reserved": "reserved_bytes.all.current",
     "mem/allocated": "allocated_bytes.all.current",
@@ -27,32 +28,34 @@ MEMORY_SCALARS = {
 
 
 class Sink(Protocol):
-    """A destination of named scalars, whose methods may raise any error; sinks.py has the implementations."""
+    """A destination for the scalars of a run: wandb or TensorBoard (sinks.py). Its methods may raise any exception."""
 
     name: str
 
     def resume(self, progress: TrainingProgress) -> None:
-        """Drop the steps after `progress`, which a crash has lost."""
+        """Drop the recorded steps after `progress`, from which training resumes, because they will be repeated."""
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
-        """Record scalars at an iteration."""
+        """Record scalars, by name, at an iteration and at a number of consumed samples."""
 
     def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
-        """Record the results of the run."""
+        """Record the results of the run, numbers and strings by name."""
 
     def close(self, *, exit_code: int) -> None:
-        """Write what is still pending, and close the destination."""
+        """Write all pending records, and close the destination. `exit_code` is 1 if the run has failed, else 0."""
 
 
 @dataclass
 class Tracker(AbstractContextManager["Tracker"]):
-    """Records one run to its folder and to the sinks.
+    """The writer of a run's records on rank 0: files of the run folder, wandb and TensorBoard.
+
+    It is a context manager around the run. At the end it closes wandb and TensorBoard, and unlocks the run folder.
 
     Args:
-        config: the logging flags.
+        config: flags for logging.
         folder: the run folder.
-        sinks: destinations of scalars, see `open_sinks`.
-        device: device whose memory is recorded.
+        sinks: wandb and TensorBoard, as far as `open_sinks` has opened them.
+        device: device of this rank, whose memory is recorded if it is a GPU.
     """
 
     config: TrackingConfig
@@ -65,11 +68,14 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._failed = set[str]()  # files and sinks whose failure has been reported
 
     def resume(self, progress: TrainingProgress) -> None:
-        """Make the sinks drop the steps after `progress`, which a crash has lost; call before anything is recorded."""
+        """Make wandb and TensorBoard drop the steps after `progress`, from which training resumes.
+
+        Call this before anything is recorded.
+        """
         self._each("resume", progress)
 
     def step(self, step: StepRecord) -> None:
-        """Record a step's scalars; does so every `--tensorboard-log-interval` iterations."""
+        """Record a step in wandb and TensorBoard, if its iteration is a multiple of `--tensorboard-log-interval`."""
         if not self.sinks or step.iteration % self.config.tensorboard_log_interval:
             return
         found = {
@@ -89,7 +95,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._each("write", scalars, iteration=step.iteration, consumed_samples=step.consumed_samples)
 
     def interval(self, record: IntervalRecord) -> None:
-        """Record a log interval: a line of metrics.jsonl, and scalars of speed, memory and traffic for the sinks."""
+        """Record a log interval: a line of metrics.jsonl, and speed, memory and traffic in wandb and TensorBoard."""
         fields = record.fields
         self._keep("metrics.jsonl", lambda: self.folder.append("metrics.jsonl", fields))
         place = {name: fields[name] for name in ("iteration", "consumed_samples")}
@@ -98,13 +104,13 @@ class Tracker(AbstractContextManager["Tracker"]):
     def validation(
         self, loss: float, progress: TrainingProgress, *, metric: str = "lm_loss", has_perplexity: bool = True
     ) -> None:
-        """Record the result of a validation.
+        """Record the result of a validation in validation.jsonl, wandb and TensorBoard.
 
         Args:
-            loss: the loss in nats per token, or the value of another `metric`.
+            loss: result of the validation: the loss in nats per token, or the value of another `metric`.
             progress: progress at the validation.
-            metric: name of the value.
-            has_perplexity: whether the exponential of the loss is a perplexity, which is then recorded too.
+            metric: name of the result, "lm_loss" or for example "reward".
+            has_perplexity: True if the exponential of the loss is a perplexity, which is then recorded too.
         """
         iteration, consumed_samples = progress.iteration, progress.consumed_samples
         row = {"iteration": iteration, "consumed_samples": consumed_samples, metric: loss}
@@ -115,20 +121,20 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._each("write", scalars, iteration=iteration, consumed_samples=consumed_samples)
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Record the results of the run; sinks receive the values that are single numbers or strings."""
+        """Record the results of the run in summary.json, and the numbers and strings among them in all sinks."""
         self._keep("summary.json", lambda: self.folder.write_json("summary.json", values, indent=2))
         scalars = {name: value for name, value in values.items() if isinstance(value, int | float | str)}
         self._each("summarize", scalars, iteration=values["iteration"])
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Flush all sinks and unlock the folder; an exception marks the run as failed."""
+        """Close wandb and TensorBoard, and unlock the run folder. An exception marks the wandb run as failed."""
         self._each("close", exit_code=0 if error is None else 1)
         self.folder.unlock()
 
     def _keep(self, file: str, write: Callable[[], object]) -> None:
-        """Write to the run folder, and warn about a failure.
+        """Call `write`, which writes `file` in the run folder, and print a warning if it fails for the first time.
 
-        The next record is tried again, because the disk may have space by then.
+        Later records are still written if possible, because the disk may have space again.
         """
         try:
             write()
@@ -136,7 +142,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             self._warn(file, error, "the log has its values")
 
     def _each(self, method: str, *values: Any, **named: Any) -> None:
-        """Call a method of every sink; only `close` is called on a sink that has failed."""
+        """Call a method of every sink (wandb, TensorBoard). After a sink has failed, only its `close` is called."""
         for sink in self.sinks:
             if sink.name in self._failed and method != "close":
                 continue
@@ -146,7 +152,7 @@ class Tracker(AbstractContextManager["Tracker"]):
                 self._warn(sink.name, error, "it records no more values")
 
     def _warn(self, what: str, error: Exception, consequence: str) -> None:
-        """Print one warning per file or sink."""
+        """Print a warning that `what`, a file or a sink, has failed, unless there was one about it before."""
         if what not in self._failed:
             self._failed.add(what)
             print(f"warning: {what}: {error}; {consequence}, and training continues", flush=True)

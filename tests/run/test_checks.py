@@ -85,7 +85,7 @@ REFUSED = """
 1 | --timeline-step 5 --skip-train | --timeline-step 5 records training steps, and --skip-train takes no step
 1 | --record-memory-history | --record-memory-history needs CUDA, and this run uses cpu
 4 | --profile --profile-step-start 1 --profile-ranks 4 | --profile-ranks 4 does not exist: the ranks of this run are
-1 | --profile --profile-step-start 1 --profile-step-end 1 | --profile-step-start 1 is not below --profile-step-end 1
+1 | --profile --profile-step-start 1 --profile-step-end 1 | --profile-step-start 1 must be
 1 | --profile | --profile-step-start 10 is not reached: the run ends with iteration 10
 1 | --profile --profile-step-start 1 --exit-interval 1 | --profile-step-start 1 is not reached: --exit-interval 1 ends
 1 | --profile --profile-step-start 1 --skip-train | --profile records training steps, and --skip-train takes no step

@@ -117,7 +117,7 @@ REFUSED = [
     ({"global_batch_size": 30, **ITERS}, "--global-batch-size 30 is not divisible by --micro-batch-size 4 x"),
     ({"micro_batch_size": None, **ITERS}, "--micro-batch-size is required"),
     ({"train_iters": 0}, "--train-iters 0 is not positive"),
-    ({}, "either --train-iters or --train-samples is required"),
+    ({}, "give either --train-iters or --train-samples"),
     ({"train_samples": 8, **ITERS}, "--train-iters 1 and --train-samples 8: give only one"),
     ({"rampup_batch_size": (8, 8, 96), **ITERS}, "8 8 96 needs --train-samples, not --train-iters 1"),
     ({**RAMP, "rampup_batch_size": (8, 16, 96)}, "--global-batch-size 32 is not 8 plus a multiple of 16"),
@@ -125,7 +125,7 @@ REFUSED = [
     ({**RAMP, "rampup_batch_size": (8, 4, 96)}, "8 4 96: start size and increment are not divisible by --micro-"),
     ({**RAMP, "rampup_batch_size": (4, 4, 96)}, "--rampup-batch-size 4 4 96: start size and increment are not"),
     ({**RAMP, "rampup_batch_size": (8, 0, 96)}, "start size and increment must be positive"),
-    ({**RAMP, "rampup_batch_size": (8, 8)}, "--rampup-batch-size 8 8: three numbers are needed"),
+    ({**RAMP, "rampup_batch_size": (8, 8)}, "--rampup-batch-size 8 8: give three numbers"),
 ]
 
 
