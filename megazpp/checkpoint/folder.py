@@ -215,16 +215,11 @@ class CheckpointFolder:
         if earlier and left:  # the tracker file must not name a checkpoint of the abandoned branch during its rename
             self.track(earlier[-1])
         self._prepare(iteration)
-        aside = [self._set_aside(other) for other in left]
+        aside = [_set_aside(self.of(other)) for other in left]
         self.partial(iteration).rename(self.of(iteration))
         sync_directory(self.path)
         self._advance()
         return aside
-
-    def _set_aside(self, iteration: int) -> Path:
-        """Rename the checkpoint of an abandoned branch to `iter_N.replaced-1` (or -2, ...), and return its new path."""
-        aside = first_free(lambda number: self.path / f"{self.of(iteration).name}.replaced-{number}")
-        return self.of(iteration).rename(aside)
 
     def track(self, iteration: int) -> None:
         """Set the tracker file to an earlier iteration, from which the next run resumes. No checkpoint is deleted."""
@@ -263,6 +258,11 @@ class CheckpointFolder:
             with contextlib.suppress(FileNotFoundError):
                 path.rename(partial)
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _set_aside(folder: Path) -> Path:
+    """Rename a folder that a new one replaces to NAME.replaced-1, or -2, ... if that exists; return its new path."""
+    return folder.rename(first_free(lambda number: folder.with_name(f"{folder.name}.replaced-{number}")))
 
 
 def iteration_of(checkpoint: Path) -> int | None:
@@ -338,7 +338,7 @@ def write_tokenizer(save: Path, files: Mapping[str, bytes]) -> str | None:
             (partial / name).parent.mkdir(exist_ok=True)
         write_checksums(partial, {name: write_durably(partial / name, content) for name, content in files.items()})
         if folder.exists():
-            folder.rename(first_free(lambda number: folder.with_name(f"{folder.name}.replaced-{number}")))
+            _set_aside(folder)
     return folder.name
 
 
