@@ -60,7 +60,7 @@ def check_inputs(
     with problems:
         loaded = loaded or load_tokenizer(tokenizer)
         if loaded is None and config.mock_data:
-            ByteTokenizer(tokenizer.vocab_size)  # raises for an unsuitable --vocab-size
+            ByteTokenizer(tokenizer.vocab_size)  # raises ValueError if --vocab-size is below 256
         elif loaded is None and not config.text_path:
             raise ValueError(_NO_TOKENIZER)
     with problems:
@@ -141,9 +141,9 @@ def missing_ends(sources: Iterable[DataSource], config: DataConfig, tokenizer: T
 
 
 def _has(token: int | None, sequences: Sequences) -> bool:
-    """Return True if one of the first sequences contains the id `token`.
+    """Return True if the first sequences of a dataset contain the id `token`, such as the end-of-document token.
 
-    The search reads the first 64 sequences. In a long sequence, it reads the first 2**20 ids and the last id.
+    The search reads 64 sequences. In a long sequence, it reads only the first 2**20 ids and the last id.
     """
     for index, length in enumerate(sequences.lengths[:_LOOKED_AT].tolist()):
         if (sequences.get(index, 0, min(length, _TOKENS_LOOKED_AT)) == token).any():
@@ -192,7 +192,8 @@ def build_datasets(
     Args:
         config: flags of the data.
         tokenizer: tokenizer of the run.
-        num_samples: number of samples that training, validation and test take in the whole run.
+        num_samples: number of samples that the whole run takes for training, and that one evaluation takes for
+            validation and for the test.
         seed: seed for the order of the samples.
         exact: True if the user has typed --split, so that too few tokens for validation or test are an error. If False,
             the run continues without that dataset and logs a note.
@@ -253,7 +254,10 @@ def build_datasets(
 
 
 def batch_options(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the keyword arguments of `make_micro_batch`: the eod id of the tokenizer, and three flags of the data."""
+    """Return the keyword arguments of `make_micro_batch`, which builds the model's inputs from samples.
+
+    These are the tokenizer's `eod` and the flags `reset_position_ids`, `reset_attention_mask` and `eod_mask_loss`.
+    """
     return {
         "eod": tokenizer.eod,
         "reset_position_ids": config.reset_position_ids,

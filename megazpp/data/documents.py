@@ -29,9 +29,9 @@ from megazpp.data.tokenizer_folder import import_package
 T = TypeVar("T")
 Kind = Literal["json lines", "parquet", "text"]
 
-BLOCK_BYTES = 1 << 20
-_HEAD_BYTES = 512
-_ROWS = 1024
+BLOCK_BYTES = 1 << 20  # size of a block of JSON lines, after which the block ends with the current line
+_HEAD_BYTES = 512  # number of first bytes of a file that checks read
+_ROWS = 1024  # largest number of rows of a Parquet file in a block
 _KINDS: dict[str, Kind] = {
     **dict.fromkeys((".jsonl", ".json", ".ndjson"), "json lines"),
     ".parquet": "parquet",
@@ -43,7 +43,7 @@ _JSON_ADVICE = (
     "it would be read as one plain text: name it .jsonl if each line is an object (jq -c '.[]' converts an array)"
 )
 _BOM = b"\xef\xbb\xbf"
-_ENCODINGS = {  # byte order mark -> encoding; longer marks come first
+_ENCODINGS = {  # encoding by byte order mark; UTF-32 comes first, because its mark begins with that of UTF-16
     b"\xff\xfe\x00\x00": "UTF-32",
     b"\x00\x00\xfe\xff": "UTF-32",
     b"\xff\xfe": "UTF-16",
@@ -118,7 +118,8 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
         raise ValueError(missing_file(path))
     if not path.is_file():
         raise ValueError(f"{path} is no regular file, but it is read more than once: copy its content to a file")
-    with errors_as(f"{path} cannot be read", Exception):  # each decompressor raises its own types of exceptions
+    # Any exception means an unreadable file, because each decompressor raises its own types of exceptions.
+    with errors_as(f"{path} cannot be read", Exception):
         kind = kind_of(path)
         with open(path, "rb") as file:
             if kind == "parquet":
@@ -150,7 +151,7 @@ def missing_file(path: Path) -> str:
 def _not_text(head: bytes) -> str | None:
     """Return the reason why a file with the first bytes `head` is not UTF-8 text; None if it may be UTF-8 text."""
     encoding = next((name for mark, name in _ENCODINGS.items() if head.startswith(mark)), None)
-    if encoding is not None and len(head) >= 6 and len(head) % 2 == 0:  # code units have two or four bytes
+    if encoding is not None and len(head) >= 6 and len(head) % 2 == 0:  # UTF-16 and UTF-32 have pairs of bytes
         return f"it is {encoding} (iconv -f {encoding} -t UTF-8 converts it)"
     place = next((place for place, byte in enumerate(head) if byte < 8), None)
     if place is None:
@@ -267,7 +268,7 @@ def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T]
                 value = text.decode().replace("\r\n", "\n").replace("\r", "\n") if plain else _json_value(text.decode())
             yield number, read(value)
         except UnicodeDecodeError as error:
-            inside = error.object.count(b"\n", 0, error.start)  # a plain text may have lines before the malformed byte
+            inside = error.object.count(b"\n", 0, error.start)  # lines of a plain text before the malformed byte
             where = f"byte {error.object[error.start]:#04x} in position {error.start}, {error.reason}"
             advice = "iconv -f WINDOWS-1252 -t UTF-8 converts Latin-1 and Windows text"
             yield BadLine(block.path, number + inside, f"not UTF-8: {where} ({advice})")
@@ -278,7 +279,7 @@ def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T]
 def stop_or_skip(bad: BadLine, on_error: Literal["stop", "skip"], log: Callable[[str], None]) -> None:
     """Raise ValueError for a malformed line if --on-error is "stop"; log that the line is skipped if it is "skip"."""
     if on_error == "stop":
-        unit = "files" if kind_of(bad.path) == "text" else "lines"  # a plain text file is one document
+        unit = "files" if kind_of(bad.path) == "text" else "lines"  # a plain text file is one document, skipped as such
         raise ValueError(f"{bad} (--on-error skip skips such {unit})")
     log(f"skipped {bad}")
 
@@ -354,7 +355,7 @@ def decompressed(path: Path, file: IO[bytes]) -> BufferedIOBase:
     """
     if path.suffix == ".gz":
         return gzip.open(file)
-    if path.suffix == ".zst":  # Python's standard library has zstd from version 3.14 on
+    if path.suffix == ".zst":  # Python before 3.14 has no zstd, so the package backports.zstd reads the file
         standard = importlib.util.find_spec("compression") is not None
         name = "compression.zstd" if standard else "backports.zstd"
         file = import_package(name, "it", "backports.zstd").open(file)

@@ -118,7 +118,8 @@ class GPTDataset:
     ) -> None:
         self._sequences, self._seq_length, self._vocab_size, self.name = sequences, seq_length, vocab_size, name
         self.sequence_range, self._num_samples, self._seed = sequence_range, num_samples, seed
-        lengths = np.array(sequences.lengths[slice(*sequence_range)])  # a copy is aligned, unlike the index file
+        # The copy is aligned in memory. The lengths of a memory-mapped .idx are not, which makes numpy slow.
+        lengths = np.array(sequences.lengths[slice(*sequence_range)])
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch < seq_length + 1:
             raise TooFewTokensError(

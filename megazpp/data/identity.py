@@ -42,7 +42,8 @@ def describe_samples(
 
     Args:
         datasets: datasets for training, validation and test; None for missing data.
-        counts: number of training samples of the whole run, and of samples of each evaluation on validation and test.
+        counts: number of samples that the whole run takes for training, and that one evaluation takes for validation
+            and for the test.
         per_prompt: training samples per prompt: completions per prompt times optimization passes over them.
     Returns:
         The object that the docstring of data/identity.py describes; {} if there is no training dataset.
@@ -114,7 +115,11 @@ def what_follows(before: Mapping[str, Any], now: Mapping[str, Any], consumed: in
 
 
 def _reordered(before: Mapping[str, Any], now: Mapping[str, Any], consumed: int) -> str:
-    """Return the part of `what_follows` about training samples that come in another order than before."""
+    """Return the message for a resumed run whose training samples come in another order than before the checkpoint.
+
+    The message has the expected numbers of samples that repeat and of samples that are skipped. `before`, `now` and
+    `consumed` are the arguments of `what_follows`.
+    """
     known = {source.digest: source for source in _sources(before)}
     left, repeated, skipped, new = max(0, now["count"] - consumed), 0.0, 0.0, list[str]()
     reordered = False
@@ -122,7 +127,7 @@ def _reordered(before: Mapping[str, Any], now: Mapping[str, Any], consumed: int)
         earlier = known.get(source.digest)
         if earlier is None:
             new.append(source.name)
-        elif earlier.order == source.order:  # only the source's fraction has changed, so it continues elsewhere
+        elif earlier.order == source.order:  # only the fraction has changed: samples are skipped, or some repeat
             moved = consumed * (source.share - earlier.share)
             skipped += max(0.0, moved)
             repeated += min(left * source.share, max(0.0, -moved))

@@ -21,7 +21,7 @@ from megazpp.base.files import check_writable, sync, sync_directory, try_lock, w
 from megazpp.data.indexed_dataset import DTYPES, HEADER, MAGIC, pair_paths
 
 _CODES = {np.dtype(name): code for code, name in DTYPES.items()}
-_PIECE = 1 << 24  # number of ids that are checked and copied at once
+_PIECE = 1 << 24  # number of token ids that `extend` checks and converts at once, which limits its memory
 
 
 def optimal_dtype(vocab_size: int) -> np.dtype:
@@ -137,7 +137,7 @@ def _claim(path: Path) -> BinaryIO:
     try:
         mine = try_lock(file) and path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
     except OSError:
-        mine = True  # a file system without locks
+        mine = True  # the file system does not support locks, so other processes cannot be detected
     if not mine:
         file.close()
         raise ValueError(f"{path}: another process is writing it")

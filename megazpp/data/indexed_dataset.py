@@ -169,7 +169,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     if num_sequences == 0:
         raise ValueError(f"{path} holds no sequences")
     expected = HEADER.size + 12 * num_sequences + 8 * num_indices
-    if size not in (expected, expected + num_sequences):  # a multimodal index ends with one byte per sequence
+    if size not in (expected, expected + num_sequences):  # multimodal datasets have a byte more per sequence
         raise ValueError(
             f"{path} is damaged: {size} bytes where {num_sequences} sequences and {num_indices} document indices"
             f" take {expected}"

@@ -98,7 +98,7 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         else:
             batches = [future.result() for future in self._ahead.pop(step, []) or self._submit(self._workers, step)]
         self.wait_seconds += time.perf_counter() - started
-        if self._workers is not None:  # submit the next training steps, and cancel those that were predicted wrongly
+        if self._workers is not None:  # prepare the next training steps, and cancel those that will not come
             ahead: dict[_Step, list[Future[Any]]] = {}
             for _ in range(_STEPS_AHEAD):
                 consumed, size = sum(step), step[1]
@@ -141,7 +141,7 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         except Exception as error:
             error.add_note(f"while loading samples {first} to {stop - 1} on data rank {self._data_rank}")
             raise
-        # Copies to a GPU do not block if they come from pinned memory.
+        # The tensors are pinned in this thread, so that `step` can copy them to the GPU without blocking.
         return mapped(batch, torch.Tensor.pin_memory) if self._device.type == "cuda" else batch
 
 

@@ -241,7 +241,7 @@ _load_once = functools.lru_cache(maxsize=1)(load_tokenizer)
 
 
 def map_in_processes(function: Callable[[T], R], items: Iterable[T], num_workers: int) -> Generator[R, None, None]:
-    """Yield the result of `function` for each item, in order, computed in worker processes.
+    """Apply `function` to each item in worker processes, and yield the results in the order of the items.
 
     Items and results are stored in temporary files, and messages between processes contain only file names. The reason
     is that ProcessPoolExecutor has one pipe for the results of all workers. If a worker is killed while it writes a

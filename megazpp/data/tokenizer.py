@@ -107,14 +107,14 @@ def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
     if path.is_dir():
         raise ValueError(f"--tokenizer-model {path} is a directory; a SentencePiece model is a file")
     template = path.with_name(TEMPLATE)
-    kept = path.name == SENTENCEPIECE and template.is_file()  # the tokenizer folder of a checkpoint
+    kept = path.name == SENTENCEPIECE and template.is_file()  # True if a checkpoint stored the model and its template
     with errors_as(f"--tokenizer-model {path} is not a SentencePiece model", RuntimeError):
         return SentencePieceTokenizer(path.read_bytes(), {TEMPLATE: template.read_bytes()} if kept else {})
 
 
 def _load_huggingface(path: Path, config: TokenizerConfig) -> HFTokenizer:
     files = read_folder(path if path.is_dir() else path.parent)
-    if not path.is_dir() and path.name not in VOCABULARIES:  # a tokenizer.json with another name
+    if not path.is_dir() and path.name not in VOCABULARIES:  # --tokenizer-model is a tokenizer.json with another name
         files = {name: content for name, content in files.items() if name == DESCRIPTION}
         files[DEFINITION] = path.read_bytes()
     if not files.keys() & VOCABULARIES:
@@ -271,7 +271,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def decode_with_specials(self, ids: Sequence[int]) -> str:
-        """Return the text that the token ids encode, with each special token as its name, such as `<eod>`."""
+        """Return the text that the token ids encode. Each special token becomes its name, such as `<eod>`."""
         names = {token: name for name, token in self.special_ids.items()}
         parts = itertools.groupby(ids, names.get)
         return "".join(self.decode(part) if name is None else name * len(list(part)) for name, part in parts)
@@ -329,7 +329,10 @@ class Tokenizer:
         raise NotImplementedError
 
     def _encode_spans(self, text: str) -> EncodedText:
-        """Return the token ids of `_encode` and the range of characters that each encodes. This is slower."""
+        """Return the token ids of `text` as `_encode` does, and the range of characters that each id encodes.
+
+        This is slower than `_encode`.
+        """
         raise NotImplementedError
 
 
@@ -360,7 +363,7 @@ class SentencePieceTokenizer(Tokenizer):
         if hasattr(self._processor, "encode_as_offset_mapping"):
             found = self._processor.encode_as_offset_mapping(text)
             return EncodedText(found["ids"], found["offsets"])
-        immutable: Any = self._processor  # sentencepiece 0.2.1
+        immutable: Any = self._processor  # sentencepiece 0.2.1 has only this method, and its types do not declare it
         pieces = immutable.encode_as_immutable_proto(text).pieces
         return EncodedText([piece.id for piece in pieces], [(piece.begin, piece.end) for piece in pieces])
 
