@@ -39,7 +39,7 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import threads_on
 from megazpp.parallel.dims import raise_on_all_ranks
 
-SHARED_LOCK_SECONDS = 600.0  # longest wait for another job that writes a checkpoint to the same folder
+SHARED_LOCK_SECONDS = 600.0  # longest wait for the lock of --save while another job writes a checkpoint to this folder
 # torch 2.11 and 2.12 close a `DefaultStager` after its first copy, so each save needs a new stager with new memory.
 STAGER_IS_REUSABLE = TorchVersion(torch.__version__) >= TorchVersion("2.13")
 

@@ -42,7 +42,7 @@ SEPARATE = (
     " (if the hosts that saved it had no shared folder: resume on the same hosts with the same ranks, or copy the "
     "checkpoint's files of all hosts into one folder)"
 )
-_CHUNK_BYTES = 1 << 22
+_CHUNK_BYTES = 1 << 22  # number of bytes that `sum_file` reads at a time
 _LINE = re.compile(r"([0-9a-f]{8}) +(\d+)  (.+)\n")
 _WRITER = re.compile(r"__(\d+)_")  # start of the name of a tensor file, with the rank that has written the file
 
@@ -78,7 +78,7 @@ def read_checksums(folder: Path) -> dict[str, FileSum]:
         raise DamagedError(f"{path} cannot be read: {cause(error)}") from error
     matches = [_LINE.fullmatch(line) for line in lines]
     if last != f"{zlib.crc32(''.join(lines).encode()):08x}  the lines above\n" or not all(matches):
-        raise DamagedError(f"{path} is damaged")
+        raise DamagedError(f"{path} is damaged: its last line is not the checksum of the lines before it")
     if outside := [m[3] for m in matches if m and (m[3].startswith("/") or ".." in Path(m[3]).parts)]:
         raise DamagedError(f"{path} names a file outside of the checkpoint: {outside[0][:80]}")
     return {m[3]: FileSum(int(m[2]), int(m[1], 16)) for m in matches if m}

@@ -67,7 +67,7 @@ class CheckpointConfig:
         # ---- flags that contradict each other
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             raise ValueError(
-                "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other"
+                "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one"
             )
 
     @property

@@ -163,7 +163,7 @@ class SafeReader:
                 count = len(part) * width * dtype.itemsize
                 content = np.fromfile(path, np.uint8, count, offset=start + row * width * dtype.itemsize)
                 if content.size < count:
-                    raise ValueError(f"{path} is too short")
+                    raise ValueError(f"{path} is too short: it ends inside of {key}")
                 part.copy_(torch.from_numpy(content).view(dtype).view(-1, *sizes[1:])[:, *columns])
                 low[0] += len(part)
 
@@ -235,7 +235,7 @@ class SafeReader:
             except (pickle.UnpicklingError, RuntimeError, LookupError, EOFError) as error:
                 raise ValueError(f"{self.path}: {index.fqn} cannot be read as a tensor: {error}") from error
             if not described.is_contiguous() or described.storage_offset():
-                raise ValueError(f"{path}: {index.fqn} is not stored contiguously")
+                raise ValueError(f"{path}: {index.fqn} is not stored as a contiguous tensor")
             self._pieces[index] = path, start
         return self._pieces[index]
 

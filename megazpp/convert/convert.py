@@ -48,7 +48,7 @@ def convert(
     """
     # ---- check the flags
     if config.input is None or config.output is None:
-        raise ValueError(f"{'--input' if config.input is None else '--output'} is missing")
+        raise ValueError(f"{'--input' if config.input is None else '--output'} is missing: name a folder")
     source, target = Path(config.input).expanduser(), Path(config.output).expanduser()
     if not source.is_dir():
         raise ValueError(f"--input {source} {'is not a folder' if source.exists() else 'does not exist'}")

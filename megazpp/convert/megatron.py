@@ -323,7 +323,7 @@ def load_file(path: Path) -> dict[str, Any]:
     except _DAMAGE as error:
         raise ValueError(f"{path} is damaged or no checkpoint ({type(error).__name__})") from error
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
-        raise ValueError(f"{path} holds no model")
+        raise ValueError(f"{path} holds no model: it has no dictionary of tensors with the name model")
     return content
 
 

@@ -151,7 +151,7 @@ def checked_model(config: GPTConfig, tensors: Mapping[str, Deferred], where: str
         ValueError: a tensor is missing, unexpected, or of the wrong shape.
     """
     if WORDS not in tensors:
-        raise ValueError(f"{where} holds no word embeddings")
+        raise ValueError(f"{where} holds no word embeddings: it is not a complete model")
     rows = tensors[WORDS].shape[0]
     expected = model_shapes(config, rows, where, num_tensors=len(tensors), scalar_head=HEAD in tensors)
     check_tensors({name: entry.shape for name, entry in tensors.items()}, expected, where)

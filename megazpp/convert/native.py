@@ -140,7 +140,7 @@ def open_tokenizer(
         pass  # the tokenizer is the checkpoint's, or the checkpoint does not say which one it had
     elif tokenizer.vocab_size != record.vocab_size:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but {folder} was made with {record.vocab_size}"
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the tokenizer of {folder} had {record.vocab_size}"
         )
     else:
         say(f"WARNING: the tokenizer gives other ids than the tokenizer of {folder}")

@@ -167,7 +167,7 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callab
                 log(str(progress))
         for builder, key in zip(builders, keys, strict=True):
             if len(builder) == 0:
-                raise ValueError(f"--input {' '.join(config.input)} holds no {key}")
+                raise ValueError(f"--input {' '.join(config.input)} holds no {key}: this field is empty everywhere")
         for builder in builders:
             builder.finalize()
     if not config.append_eod and (end := document_end(loaded)):

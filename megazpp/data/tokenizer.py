@@ -124,7 +124,7 @@ def _load_huggingface(path: Path, config: TokenizerConfig) -> HFTokenizer:
 
 def _load_gpt2(config: TokenizerConfig) -> HFTokenizer:
     if config.vocab_file is None or config.merge_file is None:
-        raise ValueError("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file")
+        raise ValueError("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file; one is missing")
     for name, file in (("--vocab-file", config.vocab_file), ("--merge-file", config.merge_file)):
         if not Path(file).is_file():
             raise ValueError(f"{name} {file} is not a file")
@@ -313,7 +313,8 @@ class Tokenizer:
         """
         if self.eod is not None and self.eod >= vocab_size:
             raise ValueError(
-                f"the tokenizer's {self.eod_name} has the id {self.eod}, but the model has {vocab_size} tokens"
+                f"the tokenizer's {self.eod_name} has the id {self.eod}, but the model has {vocab_size} tokens; "
+                "use the tokenizer with which the model was trained"
             )
         self.vocab_size, self._largest = vocab_size, self.vocab_size - 1
 
@@ -398,7 +399,7 @@ class HFTokenizer(Tokenizer):
         vocabulary: dict[str, int] = self._theirs.get_vocab()
         if eos_token is not None:
             if eos_token not in vocabulary:
-                raise ValueError(f"--eos-token {eos_token} is not in the vocabulary")
+                raise ValueError(f"--eos-token {eos_token} is not in the vocabulary; name one of its tokens")
             self.files = with_eos(self.files, eos_token, vocabulary[eos_token])
         elif self._theirs.eos_token is None and (usual := next(filter(vocabulary.__contains__, EOD_NAMES), None)):
             self.files |= as_json(DESCRIPTION, read_settings(self.files, DESCRIPTION) | {"eos_token": usual})

@@ -219,7 +219,9 @@ def _read_patch(path: Path, part: _Part) -> tuple[dict[str, torch.Tensor], str]:
     """
     changes, about, found = _read(path, int(part.chain, 16))
     if about.get("base") != part.chain:
-        raise DamagedError(f"{path} applies to weights with chain {about.get('base')}, but these have {part.chain}")
+        raise DamagedError(
+            f"{path} applies to weights with chain {about.get('base')}, but the weights read so far have {part.chain}"
+        )
     if found != about.get("chain"):
         raise DamagedError(f"{path} is damaged: its chain has the checksum {found}, not {about.get('chain')}")
     return changes, found
