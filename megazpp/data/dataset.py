@@ -60,7 +60,7 @@ def check_inputs(
     with problems:
         loaded = loaded or load_tokenizer(tokenizer)
         if loaded is None and config.mock_data:
-            ByteTokenizer(tokenizer.vocab_size)  # raises ValueError if --vocab-size is below 256
+            ByteTokenizer(tokenizer.vocab_size or 256)  # raises ValueError if --vocab-size is below 256
         elif loaded is None and not config.text_path:
             raise ValueError(_NO_TOKENIZER)
     with problems:
@@ -174,7 +174,7 @@ def build_tokenizer(
         size, exact = config.vocab_size or DEFAULT_VOCAB_SIZE, exact and config.vocab_size is not None
         return cached_sentencepiece(paths, size, exact=exact, cache_dir=cache_dir(data), log=log)
     if data.mock_data:
-        return ByteTokenizer(config.vocab_size)
+        return ByteTokenizer(config.vocab_size or 256)
     raise ValueError(_NO_TOKENIZER)
 
 

@@ -59,7 +59,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
             raise ValueError(f"--eos-token {config.eos_token} needs a Hugging Face tokenizer (--tokenizer-model)")
         return None
     if config.kind == "NullTokenizer":
-        tokenizer = ByteTokenizer(config.vocab_size)
+        tokenizer = ByteTokenizer(config.vocab_size or 256)
     elif config.kind == "GPT2BPETokenizer":
         tokenizer = _load_gpt2(config)
     elif config.tokenizer_model is None:
@@ -312,10 +312,8 @@ class Tokenizer:
             ValueError: eod is beyond the model's vocabulary.
         """
         if self.eod is not None and self.eod >= vocab_size:
-            raise ValueError(
-                f"the tokenizer's {self.eod_name} has the id {self.eod}, but the model has {vocab_size} tokens; "
-                "use the tokenizer with which the model was trained"
-            )
+            ends = f"{self.eod_name} has the id {self.eod}"
+            raise ValueError(f"the tokenizer's {ends}, but the model has {vocab_size} tokens; use its tokenizer")
         self.vocab_size, self._largest = vocab_size, self.vocab_size - 1
 
     def _known(self, ids: list[int]) -> list[int]:
@@ -484,12 +482,11 @@ class ByteTokenizer(Tokenizer):
     """A tokenizer with one id per UTF-8 byte. As in Megatron's NullTokenizer, eod is the last id.
 
     Args:
-        num_ids: number of ids below eod (--vocab-size), at least 256; None means 256. Only tokenized datasets and
-            --mock-data use ids from 256 on.
+        num_ids: number of ids below eod (--vocab-size), at least 256. Only tokenized datasets and --mock-data use ids
+            from 256 on.
     """
 
-    def __init__(self, num_ids: int | None = None) -> None:
-        num_ids = 256 if num_ids is None else num_ids
+    def __init__(self, num_ids: int = 256) -> None:
         if num_ids < 256:
             raise ValueError(f"--vocab-size {num_ids} is below the 256 byte values of --tokenizer-type NullTokenizer")
         self.vocab_size = num_ids + 1
