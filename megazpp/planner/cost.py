@@ -119,7 +119,6 @@ ASSUMED_EFFICIENCY = Efficiency(
     multiprocessors=132,
     uplink=UPLINK_GIGABYTES,
 )
-A100_EFFICIENCY = ASSUMED_EFFICIENCY._replace(multiprocessors=108)
 # Fractions fitted to published training speeds, which tests/planner/test_published.py lists with the remaining errors.
 # The speeds are few, so a fitted fraction also absorbs effects that the cost model lacks, and a benchmark of memory,
 # matrix products or links alone would show another value. V100's "memory" includes passes over memory that DeepSpeed
@@ -127,7 +126,6 @@ A100_EFFICIENCY = ASSUMED_EFFICIENCY._replace(multiprocessors=108)
 # would save.
 DGX2_EFFICIENCY = ASSUMED_EFFICIENCY._replace(memory=0.131, multiprocessors=80)
 H100_500W_EFFICIENCY = ASSUMED_EFFICIENCY._replace(matrix=0.436)
-H800_EFFICIENCY = ASSUMED_EFFICIENCY._replace(matrix=0.221, network=0.178)  # network: of 8 x 400 Gbit/s per node
 
 CALIBRATIONS = {
     "v100": Calibration(
@@ -137,7 +135,7 @@ CALIBRATIONS = {
         1024,
     ),
     "a100": Calibration(
-        A100_EFFICIENCY,
+        ASSUMED_EFFICIENCY._replace(multiprocessors=108),
         "a100: not fitted; estimates for 64 A100 are up to 6 % too slow for five published runs of FSDP2 (Llama 8B to "
         "70B), and 6 to 15 % too fast for six runs of Megatron-LM and SDP4Bit (1.3B to 6.7B)",
         2048,
@@ -155,7 +153,7 @@ CALIBRATIONS = {
         16384,
     ),
     "h800": Calibration(
-        H800_EFFICIENCY,
+        ASSUMED_EFFICIENCY._replace(matrix=0.221, network=0.178),  # network: of 8 x 400 Gbit/s per node
         "h800: fitted to a published run of Megatron-LM on 128 H800 with 2048 tokens per model copy (SDP4Bit); for "
         "four other models TFLOP/s are 2 to 22 % off",
         0,

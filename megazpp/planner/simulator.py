@@ -40,11 +40,12 @@ from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.sharding import make_comms
 from megazpp.zero.units import Fingerprint, Unit, UnitParameter
-from megazpp.zero.wire import ROOM, Codec, LosslessCodec, Segment, own_rows, plan_segments
+from megazpp.zero.wire import ROOM, Codec, LosslessCodec, own_rows, plan_segments
 
 T = TypeVar("T")
 Parameters = Sequence[tuple[str, tuple[int, ...]]]  # names and shapes of parameters on one tensor-parallel rank
 META = torch.device("meta")
+_plan_segments = functools.cache(plan_segments)
 _NOWHERE = nn.Module()  # stands for the modules of simulated parameters, which have none
 
 
@@ -402,11 +403,11 @@ class SimulatedUnit(Unit):
 
     def __init__(self, parameters: Parameters, axis: MeshAxis, *, exact: Collection[str] = ()) -> None:
         num_ranks = axis.size
-        # The parameters are renamed by their index. So layers of equal shapes have equal arguments of `_segments`, and
-        # their messages are planned once.
+        # The parameters are renamed by their index. So layers of equal shapes plan their messages once, because the
+        # results of `_plan_segments` are cached.
         numbered = tuple((str(i), shape) for i, (_, shape) in enumerate(parameters))
         exact = frozenset(str(i) for i, (name, _) in enumerate(parameters) if name in exact)
-        segments = _segments(numbered, num_ranks, exact)
+        segments = _plan_segments(numbered, num_ranks, exact=exact)
         found = tuple(
             UnitParameter(name=name, module=_NOWHERE, attribute="", shape=shape, mesh_dims=1)
             for name, shape in parameters
@@ -470,12 +471,6 @@ class SimulatedUnit(Unit):
     def add_to_gradients(
         self, reduced: torch.Tensor, indices: Sequence[int], gradients: Sequence[Any] | None = None
     ) -> None: ...
-
-
-@functools.cache
-def _segments(parameters: Parameters, num_ranks: int, exact: frozenset[str]) -> tuple[Segment, ...]:
-    """Return the segments of a unit's messages from `plan_segments`, cached because many layers are alike."""
-    return plan_segments(parameters, num_ranks, exact=exact)
 
 
 def own_shapes(parameters: Parameters, num_ranks: int, rank: int) -> Iterator[tuple[int, ...]]:

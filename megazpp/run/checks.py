@@ -63,9 +63,6 @@ class RunPlan(NamedTuple):
         return "lossless" if self.wire.gather.differences else "none"
 
 
-ModelPlan = tuple[CommPlan, tuple[str, ...]]  # `RunPlan.wire` and `RunPlan.notices`, which are enough for inference
-
-
 def lay_out(config: RunConfig, cluster: Cluster) -> Layout:
     """Return the layout of the cluster's ranks on the parallel axes that the flags request.
 
@@ -84,7 +81,7 @@ def lay_out(config: RunConfig, cluster: Cluster) -> Layout:
 
 def plan_model(
     config: RunConfig, layout: Layout, *, device_type: str, weight_delta: WeightDelta | None = None
-) -> ModelPlan:
+) -> tuple[CommPlan, tuple[str, ...]]:
     """Check the model's flags against the layout, and return the plan of its collectives with notices for the user.
 
     Args:

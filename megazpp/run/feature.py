@@ -112,10 +112,8 @@ class Attached:
     loader: Callable[[Loader], Loader] = lambda loader: loader
     schedules_actions: bool = False
     evaluation_weights: Callable[[], AbstractContextManager[None]] = nullcontext
-    wait: Callable[[], None] = field(default=lambda: None)
-    finish: Callable[[Callable[[], AbstractContextManager[None]], int], None] = field(
-        default=lambda weights, step: None
-    )
+    wait: Callable[[], None] = lambda: None
+    finish: Callable[[Callable[[], AbstractContextManager[None]], int], None] = lambda weights, step: None
 
 
 class Feature:
