@@ -99,9 +99,7 @@ def schemes(config: RunConfig) -> dict[str, RunConfig]:
     alone = config.with_section(DilocoConfig())
     return {
         name: changed(
-            alone,
-            zero=PLAIN | fields,
-            parallel={"hsdp": name == "HSDP", "num_distributed_optimizer_instances": 1},
+            alone, zero=PLAIN | fields, parallel={"hsdp": name == "HSDP", "num_distributed_optimizer_instances": 1}
         )
         for name, fields in SCHEMES.items()
         if bits == 16 or "zero_weight_delta" not in fields
@@ -326,11 +324,7 @@ def _has_wide_replica_groups(diloco: DilocoConfig, cluster: Cluster) -> bool:
 
 
 def _recomputations(
-    estimator: Estimator,
-    given: RunConfig,
-    config: RunConfig,
-    size: int,
-    granularities: tuple[Recompute, ...],
+    estimator: Estimator, given: RunConfig, config: RunConfig, size: int, granularities: tuple[Recompute, ...]
 ) -> list[Choice]:
     """Return candidates with more and more recomputation, up to the first that fits or has invalid flags.
 

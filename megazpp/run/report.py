@@ -98,10 +98,7 @@ def introduce(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:
     # ---- back ends
     device_type = run.device.type
     model = model_backends(
-        config.model,
-        device=run.device,
-        dtype=config.precision.param_dtype,
-        documents=config.data.reset_attention_mask,
+        config.model, device=run.device, dtype=config.precision.param_dtype, documents=config.data.reset_attention_mask
     )
     rows = [*optimizer_backends(config.optimizer, device_type), *model, *wire_backends(plan.wire, device_type)]
     run.log("\n".join(aligned([("piece", "implementation", "why"), *rows])), short="")

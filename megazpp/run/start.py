@@ -60,13 +60,7 @@ OF_THE_HOST = (
     "master_addr",
 )
 # Environment variables that all ranks compare, because they change results or because NCCL needs equal values.
-VARIABLES = (
-    "NVIDIA_TF32_OVERRIDE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "TRITON_INTERPRET",
-    "NCCL_ALGO",
-    "NCCL_PROTO",
-)
+VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TRITON_INTERPRET", "NCCL_ALGO", "NCCL_PROTO")
 # Environment variable with the run folder, which a launching process sets for all restarts of its workers.
 RUN_DIR = "MEGAZPP_RUN_DIR"
 
