@@ -51,11 +51,11 @@ TILE = 128
 # Source: NCCL 2.18, src/graph/tuning.cc, hwLat, protocol Simple. "domain" is NVLink there, and "node" is PCI.
 RING_MICROSECONDS = {"domain": 3.4, "node": 5.7, "network": 14.0}
 TREE_MICROSECONDS = {"domain": 4.0, "node": 6.0, "network": 14.0}
-CALL_MICROSECONDS = 8.4  # additional latency of every collective, in microseconds (NCCL's baseLat)
+CALL_MICROSECONDS = 8.4  # microseconds that every collective takes in addition to its messages (NCCL's baseLat)
 
 
 class Efficiency(NamedTuple):
-    """Fractions of a device's data-sheet rates that programs reach, between 0 and 1, and two values of the device.
+    """Fractions of a GPU's and its links' data-sheet rates that programs reach, between 0 and 1, for the planner.
 
     Attributes:
         matrix: fraction of the peak FLOP/s that a matrix product of full tiles reaches.
@@ -64,7 +64,7 @@ class Efficiency(NamedTuple):
         node: fraction of the bandwidth inside a node that collectives with long messages reach.
         network: fraction of the bandwidth between nodes that collectives with long messages reach, if ranks do not
             share fast network adapters.
-        multiprocessors: number of the device's multiprocessors. If it is infinite, the planner ignores incomplete waves
+        multiprocessors: number of multiprocessors of the GPU. If it is infinite, the planner ignores incomplete waves
             of tiles, and the multiprocessors that NCCL takes from compute.
         uplink: GB/s at which one rank brings bytes to network adapters that it shares with other ranks.
     """
@@ -83,9 +83,11 @@ class Calibration(NamedTuple):
 
     Attributes:
         efficiency: fractions of the data sheet's rates that programs reach on the device.
-        rests_on: text that --plan prints: the origin of the fractions, and the errors of estimates for measured runs.
-        tokens: tokens per rank and micro-batch in the smallest run with which estimates were compared. With fewer
-            tokens, operations other than matrix products take more of the time, and estimates are less reliable.
+        rests_on: text that --plan prints: the origin of the fractions, and the errors of the planner's estimates for
+            measured training runs.
+        tokens: smallest number of tokens per rank and micro-batch among the training runs whose speeds were compared
+            with the planner's estimates. --plan warns below this number, because operations other than matrix products
+            then take a larger part of the time.
     """
 
     efficiency: Efficiency
@@ -153,7 +155,7 @@ CALIBRATIONS = {
         16384,
     ),
     "h800": Calibration(
-        ASSUMED_EFFICIENCY._replace(matrix=0.221, network=0.178),  # network: of 8 x 400 Gbit/s per node
+        ASSUMED_EFFICIENCY._replace(matrix=0.221, network=0.178),  # network: fraction of 8 x 400 Gbit/s per node
         "h800: fitted to a published run of Megatron-LM on 128 H800 with 2048 tokens per model copy (SDP4Bit); for "
         "four other models TFLOP/s are 2 to 22 % off",
         0,
@@ -169,7 +171,7 @@ UNCHECKED = Calibration(ASSUMED_EFFICIENCY, "shares of the data sheet that agree
 
 
 def calibration_for(device: Device | None) -> Calibration:
-    """Return the calibration that the cluster file names for the device, or the assumed fractions if it names none.
+    """Return the calibration that a cluster file names for its device, or UNCHECKED if the file names none.
 
     Args:
         device: device of the cluster file; None if the file does not describe the device.
@@ -181,7 +183,7 @@ class Operation(NamedTuple):
     """Operation of a training step: a batch of matrix products [m, k] x [k, n], a pass over memory, or a collective.
 
     Attributes:
-        kind: "matrix", "memory" or the name of a collective.
+        kind: "matrix" for matrix products, "memory" for a pass over memory, or a collective such as "all_gather".
         bytes: bytes that the matrix products or the pass read and write, or that this rank sends in the collective.
         m: rows of each matrix product's result.
         n: columns of each matrix product's result.
@@ -214,7 +216,7 @@ class Costs:
         return 0.0
 
     def operation(self, operation: Operation) -> float:
-        """Return the seconds of an operation of kind "matrix" or "memory", without the host's launch."""
+        """Return the seconds of matrix products or of a pass over memory on the device, without the host's launch."""
         return 0.0
 
     def memory(self, touched_bytes: int) -> float:
@@ -222,17 +224,17 @@ class Costs:
         return 0.0
 
     def encode(self, weight_bytes: int, message_bytes: int) -> float:
-        """Return the seconds to encode the lossless delta of 16-bit weights.
+        """Return the seconds in which a device encodes the lossless delta of 16-bit weights.
 
         Args:
             weight_bytes: bytes of the weights.
             message_bytes: bytes of the encoded delta.
         """
-        # Two kernels read old and new weights: the first computes sizes, the second writes the message.
+        # Two kernels each read the old and the new weights: one computes the size of the delta, the other writes it.
         return self.memory(4 * weight_bytes + message_bytes)
 
     def decode(self, weight_bytes: int, message_bytes: int) -> float:
-        """Return the seconds to apply a lossless delta of `message_bytes` to 16-bit weights of `weight_bytes`."""
+        """Return the seconds in which a device applies a lossless delta of `message_bytes` to 16-bit weights."""
         return self.memory(2 * weight_bytes + message_bytes)
 
     def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
@@ -260,7 +262,8 @@ class ClusterCosts(Costs):
         device = layout.cluster.device
         assert device is not None, "times need a device"
         self._device = device
-        # `Estimator._choose` describes a device of unknown speed as infinitely fast. Launches then take no time either.
+        # `Estimator._choose` describes a device of unknown speed as infinitely fast. Launches then take 0 seconds too,
+        # so that estimates compare only communication.
         self.launch = 1e-6 * HOST_MICROSECONDS if math.isfinite(device.teraflops) else 0.0
         self._multiprocessors = efficiency.multiprocessors
         self._flops_per_second = 1e12 * device.teraflops * efficiency.matrix
@@ -272,7 +275,7 @@ class ClusterCosts(Costs):
         self._axes = {axis: AxisCost(layout, axis, efficiency) for axis in names if axis not in free}
 
     def beside(self, axis: str) -> float:
-        if self._device.is_cpu:  # a collective over TCP inside a node runs on the cores on which the ranks compute
+        if self._device.is_cpu:  # TCP inside a node runs on the cores on which ranks compute, so it slows them
             return 0.0 if axis in self._network else 1.0
         return NCCL_BLOCKS / self._multiprocessors
 
@@ -334,7 +337,7 @@ class AxisCost:
 
         # ---- latency of a ring and of a tree
         def latency(kind: LinkKind, default: dict[str, float]) -> float:
-            """Return the seconds of a message over a link of this kind; `default` is for files without latencies."""
+            """Return the seconds of a message on a kind of link; `default` is for cluster files without latency."""
             microseconds = known[kind].microseconds
             return 1e-6 * (default[kind] if microseconds is None else microseconds)
 

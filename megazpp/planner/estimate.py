@@ -24,14 +24,16 @@ from megazpp.topology.layout import AXES, DOWNLOAD, EXPERT_AXES, HOST, NODE, PCI
 from megazpp.training.flops import model_flops_per_token
 from megazpp.zero.plan import WeightDelta, default_weight_delta
 
-# Fraction of the training time that `Estimate.sufficient_gigabits` lets DiLoCo's synchronizations take without overlap.
+# Largest fraction of the training time that DiLoCo's synchronizations without overlap may take so that the network
+# bandwidth counts as sufficient (`Estimate.sufficient_gigabits`)
 EXPOSED = 0.05
 USABLE_MEMORY = 0.9  # assumed fraction of device memory for tensors; CUDA, NCCL and fragmentation take the rest
-BEFORE_AMPERE = ("P100", "V100", "T4", "RTX 20", "TITAN")  # beginnings of names of GPUs older than Ampere
+# Beginnings of the names of GPUs that are older than Ampere and therefore lack flash attention
+BEFORE_AMPERE = ("P100", "V100", "T4", "RTX 20", "TITAN")
 
 
 class Estimate(NamedTuple):
-    """Estimated memory, communication and time of a run.
+    """Estimate of a training run's memory, communication and time, without starting the run (--plan).
 
     With local steps (DiLoCo), replica groups synchronize once in H optimizer steps. Bytes and seconds per step then
     include 1/H of the synchronization's bytes and seconds.
@@ -78,7 +80,7 @@ class Estimate(NamedTuple):
 
     @property
     def host_gigabytes(self) -> float:
-        """Training states that all ranks of a node keep in host memory, in GB; 0 without --optimizer-cpu-offload."""
+        """GB of host memory for the training states of a node's ranks; 0 without --optimizer-cpu-offload."""
         return self.plan.layout.cluster.ranks_per_node * self.host_bytes / 1e9
 
     @property
@@ -89,7 +91,7 @@ class Estimate(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """True if the run fits into the usable device memory, and its states in host memory fit into a node's."""
+        """True if the run fits into the usable device memory, and its host states fit into a node's host memory."""
         host = self.plan.layout.cluster.host
         return self.gigabytes <= self.usable_gigabytes and (host is None or self.host_gigabytes <= host.gigabytes)
 
@@ -100,18 +102,18 @@ class Estimate(NamedTuple):
 
     @property
     def days(self) -> float:
-        """Days that all steps of the run take, without evaluations, checkpoints and restarts; 0 without times."""
+        """Days that all training steps take, without evaluations, checkpoints and restarts; 0 if `seconds` is None."""
         batches = self.plan.batches
         return (self.seconds or 0.0) * batches.total_samples / batches.global_batch_size / 86400
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second that all ranks train together; 0 without times."""
+        """Tokens per second on which all ranks together train; 0 if `seconds` is None."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def teraflops(self) -> float:
-        """Model TFLOP/s per GPU, which count one forward and one backward without recomputation; 0 without times."""
+        """Model TFLOP/s per GPU, counting one forward and one backward, no recomputation; 0 if `seconds` is None."""
         model, layout = self.config.model, self.plan.layout
         padded = model.padded_vocab_size(self.config.tokenizer.vocab_size or 0, layout.tp)
         length = self.config.data.seq_length or 0
@@ -123,7 +125,8 @@ class Estimate(NamedTuple):
         """Network bandwidth of a node, in Gbit/s each way, with which communication takes no longer than compute.
 
         With local steps (DiLoCo), the bytes of a synchronization may take as long as the steps that overlap with it.
-        Without overlap they may take the fraction EXPOSED of the time of all steps. The result is 0 without times.
+        Without overlap they may take the fraction EXPOSED of the time of all steps. The result is 0 if the estimate has
+        no times.
         """
         compute, diloco = self.busy.get("compute", 0.0), self.plan.of(DilocoPlan)
         sent = self.node_cross_bytes
@@ -134,7 +137,7 @@ class Estimate(NamedTuple):
 
 
 class Estimator:
-    """Estimator of runs on one cluster.
+    """Estimator of the memory, communication and time of training runs on one cluster, for --plan.
 
     Args:
         cluster: nodes and ranks, with the device and links of the cluster file if there is one.
@@ -149,13 +152,14 @@ class Estimator:
         self.cluster, self.expert_load, self._device_type = cluster, expert_load, device_type
         self.elastic = elastic
         self.calibration = calibration_for(cluster.device)
-        self._estimates = dict[RunConfig, Estimate]()  # a report asks for some runs several times
+        self._estimates = dict[RunConfig, Estimate]()  # by flags, because a report needs some estimates several times
 
     def estimate(self, config: RunConfig) -> Estimate:
-        """Estimate bytes, memory and time of a run. The result is kept for later calls with equal flags.
+        """Estimate bytes, memory and time of a run. Later calls with equal flags return the same estimate.
 
         Args:
-            config: flags of the run. --zero-weight-delta auto is replaced by the choice of `choose_weight_delta`.
+            config: flags of the run. For --zero-weight-delta auto, the estimate has the format that
+                `choose_weight_delta` chooses.
 
         Raises:
             ValueError: the flags conflict, or do not fit the cluster.
@@ -167,7 +171,9 @@ class Estimator:
         return self._estimates[config]
 
     def exposed(self, estimate: Estimate) -> dict[str, float]:
-        """Return the exposed communication: by axis, the seconds per step saved if its collectives took no time.
+        """Return the exposed communication of a run: by axis, the seconds per step that free collectives would save.
+
+        The run is simulated once more per axis, with collectives of this axis that take 0 seconds.
 
         Args:
             estimate: an estimate that this estimator has returned. If it has no times, the result is {}.
@@ -181,8 +187,8 @@ class Estimator:
     def choose_weight_delta(self, config: RunConfig, *, gigabytes: float | None = None) -> WeightDelta | None:
         """Choose lossless deltas or int8 blocks as the format of weights between nodes, for --zero-weight-delta auto.
 
-        Lossless deltas are chosen if they fit into memory and the estimated step is not slower with them. If the speeds
-        of the links are unknown, only memory decides. If the device is unknown, the estimates compare only
+        Lossless deltas are chosen if the run with them fits into memory and its estimated step is not slower. If the
+        speeds of the links are unknown, only memory decides. If the device is unknown, the estimates compare only
         communication. A run without a cluster file measures links and device first (run/trainer.py).
 
         Args:
@@ -241,11 +247,12 @@ class Estimator:
         return choice, (lossless if choice.lossless else int8) if is_own else None
 
     def _estimate(self, config: RunConfig, plan: RunPlan) -> Estimate:
-        """Estimate a run from its flags and its plan, in which --zero-weight-delta auto is already decided."""
+        """Estimate a run from its flags and its plan, which already has the choice of --zero-weight-delta auto."""
         simulator, step, meeting, every = self._simulate(config, plan)
         layout, timed = plan.layout, self._is_timed(plan.layout)
         busy = {key: step.busy.get(key, 0.0) + meeting.busy.get(key, 0.0) / every for key in step.busy | meeting.busy}
-        # This comes before the memory peak is read, because it simulates a full step of Muon, which raises the peak.
+        # `_describe_muon` simulates a step that orthogonalizes whole matrices, which can raise the memory peak.
+        # So it is called before the peak is read.
         muon = _describe_muon(config, simulator, layout)
         return Estimate(
             config=config,
@@ -309,14 +316,14 @@ class Estimator:
         return simulator, step, simulator.synchronize(step.seconds), 1 if diloco is None else diloco.steps
 
     def _is_timed(self, layout: Layout) -> bool:
-        """Return True if times can be estimated: the file describes the device, and links if the layout uses any."""
+        """Return True if the cluster file describes what times need: the device, and links if the layout uses any."""
         return self.cluster.device is not None and (self.cluster.links is not None or not _used_links(layout))
 
 
 def _measured(cluster: Cluster) -> str:
-    """Return the measured rates of a cluster that the choice of --zero-weight-delta auto uses, for its reason.
+    """Return the end of the notice about the choice of --zero-weight-delta auto: the measured rates that it used.
 
-    The text begins with "; measured: ". It is "" if nothing was measured.
+    The text begins with "; measured: ". It is "" if neither links nor device of the cluster were measured.
     """
     network, device, figures = (cluster.links or Links()).network, cluster.device, list[str]()
     if network is not None and network.is_measured:
@@ -328,13 +335,13 @@ def _measured(cluster: Cluster) -> str:
 
 
 def known_links(layout: Layout) -> Links | None:
-    """Return the links of a layout's cluster; None if the layout uses a kind of link whose speed is unknown."""
+    """Return the speeds of the cluster's links; None if the layout uses a kind of link whose speed is unknown."""
     links = layout.cluster.links or Links()
     return links if _used_links(layout).keys() <= links.known.keys() else None
 
 
 def _used_links(layout: Layout) -> dict[LinkKind, str]:
-    """Return the kinds of links that the layout uses, each with the name of an axis that uses it."""
+    """Return the kinds of links that the layout's collectives use, such as "network", each with one of its axes."""
     axes = (*AXES, NODE, *(EXPERT_AXES if layout.has_expert_axes else ()))
     return {kind: axis for axis in reversed(axes) for kind in layout.links(axis)}
 
@@ -349,13 +356,13 @@ def build_step_simulator(
     on_cpu: bool = False,
     **others: Any,
 ) -> StepSimulator:
-    """Return the simulator of the run's optimizer step on one rank.
+    """Return a simulator of the optimizer steps of a run on one rank, for the planner's estimates.
 
     Args:
         config: flags of the run.
         plan: layout, wire formats and batch sizes of the run.
-        costs: cost model; None to count bytes without times.
-        device_type: "cuda" or "cpu".
+        costs: cost model that gives the seconds of operations; None to count bytes without times.
+        device_type: "cuda" or "cpu", the type of the device if the cluster file does not describe one.
         rank: global rank to simulate.
         on_cpu: True to simulate a CPU process, whatever device the cluster file describes. Lossless deltas then have
             their largest size. Tests compare such a simulation with tensors on CPUs.
@@ -395,13 +402,16 @@ def _describe_muon(config: RunConfig, simulator: StepSimulator, layout: Layout) 
 
 
 def _documents(config: RunConfig, device: Device | None, device_type: str, *, on_cpu: bool) -> Documents | None:
-    """Return how the planned device keeps attention inside documents or a window; None for plain causal attention.
+    """Return the method by which the planned device keeps attention inside documents or a window.
+
+    The methods are a kernel for documents, a mask, and the mask of the CPU's attention. The result is None for plain
+    causal attention, which needs no such method.
 
     Args:
         config: flags of the run.
         device: device of the cluster file; None if the file does not describe the device.
         device_type: "cuda" or "cpu", used if `device` is None.
-        on_cpu: True for a CPU process, whatever device the cluster file describes.
+        on_cpu: True to plan for a CPU process, whatever device the cluster file describes.
     """
     window, seq_length = config.model.window, config.data.seq_length or 0
     if not config.data.reset_attention_mask and (window is None or seq_length <= window):
@@ -421,8 +431,8 @@ def _documents(config: RunConfig, device: Device | None, device_type: str, *, on
 def _of_node(table: TrafficTable, layout: Layout) -> int:
     """Return the bytes that all ranks of a node send to other nodes, estimated from the traffic table of rank 0.
 
-    On each axis rank 0 sends at least as many bytes as any other rank. So its bytes are multiplied by the number of the
-    node's ranks that have a network link on the axis. Copies between device and host memory do not count.
+    On each axis rank 0 sends at least as many bytes as any other rank. So the bytes of rank 0 are multiplied by the
+    number of the node's ranks that have a network link on the axis. Copies between device and host memory do not count.
     """
     senders = {
         axis: layout.links(axis).get("network", 0) / layout.cluster.num_nodes for wire, axis, _ in table if wire != PCIE

@@ -27,7 +27,10 @@ class Planner(Feature):
     def choose_weight_delta(
         self, config: RunConfig, cluster: Cluster, *, device_type: str, gigabytes: float | None
     ) -> WeightDelta | None:
-        """Return the choice of `Estimator.choose_weight_delta`, with ASSUMED_VOCABULARY if no flag gives the size."""
+        """Choose the format of weights between nodes by estimated times (`Estimator.choose_weight_delta`).
+
+        The estimate needs a vocabulary size. If no flag gives the size, it is ASSUMED_VOCABULARY.
+        """
         from megazpp.planner.estimate import Estimator
         from megazpp.planner.variants import changed
 
@@ -36,7 +39,7 @@ class Planner(Feature):
         return Estimator(cluster, device_type=device_type).choose_weight_delta(config, gigabytes=gigabytes)
 
     def command(self, parsed: ParsedRun) -> int | None:
-        """Print the report of the estimates and return exit status 0 if --plan is set; otherwise return None."""
+        """Print the report of estimates and return exit status 0 if --plan is set; otherwise return None, to train."""
         flags = parsed.config.section(PlanConfig)
         if not flags.plan:
             return None

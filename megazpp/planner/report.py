@@ -28,13 +28,14 @@ from megazpp.run.checks import RunPlan, plan_run
 from megazpp.topology.cluster import Cluster, nested_sizes
 from megazpp.topology.layout import DOWNLOAD, UPLOAD, WIRE_NAMES, WIRES
 
-PAYS = 1.02  # the report says that ZeRO++ pays if it is at least this many times as fast as the fastest other scheme
-SHOWN = 10  # number of the search's best candidates that the report lists
+# The report says that ZeRO++ pays if --zeropp is at least PAYS times as fast as the fastest other sharding scheme.
+PAYS = 1.02
+SHOWN = 10  # number of candidates of the search for the fastest flags that the report lists
 COLUMNS = ("MB between nodes", "GB", "s per step", "tokens/s", "TFLOP/s per GPU", "MFU", "to ZeRO-3", "Gbit/s*")
 
 
 def print_report(parts: Iterator[str]) -> None:
-    """Print each part of the report of --plan as soon as it is computed; the last, the search, can take minutes."""
+    """Print each part of the report of --plan as soon as it is computed, because the search for flags takes minutes."""
     for index, part in enumerate(parts):
         print("\n" * (index > 0) + part, flush=True)
 
@@ -52,14 +53,15 @@ def report_parts(
         cluster: nodes and ranks, with the device and links of the cluster file if there is one.
         device_type: "cuda" or "cpu", which selects the checks of the flags.
         expert_load: load of the busiest expert, relative to the mean. The report adds the memory at this load, and the
-            search estimates ranks whose experts all have this load. None: only an even load.
+            search for faster flags estimates ranks whose experts all have this load. None: only the mean load.
 
     Raises:
         ValueError: the flags conflict, do not fit the cluster, or lack --vocab-size.
     """
     config, elastic = for_planning(config, "--plan"), config.jobs > 1
     if elastic:
-        plan_run(config, cluster, device_type=device_type)  # only for its errors about flags that one job does not take
+        # This raises the errors about the flags of elastic DiLoCo, which `as_one_job` removes.
+        plan_run(config, cluster, device_type=device_type)
         config, cluster = as_one_job(config, cluster)
     estimator = Estimator(cluster, device_type=device_type, elastic=elastic)
     own = estimator.estimate(config)
@@ -126,7 +128,7 @@ def _memory_by_load(even: Estimator, loaded: Estimator, own: Estimate) -> Iterat
     Args:
         even: estimator that assumes equally many tokens for all experts.
         loaded: estimator that assumes the load of --plan-expert-load; `even` without this flag.
-        own: estimate of the run.
+        own: estimate of the user's run.
     """
     loads = (even, *([loaded] if loaded.expert_load > even.expert_load else []))
     rows = [("GB at a load of the busiest experts of", *(f"recompute {r or 'none'}" for r in RECOMPUTE))]
@@ -143,7 +145,7 @@ def _memory_by_load(even: Estimator, loaded: Estimator, own: Estimate) -> Iterat
 
 
 def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
-    """Yield the report's lines about the run's communication, time per step, exposed communication and total time."""
+    """Yield the report's lines about the communication and the time of the user's run: per step, exposed, total."""
     # ---- communication
     sent = ", ".join(f"{WIRE_NAMES[wire]} {own.wires[wire] / MEGA:.3f} MB" for wire in WIRES)
     yield f"rank 0 sends per optimizer step: {sent}; a node sends {own.node_cross_bytes / MEGA:.3f} MB to other nodes"
@@ -220,7 +222,7 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
 
 
 def _contexts(estimator: Estimator, own: Estimate) -> Iterator[str]:
-    """Yield the lines of the report's table of context parallelism, with a row for each size that fits into a node."""
+    """Yield the report's table of context-parallel sizes: bytes, memory, speed and longest context of each."""
     titles = (
         "--context-parallel-size",
         "MB exchanged by a rank",
@@ -251,7 +253,10 @@ def _contexts(estimator: Estimator, own: Estimate) -> Iterator[str]:
 
 
 def _takes(diloco: DilocoPlan) -> str:
-    """Return the end of the report's sentence "a synchronization's bytes ..." about a sufficient network bandwidth."""
+    """Return the end of the report's sentence about the bandwidth with which a synchronization's bytes are fast enough.
+
+    Example: "overlap with the steps of its delay".
+    """
     return "overlap with the steps of its delay" if diloco.delay else f"take at most {100 * EXPOSED:g} % of the time"
 
 
@@ -307,7 +312,7 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
 
 
 def _verdict(speeds: dict[str, float]) -> str:
-    """Return a sentence that says whether ZeRO++ is worth using.
+    """Return the report's sentence that compares the speed of --zeropp with the fastest other scheme.
 
     Args:
         speeds: tokens per second of the schemes that fit into memory, by the scheme's name.
@@ -328,7 +333,7 @@ def _verdict(speeds: dict[str, float]) -> str:
 
 
 def _best(estimator: Estimator, config: RunConfig) -> Iterator[str]:
-    """Search for faster flags, and yield the report's lines about the best candidates."""
+    """Search for the fastest flags of the run, and yield the report's lines about the SHOWN best candidates."""
     choices = search(estimator, config)
     best = choices[0]
     if not best.fits:

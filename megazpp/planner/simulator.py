@@ -46,11 +46,11 @@ T = TypeVar("T")
 Parameters = Sequence[tuple[str, tuple[int, ...]]]  # names and shapes of parameters on one tensor-parallel rank
 META = torch.device("meta")
 _plan_segments = functools.cache(plan_segments)
-_NOWHERE = nn.Module()  # stands for the modules of simulated parameters, which have none
+_NOWHERE = nn.Module()  # a module for all simulated parameters, which belong to no real module
 
 
 class Clock:
-    """Simulated time of a CUDA stream, a queue or a process that runs one task after another.
+    """Simulated time of a CUDA stream, a communication queue or a CPU process, which runs one task after another.
 
     Attributes:
         now: simulated time, in seconds.
@@ -65,7 +65,9 @@ class Clock:
 
 
 class KernelSeries(NamedTuple):
-    """Durations of successive kernels and collectives on the compute stream, summed so that they are simulated at once.
+    """Total duration of successive kernels and collectives on the compute stream.
+
+    The planner simulates the whole series in one call, because simulating each kernel would be too slow.
 
     Attributes:
         seconds: seconds of all kernels and collectives together.
@@ -99,7 +101,7 @@ class KernelSeries(NamedTuple):
 
 
 class Simulation:
-    """All clocks of a simulated rank. Each kernel and collective advances the clock that is currently running.
+    """All clocks of the rank that the planner simulates. Each kernel or collective advances the running clock.
 
     The host launches kernels and collectives one after another and does not wait for them. A kernel starts after its
     launch, so a device with little work per launch waits for the host.
@@ -109,9 +111,9 @@ class Simulation:
 
     Attributes:
         compute: clock of the compute stream, which runs the model's kernels; on a CPU, clock of the process.
-        running: clock that the next kernel or collective advances, either `compute` or the clock of `on`.
-        busy: seconds of collectives in this step by axis, for the key "compute" the seconds of kernels, and for the
-            key "host" the seconds of all launches.
+        running: clock that kernels and collectives advance: `compute`, or inside a block of `on` its clock.
+        busy: seconds of collectives since `begin_step` by axis, for the key "compute" the seconds of kernels, and for
+            the key "host" the seconds of all launches.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -122,14 +124,14 @@ class Simulation:
         self.busy: dict[str, float] = defaultdict(float)
 
     def new_clock(self) -> Clock:
-        """Return a new clock, which `begin_step` sets to the same time as all others."""
+        """Return a new clock for a stream or a queue, which `begin_step` sets to the same time as all other clocks."""
         self._clocks.append(Clock())
         return self._clocks[-1]
 
     def begin_step(self) -> float:
-        """Set all clocks to the latest of their times, reset `busy`, and return that time in seconds.
+        """Set all clocks to the latest of their times, clear `busy`, and return this time in seconds.
 
-        The clocks are not reset to 0, because tasks of the previous step may end later than now.
+        The clocks are not reset to 0, because works of the previous step still have their end times.
         """
         moment = max(clock.now for clock in self._clocks)
         for clock in self._clocks:
@@ -139,7 +141,7 @@ class Simulation:
 
     @contextmanager
     def on(self, clock: Clock) -> Iterator[None]:
-        """Let `spend`, `send` and `SimulatedWork.join` advance `clock` inside the context."""
+        """Make `clock` the running clock inside the context, so that kernels, collectives and waits advance `clock`."""
         before, self.running = self.running, clock
         try:
             yield
@@ -167,7 +169,7 @@ class Simulation:
             self.busy["compute"] += taken
 
     def compute_series(self, series: KernelSeries) -> None:
-        """Simulate a series of the model's kernels and collectives, with the result of one call of `spend` for each.
+        """Advance the clocks as if `spend` were called for each kernel and collective of a series of the model.
 
         No other clock uses the axes of these collectives, so none of them waits for a link.
         """
@@ -193,7 +195,7 @@ class Simulation:
 
 
 class SimulatedQueue(CommQueue):
-    """Communication queue whose tasks run at once and take simulated time on the queue's own clock.
+    """Communication queue of the planner's simulation. Its tasks run at once, and take time on the clock of the queue.
 
     Args:
         simulation: clocks of the simulated rank.
@@ -206,11 +208,11 @@ class SimulatedQueue(CommQueue):
         self.blocks_host = blocks_host
 
     def record_event(self) -> Moment:
-        """Return the simulated time of the running clock, in seconds."""
+        """Return the simulated time of the running clock in seconds, as an event for `submit`."""
         return self._simulation.running.now
 
     def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:
-        """Run `task` at once, and simulate it from the time at which a real queue would start it.
+        """Run `task` at once, and let its simulated time start when a real queue would start the task.
 
         Args:
             task: function whose collectives and kernels advance this queue's clock.
@@ -225,14 +227,14 @@ class SimulatedQueue(CommQueue):
 
 
 class SimulatedWork(Work[T]):
-    """Task of a simulated queue, which has already run; its simulated end is the time of the queue's clock after it."""
+    """Handle of a task of a simulated queue. The task has run; its simulated end is the queue's time at this moment."""
 
     def __init__(self, result: T, clock: Clock, simulation: Simulation) -> None:
         super().__init__(result)
         self._done, self._simulation = clock.now, simulation
 
     def join(self) -> T:
-        """Advance the running clock to the end of the task, and return the task's result."""
+        """Advance the running clock to the simulated end of the task, and return the result of the task."""
         self._simulation.running.wait_until(self._done)
         return self._result
 
@@ -264,7 +266,7 @@ class Memory(StrEnum):
 
 
 class Ledger:
-    """Account of the simulated rank's allocated device memory, in bytes by kind.
+    """Account of the device memory that the simulated rank has allocated, in bytes by kind of memory.
 
     Attributes:
         peak: bytes by kind at the moment of the largest total.
@@ -273,7 +275,7 @@ class Ledger:
     def __init__(self) -> None:
         self._now: Counter[Memory] = Counter()
         self.peak: Counter[Memory] = Counter()
-        self._total = self._most = 0  # bytes of all kinds, now and at the peak
+        self._total = self._most = 0  # bytes of all kinds together, now and at the peak
 
     def add(self, kind: Memory, size: int) -> None:
         """Count an allocation of `size` bytes of this kind; a negative `size` counts freed memory."""
@@ -364,7 +366,7 @@ class SimulatedUnit(Unit):
 
     Args:
         parameters: names and shapes of the trained parameters on one tensor-parallel rank.
-        axis: axis over which the parameters are sharded. Its rank is the simulated one.
+        axis: axis over which the parameters are sharded, as the simulated rank sees it.
         exact: names of parameters that are never quantized.
 
     Attributes:
@@ -372,18 +374,18 @@ class SimulatedUnit(Unit):
         elements: number of elements of all parameters of the unit, without padding.
         shapes: shapes of the simulated rank's shards, without padding.
         axis: axis over whose ranks the parameters are sharded.
-        version: number of optimizer steps so far, by which gathers detect that the weights have changed.
-        reduced: True if the unit's reduced gradients are in memory.
-        gathered: True if the unsharded parameters are in memory.
+        version: number of simulated optimizer steps, by which gathers detect that the weights have changed.
+        reduced: True from the first reduction of a step on, when the rank's shard of the gradients is in memory.
+        gathered: True while the unsharded parameters are in memory, from FSDP2's copy out of a gather to its reshard.
         shard: meta tensor with the size of the rank's shard of the parameters, in the dtype of gathers.
         whole: meta tensor with the size of the gathered parameters.
         gradients: meta tensor with the size of the unsharded gradients, in the dtype of reductions.
         sum: meta tensor with the size of the rank's shard of the reduced gradients.
-        ready: simulated time in seconds at which a gather in flight ends; None if no gather is in flight.
+        ready: simulated time in seconds at which the gather in flight ends; None if no gather is in flight.
         gather_buffer: bytes of messages in memory while a gather runs.
         reduce_buffer: bytes of messages in memory while the local hop of a reduction runs.
         cross_buffer: bytes of messages in memory while the cross hop of a reduction runs.
-        frozen: bytes of the unit's frozen parameters.
+        frozen: bytes of the unit's frozen parameters: as stored, as received by a gather, and unpacked.
         secondary_bytes: bytes of hpZ's secondary partition; 0 without hpZ.
         partial_bytes: bytes of the partial sums that wait for qgZ's cross hop; 0 without qgZ.
         feedback_bytes: bytes of the error feedback; 0 without error feedback.
@@ -403,8 +405,8 @@ class SimulatedUnit(Unit):
 
     def __init__(self, parameters: Parameters, axis: MeshAxis, *, exact: Collection[str] = ()) -> None:
         num_ranks = axis.size
-        # The parameters are renamed by their index. So layers of equal shapes plan their messages once, because the
-        # results of `_plan_segments` are cached.
+        # The parameters are renamed by their index, so that layers of equal shapes have equal arguments of the cached
+        # `_plan_segments`, which plans the messages of all these layers once.
         numbered = tuple((str(i), shape) for i, (_, shape) in enumerate(parameters))
         exact = frozenset(str(i) for i, (name, _) in enumerate(parameters) if name in exact)
         segments = _plan_segments(numbered, num_ranks, exact=exact)
@@ -422,7 +424,11 @@ class SimulatedUnit(Unit):
         self.updated = 0.0
 
     def connect(self, context: CommContext) -> None:
-        """Create the unit's gather and reduction for the axes of `context`, and compute the bytes of their buffers."""
+        """Create the unit's gather and reduction as in training, and compute the bytes of their buffers.
+
+        Args:
+            context: axes, wire formats and codecs of the run's gathers and reductions.
+        """
         if not self.size:
             return
         dtypes = context.precision.param_dtype, context.precision.reduce_dtype
@@ -443,7 +449,7 @@ class SimulatedUnit(Unit):
             self.feedback_bytes = 0 if errors is None else errors.messages.nbytes
 
     def fingerprint(self) -> Fingerprint:
-        """Return a value that changes whenever the optimizer changes the unit's weights."""
+        """Return a value that changes with each optimizer step, by which gathers detect changed weights."""
         return (self.version,)
 
     def shards(self) -> list[torch.Tensor]:
@@ -474,7 +480,15 @@ class SimulatedUnit(Unit):
 
 
 def own_shapes(parameters: Parameters, num_ranks: int, rank: int) -> Iterator[tuple[int, ...]]:
-    """Yield the shape of a rank's shard of each parameter, without padding. FSDP2 splits the first dimension."""
+    """Yield the shape of a rank's shard of each parameter, without padding.
+
+    FSDP2 splits the first dimension.
+
+    Args:
+        parameters: names and unsharded shapes.
+        num_ranks: number of ranks over which FSDP2 shards.
+        rank: index of the rank among them.
+    """
     for _, shape in parameters:
         yield own_rows(shape[0] if shape else 1, num_ranks, rank), *shape[1:]
 
@@ -485,13 +499,13 @@ class SimulatedCodec(Codec):
     Args:
         layout: positions of values and scales in a message.
         dtype: dtype of the unquantized values.
-        touch: function that is called with the bytes that each pass over memory reads and writes.
+        touch: function that is called with the bytes that each packing or unpacking reads and writes.
     """
 
     def __init__(self, layout: MessageLayout, dtype: torch.dtype, touch: Callable[[int], None]) -> None:
         super().__init__(layout, dtype)
         self._touch = touch
-        # Meta tensors have no content, so one tensor for each number of messages is enough.
+        # Messages by their number: meta tensors have no content, so one tensor per number is enough.
         self._empty: dict[tuple[int, ...], torch.Tensor] = {}
 
     def empty(self, *peers: int, device: torch.device) -> torch.Tensor:

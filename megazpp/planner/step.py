@@ -62,7 +62,7 @@ TrafficTable = dict[tuple[str, str, str], Traffic]  # calls and sent bytes by (k
 
 
 class SimulatedStep(NamedTuple):
-    """Result of simulating one optimizer step, or one synchronization of DiLoCo's replica groups.
+    """Result of the planner's simulation of an optimizer step, or of a synchronization of DiLoCo's replica groups.
 
     Attributes:
         traffic: exact calls and sent bytes of the simulated rank's collectives.
@@ -126,7 +126,7 @@ class StepSimulator:
         # ---- axes
         self._moments, self._costs = moments, costs or Costs()
         self._simulation = Simulation(self._costs)
-        segments = {id(segment): segment for segment in self.trace.segments.values()}  # equal layers share an object
+        segments = {id(segment): segment for segment in self.trace.segments.values()}  # equal layers share a segment
         self._series = {key: self._series_of(segment) for key, segment in segments.items()}
         self.counter, self.ledger = TrafficCounter(), Ledger()
         self._axes = {
@@ -195,7 +195,7 @@ class StepSimulator:
             else:
                 self.fragments = diloco.in_fragments([OuterUnit(u, u.shapes, axis, **given) for u in self.units])
         # ---- state of FSDP2's streams and buffers
-        self._received: SimulatedUnit | None = None  # unit whose packed frozen weights were gathered ahead of their use
+        self._received: SimulatedUnit | None = None  # unit whose frozen weights are gathered and not yet unpacked
         self._gathers, self._reductions, self._copies = (self._simulation.new_clock() for _ in range(3))
         self._copied_out = 0.0  # time at which FSDP2 has copied the last gather's parameters out of the gather's buffer
         self._copied_from = self._sent_from = 0  # bytes of the buffers of the last gather and of the last reduction
@@ -204,7 +204,8 @@ class StepSimulator:
     def run(self, micro_batches: int) -> SimulatedStep:
         """Simulate an optimizer step of `micro_batches` micro-batches, and return its traffic and seconds.
 
-        The schedules of gathers learn the order of the units during the first step, so its seconds are not typical.
+        The schedules of gathers learn the order of the units in the first simulated step. So the seconds of the first
+        step are not those of later steps.
         """
         before, start = self.counter.table(), self._simulation.begin_step()
         self._copied_out, self._copied_from, self._sent_from = start, 0, 0
@@ -232,15 +233,15 @@ class StepSimulator:
             self._optimizer()
 
     def run_forward(self) -> None:
-        """Simulate a forward without backward. Its memory is then in `ledger`, and its bytes are in `counter`."""
+        """Simulate a forward without backward; `ledger` then has its memory, and `counter` its bytes."""
         self._simulation.begin_step()
         self._open_ledger()
         self._forward()
 
     def synchronize(self, step_seconds: float = 0.0) -> SimulatedStep:
-        """Simulate a synchronization of all of DiLoCo's fragments, one after another, after the last optimizer step.
+        """Simulate DiLoCo's synchronization of all fragments one after another, as after the last step of a run.
 
-        The result is an empty `SimulatedStep` without DiLoCo.
+        Without DiLoCo, the result has no traffic and 0 seconds.
 
         Args:
             step_seconds: seconds of an optimizer step. With a delay between sending and merging, the messages overlap
@@ -258,7 +259,7 @@ class StepSimulator:
             # them from the common copy (3) and scales the difference (2).
             self._touch(8 * sum(sizes))
             send_fragment(units, axis, plan, torch.empty((), dtype=torch.float64, device=META))
-            # The messages of all fragments add up, because at the end of a run all of them are in flight at once.
+            # The messages of all fragments count together, because at the end of a run all are in flight at once.
             for unit, size in zip(units, sizes, strict=True):
                 self.ledger.add(Memory.OUTER_MESSAGES, unit.sent_bytes)
                 received = unit.sent_bytes + axis.size * unit.common.crossing_bytes(keyframe=False)
@@ -279,7 +280,7 @@ class StepSimulator:
 
         Args:
             units: outer weights of the fragment that the version updates, by sharding unit.
-            hidden: seconds of optimizer steps with which the messages overlap.
+            hidden: seconds of the optimizer steps during which the messages are in flight.
         """
         axis, weight, messages = self._axes["replica_group"], torch.empty((), device=META), list[torch.Tensor]()
         groups = axis.size
@@ -322,7 +323,7 @@ class StepSimulator:
         self._copied_from = 0
 
     def _backward(self, *, first: bool, last: bool) -> None:
-        """Simulate the backward of a micro-batch, with prefetched gathers and with reductions.
+        """Simulate the backward of a micro-batch: gather units ahead of their use, compute, and reduce gradients.
 
         Args:
             first: True for the first micro-batch of the step.
@@ -364,7 +365,7 @@ class StepSimulator:
             unit.is_sharded = True
 
     def _work(self, phase: str, index: int) -> None:
-        """Simulate a segment of the model (embedding, layer or head): first its memory, then its operations.
+        """Simulate the forward or backward of a segment of the model: embedding, layer or head.
 
         Args:
             phase: FORWARD or BACKWARD.
@@ -380,7 +381,7 @@ class StepSimulator:
             self.counter.add(self._axes[axis].wire, axis, collective, sent_bytes, calls=calls)
 
     def _series_of(self, segment: TraceSegment) -> tuple[KernelSeries, dict[tuple[str, str], Traffic]]:
-        """Return the series of a segment's kernels and collectives, and the collectives' traffic by (axis, name)."""
+        """Return the kernel series of a segment of the model, and the segment's traffic by (axis, collective)."""
         seconds, before = list[tuple[str, float]](), ""
         traffic: dict[tuple[str, str], Traffic] = {}
         for operation in segment.operations:
@@ -401,7 +402,7 @@ class StepSimulator:
         return segment >= 0 and bool(self.trace.segments[BACKWARD, segment].operations)
 
     def _sum_over_data(self) -> None:
-        """Simulate the all-reduce of one fp64 number over all data ranks."""
+        """Simulate the all-reduce of one fp64 number over all data-parallel ranks, as of the loss."""
         for axis in (self._shard, self._replicate):
             axis.all_reduce_(torch.empty((), dtype=torch.float64, device=META))
 
@@ -433,7 +434,7 @@ class StepSimulator:
                 gather.after_step(keyframe=False)
 
     def _update_on_host(self, unit: SimulatedUnit) -> None:
-        """Simulate `HostShard.update` of a unit with states in host memory (--optimizer-cpu-offload).
+        """Simulate the update of a unit whose states are in host memory: `HostShard.update` of --optimizer-cpu-offload.
 
         Weight, gradient and both moments are uploaded and updated on the device, and all but the gradient are
         downloaded. The uploads and downloads of successive units overlap.
@@ -449,7 +450,7 @@ class StepSimulator:
         unit.updated = self._downloads.now
 
     def _read_from_host(self, unit: SimulatedUnit) -> None:
-        """Simulate `HostShard.read`, which uploads a unit's weights from host memory, on the running clock."""
+        """Simulate the upload of a unit's weights from host memory (`HostShard.read`), after their last update."""
         self._simulation.running.wait_until(unit.updated)
         self._copy(UPLOAD, MASTER_BYTES * unit.size)
 
@@ -475,7 +476,7 @@ class StepSimulator:
         """Simulate Muon's orthogonalization of all matrices, and return its traffic and seconds.
 
         Args:
-            iteration: number of the optimizer step, because whole matrices are orthogonalized only in some steps.
+            iteration: number of the optimizer step, which decides whether whole matrices or parts are orthogonalized.
         """
         assert self.muon is not None
         before, start = self.counter.table(), self._simulation.running.now
@@ -512,15 +513,15 @@ class StepSimulator:
 
     @property
     def unpacked_bytes(self) -> int:
-        """Bytes of all frozen weights of the model if all were unpacked at once."""
+        """Bytes of all frozen weights in unpacked form, which the sampling of completions keeps at the same time."""
         return sum(unit.frozen.unpacked for unit in self.units)
 
     def _unpack(self, unit: SimulatedUnit, following: SimulatedUnit | None) -> None:
-        """Account for the memory of `FrozenUnit.unpack`: a unit is unpacked while the next unit's weights are gathered.
+        """Account for the memory of unpacking a unit's frozen weights while the next unit's weights are gathered.
 
         Args:
             unit: unit whose packed frozen weights are unpacked.
-            following: unit that is used next; None at the end.
+            following: unit whose frozen weights are gathered meanwhile; None after the last unit.
         """
         if not unit.frozen.unpacked:
             return
@@ -556,7 +557,8 @@ class StepSimulator:
     def _wait_for_gather(self, unit: SimulatedUnit, *, forward: bool) -> None:
         """Simulate FSDP2's `wait_for_unshard`: wait for a unit's gather, and copy its parameters out of the buffer.
 
-        In forward the gather after the next one waits for this copy. In backward the next gather waits for this copy.
+        In forward, the gather of the unit after the next one waits for this copy. In backward, the gather of the next
+        unit waits for this copy.
         """
         if unit.gathered or unit.gather is None:
             return
@@ -619,7 +621,7 @@ class StepSimulator:
         # With partial sums in host memory, only the first micro-batch allocates them; later ones use a staging slot.
         first_sums = unit.partial_bytes if self._sums_on_host and first else partial
         two_hop = isinstance(unit.reduce, TwoHopReduce)
-        # With states in host memory, the cross hop accounts for the result below.
+        # With states in host memory, the result is counted as a buffer of the cross hop below, not here.
         own_result = 0 if self._on_host and two_hop else result.nbytes
         self.ledger.pass_through(Memory.BUFFERS, unit.reduce_buffer + first_sums + own_result)
         if last or self._zero.zero_cross_every_microbatch or (self._on_host and not two_hop):
@@ -627,7 +629,7 @@ class StepSimulator:
             if self._on_host:  # the reduced gradients (one rank has them already), and the uploaded sum of earlier ones
                 on_device = MASTER_BYTES * unit.size * ((unit.axis.size > 1) + unit.reduced)
             self.ledger.pass_through(Memory.BUFFERS, unit.cross_buffer + partial + on_device)
-            if self._context.overlap_reduce:  # in the worst case the sums of all units wait for the cross hop
+            if self._context.overlap_reduce:  # in the worst case the partial sums of all units wait for the cross hop
                 late_sum = 0 if self._on_host or unit.reduce.fills(result) else result.nbytes
                 self.ledger.add(Memory.BUFFERS, partial + late_sum)
         if self._sums_on_host and self._partial_sums_wait and not first:
@@ -698,15 +700,15 @@ class StepSimulator:
 
 
 def expert_axes(layout: Layout) -> tuple[str, str, str]:
-    """Return the axes over which experts' parameters are gathered and reduced, in the order cross, local, shard."""
+    """Return the names of the cross, local and shard axes of experts' parameters, which expert parallelism changes."""
     return ("cross", "expert local", "expert shard") if layout.has_expert_axes else HOP_AXES
 
 
 def measure(step: StepSimulator, micro_batches: int) -> SimulatedStep:
-    """Return the simulated step with `micro_batches` micro-batches, of which at most three are simulated.
+    """Return the traffic and seconds of an optimizer step with any number of micro-batches.
 
-    The micro-batches between the first and the last are alike, so their bytes and seconds are extrapolated. Before the
-    step, the simulator learns the order of the units.
+    At most three micro-batches are simulated. The micro-batches between the first and the last are alike, so their
+    bytes and seconds are extrapolated. A preceding step lets the schedules of gathers learn the order of the units.
     """
     step.learn_order()
     if micro_batches <= SIMULATED_MICRO_BATCHES:
@@ -721,14 +723,14 @@ def measure(step: StepSimulator, micro_batches: int) -> SimulatedStep:
 
 
 def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: DilocoPlan) -> tuple[int, int]:
-    """Return the largest size of DiLoCo's messages that are in flight during an optimizer step.
+    """Return the most bytes of DiLoCo's messages, with outer gradients, that are in flight during an optimizer step.
 
     Args:
         fragments: outer weights of DiLoCo, by fragment.
         plan: plan of DiLoCo, with the delay between sending and merging.
 
     Returns:
-        bytes of these messages, and the index of the fragment that was sent last at this moment.
+        bytes of these messages; and the index of the fragment that is sent as the last of them.
     """
     sizes = [sum(unit.sent_bytes for unit in fragment) for fragment in fragments]
     count = math.ceil(plan.delay * plan.fragments / plan.steps)
@@ -736,7 +738,7 @@ def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: DilocoPlan) -
 
 
 def summed(*parts: tuple[int, TrafficTable]) -> TrafficTable:
-    """Return the linear combination of traffic tables, given as (factor, table) pairs, without entries of zero."""
+    """Return the sum of factor x table over (factor, table) pairs, for tables of calls and bytes, without zeros."""
     found: dict[tuple[str, str, str], Traffic] = {}
     for times, table in parts:
         for key, traffic in table.items():

@@ -62,7 +62,7 @@ FREE = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strid
 
 @dataclass
 class TraceSegment:
-    """Operations and memory of one segment of the model (embedding, layer or head), in forward or backward.
+    """Traced operations and memory of one segment of the model (embedding, layer or head), in forward or backward.
 
     Attributes:
         operations: matrix products, passes over memory and collectives, in order.
@@ -78,7 +78,7 @@ class TraceSegment:
 
 
 class Trace(NamedTuple):
-    """Trace of one micro-batch on one tensor-parallel rank.
+    """Trace of a model's forward and backward of one micro-batch on one tensor-parallel rank, for the planner.
 
     Attributes:
         segments: segments by (FORWARD or BACKWARD, index); index 0 is the embedding, 1 to n the layers, n + 1 the head.
@@ -108,7 +108,7 @@ class Trace(NamedTuple):
 
 
 class TraceInputs(NamedTuple):
-    """Inputs of a trace in addition to the model's config.
+    """Inputs of the planner's trace of a model, in addition to the model's config.
 
     Attributes:
         vocab_size: number of tokens in the vocabulary, without padding.
@@ -143,7 +143,7 @@ class TraceInputs(NamedTuple):
 
 
 def trace_on_rank(spec: ModelSpec, layout: Layout, **inputs: Any) -> Trace:
-    """Trace one micro-batch of a run's model on one rank.
+    """Trace the forward and backward of a run's model for one micro-batch on one rank.
 
     Args:
         spec: model and precision of the run.
@@ -158,7 +158,7 @@ def trace_on_rank(spec: ModelSpec, layout: Layout, **inputs: Any) -> Trace:
 
 @functools.cache
 def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
-    """Trace one micro-batch of a model. The result is cached for calls with equal arguments.
+    """Trace the forward and backward of a model for one micro-batch. Calls with equal arguments share one result.
 
     Layers do not depend on the vocabulary. The embedding and the head do not depend on the recomputation and the expert
     parallelism of the layers. Tracing the head takes most of the time, because the head loops over the vocabulary in
@@ -199,7 +199,7 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
     # For each layer of the model, the traced layer that has the same parameters
     kinds = [int(mixed and config.has_experts(index)) for index in range(config.layers)]
     (units, experts), (frozen, _) = (_units(model, kinds, trained=trained) for trained in (True, False))
-    first_layer = functools.partial(re.sub, r"^layers\.\d+\.", "layers.0.")  # maps a name to the name in layer 0
+    first_layer = functools.partial(re.sub, r"^layers\.\d+\.", "layers.0.")  # name of the same parameter in layer 0
     partial = {first_layer(name) for name in partial_parameters(model)}
     exact = {first_layer(name) for name, _, _, spec in owned_parameters(model) if spec.exact}
     # With --recompute-method block, layer 0 was traced with recomputation and layer 1 without it. `like` has for each
@@ -235,13 +235,16 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
 def record_segments(
     shape: GPTConfig, inputs: TraceInputs, share: float, *, with_head: bool
 ) -> tuple[dict[tuple[str, int], TraceSegment], GPTModel]:
-    """Run a micro-batch of a model of few layers on the meta device, and return its recorded segments and the model.
+    """Run a micro-batch of a model with at most three layers on the meta device, and record its operations and memory.
 
     Args:
-        shape: config of the model of few layers.
+        shape: config of this model.
         inputs: sizes of batch and parallelism, and further inputs of the trace.
         share: fraction of the S x S attention scores that is computed, see `FusedAttention`.
         with_head: True to run the output layer and the loss; False to replace them by a sum of the hidden states.
+
+    Returns:
+        the recorded segments by (FORWARD or BACKWARD, index), and the model.
     """
     # ---- model
     recorder, documents, size = TraceRecorder(), inputs.documents, inputs.micro_batch_size
@@ -272,7 +275,7 @@ def record_segments(
         mask = torch.empty(size, inputs.seq_length)
 
     def head(model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor | None) -> torch.Tensor:
-        """Return the sum of the losses, or of the hidden states without the head, for the traced backward."""
+        """Return the scalar whose backward is traced: the sum of the losses, or of the hidden states."""
         if with_head:
             losses, _ = model.token_losses(x, tokens, with_entropy=inputs.with_entropy)
             loss = (losses * mask).sum()
@@ -354,11 +357,11 @@ class TraceRecorder(TorchDispatchMode):
         super().__init__()
         self.segments: dict[tuple[str, int], TraceSegment] = defaultdict(TraceSegment)
         self._now = self.segments[FORWARD, 0]
-        self._live = self._before = 0  # bytes of all live storages, now and at the beginning of the segment
+        self._live = self._before = 0  # bytes of all live storages, now and when the current segment began
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # live storages that are counted
 
     def watch(self, model: GPTModel) -> None:
-        """Register hooks on `model` that start each segment's recording, and that count gradients."""
+        """Register hooks on `model` that start the recording of each segment, and that count the bytes of gradients."""
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             parameter.register_post_accumulate_grad_hook(self._accumulated)
         for index, module in enumerate([model.embedding, *model.layers]):
@@ -380,10 +383,10 @@ class TraceRecorder(TorchDispatchMode):
         self._now.operations.append(Operation("matrix", touched, m, n, k, batch))
 
     def enter(self, key: tuple[str, int], *_: object) -> None:
-        """Let the segment (FORWARD or BACKWARD, index) receive all operations and memory from now on.
+        """Begin a segment of the model, to which operations and memory are added until the next call.
 
         Args:
-            key: key of the segment in `segments`. A segment that has been entered before is continued.
+            key: (FORWARD or BACKWARD, index) of the segment. A segment that was begun before is continued.
         """
         self._now.kept += self._live - self._before
         self._now, self._before = self.segments[key], self._live
@@ -392,9 +395,9 @@ class TraceRecorder(TorchDispatchMode):
         self._now.gradients += parameter.nbytes
 
     def _leaving(self, index: int) -> Callable[..., None]:
-        """Return a forward hook for the module of segment `index`, which enters the next forward segment.
+        """Return a forward hook for the module of segment `index`, which begins the next forward segment.
 
-        When the gradient of the module's output arrives in backward, the hook enters the backward segment `index`.
+        The hook also lets the backward segment `index` begin when the gradient of the module's output arrives.
         """
 
         def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -469,10 +472,10 @@ class TraceRecorder(TorchDispatchMode):
 
 
 class _Done(NamedTuple):
-    """Record of an operation, from which `TraceRecorder` answers equal operations.
+    """Record of an operation of torch, from which `TraceRecorder` gets the cost and the result of equal operations.
 
     Attributes:
-        operation: operation to add to the segment; None for an operation that takes no time.
+        operation: cost of the operation, to add to the current segment; None for an operation that takes no time.
         like: size, stride and dtype of the result; None if the operation returns its first argument.
     """
 
@@ -485,7 +488,7 @@ _DONE: dict[Any, _Done] = {}  # records of the operations of all traces, by func
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    """Return True if an operation of torch returns views of its arguments, which take no memory and no time."""
+    """Return True if an operation of torch returns views of its arguments, which cost neither memory nor time."""
     return bool(func.is_view)
 
 
@@ -506,7 +509,8 @@ class FusedAttention(TorchFunctionMode):
 
     Args:
         recorder: recorder of operations and memory.
-        repeats_groups: True if keys and values are repeated for each query head, as CUDA's kernels need with a mask.
+        repeats_groups: True if keys and values are repeated for each query head, because CUDA's kernels with a mask
+            need as many heads of keys and values as of queries.
         share: fraction of the S x S scores that is computed without a mask, as the mean over the layers.
     """
 
@@ -542,7 +546,7 @@ class FusedAttention(TorchFunctionMode):
         return self._attend(q, k, v, mask=None).transpose(1, 2).flatten(0, 1)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None) -> Any:
-        """Record the products and memory of attention; return a meta tensor [B, heads, S, D] for its output.
+        """Record the matrix products and memory of attention, and return a meta tensor [B, heads, S, D] as its output.
 
         The simulated kernel keeps inputs, output, mask and one fp32 number per query for backward.
 

@@ -38,12 +38,12 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "hpZ": {"zero_hpz_partition_size": "auto"},
     "qgZ": {"zero_quantized_gradients": True},
     "--zeropp": {"zeropp": True},
-    # the two formats of weights, which `schemes` compares only for 16-bit weights
+    # The last two compare formats of weights between nodes, and exist only for 16-bit weights.
     INT8: {"zeropp": True, "zero_weight_bits": None, "zero_weight_delta": "none"},
     LOSSLESS: {"zeropp": True, "zero_weight_delta": "lossless"},
 }
-SEARCHED = ("ZeRO-3", "HSDP", "--zeropp")  # schemes that the search tries in addition to the run's own
-MICRO_BATCHES = (1, 2, 4, 8, 16)  # micro-batch sizes that the search tries
+SEARCHED = ("ZeRO-3", "HSDP", "--zeropp")  # schemes that the search for the fastest flags tries besides the user's own
+MICRO_BATCHES = (1, 2, 4, 8, 16)  # micro-batch sizes that the search for the fastest flags tries
 USUAL_STEPS = 30  # value of --diloco-steps that the report compares if the run has no local steps
 Recompute = Literal["selective", "full"] | None
 # Values of --recompute-granularity, from the one with most memory and least computation to the opposite
@@ -62,7 +62,7 @@ def changed(config: RunConfig, **parts: dict[str, Any]) -> RunConfig:
 
 
 def for_planning(config: RunConfig, asked_by: str) -> RunConfig:
-    """Return the flags of a run for an estimate: with --mock-data if they name no data, because an estimate reads none.
+    """Return a run's flags for an estimate, which reads no data: with --mock-data if the flags name no data.
 
     Args:
         config: flags of the run.
@@ -79,7 +79,7 @@ def for_planning(config: RunConfig, asked_by: str) -> RunConfig:
 
 
 def as_one_job(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, Cluster]:
-    """Return the flags of an elastic DiLoCo run as one job, and the cluster of all of its jobs together.
+    """Return the flags of an elastic DiLoCo run as one job, and the cluster of all of its jobs, for an estimate.
 
     Args:
         config: flags of one job of the run.
@@ -94,7 +94,10 @@ def as_one_job(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, Cluster]
 
 
 def schemes(config: RunConfig) -> dict[str, RunConfig]:
-    """Return the flags of a run without local steps for each sharding scheme, by the scheme's name."""
+    """Return the flags of a run with each sharding scheme and without local steps (DiLoCo), by the scheme's name.
+
+    The schemes that compare formats of weights are left out if the run does not compute in 16 bits.
+    """
     bits = 8 * config.precision.param_dtype.itemsize
     alone = config.with_section(DilocoConfig())
     return {
@@ -133,10 +136,10 @@ def with_recompute(config: RunConfig, granularity: Recompute) -> RunConfig:
 
 
 def with_batch(config: RunConfig, cluster: Cluster, micro_batch_size: int) -> RunConfig:
-    """Return the flags of a run with another micro-batch size, and the nearest global batch size that fits.
+    """Return the flags of a run with another micro-batch size, and the nearest possible global batch size.
 
-    The global batch is a multiple of the micro-batch size times the data ranks. The micro-batch is made smaller if the
-    run's global batch has fewer samples per data rank.
+    The global batch size is a multiple of the micro-batch size times the number of data ranks. If the run's global
+    batch has fewer samples per data rank than `micro_batch_size`, the micro-batch gets this number of samples.
     """
     batches, data = config.batches, cluster.world_size // _ranks_of_a_sample(config)
     total = batches.global_batch_size or micro_batch_size * data
@@ -147,9 +150,9 @@ def with_batch(config: RunConfig, cluster: Cluster, micro_batch_size: int) -> Ru
 
 
 def with_context(config: RunConfig, cluster: Cluster, cp: int, seq_length: int, micro_batch_size: int) -> RunConfig:
-    """Return the flags of a run with `cp` context-parallel ranks, samples of `seq_length` tokens and a fitting batch.
+    """Return the flags of a run with `cp` context-parallel ranks, and samples of `seq_length` tokens.
 
-    The batch sizes result from `with_batch` for `micro_batch_size`.
+    The micro-batch has `micro_batch_size` samples if the global batch is large enough (`with_batch`).
     """
     longest = config.model.max_position_embeddings
     sized = changed(
@@ -179,7 +182,7 @@ def _ranks_of_a_sample(config: RunConfig) -> int:
 
 
 class Choice(NamedTuple):
-    """Candidate of the search for the fastest flags.
+    """Candidate of the search for the fastest flags: a variant of the user's run, with its estimate.
 
     Attributes:
         flags: flags to append to the user's command line to get the candidate; "" if the candidate is the user's run.
@@ -193,7 +196,7 @@ class Choice(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """True if the candidate's flags are valid and it fits into memory."""
+        """True if the candidate's flags are valid, and the estimated memory fits into device and host memory."""
         return self.estimate is not None and self.estimate.fits
 
     @property
@@ -208,18 +211,20 @@ class Choice(NamedTuple):
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Sorting key: candidates that fit come first, the fastest at the front; others follow, the smallest first."""
+        """Sorting key: first candidates that fit into memory, by falling speed; then the others, by rising memory."""
         size = self.estimate.gigabytes if self.estimate else math.inf
         return not self.fits, -self.speed if self.fits else size
 
 
 def search(estimator: Estimator, config: RunConfig) -> list[Choice]:
-    """Estimate the run with every scheme, tensor-parallel size and micro-batch size; return the candidates, best first.
+    """Estimate the user's run with other flags, and return the candidates, the fastest that fits into memory first.
 
-    If the model has experts, the best candidate of each scheme and tensor-parallel size is also estimated with every
-    other expert-parallel size. More recomputation is tried only while the previous candidate does not fit. The local
-    axis is not searched: it always has all ranks in a node, or NVLink domain, that differ in their data. Training
-    states in host memory are tried only if no other candidate fits.
+    The candidates combine sharding schemes, tensor-parallel sizes, micro-batch sizes and recomputation.
+    If the model
+    has experts, the best candidate of each scheme and tensor-parallel size is also estimated with every other
+    expert-parallel size. More recomputation is tried only while a candidate does not fit into memory. The size of the
+    local axis is not varied, because it always has all data-parallel ranks of a node or NVLink domain. Training states
+    in host memory are tried only if no other candidate fits into memory.
     """
     choices = _candidates(estimator, config, config)
     if not any(choice.fits for choice in choices) and estimator.cluster.host is not None:
@@ -231,7 +236,7 @@ def search(estimator: Estimator, config: RunConfig) -> list[Choice]:
 
 
 def _candidates(estimator: Estimator, given: RunConfig, config: RunConfig) -> list[Choice]:
-    """Return the search's candidates for all schemes and parallel sizes.
+    """Return the candidates of the search for all schemes and parallel sizes, with or without states in host memory.
 
     Args:
         estimator: estimator of the candidates.
@@ -259,11 +264,16 @@ def flags_between(given: RunConfig, other: RunConfig) -> str:
 
 
 def _batch_sizes(estimator: Estimator, given: RunConfig, config: RunConfig) -> list[Choice]:
-    """Return the search's candidates that have the flags `config`, but each micro-batch size and some recomputations.
+    """Return candidates with every micro-batch size, and with as much recomputation as a size needs to fit into memory.
 
-    A larger micro-batch needs more memory, so it is not tried with less recomputation than the previous size needed.
-    The exception follows a size with at most two micro-batches per step: the next size may leave a single micro-batch,
-    which needs no memory for sums of gradients over micro-batches.
+    A larger micro-batch needs more memory, so the search does not try less recomputation than the previous size needed.
+    There is one exception: if the previous size had two micro-batches per step, the next size has one, which needs no
+    memory for sums of gradients over micro-batches.
+
+    Args:
+        estimator: estimator of the candidates.
+        given: flags of the user's run, relative to which `Choice.flags` is given.
+        config: flags of the candidates except for micro-batch size and recomputation.
     """
     choices, granularities = list[Choice](), RECOMPUTE
     for size in MICRO_BATCHES:
@@ -280,15 +290,15 @@ def _batch_sizes(estimator: Estimator, given: RunConfig, config: RunConfig) -> l
 def _other_expert_sizes(
     estimator: Estimator, given: RunConfig, config: RunConfig, choices: list[Choice]
 ) -> list[Choice]:
-    """Return candidates with other expert-parallel sizes than `config`, whose flags otherwise equal the best choice's.
+    """Return candidates with other expert-parallel sizes; their other flags are those of the best of `choices`.
 
     The list is empty for a model without experts, and with local steps, which support only size 1.
 
     Args:
         estimator: estimator of the candidates.
         given: flags of the user's run, relative to which `Choice.flags` is given.
-        config: flags from which `choices` were made.
-        choices: candidates with different micro-batch sizes and recomputation.
+        config: flags of `choices` except for micro-batch size and recomputation.
+        choices: candidates that differ in micro-batch size and recomputation.
     """
     best, experts = min(choices, key=lambda choice: choice.order), config.model.num_experts
     if best.estimate is None or experts is None or config.section(DilocoConfig).asked:
@@ -303,7 +313,7 @@ def _other_expert_sizes(
 
 
 def _searched(config: RunConfig, cluster: Cluster) -> list[RunConfig]:
-    """Return the flags of the run with each scheme of the search, and at the end the unchanged flags.
+    """Return the flags of a run with each sharding scheme that the search tries, and at the end the unchanged flags.
 
     With local steps (DiLoCo) each replica group shards one copy of the model. The schemes then differ only if a group
     has several nodes, and HSDP is left out.
@@ -326,7 +336,7 @@ def _has_wide_replica_groups(diloco: DilocoConfig, cluster: Cluster) -> bool:
 def _recomputations(
     estimator: Estimator, given: RunConfig, config: RunConfig, size: int, granularities: tuple[Recompute, ...]
 ) -> list[Choice]:
-    """Return candidates with more and more recomputation, up to the first that fits or has invalid flags.
+    """Return candidates with more and more recomputation, up to the first that fits into memory or has invalid flags.
 
     Args:
         estimator: estimator of the candidates.
