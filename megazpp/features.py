@@ -30,7 +30,10 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 
 def _load_features() -> tuple[Feature, ...]:
-    """Return the `FEATURE` of each feature.py in the order of `NEEDS`, without features that need a missing one."""
+    """Import the feature.py of each optional feature, and return their `FEATURE` objects in the order of `NEEDS`.
+
+    A feature is left out if another feature that it needs has been removed.
+    """
     folder = Path(__file__).parent
     names = [name for name in NEEDS if _is_complete(name) and (folder / name / "feature.py").exists()]
     return tuple(import_module(f"megazpp.{name}.feature").FEATURE for name in names)
@@ -41,5 +44,5 @@ def _is_complete(name: str) -> bool:
     return name in NEEDS and all(_is_complete(needed) for needed in NEEDS[name])
 
 
-# Optional features that extend pretraining: the `FEATURE` of each feature.py
+# Optional features that extend pretraining through their feature.py
 FEATURES = _load_features()

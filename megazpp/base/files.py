@@ -61,9 +61,9 @@ def cause(error: BaseException) -> str:
 
 
 def encoding_problem(text: str) -> str | None:
-    """Return why a file in the locale's encoding cannot contain `text`, for a message that begins with its origin.
+    """Return the reason why a file in the locale's encoding cannot contain `text`; None if the file can contain it.
 
-    None: the file can contain the text. The text is a path or a flag's value, which the records of a run contain.
+    The text is a path or a flag's value, which the files with the records of a run have to contain.
     """
     encoding = locale.getpreferredencoding(False)
     try:

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 DEFAULT = "default"
 COMMAND_LINE = "command line"  # origin of flags that the user has typed
 CHECKPOINT = "checkpoint"  # origin of flags that a checkpoint has set
-_WIDEST = 60  # largest number of characters to which the log pads a flag before its origin
+_WIDEST = 60  # the log pads a flag and its value to at most this many characters before the origin
 
 
 class FlagSpec(NamedTuple):

@@ -63,7 +63,7 @@ def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
             try:
                 return main(words) or 0
             finally:
-                sys.stdout.flush()  # a closed pipe raises here, not later at interpreter exit
+                sys.stdout.flush()  # if the reader of a pipe has exited, this raises here, not at interpreter exit
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_READER_GONE

@@ -168,7 +168,7 @@ class RunConfig:
         return detect_cluster(world_size, self.cluster, env, tp=tp, distinguishes_nodes=nodes)
 
     def states(self) -> type[DeviceStates] | None:
-        """Return a feature's class for training states that are not on the device; None if they are on the device."""
+        """Return the class by which a feature keeps training states off the device; None if no feature does this."""
         return next((found for feature in self.features if (found := feature.states(self)) is not None), None)
 
     def model_spec(self, vocab_size: int, wire: CommPlan) -> ModelSpec:
@@ -199,7 +199,7 @@ def _values(parts: Iterable[Any]) -> dict[str, Any]:
 class ShowConfig:
     """Information.
 
-    Flags that print information instead of training. The first line above is the title of these flags in --help.
+    Flags that print information instead of training. The docstring's first line is the title of these flags in --help.
     """
 
     print_config: bool = flag(False, "print every flag with its value and origin, and stop", common=True)
@@ -262,7 +262,7 @@ class ParsedRun(NamedTuple):
     def check_needs(self) -> None:
         """Raise a ValueError for set flags that lack effect, because the flag that they need (`FlagSpec.needs`) is off.
 
-        A program calls this after a checkpoint has completed the flags, because a checkpoint may turn such a flag on.
+        A program calls this after a checkpoint has completed the flags, as a checkpoint may turn the needed flag on.
         """
         check_needs(self.parts, self.origins)
 
@@ -273,13 +273,13 @@ class ParsedRun(NamedTuple):
 
 
 def run_configs() -> dict[str, type]:
-    """Return the config classes of the core, by field name of `RunConfig`."""
+    """Return the config classes with the flags of the core, by field name of `RunConfig`, in the order of --help."""
     hints = typing.get_type_hints(RunConfig)
     return {name: kind for name, kind in hints.items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
 
 
 def section_configs(features: Sequence[Any]) -> list[type]:
-    """Return the config classes of the features that have flags."""
+    """Return the classes of the configs with the flags of optional features, one for each feature that has flags."""
     return [feature.config for feature in features if feature.config is not None]
 
 

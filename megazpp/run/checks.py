@@ -111,7 +111,7 @@ def plan_model(
     # ---- communication
     lossless = weight_delta is not None and weight_delta.lossless
     wire = plan_comm(config.zero, layout, config.precision.param_dtype, lossless=lossless)
-    wire_backends(wire, device_type)  # raises ValueError if the device cannot quantize
+    wire_backends(wire, device_type)  # called for its ValueError: the device may not support block quantization
     notices = (*layout.cluster.notices, *layout.notices, *products, *wire.notices)
     if weight_delta is not None and config.zero.chooses_weight_delta and wire.gather is not None:
         notices += (weight_delta.describe(),)
@@ -123,7 +123,7 @@ def plan_run(
     cluster: Cluster,
     *,
     device_type: str,
-    start: TrainingProgress = TrainingProgress(),  # noqa: B008, immutable
+    start: TrainingProgress = TrainingProgress(),  # noqa: B008, the default is immutable
     weight_delta: WeightDelta | None = None,
 ) -> RunPlan:
     """Check all flags together and return the plan of the run, without creating process groups, files or tensors.
@@ -188,7 +188,7 @@ def plan_run(
     if (interval := config.checkpoint.save_interval) is not None and not saves:
         notices += (f"--save-interval {interval} without --save FOLDER: no checkpoints are saved",)
     left = batches.dataset_samples - batches.total_samples
-    if left > 0 and batches.start_iteration > 0:  # a run that starts anew drops them without a notice, as Megatron-LM
+    if left > 0 and batches.start_iteration > 0:  # a new run drops them without a notice, as Megatron-LM does
         notices += (
             f"--train-samples {config.batches.train_samples}: the last {left} are too few for a global batch of "
             f"{batches.batch_size_at(batches.total_samples)}, and no step takes them",

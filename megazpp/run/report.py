@@ -48,7 +48,7 @@ def open_tracker(
     before = None if continued is None else continued.run_dir
     if before is not None and not (Path(before) / FLAGS).is_file():
         before = None
-    held = os.environ.get(RUN_DIR)  # the folder that the launching process has chosen for all restarts of its workers
+    held = os.environ.get(RUN_DIR)  # folder that the launching process chose; restarts do not change it
     folder = RunFolder(tracking.run_dir or before or held or default_run_dir(parsed.name, datetime.datetime.now()))
     if continued is not None and continued.wandb_run_id is not None:
         folder.keep_wandb_run_id(continued.wandb_run_id)
@@ -141,7 +141,7 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool
     save, home = parsed.config.checkpoint.save, Path(megazpp.__file__).parents[1]
 
     def tool(name: str) -> str:
-        """Return the command that runs the program tools/NAME.py of this checkout, or of the installed package."""
+        """Return the shell command that runs the program tools/NAME.py of this checkout or of the installed package."""
         script = home / "tools" / f"{name}.py"
         return f"python {os.path.relpath(script)}" if script.exists() else f"python -m megazpp.tools.{name}"
 

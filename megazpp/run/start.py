@@ -237,7 +237,7 @@ def announced_cluster(config: RunConfig, place: RankInfo) -> Cluster:
 def planned_cluster(config: RunConfig) -> Cluster:
     """Return the nodes and ranks for an estimate that starts no workers, such as --plan.
 
-    They are those of --cluster-file. Without this flag they are the ranks that the command would start for training.
+    These are the nodes and ranks of --cluster-file or, without this flag, the ranks that training would start.
     """
     path = config.cluster.cluster_file
     if path is None:

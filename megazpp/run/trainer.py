@@ -134,7 +134,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
     with user_errors():
         on_one_machine = functools.partial(config.detect_cluster, worker.world_size, {})
         cluster = resolve_cluster(worker, config.cluster, announced, on_one_machine=on_one_machine)
-        find_product(config.model, worker.device)  # checks that the device supports --fp8-format
+        find_product(config.model, worker.device)  # ValueError if the device lacks --fp8-format
         layout = lay_out(config, cluster)
     dims = ParallelDims(layout, device_type=worker.device.type, nccl=config.nccl)
     worker.watchdog.watch(dims)
@@ -196,7 +196,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
             tracker=tracker,
             stops=StopConditions(config.stop),
             opened=opened,
-            profiler=Profiler(config.profiler, context),  # before the model is built, to record all allocations
+            profiler=Profiler(config.profiler, context),  # before the model, to record its allocations
             worker=worker,
         )
 
@@ -348,7 +348,7 @@ class Trainer:
         optimizer = build_optimizer(model, config.optimizer, **settings)
         scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
         losses, flags = LossHistory(), run.parsed.values() | {"zero_weight_delta": plan.weight_delta(config.zero)}
-        rewinds = config.anomalies.loss_spike_action == "rewind"  # a loss spike loads the last checkpoint again
+        rewinds = config.anomalies.loss_spike_action == "rewind"  # after a loss spike, reload the checkpoint
         values = RunValues(optimizer, scaler, losses)
         states = training_parts(model, sharding, optimizer, dims, values, seed=config.launch.seed)
         guard = Guard(
@@ -466,7 +466,7 @@ class Trainer:
         if checkpoint is not None and (checkpoint.source.continues or not self.parts.has_weights):
             with user_errors():
                 start = self.checkpoints.load(checkpoint, run.plan.schedule)
-        # A job that stopped before its first checkpoint also continues its earlier records.
+        # A restarted job continues its earlier records even if it had stopped before its first checkpoint.
         restarted = run.worker.restarts > 0 or (run.config.checkpoint.load and not run.config.checkpoint.finetune)
         if run.tracker is not None and (start.progress.iteration > 0 or restarted):
             run.tracker.resume(start.progress)
@@ -490,7 +490,7 @@ class Trainer:
             return start.progress
 
         # ---- kernels, actions after steps, observers of steps
-        if context.device.type == "cuda":  # kernels for the CPU are compiled before the run
+        if context.device.type == "cuda":  # on the CPU, the kernels are already compiled
             context.log("loading the communication kernels; Triton compiles them once per machine, which takes seconds")
             self.parts.built.sharding.compile_kernels(context.device)
         after, observers = list[AfterStep](), [*self.parts.observers]
