@@ -100,9 +100,10 @@ def distributed_program(main: Callable[[list[str]], int]) -> Callable[..., int]:
 
 
 def facts_of(parsed: ParsedRun) -> dict[str, str]:
-    """Return the flags, versions and environment variables that must be equal on all ranks before they start.
+    """Return everything about a command line that must be equal on all ranks before they start.
 
-    The keys are the names that error messages use, such as "--lr", and the values are texts.
+    These are flags, versions, environment variables, and the content of --cluster-file. The keys are the names that
+    error messages use, such as "--lr", and the values are texts.
     """
     path = parsed.config.cluster.cluster_file
     cluster = {} if path is None else {f"the cluster of --cluster-file {path}": str(read_cluster(path))}
