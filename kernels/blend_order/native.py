@@ -16,8 +16,8 @@ import numpy.typing as npt
 from megazpp.kernels.c_library import find_c_library
 
 library = partial(find_c_library, Path(__file__).with_name("native.c"))
-AT_ONCE = 16  # padding of arrays that native.c expects; equal to AT_ONCE in native.c
-NARROW = 128  # most groups of datasets that are all compared for each sample; with more, only candidates are compared
+AT_ONCE = 16  # elements by which arrays are longer than their content, because native.c reads AT_ONCE elements at once
+NARROW = 128  # most groups of datasets that C compares for each sample; with more groups it compares only candidates
 
 
 class _Plan(Structure):

@@ -30,6 +30,6 @@ class PythonPlanner:
         """
         for index in range(len(datasets)):
             behind = self._shares * max(first + index, 1) - self._taken
-            chosen = int(behind.argmax())  # the first dataset in a tie
+            chosen = int(behind.argmax())  # the dataset furthest behind its share; argmax takes the first in a tie
             datasets[index], numbers[index] = chosen, self._taken[chosen]
             self._taken[chosen] += 1.0

@@ -69,14 +69,14 @@ def pack(
         ValueError: a shape, dtype, stride or device does not match, or both errors and base are given.
     Source: ZeRO++ sections 3.1 and 3.3 (qwZ, qgZ). Rounding is half to even.
     """
-    # ---- repeat an equal launch without checks
+    # ---- on CUDA, repeat an earlier launch with equal shapes, strides and dtypes without checking the arguments again
     implementation = _implementation(x)
     given = [x, messages, *(() if errors is None else (errors.messages,)), *(() if base is None else (base,))]
     launch = _launch_of(implementation, given, None if errors is None else errors.table, float(beta))
     if _repeated(table, launch, given):
         return
 
-    # ---- check the arguments
+    # ---- check shapes, dtypes, strides and devices of the arguments
     _check_data("x", x, table)
     lead = x.shape[:-1]
     _check_messages("messages", messages, lead, table, x.device)
@@ -101,7 +101,7 @@ def pack(
             )
         base = _two_leads(base)
 
-    # ---- compute
+    # ---- quantize with the implementation for this device, and store how to repeat the launch
     if x.numel() and implementation is not None:
         repeat = implementation.pack(_two_leads(x), table, _two_leads(messages), errors, base, float(beta))
         if launch is not None and repeat is not None:
@@ -211,7 +211,7 @@ def _implementation(tensor: Tensor) -> ModuleType | None:
     if device_type == "cpu":
         return reference if native.library().missing else native
     if device_type != "cuda" or TRITON is None:
-        backend(device_type)  # raises the error that says which package is missing
+        backend(device_type)  # raises ValueError: Triton is not installed, or the device type is not supported
     return TRITON
 
 

@@ -147,7 +147,8 @@ def _integers_and_scale(values: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tenso
     inverse = torch.where(usable, 1 / scale, 0.0).unsqueeze(-1)
     quotient = torch.where(usable.unsqueeze(-1), values, 0.0) * inverse
     beyond = 1 << (fmt.bits - 1)
-    return quotient.round().clamp(-beyond, beyond - 1), scale  # `round` is half to even; int8 never needs the clamp
+    # `round` rounds half to even. Only int4 needs the clamp, because int8's scale is rounded up and clips nothing.
+    return quotient.round().clamp(-beyond, beyond - 1), scale
 
 
 def _scale(values: Tensor, fmt: BlockFormat) -> Tensor:
@@ -155,7 +156,7 @@ def _scale(values: Tensor, fmt: BlockFormat) -> Tensor:
 
     The scale is NaN if the block contains NaN or Inf, and 0 if it would be subnormal. `BlockFormat` has the formulas.
     """
-    peak = values.abs().amax(-1)  # NaN if the block contains NaN
+    peak = values.abs().amax(-1)  # the largest magnitude of each block; NaN if the block contains NaN
     if fmt.bits == 8:
         scale = _round_up_to_bf16(peak * _constant(1 / 127, peak))
     else:

@@ -141,7 +141,7 @@ def _pack_kernel(
     With AVERAGE the error that is stored for the next call is `rest` times the new error plus `beta` times the earlier
     one.
     """
-    # ---- this program's row and tile
+    # ---- move all pointers to this program's row, and load the place of its tile
     a, b = _row()
     x += a * x_a + b * x_b
     base += a * base_a + b * base_b
@@ -150,7 +150,7 @@ def _pack_kernel(
     start, left, payload, scales = _place(table)
     payload = _wide(payload)
     is_wide = (left >= _TILE) & (start % 16 == 0)
-    # ---- copy or quantize it
+    # ---- copy the tile if it is unquantized, otherwise quantize it
     if scales < 0:
         if is_wide:
             _pack_exact(x, messages, _wide(start), left, payload, EXACT, True)
@@ -185,7 +185,7 @@ def _quantize(
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Quantize one tile of x into its message, and replace its quantization errors in the buffer if FEEDBACK."""
-    # ---- load
+    # ---- load the elements of x, subtract the base, and add the stored quantization errors
     low, high = tiles.load_data(x + start, left, BLOCK, WHOLE)
     if BASE:
         base_low, base_high = tiles.load_data(base + start, left, BLOCK, WHOLE)
@@ -196,13 +196,13 @@ def _quantize(
         error_low, error_high = tiles.load_quantized(error, error_scales, left, 8, BLOCK, WHOLE)
         low += error_low
         high += error_high
-    # ---- quantize and store
+    # ---- quantize the tile, and store integers and scales in the message
     scale, inverse, finite = tiles.block_scales(low, high, BITS, BLOCK, CLIP)
     shifted_low = tiles.round_shifted(low, inverse, BITS, CLIP)
     shifted_high = tiles.round_shifted(high, inverse, BITS, CLIP)
     tiles.store_integers(messages + payload, shifted_low, shifted_high, finite, left, BITS, BLOCK, WHOLE)
     tiles.store_scales(_bf16(messages + scales), tl.where(finite, scale, float("nan")), left, BLOCK, WHOLE)
-    # ---- the new error, in int8
+    # ---- store the new quantization error, itself quantized to int8, for the next call
     if FEEDBACK:
         low -= tiles.unshift(shifted_low, BITS) * scale[:, None]
         high -= tiles.unshift(shifted_high, BITS) * scale[:, None]

@@ -144,14 +144,15 @@ def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.co
     The tile is given as halves [ROWS, HALF]. Scales are fp32 that is exact in bf16; `BlockFormat` has the formulas. A
     scale that would be subnormal, and the scale of a block with NaN or Inf, is 0 with inverse 0.
     """
-    # ---- the bits of the scale, and its sign
+    # ---- the bits of each block's scale without its sign, and the sign
     if BITS == 8:
         peak = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), axis=1)
         scale = ((peak.to(tl.float32, bitcast=True) * _INVERSE_127).to(tl.int32, bitcast=True) + 0xFFFF) & -65536
         sign = peak * 0
     else:
-        # Read as signed integers, positive floats have the order of their values. Read as unsigned integers, negative
-        # floats are above all others, ordered by magnitude.
+        # The largest and the smallest element, found by comparing bits as integers. Read as signed integers, positive
+        # floats have the order of their values. Read as unsigned integers, negative floats are above all positive ones,
+        # ordered by magnitude.
         highest = tl.maximum(tl.max(tl.maximum(_bits(low), _bits(high)), axis=1), 0)
         lowest = tl.max(tl.maximum(low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)), axis=1)
         lowest = lowest.to(tl.int32, bitcast=True)

@@ -108,7 +108,7 @@ def _place_kernel(
     if own == 0:
         tl.store(counts + numbers, total.to(tl.int64), mask=numbers < num_experts)
         tl.store(ends + numbers, end, mask=numbers < num_experts)
-    # ---- places
+    # ---- sorted position of each row: the first free position of its expert, plus earlier rows of this expert
     place = end - total + before
     for start in range(0, BLOCK, _CHUNK):
         index = own.to(tl.int64) * BLOCK + start + tl.arange(0, _CHUNK)

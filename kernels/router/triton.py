@@ -36,7 +36,9 @@ def route(
     if choice is None:
         choice = empty(tokens, settings.top_k, dtype=torch.int64, device=device)
     weight = empty(tokens, settings.top_k, device=device)
-    sums = empty(num_blocks, batch, 2 * num_experts + 2, device=device)  # choices, shares, z, entropy
+    # For each block of tokens and each sample: how often each expert was chosen [E], the sums of the normalized scores
+    # [E], the sum of logsumexp^2, and the sum of the entropies.
+    sums = empty(num_blocks, batch, 2 * num_experts + 2, device=device)
     data = (logits, choice, weight, sums, logits if bias is None else bias)
     _route_kernel[(num_blocks,)](
         *data, tokens, num_experts, batch, settings.scaling, GIVEN=given, BIASED=bias is not None, **shape
@@ -138,12 +140,12 @@ def _route_kernel(
             best = tl.min(tl.where(largest, expert[None, :], num_experts - 1), axis=1)
             tl.store(place, best.to(tl.int64), mask=token < tokens)
         rank += tl.where(expert[None, :] == best[:, None], k + 1, 0)
-    # ---- factors of the outputs
+    # ---- factors of the chosen experts' outputs
     factors, _ = _factors(x, scores, rank > 0, SIGMOID, PRE_SOFTMAX, TOP_K)
     for k in tl.static_range(TOP_K):
         factor = tl.sum(tl.where(rank == k + 1, factors, 0.0), axis=1) * scaling
         tl.store(weight + token * TOP_K + k, factor, mask=token < tokens)
-    # ---- sums over the block's tokens of each sample
+    # ---- for each sample, sums over this block's tokens: choices, normalized scores, logsumexp^2 and entropies
     shares = scores / tl.sum(scores, axis=1)[:, None] if SIGMOID else scores
     entropy = -tl.sum(tl.where(shares > 0.0, shares * tl.log(tl.where(shares > 0.0, shares, 1.0)), 0.0), axis=1)
     sums += tl.program_id(0).to(tl.int64) * batch * (2 * num_experts + 2)
@@ -241,7 +243,7 @@ def _backward_kernel(
         rank += tl.where(own, k + 1, 0)
         of_factors += tl.where(own, above[:, None], 0.0)
     factors, total = _factors(x, scores, rank > 0, SIGMOID, PRE_SOFTMAX, TOP_K)
-    # ---- gradient of the normalized scores, from the balance loss
+    # ---- gradient of the normalized scores, which comes from the balance loss, and from it the logits' gradient
     sample = (token % batch)[:, None]
     above = tl.load(of_loss + token % batch * stride, mask=token < tokens, other=0.0)[:, None]
     counts = tl.load(chosen + sample * num_experts + expert[None, :], mask=there, other=0.0)

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 256  # weights that are encoded together
+BLOCK = 256  # number of weights per block; the changes of a block are encoded together
 MOST_POSITIONS, DENSE, RAW = 63, 64, 255  # kinds of a block's body: the highest sparse, the lowest dense, the raw one
 MOST_QUOTIENTS = 1024  # most bits of a body's unary quotients; a block that would need more is sent raw
 # For each dtype, the shift and mask that extract a weight's exponent, and an offset that is added to the exponent. It
@@ -85,7 +85,7 @@ def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None
     """
     exponents, offset = _exponents(weights), 0
     for index, (kind, half) in enumerate(zip(kinds.tolist(), halves.tolist(), strict=True)):
-        # ---- the bytes of this block's body
+        # ---- the bytes of this block's body, which follow those of the block before
         block = weights[BLOCK * index : BLOCK * (index + 1)]
         size = 2 * len(block) if kind == RAW else 2 * half
         found = body[offset : offset + size]
@@ -96,11 +96,11 @@ def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None
         sparse = kind <= MOST_POSITIONS
         if sparse and kind == 0:
             continue
-        # ---- changed elements and their Rice parameters
+        # ---- positions of the encoded elements in the block, and their Rice parameters k
         c = int(found[0]) if sparse else kind
         places = found[1 : 1 + kind].long() if sparse else torch.arange(BLOCK, device=found.device)
         k = _parameters(c, exponents[index][places])
-        # ---- values from remainders and quotients
+        # ---- decode the changes z of these elements from the remainders and the unary quotients
         bits = _bits(found[1 + kind :] if sparse else found)
         starts = k.cumsum(0) - k
         remainders = [int(_number(bits[a : a + n])) for a, n in zip(starts.tolist(), k.tolist(), strict=True)]
@@ -108,7 +108,7 @@ def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None
         quotients = ones.diff(prepend=ones.new_tensor([-1])) - 1
         z = torch.zeros(BLOCK, dtype=torch.int64, device=found.device)
         z[places] = (quotients << k) + torch.tensor(remainders, device=found.device) + int(sparse)
-        # ---- new weights from old ones
+        # ---- compute the new weights from the old weights and z
         z = z[: len(block)]
         ordered = order(block.view(torch.int16)).int() + ((z >> 1) ^ -(z & 1))
         block.view(torch.int16).copy_(order(ordered.to(torch.int16)))
@@ -138,11 +138,11 @@ def _body(z: Tensor, exponents: Tensor) -> tuple[int, Tensor]:
         The kind of the body, and its bytes. The kind is RAW, with bytes that the caller replaces, if the block is too
         irregular for both bodies.
     """
-    # ---- c from the mean change of the block
+    # ---- c, the exponent that determines the Rice parameters, from the mean change of the block
     highest = int(exponents.where(exponents < 255, 0).max())
     total = int(((z.long() << 6) >> (highest - exponents).clamp(0, 31)).sum())
     c = min(max(highest + ((total >> 3) * 5).bit_length() - 14, DENSE), RAW - 1)
-    # ---- the dense and the sparse body
+    # ---- candidates for the block's body: raw (its bytes only count by their number), dense, sparse
     device = z.device
     found = [(RAW, torch.zeros(2 * BLOCK, dtype=torch.uint8, device=device))]
     places = z.nonzero()[:, 0]

@@ -210,7 +210,7 @@ def _place_kernel(
         if kind == _RAW:
             _put(words, begin + 16 * lane, after & 0xFFFF, 16, 2 * lane < length)
         else:
-            # ---- positions of the changed elements
+            # ---- in a sparse body, write c and the positions of the changed elements
             sparse = kind <= _MOST_POSITIONS
             taken = z + tl.where(sparse, 0, 1) > 0
             if sparse:
@@ -218,7 +218,7 @@ def _place_kernel(
                 rank = tl.cumsum(taken.to(tl.int32), 0) - 1
                 _put(words, begin + 8 * (1 + rank), lane, 8, taken)
                 begin += 8 * (1 + kind)
-            # ---- remainders, then quotients
+            # ---- write the low k bits of all values (remainders), then the unary quotients
             value = z - sparse.to(tl.int32)
             k = tl.where(taken, _parameters(c, exponent), 0)
             _put(words, begin + tl.cumsum(k, 0) - k, value & ((1 << k) - 1), k, taken & (k > 0))
