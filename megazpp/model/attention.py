@@ -126,23 +126,23 @@ class SelfAttention(nn.Module):
                 without a cache.
             norm: norm of the layer's input, which backward may recompute; None without a norm before attention.
         """
-        # ---- queries, keys and values
+        # ---- project the layer's input to queries, keys and values
         qkv = normed(norm, x, then=self.qkv, recompute=self.recompute_norm)
         seq, batch = qkv.shape[:2]
         heads = qkv.view(seq, batch, self.groups, self.queries_per_group + 2, self.head_size)
         q, k, v = heads.split((self.queries_per_group, 1, 1), dim=3)
-        q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)  # [S, B, heads or groups, D]
+        q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)  # q is [S, B, heads, D], k and v are [S, B, groups, D]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if inputs.rotary is not None:
             q, k = rotate(q, *inputs.rotary), rotate(k, *inputs.rotary)
             if self.q_norm is None and not self.context_parallel and torch.is_grad_enabled():
                 v = v.contiguous()  # autograd saves v for backward, and a view would keep all of `qkv` in memory
-        # ---- keys and values of earlier tokens
+        # ---- store new keys and values in the cache, and get those of earlier tokens
         if cache is not None:
             assert inputs.places is not None, "a key-value cache needs `places`, the positions of the new tokens"
             k, v = cache.extend((k, v), inputs.places, inputs.mask)
-        # ---- attention, with all tokens of some heads on each context-parallel rank
+        # ---- attention; for it each context-parallel rank gets all tokens of some heads
         if self.context_parallel:
             q, k, v = heads_for_tokens(q, k, v, self.cp)
         when, draws, in_graph = self.recompute_core, self.dropout > 0.0, self.qkv.tp.size == 1
@@ -163,7 +163,7 @@ class SelfAttention(nn.Module):
         """
         if inputs.document_starts is not None:
             return self._inside_documents(q, k, v, inputs.document_starts)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [B, heads, S, D]
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # from [S, B, heads, D] to [B, heads, S, D]
         dropout = self.dropout if self.training else 0.0
         if inputs.mask is not None:
             out = masked_attention(q, k, v, inputs.mask, dropout=dropout, scale=self.scale)
@@ -183,7 +183,7 @@ class SelfAttention(nn.Module):
         """
         assert self.document_kernel is not None, "document_starts are set, but this device has no document kernel"
         seq, batch = q.shape[:2]
-        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [B x S, heads, D]
+        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # from [S, B, heads, D] to [B x S, heads, D]
         # The kernel asks for the longest document's length. A row's length is an upper bound; reading the exact length
         # would make the host wait for the device.
         out = self.document_kernel(q, k, v, starts, seq, self.window, self.scale)
@@ -238,7 +238,7 @@ def config_angles(config: GPTConfig, position_ids: torch.Tensor) -> tuple[torch.
     Returns:
         (cos, sin), each [S, B, 1, rotated channels] fp32.
     """
-    # ---- unscaled frequencies [channels / 2], in radians per token
+    # ---- rotary frequencies without scaling, [channels / 2] in radians per token
     channels, device, factor = int(config.head_size * config.rotary_percent), position_ids.device, 1.0
     base: float | torch.Tensor = config.rotary_base
     if config.rope_type == "dynamic":
@@ -249,7 +249,7 @@ def config_angles(config: GPTConfig, position_ids: torch.Tensor) -> tuple[torch.
         base = base * (scale * share - (scale - 1.0)) ** (channels / (channels - 2))
     frequency = base ** -(torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels)
 
-    # ---- scaled frequencies
+    # ---- at most one of the ways to scale the rotary frequencies for longer contexts
     if config.rotary_seq_len_interpolation_factor is not None:
         frequency = frequency / config.rotary_seq_len_interpolation_factor
     if config.rope_scaling is not None:
@@ -258,8 +258,8 @@ def config_angles(config: GPTConfig, position_ids: torch.Tensor) -> tuple[torch.
         frequency = yarn_frequencies(frequency, config)
         factor = config.yarn_attention_factor or 1.0 + 0.1 * math.log(config.rotary_scaling_factor)
 
-    # ---- angles
-    angle = position_ids.t().unsqueeze(-1) * frequency  # [S, B, channels / 2]
+    # ---- rotary angles of all positions, [S, B, 1, channels]; both channels of a pair have the same angle
+    angle = position_ids.t().unsqueeze(-1) * frequency
     angle = torch.cat((angle, angle), dim=-1).unsqueeze(2)
     cos, sin = angle.cos(), angle.sin()
     return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)

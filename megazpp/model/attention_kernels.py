@@ -56,7 +56,7 @@ def variable_length(
     options |= {} if scale is None else {"scale": scale}
     sides = (-1 if window is None else window - 1, 0)
     found = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=sides, **options)
-    assert isinstance(found, torch.Tensor)  # a tuple only if the softmax normalizers are requested too
+    assert isinstance(found, torch.Tensor)  # varlen_attn returns a tuple only if asked for the softmax normalizers
     return found
 
 

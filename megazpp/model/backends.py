@@ -236,7 +236,7 @@ def missing_compiler(device_type: str) -> str | None:
     if found is not None and found < _TRITON_CAPABILITY:
         return f"Triton needs compute capability 7.0, not {found[0]}.{found[1]}"
     try:
-        find_compiler()  # a C compiler, which Triton needs for the code that launches its kernels
+        find_compiler()  # Triton needs a C compiler for the code that launches its kernels
     except CLibraryError as error:
         return str(error)
     return None

@@ -25,7 +25,7 @@ from megazpp.tensor_parallel.layers import Product
 Float8Format = Literal["e4m3", "hybrid"]
 
 FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability of GPUs with float8 tensor cores
-MULTIPLE = 16  # all three sizes of a float8 matrix product must be multiples of this
+MULTIPLE = 16  # the three sizes m, n and k of a float8 matrix product must be multiples of this number
 
 
 def float8_product(fmt: Float8Format, *, emulate: bool = False) -> Product:

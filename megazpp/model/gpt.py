@@ -123,7 +123,7 @@ class GPTModel(nn.Module):
         if self.context_parallel:
             assert cache is None, "context parallelism does not support a key-value cache"
             tokens, position_ids = self._part(tokens), self._part(position_ids)
-        # ---- inputs of attention for each kind of layer
+        # ---- masks, rotary angles and documents for attention, for each kind of layer
         if counted is not None:
             numbers = counted.sum(dim=1).clamp(min=1).float()
             counted_of_rank = self._part(counted).t().float(), numbers
@@ -136,7 +136,7 @@ class GPTModel(nn.Module):
                 kind: dataclasses.replace(inputs, mask=shared_mask(inputs.mask, x.dtype))
                 for kind, inputs in by_kind.items()
             }
-        # ---- layers
+        # ---- run the layers, and collect the router losses of layers with experts
         router_losses = []
         for index, layer in enumerate(self.layers):
             x = layer(x, by_kind[self.kinds[index]], None if cache is None else cache.layers[index])
@@ -145,7 +145,7 @@ class GPTModel(nn.Module):
                 x = x[0]
         x = self.final_norm(x)
         x = enter_region(x, self.tp, sequence_parallel=self.settings.sequence_parallel)
-        # ---- result
+        # ---- result: that of the head, the logits, or the losses
         if head is not None:
             return head(self, x, self._summed(router_losses) if router_losses else None)
         return self.logits(x) if labels is None else self.token_losses(x, labels)[0]
@@ -320,7 +320,8 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: GPTConfig, settings: LayerSettings, *, index: int) -> None:
         super().__init__()
-        # Megatron-LM's scaled initialization: the residual stream is the sum of 2 x num_layers outputs
+        # Megatron-LM's scaled initialization of output matrices: the residual stream is the sum of 2 x num_layers
+        # outputs, so their variance is divided by this number.
         output_std = config.init_method_std / math.sqrt(2.0 * config.layers)
         self.recompute, self.settings = config.recomputes_layer(index), settings
         window = config.window if config.has_window(index) else None
@@ -331,7 +332,8 @@ class TransformerLayer(nn.Module):
         self.mlp = self.mlp_class(config, settings, output_std=output_std)
         self.dropout = Dropout(config.hidden_dropout, settings.generator)
         self.norm_after, self.multiplier = config.norm_after_block, config.residual_multiplier
-        # Only the inner function is compiled: FSDP2's hooks and the checkpoint of full recomputation stay outside.
+        # Only the inner function is compiled, because FSDP2's hooks and the checkpoint of full recomputation must stay
+        # outside of compiled code.
         self.run = compile_layer(self._run) if settings.compiled else self._run
 
     def forward(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> Any:

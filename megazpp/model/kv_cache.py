@@ -52,7 +52,8 @@ class KVCache:
             mask_multiple = CUDA_MASK_MULTIPLE if torch.device(device).type == "cuda" and not on_host else 1
         self._multiple = mask_multiple
         self.lengths = [0] * batch
-        self._next = torch.zeros(batch, dtype=torch.int64, device=device)  # `lengths`, as a tensor on the device
+        # The same numbers as `lengths` on the device, where they are the positions of the next tokens.
+        self._next = torch.zeros(batch, dtype=torch.int64, device=device)
         capacity = self._rounded(capacity)
         self.layers = [LayerCache(capacity, on_host=on_host) for _ in range(num_layers)]
 
@@ -84,7 +85,7 @@ class KVCache:
     def add(self, counts: Sequence[int]) -> None:
         """Add `counts[row]` to the length of each row after a forward, whose further tokens in the row were padding."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        if len(set(counts)) == 1:  # a single number needs no copy from host to device
+        if len(set(counts)) == 1:  # equal counts: adding one Python number needs no copy from host to device
             self._next += counts[0]
         else:
             self._next += torch.tensor(counts).to(self._next.device)

@@ -101,12 +101,13 @@ class Experts(nn.Module):
             because FSDP2 attaches a backward hook to it.
         """
         sent, received = routes.rows, routes.received
-        # ---- send rows to their experts and sort them by expert
-        rows = take_rows(x, sent.order, sent.inverse, copies=len(sent.order) // max(len(x), 1))  # [N K, H], by expert
+        # ---- copy tokens into rows [N K, H] sorted by expert, and send the rows to the ranks of their experts
+        rows = take_rows(x, sent.order, sent.inverse, copies=len(sent.order) // max(len(x), 1))
         by_expert = sent
         if self.ep.size > 1:
             sizes = routes.sizes()
-            rows = exchange_rows(rows, self.ep, sizes.send, sizes.receive)  # [R, H], by source, then by expert
+            # The received rows [R, H] are sorted by source rank, then by expert. Sort them by expert.
+            rows = exchange_rows(rows, self.ep, sizes.send, sizes.receive)
             experts = torch.arange(self.num_experts, device=x.device).repeat(self.ep.size)
             if has_values(received):
                 experts = experts.repeat_interleave(received.flatten(), output_size=len(rows))
@@ -114,7 +115,7 @@ class Experts(nn.Module):
                 experts = experts.new_empty(len(rows))
             by_expert = sort_rows(experts, self.num_experts)
             rows = take_rows(rows, by_expert.order, by_expert.inverse)
-        # ---- apply the experts
+        # ---- apply each expert, and its LoRA adapters if there are any, to its rows
         gate, fc1, fc2 = (local(p) for p in (self.gate, self.fc1, self.fc2))
         adapters = {name: each for name, each in self.adapter.items() if isinstance(each, ExpertAdapter) and each.adds}
         if adapters:
@@ -125,7 +126,7 @@ class Experts(nn.Module):
             rows = _grouped_products(rows, gate, fc1, fc2, by_expert.ends, self.gated)
         else:
             rows = _looped_products(rows, gate, fc1, fc2, routes.sizes().rows, self.gated)
-        # ---- send the results back
+        # ---- send the experts' outputs back to the ranks of the tokens
         if self.ep.size > 1:
             rows = take_rows(rows, by_expert.inverse, by_expert.order)
             rows = exchange_rows(rows, self.ep, sizes.receive, sizes.send)
@@ -188,7 +189,7 @@ class MoE(nn.Module):
         parts = whole.tensor_split(tp.size) if splits else [whole]
         mine = parts[tp.rank] if splits else whole
 
-        # ---- route, apply the experts, and combine their outputs
+        # ---- choose experts for each token, apply the experts, and sum their outputs
         if counted is None:
             routing = self.router(mine, kept, length=len(whole) * self.length_factor)
         else:
@@ -197,7 +198,7 @@ class MoE(nn.Module):
         routes = plan_routes(
             routing.choice, self.ep, self.experts.num_experts, kept or Kept(), planned_load=self.planned_load
         )
-        rows = self.experts(mine.flatten(0, 1), routes)  # [N K, H], by expert
+        rows = self.experts(mine.flatten(0, 1), routes)  # outputs of the experts [N K, H], sorted by expert
         y = weighted_sum(routing.weight, rows, routes.rows).view_as(mine)
 
         # ---- sum over tp ranks, after each rank has filled in zeros for the tokens of the other ranks

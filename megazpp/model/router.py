@@ -131,18 +131,18 @@ class Router(nn.Module):
         """
         if counted is None and (kernels := self._kernels(x)) is not None:
             return self._fused(kernels, x, kept or Kept(), length)
-        # ---- scores
-        logits = F.linear(x.float(), local(self.weight).float())  # [S, B, E]
+        # ---- logits and scores of all experts for each token, [S, B, E]
+        logits = F.linear(x.float(), local(self.weight).float())
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(dim=-1)
 
-        # ---- choice
+        # ---- choose K experts for each token, or repeat the choice of the forward in a recomputation
         kept = kept or Kept()
         recomputing = kept.choice is not None
         if kept.choice is None:
             kept.choice = self._ranked(scores.detach(), logits.detach()).topk(self.top_k, dim=-1).indices
         choice = kept.choice
 
-        # ---- totals for the metrics, and losses
+        # ---- normalized scores, with which the totals for the metrics and the losses are computed
         shares = scores / scores.sum(dim=-1, keepdim=True) if self.sigmoid else scores
         if counted is not None:
             shares = shares * counted.unsqueeze(-1)
@@ -270,7 +270,7 @@ class Router(nn.Module):
             chosen = F.one_hot(choice, self.num_experts)
             if counted is not None:
                 chosen = chosen * counted[..., None, None]
-            found = chosen.sum(dim=(0, 2)).float()  # [B, E]
+            found = chosen.sum(dim=(0, 2)).float()  # how often the tokens of each sequence chose each expert, [B, E]
             for axis in self.sequence_axes:
                 found = axis.all_reduce_(found)
             balance = (found * shares.sum(dim=0)).sum(dim=-1) * (self.num_experts / (self.top_k * length * length))
@@ -298,7 +298,7 @@ class Router(nn.Module):
             tokens = counted.sum(dtype=torch.float64)
         counts.scatter_add_(0, choice.flatten(), chosen.flatten())
         sums = shares.sum(dim=(0, 1), dtype=torch.float64)
-        entropy = -torch.xlogy(shares, shares).sum(dtype=torch.float64)  # 0 for an uncounted token
+        entropy = -torch.xlogy(shares, shares).sum(dtype=torch.float64)  # uncounted tokens have shares 0 and add 0
         found = torch.cat([counts, sums, torch.stack([tokens, entropy])])
         self._totals = found if self._totals is None else self._totals + found
 
@@ -369,7 +369,7 @@ def update_expert_bias_(
         factor: 1 to update the biases; 0 for a skipped step, whose counts are only logged.
     """
     own = [totals for router in routers if (totals := router.take_totals()) is not None]
-    totals = sum_over_ranks_(torch.stack(own))  # [layers, 2 E + 2]
+    totals = sum_over_ranks_(torch.stack(own))  # the totals of `Router.take_totals` by layer, [layers, 2 E + 2]
     counts = totals[:, : routers[0].num_experts]
     steps = (counts.mean(dim=1, keepdim=True) - counts).sign().float() * (routers[0].bias_update_rate * factor)
     for router, step, of_router in zip(routers, steps, totals, strict=True):
@@ -404,13 +404,13 @@ def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], t
     stacked = torch.stack([*found.values()])
     rows = (stacked if summed else sum_over_ranks_(stacked)).tolist()
 
-    # ---- metrics of each layer
+    # ---- metrics of each layer with experts, by the layer's number
     by_layer: dict[str, dict[str, float]] = {}
     for name, (*numbers, tokens, entropy) in zip(found, rows, strict=True):
         experts = len(numbers) // 2
         counts, scores, choices = numbers[:experts], numbers[experts:], sum(numbers[:experts])
         if not choices:
-            continue  # the router has counted no token
+            continue  # this layer's router has counted no token, so it has no metrics
         by_layer[name.split(".")[1]] = {
             "max_expert_load": max(counts) * experts / choices,
             "idle_experts": sum(count == 0.0 for count in counts) / experts,
@@ -418,7 +418,7 @@ def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], t
             "expert_balance": experts * sum(c * s for c, s in zip(counts, scores, strict=True)) / (choices * tokens),
         }
 
-    # ---- metrics of the model
+    # ---- metrics of the model: the maximum or mean over layers, and each layer's values with a suffix
     if not by_layer:
         return {}
     names = next(iter(by_layer.values()))
