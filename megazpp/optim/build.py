@@ -148,7 +148,7 @@ class Muon(DeviceOptimizer):
         if not group["matrices"]:
             super()._update_(group, grad_scale, found_inf, iteration)
             return
-        # ---- momentum
+        # ---- update the momentum of each matrix, and compute the matrix that is orthogonalized
         updates, momentum = list[torch.Tensor](), self._config.muon_momentum
         taken = None if found_inf is None else found_inf == 0.0
         for parameter in group["params"]:
@@ -163,7 +163,7 @@ class Muon(DeviceOptimizer):
                 gradient = gradient.where(taken, buffer)
             buffer.lerp_(gradient, 1.0 - momentum)
             updates.append(gradient.lerp(buffer, momentum) if self._config.muon_use_nesterov else buffer)
-        # ---- weights
+        # ---- orthogonalize these matrices, and update the weights; a skipped step leaves the weights unchanged
         decay, rate = 1.0 - group["lr"] * group["weight_decay"], group["lr"]
         for parameter, x in zip(group["params"], self._orthogonalizer(updates, iteration=iteration), strict=True):
             weight = local(parameter)

@@ -257,7 +257,7 @@ class Orthogonalizer:
         for index, block in enumerate(owned):
             pieces = [sent[peer][index].view(-1, block.columns) for peer in peers]
             whole.append(torch.cat([torch.cat(pieces[t::tp]) for t in range(tp)], dim=block.split))
-        # ---- orthogonalize and scale
+        # ---- orthogonalize all matrices as one batch, and scale the results
         x = self._iterate(torch.stack(whole), self._config.muon_num_ns_steps)
         outputs, inputs = reversed(owned[0].shape) if owned[0].transposed else owned[0].shape
         x = (x * self._config.scale(outputs, inputs)).to(self._dtype)
@@ -290,7 +290,7 @@ class Orthogonalizer:
         message = self._codec.empty(1, 1, device=device)
         self._codec.pack(flat, message)
         messages = self._cross.queue.submit(lambda: self._cross.all_gather(message[0], of="muon")).wait()
-        # ---- unpack the messages and split them by parameter
+        # ---- unpack the messages of all nodes, and split them into the shards of each parameter
         rows = torch.empty(1, nodes, self._codec.layout.size, dtype=self._dtype, device=device)
         self._codec.unpack(messages.unsqueeze(0), rows)
         found = []

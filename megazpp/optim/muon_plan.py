@@ -121,7 +121,7 @@ def plan_blocks(parameters: Sequence[LayerMatrix], layout: Layout, nodes: Sequen
     Returns:
         Groups of blocks with equal shape and orientation; each group is sorted by owner.
     """
-    # ---- blocks
+    # ---- for each matrix, the block of its rows on these nodes
     tp, shards, found = layout.tp, layout.shard, []
     for index, parameter in enumerate(parameters):
         (num_rows, columns), split = parameter.shape, parameter.split or 0
@@ -138,7 +138,7 @@ def plan_blocks(parameters: Sequence[LayerMatrix], layout: Layout, nodes: Sequen
             shape = (tp * total, columns) if split == 0 else (total, tp * columns)
             if total:
                 found.append(MatrixBlock(index, part, shape, counts, columns, split, parameter.transposed, owner=0))
-    # ---- owners
+    # ---- choose the owner of each block, so that all ranks have about equal work
     work = [0] * (tp * layout.local)
     groups: dict[tuple[tuple[int, int], bool], list[MatrixBlock]] = {}
     for block in sorted(found, key=lambda block: -block_cost(block.shape)):

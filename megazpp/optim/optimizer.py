@@ -63,7 +63,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
-        # ---- fused update of the local tensors
+        # ---- update the local tensors of all parameters with a gradient by torch's fused AdamW
         states = [self.state[parameter] for parameter in trained]
         fused_adamw_(
             group,

@@ -156,7 +156,7 @@ def build_schedule(
     Raises:
         ValueError: flags are missing, mix iterations with samples, or do not fit the length of the run.
     """
-    # ---- unit of all lengths: samples or iterations
+    # ---- the unit in which flags give lengths: samples with --train-samples, iterations with --train-iters
     if config.lr is None:
         raise ValueError("--lr is required: set the peak learning rate")
     unit, other = ("samples", "iters") if train_iters is None else ("iters", "samples")
@@ -169,7 +169,7 @@ def build_schedule(
                 f" -{unit}"
             )
 
-    # ---- lengths
+    # ---- lengths of warm-up, decay and final decay in this unit
     decay, fraction = getattr(config, f"lr_decay_{unit}"), config.lr_warmup_fraction
     decay_flag = f"--train-{unit} {train}" if decay is None else f"--lr-decay-{unit} {decay}"
     decay = train if decay is None else decay
@@ -184,7 +184,7 @@ def build_schedule(
         if not 0 < anneal <= decay - warmup:
             raise ValueError(f"--lr-wsd-decay-{unit} {anneal} does not fit between {warmup_flag} and {decay_flag}")
 
-    # ---- conversion to samples
+    # ---- convert all lengths to samples, and build the schedule
     samples = 1 if train_iters is None else global_batch_size
     constant = config.weight_decay_incr_style == "constant"
     return Schedule(
