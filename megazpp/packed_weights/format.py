@@ -301,13 +301,13 @@ def _pack_with_best_scales(values: torch.Tensor, fmt: BlockFormat, payload: torc
         payload: [R, bytes] uint8, receives the integers.
         scales: [R, blocks] bf16, receives the scales of the blocks.
     """
-    blocks = reference._to_blocks(values, fmt)  # [R, blocks, block_size]
+    blocks = reference._to_blocks(values, fmt)  # the rows [R, n] in blocks, [R, number of blocks, block_size]
     # The scale that represents the largest element exactly. From the usual scale it takes the sign, and the value if
     # that is NaN, Inf or 0.
     own = reference._scale(blocks, fmt)
     exact = torch.copysign(blocks.abs().amax(-1).div(8).bfloat16().float(), own)
     own = torch.where(own.isfinite() & (own != 0), exact, own)
-    # the candidate scale with the least squared error of its block
+    # try all candidate scales, and keep for each block the scale with the least squared error
     best_scale, best_error, rounded = own, torch.full_like(own, torch.inf), torch.empty_like(blocks)
     for share in _SHARES:
         scale = (own * share).bfloat16().float()

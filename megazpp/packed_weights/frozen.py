@@ -162,7 +162,7 @@ class FrozenUnits:
     def __init__(self, axis: MeshAxis, *, outermost: bool) -> None:
         self.axis, self._outermost = axis, outermost
         self.backward = -1  # autograd's number of the backward that is running; -1 if none has reached a unit
-        self.units: list[FrozenUnit] = []  # in the order of use
+        self.units: list[FrozenUnit] = []  # the model's units in the order in which a forward uses them
         self.keeps = False  # True inside `keep_unsharded`, where units stay unpacked after a use
 
     @contextmanager
@@ -245,9 +245,10 @@ class FrozenUnit:
         # backward will need the unit.
         self.expects_backward = False
         self.in_backward: set[object] = set()  # the forwards (values of `_forward`) whose backward is running
-        self._received: Work[torch.Tensor] | None = None  # an all-gather that was started ahead of the unit's use
-        self._modules: frozenset[nn.Module] = frozenset()  # the modules that use the weights
-        self._to_run: set[nn.Module] = set()  # those of the modules that have not run yet in the current forward
+        # An all-gather of the packed weights that was started ahead of the unit's next use; None if none is running.
+        self._received: Work[torch.Tensor] | None = None
+        self._modules: frozenset[nn.Module] = frozenset()  # the modules that use the unit's weights, set by `attach`
+        self._to_run: set[nn.Module] = set()  # the modules of the unit that have not run yet in the current forward
         self._forward = object()  # an object that identifies the current forward; each forward gets a new one
 
     def unpack(self) -> None:

@@ -124,7 +124,7 @@ def load_streamed_model(
     model = model_on_meta(plain_spec, place.dims, device, whole_experts=True)
     for module in model.modules():
         if isinstance(module, Experts):
-            module.grouped = False  # a grouped product needs ordinary tensors
+            module.grouped = False  # torch's grouped matrix product cannot use packed weights, so experts run in a loop
     layers, (bits, exact) = list(model.layers), at_rest(config.weight_bits, spec.precision.param_dtype)
     plan = plan_stream(model, layers, axis.size, bits, exact)
 

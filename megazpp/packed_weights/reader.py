@@ -112,9 +112,8 @@ class WeightReader:
             MODEL + name: tuple(size * (self._tp.size if dim == _split(spec) else 1) for dim, size in enumerate(part))
             for name, (part, spec) in parts.items()
         }
-        whole = {
-            name: x for name, x in model_state(model).items() if name not in parts and not trained(name)
-        }  # buffers
+        # the model's buffers, such as routers' expert biases, which the checkpoint has too
+        whole = {name: x for name, x in model_state(model).items() if name not in parts and not trained(name)}
         shapes |= {MODEL + name: tuple(x.shape) for name, x in whole.items()}
         padded = {MODEL + name for name, (_, spec) in parts.items() if spec.rows is not None}
         self._parts, saved = parts, raise_on_all_ranks(files, self._reader.tensors)

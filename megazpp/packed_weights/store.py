@@ -24,7 +24,7 @@ import torch
 from megazpp.base.files import DamagedError, remove
 from megazpp.parallel.comm_queue import CommQueue, Work
 
-_AT_ONCE = 1 << 30  # largest number of bytes of one pread; Linux reads at most 2 GiB per call
+_AT_ONCE = 1 << 30  # most bytes that one pread call reads; Linux reads at most 2 GiB per call
 
 
 class WeightStore:

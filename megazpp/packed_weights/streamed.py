@@ -149,7 +149,7 @@ class StreamedUnits:
             else:
                 place(weight).take(kept.view(1, -1))
         self._matrices = [[place(weight) for weight in message.weights] for message in plan.streamed]
-        # hooks that fetch a unit's weights before each forward, and release them after it
+        # register hooks that wait for a unit's weights before its forward, and release them after the forward
         for index, unit in enumerate(units):
             unit.register_forward_pre_hook(functools.partial(self._before, index))
             unit.register_forward_hook(functools.partial(self._after, index))
@@ -178,7 +178,7 @@ class StreamedUnits:
     def _before(self, index: int, module: nn.Module, args: Any) -> None:
         """Wait for the weights of the unit `index` before its forward, and start to fetch the units after it."""
         self.passes += index == 0
-        if index not in self._started:  # the first forward, or the last one was interrupted by an exception
+        if index not in self._started:  # this is the model's first forward, or an exception interrupted the last one
             for work in self._started.values():
                 work.wait()
             self._started.clear()
