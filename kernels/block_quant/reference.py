@@ -112,11 +112,6 @@ def quantize(
         _store_scales(error[1], torch.where(scale.isnan(), 0.0, scale))
 
 
-def dequantize(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tensor) -> None:
-    """Dequantize one segment of a message into out [.., n]: integer times scale, rounded once to the dtype of `out`."""
-    out.copy_(_dequantize_blocks(payload, scales, fmt).flatten(-2)[..., : out.shape[-1]])
-
-
 def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tensor, accumulate: bool) -> None:
     """Dequantize one segment of K messages, and sum the K results in fp32 in the order 0..K-1 into out [.., n].
 

@@ -15,7 +15,7 @@ from types import ModuleType
 from torch import Tensor
 
 import megazpp.kernels.expert_rows.reference as reference
-from megazpp.kernels.expert_rows.formats import Sorted
+from megazpp.kernels.expert_rows.reference import Sorted
 from megazpp.kernels.triton_module import is_in_gpu_memory, triton_module
 
 TRITON = triton_module(__name__)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megazpp.kernels.expert_rows.formats import Sorted
+from megazpp.kernels.expert_rows.reference import Sorted
 
 _BLOCK, _CHUNK = 512, tl.constexpr(32)  # rows that one program of the sort handles, and rows per iteration of its loop
 _AT_ONCE = tl.constexpr(32)  # blocks of rows whose counts are added up per iteration
