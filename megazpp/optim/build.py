@@ -21,8 +21,6 @@ from megazpp.optim.optimizer import DeviceOptimizer, ShardedAdamW, parameter_gro
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import local
 
-ADAM = "--optimizer adam muon"
-
 
 def build_optimizer(
     model: nn.Module,

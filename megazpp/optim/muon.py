@@ -37,7 +37,6 @@ from megazpp.zero.wire import Codec, own_rows, plan_message, plan_segments
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c of Newton-Schulz's polynomial a x + b x^3 + c x^5
 EPS = 1e-7  # lower bound of the norm by which Newton-Schulz divides a matrix, so that a zero matrix stays zero
 FULL_STEP_BLOCKS = (8, 256)  # quantization of Muon's rows that cross nodes in full steps: bits, elements per block
-MUON = "--optimizer muon"
 
 NewtonSchulz = Callable[[torch.Tensor, int], torch.Tensor]
 
