@@ -18,6 +18,7 @@ of --weights-device.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -129,11 +130,9 @@ class StreamedUnits:
         self.plan, self.passes, self.waited_seconds = plan, 0, 0.0
         self._fetch, self._axis, self._ahead = fetch, axis, min(prefetch, len(units) - 1)
         self._started: dict[int, Work[torch.Tensor]] = {}
-        self._gathered: list[torch.Tensor] = []
-        self._num_gathered = 0
-        if axis.size > 1:
-            size = axis.size * max(message.num_bytes for message in plan.streamed)
-            self._gathered = [torch.empty(size, dtype=torch.uint8, device=kept.device) for _ in range(self._ahead + 1)]
+        size = axis.size * max(message.num_bytes for message in plan.streamed) if axis.size > 1 else 0
+        buffers = [torch.empty(size, dtype=torch.uint8, device=kept.device) for _ in range(self._ahead + 1)]
+        self._gathered = itertools.cycle(buffers)
         # replace the model's parameters by packed matrices and plain vectors
         slots = parameter_slots(model)
 
@@ -220,9 +219,7 @@ class StreamedUnits:
         if self._axis.size == 1:
             return fetched
         message = self.plan.streamed[index]
-        out = self._gathered[self._num_gathered % len(self._gathered)][: self._axis.size * message.num_bytes]
-        out = out.view(self._axis.size, -1)
-        self._num_gathered += 1
+        out = next(self._gathered)[: self._axis.size * message.num_bytes].view(self._axis.size, -1)
         return self._axis.queue.submit(
             lambda: self._axis.all_gather(fetched.join().unsqueeze(0), out=out, of=message.name)
         )
