@@ -10,7 +10,6 @@ names all its modules.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -123,19 +122,9 @@ class GPTModel(nn.Module):
         if self.context_parallel:
             assert cache is None, "context parallelism does not support a key-value cache"
             tokens, position_ids = self._part(tokens), self._part(position_ids)
-        # ---- masks, rotary angles and documents for attention, for each kind of layer
-        if counted is not None:
-            numbers = counted.sum(dim=1).clamp(min=1).float()
-            counted_of_rank = self._part(counted).t().float(), numbers
-        by_kind = self._attention_inputs(
-            position_ids, document_starts, cache, seq, None if counted is None else counted_of_rank
-        )
+        # ---- embed the tokens, and make masks, rotary angles and documents of attention for each kind of layer
         x = self.embedding(tokens, position_ids)
-        if cache is not None:
-            by_kind = {
-                kind: dataclasses.replace(inputs, mask=shared_mask(inputs.mask, x.dtype))
-                for kind, inputs in by_kind.items()
-            }
+        by_kind = self._attention_inputs(position_ids, document_starts, cache, counted, seq=seq, dtype=x.dtype)
         # ---- run the layers, and collect the router losses of layers with experts
         router_losses = []
         for index, layer in enumerate(self.layers):
@@ -250,8 +239,10 @@ class GPTModel(nn.Module):
         position_ids: torch.Tensor,
         starts: torch.Tensor | None,
         cache: KVCache | None,
+        counted: torch.Tensor | None,
+        *,
         seq: int,
-        counted: tuple[torch.Tensor, torch.Tensor] | None,
+        dtype: torch.dtype,
     ) -> dict[tuple[bool, bool], AttentionInputs]:
         """Make the inputs of attention for each kind of layer: (has a sliding window, applies rotary embeddings).
 
@@ -259,21 +250,24 @@ class GPTModel(nn.Module):
             position_ids: [B, S/C] int64 position of each token.
             starts: offsets of the documents, the argument `document_starts` of `forward`.
             cache: key-value cache of all layers, or None.
+            counted: [B, S] bool, True for tokens that the losses of routers include; None for all tokens.
             seq: number of tokens S per row, on all cp ranks together.
-            counted: the field `counted` of `AttentionInputs`.
+            dtype: dtype of the residual stream, in which attention computes.
         """
         rotates = any(rotated for _, rotated in self.kinds)
         rotary = config_angles(self.config, position_ids) if rotates else None
-        limits = {windowed: self._limits(position_ids, starts, cache, seq, windowed) for windowed, _ in self.kinds}
+        kinds = dict.fromkeys(self.kinds)
+        limits = {windowed: self._limits(position_ids, starts, cache, seq, windowed) for windowed, _ in kinds}
+        tokens = None if counted is None else (self._part(counted).t().float(), counted.sum(dim=1).clamp(min=1).float())
         return {
             (windowed, rotated): AttentionInputs(
                 rotary=rotary if rotated else None,
-                mask=limits[windowed][0],
+                mask=limits[windowed][0] if cache is None else shared_mask(limits[windowed][0], dtype),
                 document_starts=limits[windowed][1],
                 places=None if cache is None else position_ids,
-                counted=counted,
+                counted=tokens,
             )
-            for windowed, rotated in dict.fromkeys(self.kinds)
+            for windowed, rotated in kinds
         }
 
     def _limits(
@@ -351,36 +345,27 @@ class TransformerLayer(nn.Module):
             # A forward without a mask reads prompts. This happens only once, so compiling for it does not pay. A
             # compiled graph cannot contain a cache in host memory.
             eager = inputs.mask is None or cache.on_host
-            return self._run(x, inputs, cache=cache) if eager else self._marked_and_run(x, inputs, cache=cache)
+            return self._run(x, inputs, cache=cache) if eager else self._marked_and_run(x, inputs, cache)
         if not (self.recompute and self.training):
-            return self._drawn_and_run(x, inputs)
+            return self._marked_and_run(x, inputs)
         shared = self.settings.generator
         contexts = noop_context_fn if shared is None else shared.checkpoint_contexts
-        return checkpoint(self._drawn_and_run, x, inputs, *self._kept(), use_reentrant=False, context_fn=contexts)
+        arguments = (x, inputs, None, *self._kept())
+        return checkpoint(self._marked_and_run, *arguments, use_reentrant=False, context_fn=contexts)
 
     def _kept(self) -> tuple[Any, ...]:
         """Return further arguments of `_run`: objects that forward fills in and full recomputation reads."""
         return ()
 
-    def _drawn_and_run(self, x: torch.Tensor, inputs: AttentionInputs, *kept: Any) -> Any:
-        """Sample the layer's two dropout masks, and run the layer with them.
+    def _marked_and_run(
+        self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None, *kept: Any
+    ) -> Any:
+        """Sample the layer's two dropout masks, tell torch.compile which sizes vary, and run the layer.
 
         Compiled code cannot use the generator that tensor-parallel ranks share, so the masks are sampled outside of it.
+        The other arguments and the result are those of `_run`.
         """
-        return self._marked_and_run(x, inputs, (self.dropout.draw(x), self.dropout.draw(x)), None, *kept)
-
-    def _marked_and_run(
-        self,
-        x: torch.Tensor,
-        inputs: AttentionInputs,
-        masks: Masks = (None, None),
-        cache: LayerCache | None = None,
-        *kept: Any,
-    ) -> Any:
-        """Run the layer, compiled or not. Before a compiled run, tell torch.compile which sizes vary.
-
-        Arguments and result are those of `_run`.
-        """
+        masks = self.dropout.draw(x), self.dropout.draw(x)
         if self.settings.compiled:
             mark_varying(inputs.document_starts, 0)  # the number of documents differs between batches
         if self.settings.compiled and (self.settings.varying_sizes or cache is not None):

@@ -118,12 +118,10 @@ class Experts(nn.Module):
         # ---- apply each expert, and its LoRA adapters if there are any, to its rows
         gate, fc1, fc2 = (local(p) for p in (self.gate, self.fc1, self.fc2))
         adapters = {name: each for name, each in self.adapter.items() if isinstance(each, ExpertAdapter) and each.adds}
-        if adapters:
-            sizes_or_ends = by_expert.ends if self.grouped and has_values(received) else routes.sizes().rows
+        grouped = self.grouped and has_values(received)
+        if adapters or grouped:
+            sizes_or_ends = by_expert.ends if grouped else routes.sizes().rows
             rows = _adapted_products(rows, gate, fc1, fc2, sizes_or_ends, self.gated, adapters)
-        elif self.grouped and has_values(received):
-            gate, fc1, fc2 = (weight.view(self.num_experts, self.inner, -1) for weight in (gate, fc1, fc2))
-            rows = _grouped_products(rows, gate, fc1, fc2, by_expert.ends, self.gated)
         else:
             rows = _looped_products(rows, gate, fc1, fc2, routes.sizes().rows, self.gated)
         # ---- send the experts' outputs back to the ranks of the tokens
@@ -326,22 +324,6 @@ def _looped_products(
     return torch.cat([torch.mm(gated(F.linear(part, g), F.linear(part, u)), d) for part, g, u, d in parts])
 
 
-def _grouped_products(
-    rows: torch.Tensor,
-    gate: torch.Tensor,
-    fc1: torch.Tensor,
-    fc2: torch.Tensor,
-    ends: torch.Tensor,
-    gated: Gating,
-) -> torch.Tensor:
-    """Compute the result of `_looped_products` with torch's grouped matrix product, for all experts at once.
-
-    `ends` [experts] int32 has the index after the last row of each expert. The matrices are [experts, F, H].
-    """
-    inside = gated(F.grouped_mm(rows, gate.mT, offs=ends), F.grouped_mm(rows, fc1.mT, offs=ends))
-    return F.grouped_mm(inside, fc2, offs=ends)
-
-
 def _adapted_products(
     rows: torch.Tensor,
     gate: torch.Tensor,
@@ -351,7 +333,9 @@ def _adapted_products(
     gated: Gating,
     adapters: dict[str, ExpertAdapter],
 ) -> torch.Tensor:
-    """Compute the result of `_looped_products` for experts with LoRA adapters, whose outputs are added.
+    """Compute the result of `_looped_products` matrix by matrix, and add the outputs of LoRA adapters.
+
+    With torch's grouped matrix product, one call multiplies the matrices of all experts.
 
     Args:
         rows: [R, H] rows of all experts of this rank, sorted by expert.
@@ -361,7 +345,7 @@ def _adapted_products(
         sizes_or_ends: list of the number of rows of each expert, for a loop over experts; or the cumulative sum of
             these numbers [experts], for torch's grouped matrix product.
         gated: function that returns silu(gate) * up.
-        adapters: adapters by the name of the matrix that they adapt: gate, fc1 or fc2.
+        adapters: adapters by the name of the matrix that they adapt, gate, fc1 or fc2; {} for none.
     """
 
     def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

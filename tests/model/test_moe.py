@@ -14,7 +14,7 @@ from megazpp.kernels.expert_rows import Sorted, sort_rows
 from megazpp.model.backends import grouped_product_is_right, loop_reason, missing_compiler
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.model.moe import Gating, _grouped_products, _looped_products, weighted_sum
+from megazpp.model.moe import Gating, _adapted_products, _looped_products, weighted_sum
 from megazpp.model.router import Router, biased_routers, router_metrics, update_expert_bias_
 from megazpp.parallel.axis import MeshAxis
 from megazpp.run.checks import check_experts
@@ -31,11 +31,11 @@ def test_grouped_products_equal_looped_products_with_idle_experts():
     tensors = [torch.randn(shape, generator=generator) for shape in ((13, 8), *[(4, 16, 8)] * 3)]
     results = []
     ends = torch.tensor(sizes).cumsum(0).int()
-    for product, counts in ((_looped_products, sizes), (_grouped_products, ends)):
+    gated = Gating(compiled=False)
+    for product, *counts in ((_looped_products, sizes, gated), (_adapted_products, ends, gated, {})):
         given = [tensor.clone().requires_grad_() for tensor in tensors]
         rows, *weights = given
-        weights = [w.flatten(0, 1) if product is _looped_products else w for w in weights]
-        found = product(rows, *weights, counts, Gating(compiled=False))
+        found = product(rows, *(w.flatten(0, 1) for w in weights), *counts)
         results.append([found, *torch.autograd.grad(found.square().sum(), given)])
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
     assert all(gradient[idle].count_nonzero() == 0 for gradient in results[1][2:] for idle in (0, 2))
