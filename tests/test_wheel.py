@@ -1,4 +1,4 @@
-"""Test that the wheel and the source distribution work without the checkout."""
+"""Test that the wheel and the source distribution install and run without the checkout."""
 
 import os
 import subprocess
@@ -14,7 +14,8 @@ from helpers.program import ROOT
 from packaging.requirements import Requirement
 
 FOLDERS = {"megazpp": "megazpp", "kernels": "megazpp/kernels", "configs": "megazpp/configs", "tools": "megazpp/tools"}
-LEFT_OUT = ("tools/benchmarks/", "tools/examples/", "tools/slurm/")  # programs for a checkout
+# programs that only make sense in a checkout, so the wheel does not contain them
+LEFT_OUT = ("tools/benchmarks/", "tools/examples/", "tools/slurm/")
 
 
 def run(*command: str | Path, cwd: Path, **env: str) -> str:
@@ -34,7 +35,8 @@ def built(tmp_path_factory) -> Path:
 
 def test_wheel_lists_every_package():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    globs = ("[mk]*/**/__init__.py", "kernels/*.py")  # kernels itself has no __init__.py, see docs/contributing
+    # the folder kernels/ itself has no __init__.py, see docs/contributing
+    globs = ("[mk]*/**/__init__.py", "kernels/*.py")
     parts = [path.parent.relative_to(ROOT).parts for pattern in globs for path in ROOT.glob(pattern)]
     found = {".".join(part if part[0] == "megazpp" else ("megazpp", *part)) for part in parts}
     assert found == {
@@ -50,7 +52,7 @@ def test_wheel_and_source_distribution_hold_all_needed_files(built):
         for path in tracked
         if (folder := path.partition("/")[0]) in FOLDERS
         and not path.startswith(LEFT_OUT)
-        and not path.endswith((".md", "megazpp/kernels"))  # megazpp/kernels is a link to a folder
+        and not path.endswith((".md", "megazpp/kernels"))  # megazpp/kernels is a link to the folder kernels/
     }
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         assert wanted - set(wheel.namelist()) == set()
@@ -64,7 +66,7 @@ def test_wheel_and_source_distribution_hold_all_needed_files(built):
 
 @pytest.mark.slow
 def test_wheel_trains_in_an_empty_folder(built, tmp_path):
-    """Dependencies come from this environment, but the checkout is not on the path."""
+    """The environment has the dependencies of these tests, but the checkout is not on its search path."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     packages = next((tmp_path / "venv/lib").glob("python*/site-packages"))
     wheel, python = next(built.glob("*.whl")), tmp_path / "venv/bin/python"
@@ -83,12 +85,14 @@ def test_wheel_trains_in_an_empty_folder(built, tmp_path):
         programs / "megazpp", "@configs/gpt_125m.args", "--print-config", cwd=empty, **env
     )
     assert "compiled by" in run(python, "-m", "megazpp.tools.env", cwd=empty, **env)
-    huggingface = ("install", "--no-deps", "kernels==0.10.0")  # a package with the import name of our folder
+    # a package of Hugging Face with the name of this project's folder kernels/
+    huggingface = ("install", "--no-deps", "kernels==0.10.0")
     run(sys.executable, "-m", "pip", "--python", python, *huggingface, cwd=tmp_path, PYTHONPATH="")
     both = "import kernels, megazpp.kernels.formats; print(kernels.get_kernel.__module__)"
-    for path in ("", str(ROOT)):  # a checkout on PYTHONPATH also has a folder of that name
+    # with the checkout on PYTHONPATH, its folder kernels/ has the same name as the package
+    for path in ("", str(ROOT)):
         assert run(python, "-c", both, cwd=empty, **env | {"PYTHONPATH": path}).startswith("kernels.")
-    megatron = tmp_path / "megatron"  # Megatron-LM has a program of the same name and is often on PYTHONPATH
+    megatron = tmp_path / "megatron"  # Megatron-LM's pretrain_gpt.py has the same name, and is often on PYTHONPATH
     megatron.mkdir()
     (megatron / "pretrain_gpt.py").write_text("raise SystemExit('Megatron-LM')")
     run(programs / "megazpp", "--print-config", cwd=empty, **env | {"PYTHONPATH": str(megatron)})
@@ -98,7 +102,7 @@ def test_constraints_pin_every_requirement_inside_its_range():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pinned = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
     versions = {pin.name.lower(): str(pin.specifier).removeprefix("==") for pin in pinned}
-    # the tests do not run with the packages of "gpu"
+    # The tests do not install the packages of the extra "gpu", so constraints.txt does not pin them
     extras = [texts for extra, texts in project["optional-dependencies"].items() if extra != "gpu"]
     for requirement in map(Requirement, [*project["dependencies"], *(text for texts in extras for text in texts)]):
         assert requirement.specifier.contains(versions[requirement.name.lower()]), requirement

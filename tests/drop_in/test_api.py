@@ -1,4 +1,4 @@
-"""Test calls of `megazpp.zeropp`: repeated calls for one model, process groups, and frozen weights."""
+"""Test calls of `megazpp.zeropp`: repeated calls for a model, wrong calls, process groups, and frozen weights."""
 
 import itertools
 import random
@@ -105,12 +105,12 @@ PLACES: dict[str, tuple[str, Callable[[nn.Module, Any], Any]]] = {
 
 
 def call_in_a_pass(place: str) -> None:
-    """Call `zeropp` inside a pass: it raises, the pass still completes, and a later call succeeds."""
+    """Call `zeropp` inside a forward or backward: it raises, the pass still completes, and a later call succeeds."""
     exact = config(zero_weight_bits=16, zero_gradient_bits=(16, 16))
     model, (where, register), refused = wrapped(), PLACES[place], []
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo does not support mean reductions
+            module.set_force_sum_reduction_for_comms(True)  # gloo does not support reductions that divide
 
     def call(*_: Any) -> None:
         with pytest.raises(ValueError, match=f"was called inside a {where}: call it between steps"):
@@ -122,7 +122,8 @@ def call_in_a_pass(place: str) -> None:
     handle.remove()
     assert refused == [where]
     expected = model[0][0].weight.grad.full_tensor()
-    with pytest.raises(ArithmeticError), fails(model[1]):  # FSDP2 keeps its state of an unfinished forward
+    # FSDP2 then keeps the state of an unfinished forward, which a later call must tolerate
+    with pytest.raises(ArithmeticError), fails(model[1]):
         model(torch.ones(2, 16))
     megazpp.zeropp(model, ranks_per_node=2, config=exact)
     model.zero_grad()
@@ -131,7 +132,10 @@ def call_in_a_pass(place: str) -> None:
 
 
 def set_own_collectives() -> None:
-    """Set a collective before the call of `zeropp`, or after it and after a first backward."""
+    """Set a custom collective on a block before the call of `zeropp`, or after the call and a first backward.
+
+    `zeropp` rejects the former, and the next forward rejects the latter.
+    """
     for setter, made, name in (
         ("set_custom_all_gather", DefaultAllGather, "all-gathers"),
         ("set_custom_reduce_scatter", DefaultReduceScatter, "reduce-scatters"),
@@ -154,7 +158,10 @@ def test_own_collectives_are_rejected():
 
 
 def cast_after_the_call() -> None:
-    """Cast weights to fp64 after the call, in a model that trains them and in a frozen one."""
+    """Cast weights to fp64 after the call of `zeropp`, in a model that trains them and in a frozen model.
+
+    Only the cast of trained weights is rejected.
+    """
     exact = config(zero_weight_bits=16, zero_gradient_bits=(16, 16))
     kept, cast, frozen = models = [wrapped() for _ in range(3)]
     for model in models:
@@ -163,7 +170,7 @@ def cast_after_the_call() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match=r"in torch.float64, but.*call model.float\(\)"):
             cast(torch.ones(2, 16, dtype=torch.float64))
-    frozen.double().requires_grad_(False)  # frozen weights are only gathered
+    frozen.double().requires_grad_(False)  # frozen weights are gathered and never reduced, so any dtype works
     found = frozen(torch.ones(2, 16, dtype=torch.float64))
     torch.testing.assert_close(found.float(), kept(torch.ones(2, 16)))
 
@@ -174,7 +181,7 @@ def test_fp64_cast_after_the_call_is_rejected_if_trained():
 
 @contextmanager
 def fails(module: nn.Module) -> Iterator[None]:
-    """Raise ArithmeticError in the next forward of `module`."""
+    """Make every forward of `module` inside the context raise ArithmeticError."""
 
     def fail(*_: Any) -> None:
         raise ArithmeticError
@@ -192,7 +199,7 @@ def test_call_inside_a_forward_or_backward_is_rejected(place):
 
 
 def groups_of(ranks_per_node: int) -> dict[str, float]:
-    """Train two models in turn and return the timeouts in seconds of the groups that `zeropp` made, by name."""
+    """Train two models in turn, and return the timeouts in seconds of the process groups of `zeropp`, by group name."""
     first = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     pairs = []
     before = len(dist.distributed_c10d._world.pg_map)
@@ -218,7 +225,8 @@ def groups_of(ranks_per_node: int) -> dict[str, float]:
 @pytest.mark.parametrize(("ranks_per_node", "axes"), [(2, ("local", "cross")), (1, ("cross",))])
 def test_models_share_groups_with_the_first_groups_timeout(ranks_per_node, axes):
     expected = {f"megazpp {name}" for axis in axes for name in (axis, f"hosts of {axis}")}
-    workers = ranks.__wrapped__(4)  # new workers, since other tests change the timeout of the first group
+    # new workers, because other tests change the timeout of the shared workers' first group
+    workers = ranks.__wrapped__(4)
     try:
         for found in workers.run(groups_of, ranks_per_node):
             assert expected <= set(found)
@@ -227,7 +235,7 @@ def test_models_share_groups_with_the_first_groups_timeout(ranks_per_node, axes)
 
 
 class Balanced(torch.autograd.Function):
-    """Subtract the mean over all ranks, with all-reduces of the default group in forward and backward."""
+    """Subtract the mean over all ranks, by all-reduces of the default process group in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -245,7 +253,7 @@ def mean_of_ranks(x: torch.Tensor) -> torch.Tensor:
 
 
 def train_balanced(zeropp: bool) -> list[torch.Tensor]:
-    """Train on one node while the program calls collectives of the default group inside the passes."""
+    """Train on one node while the program calls collectives of the default group inside forward and backward."""
     model = wrapped()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -270,7 +278,7 @@ def test_collectives_of_the_program_on_the_default_group_do_not_collide():
 
 
 def two_meshes() -> None:
-    """Use two models with equal meshes over separate groups, which torch's cache of meshes takes for one."""
+    """Use two models with equal meshes over different process groups, which torch's cache of meshes mixes up."""
     for seed in range(2):
         mesh = DeviceMesh.from_group(dist.new_group(range(2)), "cpu")
         model = blocks()
@@ -307,7 +315,13 @@ def test_gradients_of_one_rank_are_divided_once():
 
 
 def bytes_per_step(frozen: str, *, width: int = 16, bits: int = 16) -> list[int]:
-    """Return the weight bytes that this rank sends to other nodes in each of four AdamW steps."""
+    """Return the weight bytes that this rank sends to other nodes in each of four AdamW steps.
+
+    Args:
+        frozen: part of the names of frozen parameters; "" freezes none.
+        width: width of the model's layers.
+        bits: --zero-weight-bits.
+    """
     model = wrapped(frozen=frozen, width=width)
     handle = megazpp.zeropp(model, ranks_per_node=2, config=config(zero_weight_bits=bits))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -326,13 +340,13 @@ def bytes_per_step(frozen: str, *, width: int = 16, bits: int = 16) -> list[int]
 
 
 def test_frozen_weights_cross_nodes_only_once():
-    """A rank sends 4 bytes per element of its quarter of the parameters to the one other node."""
+    """Each rank has a quarter of the parameters, and sends 4 bytes per element of them to the only other node."""
     matrix, bias = 4 * 16 * 16 // 4, 4 * 16 // 4
     whole = 4 * (matrix + bias)
     for frozen, trained in {
         "": whole,
         ".0.": whole // 2,  # half of each unit is frozen
-        "0.": matrix + bias,  # the first unit and half of the second one are trained
+        "0.": matrix + bias,  # the first unit is trained, and half of the second one
         "weight": 4 * bias,
         "bias": 4 * matrix,
         ".": 0,
@@ -341,7 +355,10 @@ def test_frozen_weights_cross_nodes_only_once():
 
 
 def bytes_after_freezing(optimizer: str, **how: Any) -> list[int]:
-    """Return the weight bytes per step of a model whose first unit is frozen after two steps, with zero gradients."""
+    """Return the weight bytes that this rank sends across nodes in each of five steps.
+
+    The first unit is frozen after two steps. Its gradients then stay zero, but the optimizer still updates it.
+    """
     model = wrapped()
     handle = megazpp.zeropp(model, ranks_per_node=2, config=config(zero_weight_bits=16))
     optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1, **how)
@@ -361,12 +378,13 @@ def test_weights_frozen_with_zero_gradients_cross_nodes_while_they_change():
     for foreach in (False, True):
         for found in ranks(4).run(bytes_after_freezing, "SGD", foreach=foreach):
             assert found == [whole, whole, whole, whole // 2, whole // 2]
-    for found in ranks(4).run(bytes_after_freezing, "AdamW"):  # its weight decay changes them in every step
+    # AdamW's weight decay changes the weights in every step, even without gradients
+    for found in ranks(4).run(bytes_after_freezing, "AdamW"):
         assert found == [whole] * 5
 
 
 def test_only_the_trained_part_of_quantized_weights_crosses_nodes():
-    """An 8-bit block of 256 elements has a 2-byte scale, and biases take 4 bytes per element."""
+    """In the expected bytes, an 8-bit block of 256 elements has a 2-byte scale, and biases take 4 bytes per element."""
     for sent in ranks(4).run(bytes_per_step, ".0.", width=64, bits=8):
         matrix, bias = 64 * 64 // 4 // 256 * (256 + 2), 4 * 64 // 4
         assert sent[1:] == [2 * (matrix + bias)] * 3
@@ -374,7 +392,7 @@ def test_only_the_trained_part_of_quantized_weights_crosses_nodes():
 
 
 class Lists(nn.Module):
-    """Two lists of equal modules; the larger one has the first block twice."""
+    """A model with two lists of modules of one class each; the longer list has its first block twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -390,7 +408,10 @@ class Lists(nn.Module):
 
 
 class Nested(nn.Module):
-    """A model whose attribute for Hugging Face names itself, its layers and modules inside of them."""
+    """A model whose `_no_split_modules` names the model itself, its layers, and modules inside of the layers.
+
+    Hugging Face's libraries read the classes to wrap from this attribute.
+    """
 
     _no_split_modules = ("Nested", "Sequential", "Linear")
 
@@ -400,7 +421,10 @@ class Nested(nn.Module):
 
 
 def wrap_blocks() -> None:
-    """Check which blocks `zeropp` wraps, and that a block that is used twice trains as in plain FSDP2."""
+    """Check which blocks of a bare model `zeropp` wraps.
+
+    A block that the model uses twice must train as in plain FSDP2.
+    """
     results = []
     for zeropp in (False, True):
         model = Lists()
@@ -432,7 +456,7 @@ def test_each_block_is_wrapped_once_and_inner_blocks_first():
 
 
 def test_nodes_are_discovered_by_the_current_gpu(monkeypatch):
-    """Some launchers show each process one GPU, which is cuda:0 for every local rank."""
+    """Some launchers show each process only one GPU, which is cuda:0 for every local rank."""
     found = list[torch.device]()
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -446,7 +470,10 @@ def test_nodes_are_discovered_by_the_current_gpu(monkeypatch):
 
 
 def step_with_replaced_parameters() -> None:
-    """Check that an optimizer of the unwrapped model is rejected, and one of the wrapped model is not."""
+    """Check that an optimizer made before `zeropp` wrapped the model is rejected, and one made after it is not.
+
+    `zeropp` replaces the parameters, so that the earlier optimizer would update tensors that the model no longer has.
+    """
     ignored = {next((model := blocks()).parameters())}
     early, of_ignored = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(list(ignored), lr=0.1)
     elsewhere = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
@@ -464,7 +491,7 @@ def test_optimizer_of_the_unwrapped_model_is_rejected():
 
 
 def refuse_arguments() -> None:
-    """Check that unusable arguments are rejected before the model is wrapped."""
+    """Call `zeropp` with unusable arguments, and check that it rejects them before it wraps the model."""
     sixteen_bits = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     two_dims = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     cases: list[tuple[str, dict[str, Any]]] = [

@@ -592,10 +592,10 @@ DELTAS = megazpp.ZeroConfig(zeropp=True, zero_weight_delta="lossless", zero_erro
 
 
 def accelerate_checkpoints(folder: str, kind: str) -> None:
-    """Check that accelerate resumes bit-identically from its checkpoints with ZeRO++, and approximately without.
+    """Check that accelerate resumes bit-identically from its own checkpoints, with plain FSDP2 and with ZeRO++.
 
-    Plain FSDP2 also loads the checkpoints of ZeRO++ and the reverse. Those losses are nearly equal. `kind` is
-    accelerate's `state_dict_type`.
+    Plain FSDP2 also loads the checkpoints of ZeRO++, and ZeRO++ those of plain FSDP2, with nearly equal losses. `kind`
+    is accelerate's `state_dict_type`.
     """
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -639,10 +639,10 @@ def accelerate_checkpoints(folder: str, kind: str) -> None:
 
 
 def trainer_checkpoints(folder: str, kind: str) -> None:
-    """Check that transformers' Trainer resumes bit-identically from its checkpoints, with ZeRO++ and without.
+    """Check that transformers' Trainer resumes bit-identically from its checkpoints, with plain FSDP2 and with ZeRO++.
 
-    Plain FSDP2 also resumes from the checkpoints of ZeRO++ and the reverse. Those weights are nearly equal. `kind` is
-    FSDP's `state_dict_type`.
+    Plain FSDP2 also resumes from the checkpoints of ZeRO++, and ZeRO++ from those of plain FSDP2, with nearly equal
+    weights. `kind` is FSDP's `state_dict_type`.
     """
     from transformers import Trainer, TrainingArguments
 

@@ -35,7 +35,7 @@ CLIP = 0.5
 
 GPT2_STYLE = GPTConfig(
     num_layers=2,
-    hidden_size=20,  # neither 20 nor the vocabulary of 101 is a multiple of the number of ranks or of the block size
+    hidden_size=20,  # neither 20 nor the vocabulary of 101 is a multiple of 8 ranks or of a block size
     num_attention_heads=4,
     ffn_hidden_size=44,
     max_position_embeddings=16,

@@ -1,4 +1,4 @@
-"""Test the communication plan made from the ZeRO++ and precision flags, and rejected combinations."""
+"""Test the communication plan that follows from the ZeRO++ and precision flags, and rejected combinations."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Test lossless weight deltas: nodes exchange only changes to the resident secondary partition."""
+"""Test lossless weight deltas: nodes send each other only changes of the weights in the secondary partition."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -29,8 +29,8 @@ def lossless(*, interval: int | None = None, **given: Any) -> Case:
 
 
 def take_step(step: TrainStep, case: Case, index: int) -> tuple[StepRecord, int]:
-    """Take a step and return its record and the weight bytes that this rank sent to other nodes."""
-    rate = case.learning_rate * min(index / 4, 1.0)  # a warm-up from zero
+    """Take a training step, and return (its record, weight bytes that this rank sent to other nodes in the step)."""
+    rate = case.learning_rate * min(index / 4, 1.0)  # the learning rate warms up from zero in four steps
     before = step.dims.counter.table()
     record = step(case.batches(index, step.dims), learning_rate=rate, weight_decay=0.01, iteration=index + 1)
     key = ("cross", "cross", "all_gather")
@@ -38,12 +38,16 @@ def take_step(step: TrainStep, case: Case, index: int) -> tuple[StepRecord, int]
 
 
 def shards_of(step: TrainStep, case: Case) -> list[torch.Tensor]:
-    """Return this rank's shard [S] of each unit."""
+    """Return this rank's shard [S] of each sharding unit in the compute dtype."""
     return [gather.unit.shard_reader(case.precision.param_dtype)() for gather in step.sharding._gathers]
 
 
 def used(gather: Any, dims: Any) -> torch.Tensor:
-    """Decode the kept messages to the weights [N L, S] that the next use would pass to FSDP2."""
+    """Return the weights [N L, S] of a sharding unit that its next use would pass to FSDP2.
+
+    The function gathers and decodes the messages of the secondary partition. N counts nodes, L ranks per node, and S
+    elements of a shard.
+    """
     messages = gather.secondary.messages
     received = dims.local.all_gather(messages).view(dims.local.size, *messages.shape)
     out = torch.empty(dims.cross.size, dims.local.size, gather._codec.layout.size, dtype=gather._codec.dtype)
@@ -56,10 +60,14 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def expected_bytes(size: int, needed: list[int]) -> int:
-    """Return the expected message bytes: full weights first, then two messages with room for every change.
+    """Return the expected bytes of the next inter-node message with a shard of `size` elements.
 
-    Later messages have room for the previous delta, an eighth more, and its growth. `needed` holds the bytes of the
-    longest body of each delta so far, and 0 for full weights.
+    The first message is a keyframe. The next two are weight deltas with room for a change of every element. Later
+    messages have room for the previous delta, an eighth more, and the growth from the delta before.
+
+    Args:
+        size: number of elements of the shard.
+        needed: bytes of the longest body of each message so far; 0 for a keyframe.
     """
     if len(needed) < 3:
         return message_bytes(size) if needed else -(-2 * size // 16) * 16
@@ -68,7 +76,10 @@ def expected_bytes(size: int, needed: list[int]) -> int:
 
 
 def train_and_look(case: Case, evaluate_after: tuple[int, ...]) -> list[float]:
-    """Train and check each step's weights and sent bytes; evaluations must send nothing and change nothing."""
+    """Train, check the gathered weights and the sent bytes of each step, and return the losses.
+
+    Evaluations follow the steps in `evaluate_after`. They may not cause further bytes or change later steps.
+    """
     step, dims = build_step(case)
     gathers, losses, left_out = step.sharding._gathers, [], 0.0
     needed: list[list[int]] = [[] for _ in gathers]
@@ -88,7 +99,7 @@ def train_and_look(case: Case, evaluate_after: tuple[int, ...]) -> list[float]:
         if index in evaluate_after:  # the evaluation receives the message that the next step would have received
             batches = FixedBatches(case.batches(0, dims))
             Evaluator(step.model, step.sharding, batches, dims, iterations=1, batch_size=1)()
-    # the record of the last step does not contain its value yet
+    # The step after the last one would record this number for the last step
     assert left_out + step.sharding.metrics()["weights_left_out"] == 0
     return losses
 
@@ -98,7 +109,8 @@ def train(case: Case) -> list[float]:
     return [take_step(step, case, index)[0].loss for index in range(case.steps)]
 
 
-CASES: dict[str, tuple[int, dict[str, Any], tuple[int, ...]]] = {  # ranks, case, indices of the steps to evaluate after
+# number of ranks, fields of the case, indices of the steps that an evaluation follows
+CASES: dict[str, tuple[int, dict[str, Any], tuple[int, ...]]] = {
     "bf16, evaluations": (4, {"micro_batches": 2}, (1, 3)),
     "fp16, tp 2, one rank per node": (4, {"tp": 2, "precision": PrecisionConfig(fp16=True)}, ()),
     "3 nodes, evaluations": (3, {"nodes": 3, "global_batch": 12}, (1, 3)),
@@ -120,9 +132,11 @@ def test_lossless_deltas_match_owners_weights_and_16_bit_losses(setting):
 
 
 def with_little_room(case: Case) -> tuple[bool, list[int]]:
-    """Train with too little room in step 3.
+    """Train with messages that have too little room for the weight deltas of step 3, so that some blocks arrive later.
 
-    Returns True if R equals the owners' weights after step 3, and a checksum of each step's gathered weights.
+    Returns:
+        True if this rank's copy of the weights equals the owners' weights after step 3; and a checksum of the gathered
+        weights of each step, which must be equal on all ranks.
     """
     step, dims = build_step(case)
     gathers, complete, left_out, sums = step.sharding._gathers, [], [], []
@@ -138,7 +152,7 @@ def with_little_room(case: Case) -> tuple[bool, list[int]]:
         rows = [gather.resident().weights[dims.cross.rank] for gather in gathers]
         complete.append(all(torch.equal(bits(a), bits(b)) for a, b in zip(rows, shards, strict=True)))
         for gather in gathers:
-            gather.lossless()  # blocks until the counters that the next step needs are on the host
+            gather.lossless()  # blocks until the counters that the next step needs have reached the host
         left_out.append(int(step.sharding.metrics()["weights_left_out"]))
         sums.append(sum(int(bits(used(gather, dims)).long().sum()) for gather in gathers))
     assert all([*complete[:3], complete[-1]])
@@ -212,7 +226,8 @@ def with_a_bad_weight(case: Case) -> None:
         shard[0] = float("nan")
     assert units_with_a_bad_row() == 1
     shard[:1] = good
-    for _ in range(2):  # the first message may lack room for a block in which all bits change
+    # the first message may lack room for a block in which all bits change, so that the block follows in the second
+    for _ in range(2):
         for parameter in step.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         with step.sharding.weight_update():
@@ -231,14 +246,15 @@ def test_non_finite_weights_are_sent_and_later_replaced():
 
 
 def with_a_flipped_bit(case: Case) -> None:
-    """Flip a bit in step 3 in rank 3's copy of rank 1's weights, and check when verification reports it."""
+    """Flip a bit in rank 3's copy of rank 1's weights in step 3, and check which steps' verification reports it."""
     step, dims = build_step(case)
     said: list[str] = []
 
     def allows(iteration: int, *others: object) -> bool:
         if iteration == 3 and dims.world.rank == 3:
             gather = step.sharding._gathers[1]
-            # the largest segment, since 1-D segments are replaced in every message
+            # the largest segment, because 1-D segments are complete in every message, which would repair the flipped
+            # bit
             place = max(gather.unit.segments, key=lambda segment: segment.size).start
             gather.resident().weights[0, place : place + 1].view(torch.uint8)[0] ^= 16
         try:
@@ -257,12 +273,12 @@ def with_a_flipped_bit(case: Case) -> None:
 
 @pytest.mark.slow
 def test_flipped_bit_in_resident_weights_lasts_until_the_next_keyframe():
-    """With an interval of 4, full weights are sent in the steps after iterations 4 and 8."""
+    """With a keyframe interval of 4, the steps after iterations 4 and 8 send complete weights."""
     ranks(4).run(with_a_flipped_bit, lossless(interval=4, learning_rate=1e-5))
 
 
 def restore(case: Case) -> None:
-    """Check that a new model with the restored secondary partition computes with the same weights."""
+    """Check that a second model computes with the same weights after it got the first one's secondary partition."""
     (step, dims), (again, again_dims) = build_step(case), build_step(case)
     for index in range(2):
         take_step(step, case, index)

@@ -1,4 +1,4 @@
-"""Compare DiLoCo's replica groups on several ranks with a simulator in one process."""
+"""Test DiLoCo: replica groups on several ranks must match a simulator that runs all of them in one process."""
 
 import copy
 import dataclasses
@@ -33,13 +33,13 @@ from megazpp.zero.wire import plan_message
 BF16 = PrecisionConfig(bf16=True)
 WIDE = dataclasses.replace(GPT2_STYLE, hidden_size=64, ffn_hidden_size=256)
 SGD = OptimizerConfig(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0)
-ADAM = OptimizerConfig(adam_eps=1e-4)  # a larger eps, since Adam would amplify the rounding of gradients near 0
+ADAM = OptimizerConfig(adam_eps=1e-4)  # with the default eps, Adam would amplify the rounding of gradients near 0
 
 Weights = dict[str, torch.Tensor]
 
 
 def exact(steps: int, **flags: Any) -> DilocoConfig:
-    """Return flags of local steps without quantization."""
+    """Return DiLoCo's flags for a synchronization every `steps` steps without quantization."""
     given = {f"diloco_{name}": value for name, value in flags.items()}
     return DilocoConfig(diloco_steps=steps, diloco_weight_bits=16, diloco_gradient_bits=16, **given)
 
@@ -47,7 +47,7 @@ def exact(steps: int, **flags: Any) -> DilocoConfig:
 def train_replica_groups(
     case: Case, config: OptimizerConfig = ADAM, clip: float = CLIP
 ) -> Iterator[tuple[TrainStep, ReplicaGroups, float]]:
-    """Train with DiLoCo, and yield the step, the outer weights (`ReplicaGroups`) and the loss after each step."""
+    """Train with DiLoCo, and yield (training step, replica groups, loss) after each step."""
     step, dims = build_step(case)
     step.optimizer = build_optimizer(step.model, config)
     step.clip_grad = clip
@@ -71,12 +71,12 @@ def full(tensors: Weights) -> Weights:
 
 
 class Seen(NamedTuple):
-    common: list[Weights]  # R after each step
+    common: list[Weights]  # outer weights as all groups have received them, after each step
     outer: list[Weights]
     inner: list[Weights]
     losses: list[float]
     feeds_back: list[bool]
-    fragments: list[list[str]]  # parameter names
+    fragments: list[list[str]]  # parameter names of each fragment
 
 
 def seen_on_replica_groups(case: Case, config: OptimizerConfig = ADAM, clip: float = CLIP) -> Seen:
@@ -115,7 +115,11 @@ def test_averaging_after_every_sgd_step_matches_data_parallel_sgd():
 
 
 def simulate(case: Case, fragments: list[list[str]]) -> tuple[list[Weights], list[list[float]]]:
-    """Simulate replica groups in one process. Return R after each step and each group's losses."""
+    """Simulate replica groups in one process with helpers/diloco_reference.py.
+
+    Returns:
+        (outer weights by name after each step, losses of each group's steps).
+    """
     first, count = first_model(case), case.num_replica_groups
     models = [first, *(copy.deepcopy(first) for _ in range(count - 1))]
     optimizers = [build_optimizer(model, ADAM) for model in models]
@@ -144,7 +148,7 @@ PAIRS = exact(2, replica_groups=2, outer_momentum=0.5, outer_lr=0.9)
 EXACT = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))
 SIMULATED = {
     "momentum, documents": (4, Case(nodes=2, documents=True, diloco=MOMENTUM)),
-    # with 112 rows of the vocabulary, tp 2 needs no padding
+    # with 112 rows of the vocabulary, tensor parallelism over 2 ranks needs no padding
     "fragments, delay, tp 2": (4, Case(nodes=2, tp=2, model=LLAMA_STYLE, vocab_size=112, diloco=FRAGMENTS)),
     "3 replica groups": (
         3,
@@ -185,7 +189,7 @@ def test_local_steps_match_the_simulator(given):
     ],
 )
 def test_four_bit_synchronization_keeps_replica_groups_identical(world, case):
-    """The shared weights stay close to the outer weights, which are not quantized."""
+    """The weights that all groups share stay close to the outer weights, which are never quantized."""
     case = dataclasses.replace(case, steps=4, learning_rate=3e-3)
     sixteen = dataclasses.replace(case.diloco, diloco_weight_bits=16, diloco_gradient_bits=16)
     exact = ranks(world).run(seen_on_replica_groups, dataclasses.replace(case, diloco=sixteen))[0]
@@ -194,7 +198,7 @@ def test_four_bit_synchronization_keeps_replica_groups_identical(world, case):
     for seen in results:
         torch.testing.assert_close(seen.common, results[0].common, rtol=0, atol=0)
         torch.testing.assert_close(seen.inner[-1], common, rtol=0, atol=0)
-        assert seen.feeds_back[-1]  # rounding errors are added to the next outer gradients
+        assert seen.feeds_back[-1]  # quantization errors exist, and are added to the next outer gradients
     for name, weight in exact.outer[-1].items():
         change = (weight - exact.common[0][name]).norm()
         if weight.ndim > 1 and change:
@@ -203,7 +207,7 @@ def test_four_bit_synchronization_keeps_replica_groups_identical(world, case):
 
 
 def test_every_operation_of_the_outer_step_is_rounded_alone():
-    """numpy never fuses a product and a sum into one rounding, which torch does with AVX2 and AVX-512."""
+    """numpy never fuses a multiplication and an addition into one rounding. torch does so with AVX2 and AVX-512."""
     plan = plan_diloco(
         exact(20, outer_lr=0.7, outer_momentum=0.6), ZeroConfig(), iterations=1, num_layers=1, tokens_per_step=1
     )
@@ -241,8 +245,11 @@ def test_synchronization_sends_two_messages_per_unit_and_token_counts():
 
 
 def look_at_outer_weights(case: Case) -> float:
-    """Return the loss inside `outer_weights`, and check that R is used there and the own weights are restored."""
-    # R is sent after the second step and still in flight at the third
+    """Return an evaluation's loss inside `outer_weights()`.
+
+    Check that the model has DiLoCo's outer weights inside the context, and the group's own weights again after it.
+    """
+    # The outer weights are sent after the second step, and still in flight at the third
     *_, (step, replica_groups, _) = itertools.islice(train_replica_groups(case), 3)
     shards = [shard for unit in replica_groups.units for shard in unit.unit.shards()]
     own = [shard.clone() for shard in shards]

@@ -1,4 +1,7 @@
-"""Test error feedback: the stored error is clipped, skipped and rescaled with the gradients that it belongs to."""
+"""Test the error feedback of quantized gradients.
+
+The stored errors must be clipped, skipped and rescaled together with the gradients whose rounding left them.
+"""
 
 import copy
 import dataclasses
@@ -23,7 +26,12 @@ EVERY = dataclasses.replace(FEEDBACK, zero_cross_every_microbatch=True)
 
 
 def watched_steps(case: Case, clip: float) -> dict[str, Any]:
-    """Return gradient norms, and for each `end_step` the factor and the error buffers before and after it."""
+    """Train, and watch the error feedback at the end of each step.
+
+    Returns:
+        "norms": gradient norm of each step; "noted": for each call of `end_step`, its factor and the buffers of the
+        error feedback before and after it.
+    """
     step, dims = build_step(case)
     step.clip_grad, noted, original = clip, [], step.sharding.end_step
 
@@ -39,7 +47,7 @@ def watched_steps(case: Case, clip: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("zero", "micro_batches"), [(FEEDBACK, 1), slow(AVERAGED, 2), slow(EVERY, 2)])
 def test_stored_errors_are_clipped_with_gradients_once_per_step(zero, micro_batches):
-    """Errors and gradients get the same factor. No factor is applied between micro-batches."""
+    """Stored errors and gradients get the same clipping factor. No factor is applied between micro-batches."""
     case = Case(nodes=2, zero=zero, micro_batches=micro_batches, steps=3)
     for result in ranks(4).run(watched_steps, case, 0.25):
         assert len(result["noted"]) == 3
@@ -53,7 +61,7 @@ def test_stored_errors_are_clipped_with_gradients_once_per_step(zero, micro_batc
 
 
 def test_first_steps_error_is_averaged_with_beta():
-    """The tolerance covers the rounding of two bf16 scales."""
+    """The tolerance covers the rounding of two bf16 scales, one in each of the compared buffers."""
     cases = [Case(nodes=2, zero=zero, steps=1) for zero in (FEEDBACK, AVERAGED)]
     for of_ranks in zip(*(ranks(4).run(watched_steps, case, 0.25) for case in cases), strict=True):
         all_of_it, share = (result["noted"][0][1] for result in of_ranks)
@@ -63,12 +71,12 @@ def test_first_steps_error_is_averaged_with_beta():
 
 class Seen(NamedTuple):
     skipped: bool
-    moved: bool  # the weights changed
+    moved: bool  # True if the step changed the weights
     nothing_to_feed_back: bool
 
 
 def skipped_and_reset(case: Case) -> dict[str, Seen]:
-    """Take six steps and return their results by name. In the second one, only rank 3 computes a NaN."""
+    """Take six steps and return the observations of each by its name; in the second step only rank 3 computes a NaN."""
     step, dims = build_step(case)
     seen, factor = {}, 1.0
     step.model.final_norm.register_forward_hook(lambda module, inputs, output: output * factor)
@@ -102,7 +110,7 @@ def losses_with_scale(case: Case, growing: bool) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(("zero", "model"), [slow(FEEDBACK, GPT2_STYLE), slow(AVERAGED, LLAMA_STYLE)])
 def test_growing_loss_scale_changes_no_bit(zero, model):
-    """Powers of two are exact in fp32, so an error kept in units of an older scale would change the losses."""
+    """Powers of two are exact in fp32, so only an error in units of an older loss scale would change the losses."""
     case = Case(nodes=2, zero=zero, model=model, steps=6)
     plain, scaled = (ranks(4).run(losses_with_scale, case, growing) for growing in (False, True))
     assert plain == scaled

@@ -1,4 +1,4 @@
-"""Layouts of a mixture of experts train as one process that computes every expert for every token."""
+"""Test mixtures of experts: each layout must train like one process that computes every expert for every token."""
 
 import functools
 import itertools
@@ -78,13 +78,24 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def every_expert(moe: nn.Module, config: GPTConfig, y: torch.Tensor, *, kept: Any = None, counted: Any = None) -> Any:
-    """Return the output for y, and the router's losses of each sequence. All experts compute all tokens."""
+    """Compute a mixture-of-experts layer by its definition: all experts compute all tokens, weighted by the router.
+
+    Args:
+        moe: layer whose weights are used.
+        config: model to which the layer belongs.
+        y: [B, S, H] input of the layer.
+        kept: not used; the layer's `forward` has this argument.
+        counted: not used; the layer's `forward` has this argument.
+
+    Returns:
+        (output [B, S, H], sum [B] of the router's auxiliary losses for each sequence).
+    """
     logits = y @ moe.router.weight.t()
     sigmoid = config.moe_router_score_function == "sigmoid"
     scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
     ranked = logits if moe.router.expert_bias is None else scores + moe.router.expert_bias
     chosen = torch.zeros_like(logits).scatter(-1, ranked.topk(config.moe_router_topk, -1).indices, 1.0)
-    moe.counts = chosen.sum((0, 1))  # whole steps of the reference are one call
+    moe.counts = chosen.sum((0, 1))  # tokens per expert; the reference computes a complete step in one call
     weight = scores * chosen
     if not config.moe_router_pre_softmax:
         weight = weight / weight.sum(-1, keepdim=True)
@@ -109,7 +120,11 @@ def both_losses(labels: torch.Tensor) -> Head:
 
 @functools.cache
 def reference(config: GPTConfig) -> tuple[list[float], list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Train in one process. Return losses and norms of all steps, the first step's gradients, and the final weights."""
+    """Train in one process, where all experts compute all tokens.
+
+    Returns:
+        (losses of all steps, gradient norms of all steps, gradients of the first step by name, final weights by name).
+    """
     model = GPTModel(config, vocab_size=VOCAB)
     initialize_parameters_(model, seed=7, draw_device=torch.device("cpu"))
     for layer in model.layers:
@@ -160,7 +175,11 @@ def build(config: GPTConfig, nodes: int, zero: ZeroConfig, bf16: bool = False, *
 
 
 def train(config: GPTConfig, nodes: int, zero: dict[str, Any], parallel: dict[str, Any], micro_batches: int = 2) -> Any:
-    """Train on the ranks of `nodes` nodes. Return the values of `reference`, and the bytes sent between nodes."""
+    """Train on ranks that are spread over `nodes` nodes.
+
+    Returns:
+        (the results that `reference` returns, bytes that this rank has sent between nodes).
+    """
     model, sharding, dims = build(config, nodes, ZeroConfig(**zero), **parallel)
     model.train()
     optimizer = ShardedAdamW(
@@ -238,7 +257,7 @@ SLOW = (
 
 @pytest.mark.parametrize("case", chosen(GRID, "2 nodes, ep 2, tp 1, two hops", slow=SLOW))
 def test_layouts_with_experts_train_as_one_process(case):
-    """Check losses, norms, gradients of the first step, and weights after three AdamW steps."""
+    """Losses, gradient norms, gradients of the first step, and weights after three AdamW steps must agree."""
     ranks(4).run(compare, {}, *case)
 
 
@@ -287,20 +306,31 @@ def test_bytes_between_nodes_do_not_depend_on_expert_parallelism():
 
 
 def lossless_and_16_bits(parallel: dict[str, Any]) -> list[tuple[Any, int]]:
-    """Train in bf16 with lossless deltas, and with whole 16-bit weights between nodes."""
+    """Train in bf16 twice: with lossless deltas between nodes, and with complete 16-bit weights.
+
+    Returns:
+        The results of `train` for each of the two.
+    """
     formats: list[dict[str, Any]] = [{"zero_weight_bits": None, "zero_weight_delta": "lossless"}, {}]
     return [train(model_config(), 2, TWO_HOPS | other, {"bf16": True} | parallel) for other in formats]
 
 
 @pytest.mark.parametrize("ep", [slow(2), slow(1)])
 def test_lossless_deltas_of_experts_train_as_whole_16_bit_weights(ep):
-    """Losses, norms, gradients and weights are bit-identical, so the router's choices are the same."""
+    """Losses, gradient norms, gradients and weights are bit-identical, so the router's choices are the same as well."""
     for (lossless, _), (whole, _) in ranks(4).run(lossless_and_16_bits, {"expert_model_parallel_size": ep}):
         torch.testing.assert_close(lossless, whole, rtol=0.0, atol=0.0)
 
 
 def noisy_choices(kept: bool) -> list[dict[str, torch.Tensor]]:
-    """Train with rounding errors in the router that differ from call to call, with and without full recomputation."""
+    """Train with noise in the router's logits that differs from call to call, with full recomputation and without it.
+
+    Args:
+        kept: False to discard the router's choices of the forward, so that the recomputation chooses experts again.
+
+    Returns:
+        The final weights by name of each of the two trainings.
+    """
     calls = itertools.count()
 
     def disturbed(self: Router, scores: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -321,7 +351,7 @@ def noisy_choices(kept: bool) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.slow
 def test_recomputation_repeats_the_choices_of_the_forward():
-    """Weights are bit-identical with and without recomputation; a recomputation that chose again would fail."""
+    """Weights are bit-identical with and without recomputation. A recomputation that chose experts again would fail."""
     for recomputed, plain in ranks(4).run(noisy_choices, True):
         torch.testing.assert_close(recomputed, plain, rtol=0.0, atol=0.0)
     with pytest.raises(AssertionError, match="CheckpointError"):

@@ -1,7 +1,7 @@
 """Count the kernels that ZeRO++ launches per layer and optimizer step, which limit the speed of small batches.
 
-One rank pretends to be among 2 or 16 nodes x 8 ranks. The count includes every torch operation that would launch a
-kernel on CUDA, and every launch of the Triton back end. ZeRO-3's count for the same model is subtracted.
+One rank runs as if it were among 2 or 16 nodes x 8 ranks. The count includes every torch operation that would launch a
+kernel on CUDA, and every launch of a Triton kernel. ZeRO-3's count for the same model is subtracted.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ ZEROPP, LOSSLESS = ZeroConfig(zeropp=True), ZeroConfig(zeropp=True, zero_weight_
 
 
 class PretendedAxis(MeshAxis):
-    """An axis whose other ranks send zeros, and whose collectives are not counted."""
+    """A mesh axis whose other ranks do not exist: their data counts as zeros, and the collectives launch no kernels."""
 
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
         with _disable_current_modes():
@@ -47,7 +47,7 @@ class PretendedAxis(MeshAxis):
 
 
 class Launches(TorchDispatchMode):
-    """Dispatch mode that counts launches by operation."""
+    """Dispatch mode that counts kernel launches by the name of the torch operation or Triton kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,14 +70,14 @@ class Launches(TorchDispatchMode):
 
 
 def launches_of_a_step(nodes: int, model: GPTConfig, zero: ZeroConfig, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count the launches of the third step, when everything that is created once exists."""
+    """Return the launches of the third step by name; the first two steps create everything that is made only once."""
     triton, native = block_quant.TRITON, block_quant.native
     assert triton is not None
 
     def both(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> None:
-            getattr(triton, name)(*args, **kwargs)  # counts
-            getattr(native, name)(*args, **kwargs)  # computes
+            getattr(triton, name)(*args, **kwargs)  # counts the launches, and computes nothing
+            getattr(native, name)(*args, **kwargs)  # computes the result in C
 
         return call
 
@@ -86,7 +86,8 @@ def launches_of_a_step(nodes: int, model: GPTConfig, zero: ZeroConfig, monkeypat
     launches = Launches()
     with monkeypatch.context() as patch, fake_ranks(0, nodes * RANKS_PER_NODE), simulated_streams():
         patch.setattr(block_quant, "_implementation", lambda tensor: counted)
-        patch.setattr(weight_delta, "_implementation", lambda tensor: differences)  # counts, and computes nothing
+        # counts the launches, and computes nothing
+        patch.setattr(weight_delta, "_implementation", lambda tensor: differences)
         for name in ("_pack_kernel", "_unpack_sum_kernel"):
             patch.setattr(triton, name, launches.kernel(name))
         for name in ("_measure_kernel", "_start_kernel", "_place_kernel", "_find_kernel", "_decode_kernel"):
@@ -105,7 +106,7 @@ def launches_of_a_step(nodes: int, model: GPTConfig, zero: ZeroConfig, monkeypat
 
 
 def launches_per_layer(nodes: int, style: GPTConfig, zero: ZeroConfig, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Return the launches that another layer adds with `zero` beyond those that it adds with ZeRO-3."""
+    """Return the launches by name that one more layer adds with `zero`, minus those that it adds with ZeRO-3."""
 
     def of_a_layer(zero: ZeroConfig) -> Counter[str]:
         many, few = (

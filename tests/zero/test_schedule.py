@@ -1,4 +1,7 @@
-"""Test the overlap schedule: results, bytes and the order of collectives do not depend on overlap or delays."""
+"""Test the schedule that overlaps ZeRO++'s hops with compute.
+
+Results, bytes and the order of collectives may not depend on overlap or on delays.
+"""
 
 import dataclasses
 import random
@@ -59,17 +62,19 @@ def test_overlap_changes_neither_results_nor_bytes(setting):
         ranks(world).run(train_on_ranks, Case(**{**given, "zero": dataclasses.replace(given["zero"], **flags)}))[0]
         for flags in (ON, OFF)
     )
-    assert overlapped == plain  # losses, norms and bytes on every wire
+    assert overlapped == plain  # the dictionaries hold losses, gradient norms and bytes on every wire
 
 
 # ---- gradients that are filled in place ---------------------------------------------------------------------------
 
 
 def gradients_of_two_forwards(case: Case) -> dict[str, Any]:
-    """Reduce each unit twice in one backward, with slow cross hops; then take a step of two micro-batches.
+    """Reduce each sharding unit twice in one backward, with slow cross hops; then take a step of two micro-batches.
 
-    Returns the gradients, whether the first reduction was complete before each one, the calls of `add_to_gradients`
-    in the step, and whether any gradient existed between its micro-batches.
+    Returns:
+        "gradients": this rank's gradients of the first backward. "complete": before each reduction, True if the
+        previous one had finished. "added": calls of `add_to_gradients` in the step. "between": before each micro-batch
+        of the step, True if any parameter had a gradient.
     """
     step, dims = build_step(case)
     complete: list[bool] = []
@@ -121,7 +126,7 @@ def test_gradients_are_filled_in_place_and_a_second_sum_waits_for_the_first():
 
 
 def train_with_delays(case: Case) -> dict[str, Any]:
-    """Train while each rank delays every hop's collective by a random time and records the calls."""
+    """Train while each rank delays every hop at random; return the results with the calls of collectives by axis."""
     called: dict[str, list[str]] = defaultdict(list)
     clock = random.Random(torch.distributed.get_rank())
 
@@ -146,14 +151,19 @@ def test_random_delays_change_neither_collective_order_nor_results(zero):
     expected = ranks(8).run(train_on_ranks, case)[0]
     results = ranks(8).run(train_with_delays, case)
     assert [r["loss"] for r in results] == [expected["loss"]] * 8
-    # tp splits evenly here, so all ranks send messages of the same size, except for deltas, whose size depends on
-    # the weights
+    # Tensor parallelism splits this model evenly, so all ranks send messages of the same size. Only the size of weight
+    # deltas depends on the weights
     called = [{k: calls if zero is ALL else len(calls) for k, calls in r["called"].items()} for r in results]
     assert called == called[:1] * 8
 
 
 def order_of_cross_hops(case: Case) -> tuple[list[int], int]:
-    """Return the second step's cross gather sizes, and how many had started before the first layer's forward."""
+    """Train two steps, and watch the cross hops of the second one.
+
+    Returns:
+        (elements of each all-gather on the cross axis, number of cross hops that had been submitted before the forward
+        of the first layer).
+    """
     step, dims = build_step(case)
     cross, started = dims.cross, []
     step(case.batches(0, dims), learning_rate=1e-3, weight_decay=0.0)
@@ -170,13 +180,13 @@ def test_first_use_after_a_step_starts_all_cross_gathers_in_order():
     for (embedding, *layers, output), started in ranks(4).run(
         order_of_cross_hops, Case(nodes=2, model=LLAMA_STYLE, zero=ALL)
     ):
-        assert layers == [layers[0]] * 2  # each unit crosses once
+        assert layers == [layers[0]] * 2  # both layers are equal, and each unit crosses once
         assert layers[0] not in (embedding, output)
-        assert started == 4  # although only the embedding has been used so far
+        assert started == 4  # all four units have started, although only the embedding has been used so far
 
 
 def test_cuda_use_starts_two_cross_hops_and_a_step_cancels_pending_ones():
-    """Hops that have not started would send the weights from before the step."""
+    """A hop that was requested before a step but has not started would send the weights from before the step."""
     gathers = [mock.Mock(**{"start_early.return_value": True}) for _ in range(5)]
     schedule = GatherSchedule(overlap=True, queue=mock.Mock(blocks_host=False))
     for gather in gathers:
@@ -191,7 +201,7 @@ def test_cuda_use_starts_two_cross_hops_and_a_step_cancels_pending_ones():
 
 
 class Skipping(nn.Module):
-    """Three layers; the middle one can be skipped."""
+    """A model of three linear layers, whose middle layer is left out while `skip` is True."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +229,14 @@ def build_skipping(flags: dict[str, Any], *, units: bool = True) -> tuple[Skippi
 
 
 def train_while_skipping(flags: dict[str, Any], units: bool = True) -> list[float]:
-    """Train, and between steps evaluate in inference mode, write to weights, and save and load."""
+    """Train the model `Skipping`, whose middle layer is left out in some steps, and return all losses.
+
+    Between steps, evaluate in inference mode, write to weights, and save and load the secondary partition.
+
+    Args:
+        flags: fields of ZeroConfig.
+        units: True to make each layer a sharding unit; False for one unit of the whole model.
+    """
     model, sharding, dims = build_skipping(flags, units=units)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []

@@ -1,4 +1,4 @@
-"""Test `shard_model` on a model from elsewhere: frozen and unused parameters, freeing of weights, quantization."""
+"""Test `shard_model` on a model that is no GPT: frozen and unused parameters, freeing of weights, quantization."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -29,7 +29,7 @@ Weights = dict[str, torch.Tensor]
 
 
 class Block(nn.Module):
-    """A layer with a branch that some micro-batches do not take."""
+    """A layer with a branch that some micro-batches do not take, so that its parameters then get no gradients."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -41,7 +41,10 @@ class Block(nn.Module):
 
 
 class Partly(nn.Module):
-    """A model with trained, partly frozen and frozen units and an unused layer; no number of ranks divides 37."""
+    """A model with trained, partly frozen and frozen sharding units, and a layer that no forward uses.
+
+    Its width of 37 is a prime, so shards of all layers need padding.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,12 +98,16 @@ def train(zero: ZeroConfig | None, micro_batches: int, nodes: int = 2) -> Weight
             model(mine.bfloat16() if bf16 else mine, take_branch).backward()
         with sharding.weight_update() if zero else nullcontext():
             optimizer.step()
-        optimizer.zero_grad(set_to_none=False)  # zeros, so that the momentum of an unused parameter decays
+        # keeps gradients of zero, so that the momentum of an unused parameter decays
+        optimizer.zero_grad(set_to_none=False)
     return {name: p.detach().full_tensor() if zero else p.detach() for name, p in model.named_parameters()}
 
 
 def assert_trained_alike(found: list[Weights], expected: Weights) -> None:
-    """Compare weights. Sums over ranks and samples in another order differ by up to 1e-5 over 4 steps in fp32."""
+    """Assert that the weights of each rank equal those of a training in one process.
+
+    Sums over ranks and samples in another order change weights by up to 1e-5 over 4 steps in fp32.
+    """
     torch.testing.assert_close(found, [expected] * len(found), rtol=1e-5, atol=1e-5)
 
 
@@ -121,12 +128,13 @@ def test_with_exact_hops_training_is_that_of_one_process(micro_batches):
 
 @pytest.mark.parametrize("zero", [QUANTIZED, slow(LOSSLESS)], ids=["quantized", "lossless"])
 def test_quantized_gradients_leave_frozen_parameters_alone_and_move_the_others_alike(zero):
-    """The distance to the exactly trained weights is at most 15 % of the distance that training moved them."""
+    """Quantization moves weights away from the exactly trained ones, by at most 15 % of their change in training."""
     start, expected = dict(Partly().named_parameters()), train(None, 3)
     assert sum(not p.requires_grad for p in start.values()) == 3 + 6
     for weights in ranks(4).run(train, zero, 3):
         for name, weight in weights.items():
-            way = (expected[name] - start[name]).norm()  # 0 for a frozen parameter
+            # change of the weights in an exact training; 0 for a frozen parameter
+            way = (expected[name] - start[name]).norm()
             assert (weight - expected[name]).norm() <= 0.15 * way, name
 
 
@@ -149,7 +157,8 @@ def freed_after_evaluation() -> None:
                 model(samples(0), True)
                 assert not isinstance(model.last.main.weight, DTensor)
             model(samples(0), True)
-            assert isinstance(model.last.main.weight, DTensor) == (stage == 3)  # stage 3 frees weights after each use
+            # stage 3 frees the unsharded weights after each use
+            assert isinstance(model.last.main.weight, DTensor) == (stage == 3)
             sharding.reshard()
             torch._foreach_mul_([parameter.to_local() for parameter in model.parameters()], 2.0)
             doubled = Partly()
@@ -163,14 +172,15 @@ def test_after_an_evaluation_the_next_forward_reads_the_shards():
 
 
 def one_step(replicas: int) -> None:
-    """Run three micro-batches in bf16 with stage 3, and count the casts of weights."""
+    """Run three bf16 micro-batches with ZeRO-3 in replicas of one rank each, and count casts and divisions."""
     model, sharding, _ = build(ZeroConfig(), nodes=1, replicas=replicas, bf16=True)
     batches = samples(0).bfloat16().chunk(3)
     with Launches() as launches:
         for index, batch in enumerate(batches):
             sharding.begin_micro_batch(last=index == 2)
             model(batch, True).backward()
-    assert isinstance(model.last.main.weight, DTensor)  # the optimizer needs the shards
+    # the weights are resharded, because the optimizer updates the shards
+    assert isinstance(model.last.main.weight, DTensor)
     assert launches.found["_to_copy.default torch.bfloat16"] == len(list(model.parameters()))
     assert replicas > 1 or not any("div" in name for name in launches.found)
 
@@ -185,6 +195,6 @@ def num_two_hop_gathers(wire: CommPlan | None) -> int:
 
 
 def test_the_wire_plan_that_was_shown_is_the_one_that_is_used():
-    """`shard_model` uses the given plan instead of the flags: an empty plan keeps FSDP2's collectives."""
+    """`shard_model` uses the given communication plan instead of the flags: an empty plan keeps FSDP2's collectives."""
     for wire, found in ((None, 5), (CommPlan(), 0)):
         assert ranks(2).run(num_two_hop_gathers, wire) == [found] * 2

@@ -1,4 +1,7 @@
-"""Check CUDA stream use for races and early reuse of memory, simulated without a GPU (see stream_races.py)."""
+"""Check ZeRO++'s use of CUDA streams for races and early reuse of memory, simulated on a CPU.
+
+helpers/stream_races.py simulates the streams.
+"""
 
 import dataclasses
 from typing import Any
@@ -103,7 +106,7 @@ def test_task_with_an_event_waits_only_for_earlier_work():
 
 
 def hops_of_a_forward(case: Case) -> str:
-    """Return the queues used by the second step's forward, in order: c for cross hops, l for local hops."""
+    """Return the order of the hops in the second step's forward: "c" for each cross hop, "l" for each local hop."""
     with simulated_streams():
         step, dims = build_step(case)
         batch, submitted, seen = [case.batch(0, dims.data_rank * 4, 4)], mock.Mock(), []
@@ -118,9 +121,10 @@ def hops_of_a_forward(case: Case) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [ALL, slow(LOSSLESS)])
 def test_use_launches_its_hops_then_two_others_and_keeps_cross_queue_busy(zero):
-    """After the step's synchronization, the GPU must not wait for the host to launch every unit's cross hop."""
+    """After a step's synchronization, the GPU may not wait until the host has launched the cross hops of all units."""
     case = Case(nodes=2, zero=zero, model=dataclasses.replace(LLAMA_STYLE, num_layers=4), precision=BF16)
-    # Each of 6 units has one cross hop. The first use submits its own; each use then starts those of two later units.
+    # Each of the 6 units has one cross hop. The first use of a unit submits its own; each use then starts the cross
+    # hops of two later units.
     assert ranks(4).run(hops_of_a_forward, case) == ["c" + "lcc" * 2 + "lc" + "l" * 3] * 4
 
 

@@ -1,4 +1,7 @@
-"""Test verification of gathered weights: a wrong bit is reported by unit and ranks, and a good run is unchanged."""
+"""Test the verification of gathered weights.
+
+A wrong bit is reported with its unit and its ranks, and a run without errors keeps its losses.
+"""
 
 from typing import Any
 
@@ -37,16 +40,22 @@ def test_verification_passes_and_changes_no_loss(case):
 
 
 def corrupt(case: Case, rank: int, slot: int) -> tuple[str, str]:
-    """Flip a bit in rank `rank`'s secondary partition of layers.0, in the part received from node `slot`.
+    """Flip a bit of a message in one rank's secondary partition, and verify the weights before and after a step.
 
-    Returns the reports before and after the next step.
+    Args:
+        case: training run.
+        rank: rank whose copy is corrupted.
+        slot: node that has sent the corrupted message of the unit layers.0.
+
+    Returns:
+        (error message before the step, error message after it); "no error" if the verification passes.
     """
     step, dims = build_step(case)
     step._forward_backward(case.batches(0, dims))
     if dims.world.rank == rank:
         step.sharding._gathers[1].secondary.messages[slot, 7] ^= 16
     broken = _error(step, dims)
-    with step.sharding.weight_update():  # replaces all secondary partitions
+    with step.sharding.weight_update():  # the update replaces all secondary partitions
         step.optimizer.step()
     return broken, _error(step, dims)
 
@@ -62,14 +71,14 @@ def _error(step: Any, dims: Any) -> str:
 @pytest.mark.parametrize(
     ("world", "tp", "rank", "said"),
     [
-        # node 1's ranks; its local rank 1 keeps rank 1's shard
+        # rank 3 on node 1 has local index 1, so the corrupted message is the shard of rank 1
         (4, 1, 3, "layers.0, shard of rank 1: other weights on rank 2, 3"),
-        # only ranks with the same tp index are compared
+        # the verification compares only ranks with the same tp index
         slow(8, 2, 6, "layers.0, shard of rank 2: other weights on rank 4, 6"),
     ],
 )
 def test_flipped_bit_in_secondary_partition_is_reported_by_unit_and_ranks(world, tp, rank, said):
-    """The rank's corrupted copy reaches its whole node, and all ranks raise the error."""
+    """The corrupted copy is gathered by all ranks of its node, and all ranks of the job raise the error."""
     for broken, afterwards in ranks(world).run(corrupt, Case(nodes=2, tp=tp, zero=ZEROPP), rank, 0):
         assert broken.splitlines()[1:] == [said]
         assert afterwards == "no error"
@@ -84,7 +93,7 @@ def write_past_one_replica(case: Case) -> str:
 
 
 def test_replicas_are_compared_by_verification():
-    """Rank 2 holds the same shard as rank 0 and gathers together with rank 3."""
+    """Rank 2 has the same shard as rank 0 in the other replica, and gathers it together with rank 3."""
     answers = ranks(4).run(write_past_one_replica, Case(nodes=2, replicas=2))
     assert answers[0].splitlines()[1].startswith("layers.0, shard of rank 0, 2: other weights on rank ")
     assert answers[0].splitlines()[1][-4:] in ("0, 1", "2, 3")

@@ -1,6 +1,6 @@
-"""Test message layouts: every element is in one range, sizes follow the formats, and errors are bounded.
+"""Test the layouts of messages: every element is in one range, sizes follow the formats, and errors are bounded.
 
-Sums, differences, error feedback and peer orders are tested in tests/kernels.
+tests/kernels has the tests of sums, differences, error feedback and the order of ranks.
 """
 
 import itertools
@@ -62,7 +62,7 @@ def test_ranks_beyond_the_last_row_own_no_rows():
 def test_1d_and_tiny_parameters_are_sent_unquantized():
     layout = plan([(4096,), (4, 8), (64, 64)], 1, BlockFormat(8, 256), 2)
     exact = [(p.start, p.stop) for p in layout.ranges if p.scales is None]
-    assert exact == [(0, 4096 + 32)]  # adjacent segments are sent as one range
+    assert exact == [(0, 4096 + 32)]  # adjacent exact segments are sent as one range
 
 
 # ---- the codec ----
@@ -71,7 +71,11 @@ SHAPES = [("norm", (10,)), ("weight", (12, 33)), ("bias", (7,)), ("head", (5, 12
 
 
 def there_and_back(fmt: BlockFormat | None, dtype: torch.dtype) -> tuple[Codec, Tensor, Tensor, Tensor]:
-    """Pack and unpack random data. Return the codec, the data, the messages and the unpacked data."""
+    """Pack random data into messages and unpack them again.
+
+    Returns:
+        (codec, data [2, 4, elements], messages, unpacked data [2, 4, elements]).
+    """
     wire = Codec(plan_message(plan_segments(SHAPES, 3), fmt, exact_itemsize=dtype.itemsize), dtype)
     sent = torch.randn(2, 4, wire.layout.size, generator=torch.Generator().manual_seed(1)).to(dtype)
     messages, out = wire.empty(2, 4, device=sent.device), torch.full_like(sent, torch.nan)
@@ -91,7 +95,7 @@ def test_message_without_a_format_is_exact():
 def test_quantized_ranges_have_bounded_error_and_others_are_exact():
     for fmt in (BlockFormat(8, 32), BlockFormat(4, 32)):
         wire, sent, _, out = there_and_back(fmt, torch.float32)
-        step = sent.abs().max() / (127 if fmt.bits == 8 else 7)  # no block has a larger step
+        step = sent.abs().max() / (127 if fmt.bits == 8 else 7)  # the largest quantization step that any block can have
         assert (out - sent).abs().max() <= step * 1.02, fmt
         exact = [slice(part.start, part.stop) for part in wire.layout.ranges if part.scales is None]
         assert exact

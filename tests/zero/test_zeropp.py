@@ -1,4 +1,7 @@
-"""Test ZeRO++ in training: exact settings match FSDP2, kept weights are never stale, and byte counts are right."""
+"""Test ZeRO++ in training.
+
+Unquantized settings must match plain FSDP2, the secondary partition must never be stale, and bytes must be right.
+"""
 
 import copy
 import dataclasses
@@ -29,7 +32,8 @@ def run(world: int, **case: Any) -> dict[str, Any]:
 
 RECOMPUTE = dataclasses.replace(GPT2_STYLE, recompute_granularity="full")
 LLAMA = {"model": LLAMA_STYLE, "micro_batches": 1}
-EXACT_CASES: dict[str, dict[str, Any]] = {  # 1, 2, 3 and 5 nodes; 1, 2, 3 and 4 data ranks per node; tp 1, 2 and 4
+# the cases cover 1, 2, 3 and 5 nodes; 1, 2, 3 and 4 data-parallel ranks per node; and tp 1, 2 and 4
+EXACT_CASES: dict[str, dict[str, Any]] = {
     "2 x 2, tp 2": {"nodes": 2, "ranks": 4, "tp": 2, **LLAMA},
     "1 x 4": {"nodes": 1, "ranks": 4},
     "3 x 2": {"nodes": 3, "ranks": 6, "global_batch": 24},
@@ -50,9 +54,9 @@ SLOW = ("3 x 2", "2 x 4, tp 2", "sequence parallel", "documents, recompute", "bf
 
 @pytest.mark.parametrize("case", chosen(EXACT_CASES, "2 x 2, tp 2", slow=SLOW))
 def test_two_hops_without_quantization_match_plain_fsdp2(case):
-    """Sums run in another order, at a learning rate at which AdamW does not amplify their rounding.
+    """ZeRO++ sums gradients in another order than FSDP2. The learning rate is so low that AdamW amplifies no rounding.
 
-    Losses differ by up to 1e-5 over 4 steps in fp32 and by 1 % in 16-bit formats.
+    Losses differ by up to 1e-5 over 4 steps in fp32, and by 1 % in 16-bit formats.
     """
     case, rel = {"micro_batches": 2, "steps": 4, "learning_rate": 1e-3, **case}, 1e-2 if "precision" in case else 1e-5
     world = case.pop("ranks")
@@ -76,7 +80,7 @@ def test_quantized_training_follows_exact_training(nodes, per_node, tp, classic)
 
 
 def test_replicas_communicate_once_per_optimizer_step():
-    """With HSDP only all-reduces of shards cross nodes, equally often for 1 and 4 micro-batches."""
+    """With HSDP only all-reduces of shards cross nodes, and these are as many for 1 micro-batch as for 4."""
     once, four = (run(4, nodes=2, replicas=2, steps=1, micro_batches=k)["sent"]["cross"] for k in (1, 4))
     assert once == four > 0
 
@@ -85,7 +89,7 @@ def test_replicas_communicate_once_per_optimizer_step():
 
 
 def train_with_evaluation_and_load(case: Case) -> list[float]:
-    """Take 8 steps, evaluate after the 3rd, and load the 2nd step's weights after the 6th."""
+    """Take 8 steps, evaluate after step 3, load the weights of step 2 after step 6, and return all losses."""
     step, dims = build_step(case)
     losses = []
     for index in range(8):
@@ -108,16 +112,16 @@ def test_hpz_is_bit_identical_to_no_hpz(quantized, micro_batches):
     without = dataclasses.replace(case, zero=ZeroConfig(zero_quantized_weights=quantized))
     found, expected = (ranks(4).run(train_with_evaluation_and_load, each)[0] for each in (case, without))
     assert found == expected
-    assert expected[7] > expected[5]  # loading restored the old weights
+    assert expected[7] > expected[5]  # loading has restored the old weights, so the loss is higher again
 
 
 # ---- bytes --------------------------------------------------------------------------------------------------------
 
 
 class Sent(NamedTuple):
-    by: dict[tuple[str, str], int]  # bytes by axis and collective
-    planned: tuple[int, int, int]  # message bytes of all units: weights, gradients inside nodes and across nodes
-    elements: int  # elements of the padded model
+    by: dict[tuple[str, str], int]  # sent bytes by axis and collective
+    planned: tuple[int, int, int]  # message bytes of all units: weights, gradients inside nodes, gradients across nodes
+    elements: int  # elements of the model, including padding
 
 
 def bytes_of_one_step(case: Case) -> Sent:
@@ -134,32 +138,38 @@ def bytes_of_one_step(case: Case) -> Sent:
     return Sent(sent, (weights, sum(inside), sum(across)), elements)
 
 
-@pytest.mark.slow  # the next test covers this in the default tier
+@pytest.mark.slow  # the next test covers these byte counts in the default tier
 @pytest.mark.parametrize(("nodes", "tp", "micro_batches"), [(2, 1, 8), (2, 2, 1), (4, 1, 1), (4, 2, 8)])
 def test_bytes_follow_the_layout_and_cross_bytes_ignore_micro_batches(nodes, tp, micro_batches):
     case = Case(nodes=nodes, tp=tp, micro_batches=micro_batches, zero=ALL, model=LLAMA_STYLE, global_batch=64)
-    others = 8 // nodes // tp - 1  # other data ranks of the node
+    others = 8 // nodes // tp - 1  # number of other data-parallel ranks in the node
     for sent in ranks(8).run(bytes_of_one_step, case):
         weights, inside, across = sent.planned
         expected = {("cross", "all_gather"): (nodes - 1) * weights, ("cross", "all_to_all"): (nodes - 1) * across}
-        if others:  # weights at every use, and gradients in every micro-batch
+        if others:  # weights are sent at every use, and gradients in every micro-batch
             expected["local", "all_gather"] = 2 * micro_batches * others * nodes * weights
             expected["local", "all_to_all"] = micro_batches * others * nodes * inside
         assert sent.by == expected
 
 
 def test_wide_model_sends_three_quarters_of_its_16_bit_size_across_nodes():
-    """Weights take 0.5 M and gradients 0.25 M plus scales, times (N - 1) / N, for any number of micro-batches."""
+    """M is the model's size in 16 bits, and N the number of nodes.
+
+    Weights take 0.5 M and gradients 0.25 M plus scales, times (N - 1) / N, for any number of micro-batches.
+    """
     wide = dataclasses.replace(LLAMA_STYLE, hidden_size=256, ffn_hidden_size=512, kv_channels=32)
     results = ranks(4).run(bytes_of_one_step, Case(nodes=2, micro_batches=4, zero=ALL, model=wide, vocab_size=512))
     of_a_node = sum(sent for result in results for (axis, _), sent in result.by.items() if axis == "cross") / 2
     share = of_a_node / (2 * results[0].elements)
-    # (8.0625 + 4.125) / 16, and 1-D parameters are not quantized
+    # expected are (8.0625 + 4.125) / 16 plus a little, because 1-D parameters are not quantized
     assert share / (1 / 2) == pytest.approx(0.766, abs=0.012)
 
 
 def bytes_with_repeated_units(case: Case) -> list[int]:
-    """Return two steps' bytes; before the second one FSDP2 lists a unit once per module, as torch 2.11 does."""
+    """Return the bytes that this rank sends across nodes in each of two steps.
+
+    Before the second step, FSDP2's list of states gets a unit of several modules once per module, as in torch 2.11.
+    """
     step, dims = build_step(case)
     sent = []
     for index in range(2):
@@ -177,7 +187,7 @@ def test_unit_of_several_modules_is_reduced_once_per_backward():
 
 
 def test_cross_hop_flags_change_its_bytes():
-    """With two micro-batches, crossing in each one doubles the gradients' bytes, and bf16 sums halve them."""
+    """With two micro-batches, a cross hop in each doubles the bytes of gradients. Partial sums in bf16 halve them."""
 
     def sent(**flags: Any) -> int:
         case = Case(nodes=2, micro_batches=2, zero=dataclasses.replace(EXACT, **flags))
@@ -185,7 +195,7 @@ def test_cross_hop_flags_change_its_bytes():
 
     once = sent()
     assert sent(zero_cross_every_microbatch=True) == 2 * once
-    # the tolerance covers padding to 16 bytes
+    # the tolerance covers the padding of messages to 16 bytes
     assert sent(zero_accumulate_in_bf16=True) == pytest.approx(once / 2, rel=0.01)
 
 
@@ -193,14 +203,22 @@ def test_cross_hop_flags_change_its_bytes():
 
 
 def traits(x: Any) -> Any:
-    """Return the properties of an argument that select a compiled kernel: type, strides, alignment, switches."""
+    """Return the properties of a kernel's argument that select a compiled variant: dtype, shape, strides, alignment.
+
+    Arguments that are not tensors select by their value.
+    """
     if isinstance(x, torch.Tensor):
         return x.dtype, tuple(x.shape), x.stride(), x.storage_offset() * x.element_size() % 16
     return repr([traits(part) for part in x]) if isinstance(x, tuple) else repr(x)
 
 
 def compiled(case: Case) -> tuple[bool, set[Any]]:
-    """Return True if compiling kernels before each of two steps changes no result, and calls that were not foreseen."""
+    """Train two steps twice, and in the second training compile the kernels before each step.
+
+    Returns:
+        (True if both trainings give the same losses, error feedback and traffic; the calls of kernels in the last step
+        that the compilation had not foreseen).
+    """
     calls: set[Any] = set()
 
     def noted(kernel: Any) -> Any:
