@@ -1,4 +1,4 @@
-"""Checks of LoRA's flags against the model, the layout, and existing adapters."""
+"""Checks of LoRA's flags against the model and the layout, and settings that existing adapters already have."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from megazpp.run.arguments import ParsedRun, RunConfig
 
 
 def adapter_settings(lora: LoraConfig, config: GPTConfig) -> AdapterSettings:
-    """Return the settings of adapter_config.json for a model, without those of its base.
+    """Return the settings of a run's adapters, from the flags of LoRA; its fields about the base weights are None.
+
+    Args:
+        lora: flags of LoRA, with a rank.
+        config: architecture of the model.
 
     Raises:
-        ValueError: a target is no linear layer of the model, or does not get adapters in a mixture of experts.
+        ValueError: --lora-target-modules names a layer that is not a linear layer of the model, or that cannot have
+            adapters in a mixture of experts.
     """
     assert lora.lora_r is not None
     targets = lora.lora_target_modules or default_targets(config)
@@ -30,13 +35,14 @@ def adapter_settings(lora: LoraConfig, config: GPTConfig) -> AdapterSettings:
 
 
 def check_adapters(lora: LoraConfig, config: RunConfig) -> None:
-    """Check the flags against the run's model and layout.
+    """Check LoRA's flags against the run's model and layout; without --lora-r, do nothing.
 
-    Tensor parallelism must not split quantization blocks of the base's weights, because their rounding would depend
-    on the tensor-parallel size.
+    Tensor parallelism must not split a quantization block of the frozen base weights, because the rounding of the base
+    would then depend on the tensor-parallel size.
 
     Raises:
-        ValueError: a target has no adapter, the layout splits blocks, or experts are distributed over ranks.
+        ValueError: a target layer cannot have adapters, the layout splits quantization blocks, or experts are
+            distributed over ranks.
     """
     if lora.lora_r is None:
         return
@@ -60,15 +66,17 @@ def check_adapters(lora: LoraConfig, config: RunConfig) -> None:
         fmt = plan_rows(columns, *at_rest(bits, config.precision.param_dtype)).fmt
         if tp > 1 and fmt is not None and columns % (tp * fmt.block_size):
             raise ValueError(
-                f"--base-weight-bits {bits}: {name} / --tensor-model-parallel-size {tp} is no multiple "
-                f"of {fmt.block_size}, the number of elements that share a scale"
+                f"--base-weight-bits {bits}: {name} / --tensor-model-parallel-size {tp} is not a multiple "
+                f"of {fmt.block_size}, the number of elements that share a scale: use fewer tensor-parallel ranks or "
+                "16 bits"
             )
 
 
 def _check_mixture(config: GPTConfig, targets: Sequence[str]) -> None:
-    """Raise ValueError for targets that do not get adapters in a mixture of experts.
+    """Raise a ValueError for values of --lora-target-modules that a mixture of experts does not support.
 
-    transformers 5 stores the gate and up matrices of an expert as one, so PEFT loads adapters only for both of them.
+    Only attention and experts can have adapters. transformers 5 stores the gate and up matrices of an expert as one
+    matrix, so PEFT loads adapters only for both of them together.
     """
     asked, branches = "--lora-target-modules", find_branches(config, (ALL_LINEAR,))
     known = [x for x in branches if ".attention." in x.linear or x.is_experts]
@@ -94,15 +102,17 @@ def _check_mixture(config: GPTConfig, targets: Sequence[str]) -> None:
 
 
 def with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, Any] | None, where: str) -> LoraConfig:
-    """Complete `lora` with the settings of existing adapters, from the resumed run or --lora-load.
+    """Complete LoRA's flags with the settings of the adapters that training continues with.
+
+    These are the adapters of a resumed run's checkpoint, or of --lora-load. Without them, return `lora` unchanged.
 
     Args:
-        lora: flags of the adapters.
-        parsed: all flags.
-        earlier: flags of the resumed run; None if none is resumed.
-        where: description of its checkpoint, for messages.
+        lora: flags of LoRA.
+        parsed: all flags, and where their values came from.
+        earlier: flags that the resumed checkpoint has recorded; None if no run is resumed.
+        where: description of the resumed checkpoint, for error messages.
     Raises:
-        ValueError: flags contradict the adapters, or --lora-load cannot be used.
+        ValueError: flags contradict the adapters, or the adapters of --lora-load cannot be used.
     """
     if earlier is not None:
         theirs = {f.name: earlier.get(f.name, f.default) for f in dataclasses.fields(LoraConfig)}
@@ -111,14 +121,15 @@ def with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, Any
         path = Path(lora.lora_load).expanduser().resolve()
         found, where = read_adapter(path, parsed.config.model)[0], f"--lora-load {path}"
         theirs = dict(zip(SETTINGS, found, strict=False)) | {"lora_load": str(path)}
-        theirs["base_weight_bits"] = lora.base_weight_bits  # the base may be rounded differently than before
+        theirs["base_weight_bits"] = lora.base_weight_bits  # the base may have other bits than in the training before
     else:
         return lora
     for name in ("lora_r", "lora_alpha", "lora_target_modules", "base_weight_bits"):
         asked, there = (sorted(x) if isinstance(x, tuple) else x for x in (getattr(lora, name), theirs[name]))
         if name in parsed.origins and asked != there:
             raise ValueError(
-                f"{spelling(lora, name)} is {as_words(getattr(lora, name))}, but {where} has {as_words(theirs[name])}"
+                f"{spelling(lora, name)} is {as_words(getattr(lora, name))}, but {where} has {as_words(theirs[name])}: "
+                "leave the flag out"
             )
     if "lora_dropout" in parsed.origins:
         theirs.pop("lora_dropout")

@@ -1,4 +1,4 @@
-"""The flags of LoRA, which post-training adds to its own."""
+"""Command-line flags of LoRA, for post-training runs that train low-rank adapters on frozen weights."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megazpp.base.flags import check_below_one, check_positive, check_words, fla
 class LoraConfig:
     """LoRA.
 
-    Train low-rank adapters instead of all weights.
+    Flags for training low-rank adapters on frozen weights instead of training all weights.
     """
 
     lora_r: int | None = flag(None, "rank of the adapters; trains adapters only (default: all weights are trained)")
-    lora_alpha: float = flag(8.0, "numerator of an adapter's scale, alpha / rank", needs="--lora-r")
-    lora_dropout: float = flag(0.0, "dropout of an adapter's input, for --objective sft", needs="--lora-r")
+    lora_alpha: float = flag(8.0, "numerator of the factor of an adapter's output, alpha / rank", needs="--lora-r")
+    lora_dropout: float = flag(0.0, "dropout probability of an adapter's input, for --objective sft", needs="--lora-r")
     lora_target_modules: tuple[str, ...] | None = flag(
         None,
         "layers with an adapter, by transformers' names (q_proj ... down_proj; c_attn, c_fc, c_proj of a GPT-2), or "
@@ -28,12 +28,12 @@ class LoraConfig:
     lora_load: str | None = flag(
         None,
         "folder of adapters to train further, from PEFT or from a LoRA run (adapter/), on the base of --load; the "
-        "reference is the base with these adapters",
+        "reference model is the base with these adapters",
     )
     base_weight_bits: Literal[16, 8, 4] | None = flag(
         None,
         "bits per element of the frozen base's matrices; 8 and 4 round the base and the reference, equally on every "
-        "layout (default: the compute dtype, without rounding)",
+        "layout (default: the compute dtype's bits, without rounding)",
         needs="--lora-r",
     )
 

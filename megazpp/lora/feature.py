@@ -1,4 +1,4 @@
-"""Registers LoRA as an optional feature: runs and programs can load checkpoints that contain only adapters."""
+"""Registration of LoRA as an optional feature, with which programs can load checkpoints that have only adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class AdapterBaseConfig(FeatureConfig):
     """Checkpoints of LoRA.
 
-    Folders of the weights that LoRA adapters change.
+    Flag for loading checkpoints of LoRA runs, which contain only adapters: where the base weights are.
     """
 
     lora_base: tuple[str, ...] = flag(
@@ -29,17 +29,24 @@ class AdapterBaseConfig(FeatureConfig):
 
 
 class Lora(Feature):
-    """Opens checkpoints of LoRA runs as whole weights. Post-training has the flags that train adapters."""
+    """LoRA: programs can open a checkpoint of a LoRA run as complete weights, with its adapters merged in.
+
+    The flags that train adapters belong to post-training.
+    """
 
     config, opens_weights = AdapterBaseConfig, True
 
     def weight_opener(self, sections: Sequence[Any]) -> AdapterOpener:
-        """Return the opener, which looks for bases in the folders of --lora-base first."""
+        """Return the opener of checkpoints with adapters, which looks for base weights in --lora-base first."""
         return adapter_opener(sections)
 
 
 def adapter_opener(sections: Sequence[Any]) -> AdapterOpener:
-    """Return the opener of checkpoints with adapters; `sections` may have the folders of their bases."""
+    """Return the opener of checkpoints with adapters.
+
+    Args:
+        sections: configs of the program's features; the value of --lora-base is taken from them if they have it.
+    """
     from megazpp.lora.weights import AdapterOpener
 
     given = next((section for section in sections if isinstance(section, AdapterBaseConfig)), AdapterBaseConfig())

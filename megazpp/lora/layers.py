@@ -1,16 +1,17 @@
-"""LoRA adapters for tensor-parallel linear layers: y + scale (x A) B^T, where only A and B are trained.
+"""LoRA adapters for tensor-parallel linear layers: a layer's output becomes y + scale (x A) B^T.
 
-Letters: r is the rank of the adapter, T the number of ranks of the tp axis. The adapter splits the same dimension as
-its base layer. The other of its two matrices is whole on every tp rank, and each rank computes only a part of the
-gradient of that matrix:
+Only A and B are trained; the layer's own weight is frozen. r is the rank of the adapter, and T the number of tp ranks.
+One of the two matrices is split over the tp ranks in the same dimension as the layer's weight. The other matrix is
+complete on every tp rank, and each rank computes only a partial gradient of it, which has to be summed over tp:
 
 | base layer      | A            | B            | x A on each rank  | partial gradient |
 |-----------------|--------------|--------------|-------------------|------------------|
 | column-parallel | [in, r]      | [out / T, r] | complete          | of A             |
 | row-parallel    | [in / T, r]  | [out, r]     | part of a sum     | of B             |
 
-The sum over tp of a row-parallel layer follows the adapter, so the adapter needs no further collective, also with
-sequence parallelism. A is stored as [in, r] because ZeRO shards the first dimension, which is then the long one.
+A row-parallel layer sums its outputs over tp after the adapter has been added. So the adapter needs no collective of
+its own, also with sequence parallelism. A is stored as [in, r], because ZeRO shards the first dimension, and `in` is
+the longer one.
 
 Source: LoRA (arXiv 2106.09685). Initial values have the same variance as in PEFT.
 """
@@ -30,14 +31,15 @@ from megazpp.tensor_parallel.layers import Adapter, ColumnParallelLinear, RowPar
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 
 Linear = ColumnParallelLinear | RowParallelLinear
-_AT_ONCE = 1 << 18  # elements that are merged at a time, few enough for the CPU's caches
+_AT_ONCE = 1 << 18  # number of weight elements that `merged` computes at a time, which fit into the CPU's caches
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Return a context in which `model` computes the same function as before training.
+    """Return a context in which a model with adapters computes the same function as before training.
 
-    This lets a model with LoRA serve as its own reference model.
+    A new adapter is then left out, and an adapter of --lora-load has its loaded values. This lets a policy with LoRA be
+    its own reference model.
     """
     adapters = [module for module in model.modules() if isinstance(module, Adapter)]
     for adapter in adapters:
@@ -50,14 +52,18 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class LowRankAdapter(Adapter):
-    """An adapter with two matrices: [S, B, in] -> [S, B, out], with the base layer's sizes on this rank.
+    """A LoRA adapter of a linear layer, with two trained matrices A and B: [S, B, in] -> [S, B, out].
+
+    S is the sequence length and B the micro-batch size; `in` and `out` are sizes on this tp rank.
 
     Args:
-        linear: base layer.
-        out_features: number of the base layer's outputs on this tp rank to which the adapter adds.
+        linear: base layer, to whose output the adapter's output is added.
+        out_features: number of the base layer's outputs on this tp rank that the adapter changes.
         rank: rank r of the adapter.
         scale: factor of the adapter's output, alpha / r.
-        dropout: module that is applied to the adapter's input.
+        dropout: dropout module that is applied to the adapter's input.
+    Attributes:
+        reference: matrices A and B that the adapter uses while it is not enabled; None if it is then left out.
     """
 
     def __init__(self, linear: Linear, out_features: int, *, rank: int, scale: float, dropout: nn.Module) -> None:
@@ -68,14 +74,17 @@ class LowRankAdapter(Adapter):
         self.a = nn.Parameter(torch.empty(in_features, rank))
         self.b = nn.Parameter(torch.empty(out_features, rank))
         whole_inputs = in_features * (linear.tp.size if row else 1)
-        # PEFT initializes A uniformly in +-1 / sqrt(inputs). This is a normal distribution of the same variance. B
-        # starts at zero.
+        # PEFT initializes A uniformly between -1 / sqrt(inputs) and 1 / sqrt(inputs). Here A is normally distributed
+        # with the same variance. B starts at zero, so a new adapter changes nothing.
         std = 1.0 / math.sqrt(3.0 * whole_inputs)
         self.specs = {"a": ParameterSpec(std=std, split=0 if row else None, partial=several and not row)}
         self.specs["b"] = ParameterSpec(split=None if row else 0, partial=several and row)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return scale (x A) B^T, with the reference matrices and without dropout if the adapter is not enabled."""
+        """Return the adapter's output, scale (x A) B^T.
+
+        An adapter that is not enabled uses its reference matrices, without dropout.
+        """
         if self.enabled:
             return F.linear(self.dropout(x) @ local(self.a), local(self.b)) * self.scale
         assert self.reference is not None
@@ -83,12 +92,12 @@ class LowRankAdapter(Adapter):
         return F.linear(x @ a, b) * self.scale
 
     def keep_reference(self, a: torch.Tensor, b: torch.Tensor, device: torch.device) -> None:
-        """Store the matrices that the adapter uses while it is not enabled.
+        """Store the matrices that the adapter uses while it is not enabled, as part of the reference model.
 
         Args:
-            a: [in, r] whole matrix A.
-            b: [out, r] whole matrix B.
-            device: device that keeps this tp rank's parts.
+            a: [in, r] matrix A of all tp ranks.
+            b: [out, r] matrix B of all tp ranks.
+            device: device on which this tp rank's parts of the matrices are stored.
         """
         parts = [
             whole if (split := self.specs[name].split) is None else whole.chunk(self.tp.size, split)[self.tp.rank]
@@ -98,16 +107,16 @@ class LowRankAdapter(Adapter):
 
 
 class QkvAdapter(Adapter):
-    """Separate adapters of queries, keys and values for the fused column-parallel projection.
+    """Separate LoRA adapters of queries, keys and values for the fused projection of attention.
 
-    Maps [S, B, in] to [S, B, rows of this rank]. The rows have the fused order: for each group of this rank its
-    queries, then its key, then its value, with `head_size` rows per head.
+    Maps [S, B, in] to [S, B, outputs of this tp rank]. The outputs are in the order of the fused projection: for each
+    key-value head of this rank first its query heads, then the key, then the value, with `head_size` outputs each.
 
     Args:
-        adapters: the adapters of "q", "k" and "v"; each may be missing.
-        groups: number of key-value heads on this rank.
+        adapters: the adapters by name, "q", "k" and "v"; a missing one adds nothing.
+        groups: number of key-value heads on this tp rank.
         queries_per_group: number of query heads per key-value head.
-        head_size: size of a head.
+        head_size: number of outputs of a head.
     """
 
     def __init__(
@@ -117,10 +126,10 @@ class QkvAdapter(Adapter):
         for name, adapter in adapters.items():
             self.add_module(name, adapter)
         self.groups, self.head_size = groups, head_size
-        self.heads = {"q": queries_per_group, "k": 1, "v": 1}  # number of heads in a group
+        self.heads = {"q": queries_per_group, "k": 1, "v": 1}  # number of heads per key-value head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of the adapters in the fused order, zeros for missing adapters."""
+        """Return the outputs of the adapters in the order of the fused projection, with zeros for missing adapters."""
         parts = []
         for name, heads in self.heads.items():
             shape, adapter = (*x.shape[:2], self.groups, heads, self.head_size), getattr(self, name, None)
@@ -129,10 +138,10 @@ class QkvAdapter(Adapter):
 
 
 class LowRankExpertAdapter(ExpertAdapter):
-    """The adapters of one matrix of all E experts of a layer, each with its own A and B.
+    """The LoRA adapters of one matrix of all E experts of a layer; each expert has its own A and B.
 
-    The parameters are A [E in, r] and B [E out, r], with the rows of the experts one after another. They are sharded
-    like the weights of experts.
+    The parameters are A [E in, r] and B [E out, r], in which the rows of the experts follow one another. They are
+    sharded like the experts' weights.
 
     Args:
         num_experts: number of experts E.
@@ -154,7 +163,12 @@ class LowRankExpertAdapter(ExpertAdapter):
         self.specs = {name: ParameterSpec(split=0, expert=True, std=std if name == "a" else 0.0) for name in ("a", "b")}
 
     def forward(self, x: torch.Tensor, multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return scale (x A) B^T for the rows x [R, in] of all experts, see `ExpertAdapter`."""
+        """Return scale (x A) B^T for the inputs of all experts.
+
+        Args:
+            x: [R, in] inputs of the experts, one row for each token and expert, see `ExpertAdapter`.
+            multiply: function that multiplies each expert's rows by this expert's matrix.
+        """
         a, b = (local(weight).view(self.num_experts, -1, self.rank) for weight in (self.a, self.b))
         return multiply(multiply(self.dropout(x), a), b.mT) * self.scale
 
@@ -162,16 +176,16 @@ class LowRankExpertAdapter(ExpertAdapter):
 def joined_factors(
     parameters: Mapping[str, torch.Tensor], groups: int, queries: int, head_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A [in, R] and B [out, R] such that B A^T is the whole adapter of a linear layer.
+    """Return the matrices A [in, R] and B [out, R] of a linear layer's adapter, whose weight change is B A^T.
 
-    For an adapter of the fused projection of queries, keys and values, R is the sum of the ranks of its parts. In the
-    columns of B that belong to one part, the rows of the other parts are zero.
+    An adapter of the fused projection of queries, keys and values has up to three pairs of matrices. They are joined:
+    R is the sum of their ranks, and B has zeros in the rows that do not belong to a column's pair.
 
     Args:
-        parameters: whole parameters of the adapter, by name: a and b, or q.a, q.b, k.a and so on.
-        groups: number of key-value heads of the whole layer.
-        queries: number of query heads of the whole layer.
-        head_size: size of a head.
+        parameters: unsharded parameters of the adapter, by name: "a" and "b", or "q.a", "q.b", "k.a" and so on.
+        groups: number of key-value heads of the layer over all tp ranks.
+        queries: number of query heads of the layer over all tp ranks.
+        head_size: number of outputs of a head.
     """
     if "a" in parameters:
         return parameters["a"], parameters["b"]
@@ -188,16 +202,16 @@ def joined_factors(
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return weight + scale b a^T, computed in fp32 and rounded to the weight's dtype.
+    """Merge an adapter into a layer's weight: return weight + scale b a^T, in the weight's dtype.
 
-    `weight` may be any rectangular part of a layer's weight. The R terms of each element are added one after the other,
-    so that the result is bit-identical for every division of the weight into parts.
+    The sum is computed in fp32. `weight` may be any rectangular part of a layer's weight. The R terms of each element
+    are added in order, so the result is bit-identical for every division of the weight into parts.
 
     Args:
-        weight: [rows, columns] part of a weight [out, in].
-        a: [columns, R] rows of A for the part's columns.
-        b: [rows, R] rows of B for the part's rows.
-        scale: factor of the adapter.
+        weight: [rows, columns] rectangular part of a weight [out, in].
+        a: [columns, R] rows of A that belong to the columns of `weight`.
+        b: [rows, R] rows of B that belong to the rows of `weight`.
+        scale: factor of the adapter's output, alpha / r.
     """
     result, at_once = torch.empty_like(weight), max(_AT_ONCE // weight.shape[1], 1)
     a, b = a.float(), b.float()

@@ -1,15 +1,15 @@
-"""LoRA adapters as PEFT stores them: adapter_config.json and adapter_model.safetensors, read, written and merged.
+"""Read, write and merge LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
 PEFT itself reads adapters, decides which layers they change, and merges them. It works on a transformers model without
 weights. Each weight is put into that model only while it is merged, so a conversion has one tensor in memory at a time.
 
-One of our adapters has a parameter `a` [in, r] and a parameter `b` [out, r], under the name of its linear layer.
+In this project's model, an adapter has parameters `a` [in, r] and `b` [out, r], under the name of its linear layer.
 PEFT stores them as `lora_A.weight` [r, in] and `lora_B.weight` [out, r] under the name of transformers' module. If
 transformers has separate modules for queries, keys and values, each has its own adapter. GPT-2 has one module (c_attn),
 and so one adapter.
 
-The safetensors file also records the checksum of the weights that the adapter was trained on (checkpoint/weights.py),
-which PEFT ignores.
+The safetensors file also records the checksum of the base weights on which the adapter was trained
+(checkpoint/weights.py). PEFT ignores this entry.
 """
 
 from __future__ import annotations
@@ -49,32 +49,40 @@ from megazpp.packed_weights.reader import spell_checksum, sum_of_bits
 
 CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 ALL_LINEAR = "all-linear"
-BASE = "base_checksum"
-SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")  # flags, as in `AdapterSettings`
+BASE = "base_checksum"  # key of the checksum in the metadata of the safetensors file
+# Fields of LoraConfig whose values are the first fields of `AdapterSettings`, in this order
+SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 _PREFIX = "base_model.model."
-# Keys of adapter_config.json that PEFT applies to a model without weights, or that do not change merged weights. All
-# others must have PEFT's default.
+# Keys of adapter_config.json with any value: PEFT applies them to a model without weights, or they do not change merged
+# weights. All other keys must have PEFT's default, because their effect is not supported here.
 _KNOWN = (
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "fan_in_fan_out", "megatron_core"),
     *("qalora_group_size", "eva_config", "runtime_config", "use_dora", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("modules_to_save", "layers_to_transform", "layers_pattern", "exclude_modules"),
 )
-_INITS = (True, False, None, "gaussian", "orthogonal", "eva")  # all other values change the base's weights
-_SCORES, _HEADS, _SCORE = "SEQ_CLS", ("classifier", "score"), "score.weight"  # for reward models
+_INITS = (
+    True,
+    False,
+    None,
+    "gaussian",
+    "orthogonal",
+    "eva",
+)  # values of init_lora_weights that leave the base weights unchanged
+_SCORES, _HEADS, _SCORE = "SEQ_CLS", ("classifier", "score"), "score.weight"  # PEFT's task and head of reward models
 _WORDS = re.compile(r"\b(lm_head|embed_tokens|wte)\.")  # modules whose tensors have a row for each token
 _LINEARS = ("attention.qkv", "attention.proj", "mlp.gate", "mlp.fc1", "mlp.fc2")
 
 
 class AdapterSettings(NamedTuple):
-    """An adapter's settings in adapter_config.json.
+    """The settings of LoRA adapters, which adapter_config.json stores.
 
     Attributes:
-        rank: PEFT's r.
-        alpha: PEFT's lora_alpha.
-        dropout: PEFT's lora_dropout.
-        targets: suffixes of the names of transformers' modules, or all-linear.
-        base: name or folder of the weights that the adapter was trained on.
+        rank: rank r of the adapters (PEFT's r).
+        alpha: numerator of the factor of an adapter's output (PEFT's lora_alpha).
+        dropout: dropout probability of an adapter's input (PEFT's lora_dropout).
+        targets: suffixes of the names of transformers' modules that have adapters, or "all-linear".
+        base: name or folder of the base weights on which the adapters were trained; None if it is unknown.
         checksum: checksum of these weights; None if it is unknown.
     """
 
@@ -87,16 +95,17 @@ class AdapterSettings(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The factor of the adapter's output."""
+        """The factor of an adapter's output, alpha / rank."""
         return self.alpha / self.rank
 
 
 class Branch(NamedTuple):
-    """One of our adapters, and the module of transformers that it belongs to.
+    """A place for a LoRA adapter in this project's model, and the module of transformers that corresponds to it.
 
     Attributes:
-        linear: name of our linear layer, such as layers.0.attention.qkv, or of the experts of a layer.
-        part: part of the layer, "q", "k" or "v"; "" for the whole layer. The matrix of experts: "gate", "fc1" or "fc2".
+        linear: name of the linear layer, such as layers.0.attention.qkv, or of the experts of a layer.
+        part: "q", "k" or "v" if the adapter changes only queries, keys or values of the layer; "" for the whole layer.
+            For experts, the matrix that it changes: "gate", "fc1" or "fc2".
         module: name of transformers' module; for experts, without the number of the expert.
     """
 
@@ -106,37 +115,40 @@ class Branch(NamedTuple):
 
     @property
     def is_qkv(self) -> bool:
-        """True if the adapter belongs to queries, keys or values."""
+        """True if the adapter changes the projection of queries, keys and values, or a part of it."""
         return self.linear.endswith(".qkv")
 
     @property
     def is_experts(self) -> bool:
-        """True if the adapters belong to a matrix of the experts of a layer, one for each expert."""
+        """True if the adapter stands for the adapters of one matrix of all experts of a layer."""
         return self.linear.endswith(".experts")
 
     @property
     def name(self) -> str:
-        """The prefix of the adapter's parameters in our model."""
+        """The prefix of the adapter's parameter names in this project's model."""
         return f"{self.linear}.adapter.{self.part}".rstrip(".")
 
 
 def default_targets(config: GPTConfig) -> tuple[str, ...]:
-    """Return PEFT's default targets for a model: q_proj and v_proj, or its fused layer of queries, keys and values."""
+    """Return PEFT's default target modules for a model, which get adapters without --lora-target-modules.
+
+    They are q_proj and v_proj, or the module that computes queries, keys and values together.
+    """
     names = [branch.module.rpartition(".")[2] for branch in find_branches(config, (ALL_LINEAR,)) if branch.is_qkv]
     return ("q_proj", "v_proj") if "q_proj" in names else (names[0],)
 
 
 def find_branches(config: GPTConfig, targets: Sequence[str]) -> list[Branch]:
-    """Return the adapters that the targets ask for, in the order of our layers.
+    """Return the places of a model that get LoRA adapters, in the order of its layers.
 
     Args:
         config: architecture of the model.
-        targets: suffixes of the names of transformers' modules, or all-linear.
+        targets: suffixes of the names of transformers' modules, or "all-linear".
     Raises:
-        ValueError: a target is not a linear layer of the model's layers.
+        ValueError: a target is not the name of a linear layer of the model.
     """
     pieces, branches = model_pieces(config), list[Branch]()
-    if find_architecture(config).fused:  # an adapter of phi3's gate_up_proj would have one A for two matrices here
+    if find_architecture(config).fused:  # phi3's gate_up_proj would need one A for two matrices
         pieces = {name: piece for name, piece in pieces.items() if not re.search(r"\.mlp\.(gate|fc1)\.", name)}
     for linear in (f"layers.{layer}.{name}" for layer in range(config.layers) for name in _LINEARS):
         if piece := pieces.get(f"{linear}.weight"):
@@ -161,7 +173,13 @@ def find_branches(config: GPTConfig, targets: Sequence[str]) -> list[Branch]:
 
 
 def adapter_pieces(config: GPTConfig, branches: Sequence[Branch], *, scores: bool = False) -> dict[str, ForeignTensors]:
-    """Return the tensors of PEFT for each of ours; with the scalar head of a reward model if `scores`."""
+    """Return, for each parameter of the adapters in this project's model, the tensors of PEFT that correspond to it.
+
+    Args:
+        config: architecture of the model.
+        branches: places of the model that have adapters.
+        scores: True to include the scalar head of a reward model.
+    """
     pieces = {HEAD: same(f"{_PREFIX}score.weight")} if scores else {}
     weights = model_pieces(config)
     for branch in branches:
@@ -171,7 +189,7 @@ def adapter_pieces(config: GPTConfig, branches: Sequence[Branch], *, scores: boo
         theirs, rows = f"{_PREFIX}{branch.module}.lora_B.weight", weights[f"{branch.linear}.weight"]
         pieces[f"{branch.name}.a"] = transposed(f"{_PREFIX}{branch.module}.lora_A.weight")
         pieces[f"{branch.name}.b"] = same(theirs)
-        if branch.is_qkv and not branch.part:  # the rows of B have the order of the weight's rows
+        if branch.is_qkv and not branch.part:  # convert the order of B's rows like the weight's
             pieces[f"{branch.name}.b"] = (
                 qkv_rows([theirs], config) if rows.transposed else rows._replace(theirs=(theirs,))
             )
@@ -179,7 +197,12 @@ def adapter_pieces(config: GPTConfig, branches: Sequence[Branch], *, scores: boo
 
 
 def _pieces_of_experts(branch: Branch, weights: Sequence[str]) -> dict[str, ForeignTensors]:
-    """Return the tensors of PEFT for the adapters of one matrix of all experts, whose weights have these names."""
+    """Return the tensors of PEFT for the adapters of one matrix of all experts.
+
+    Args:
+        branch: the experts' matrix.
+        weights: names of transformers' weights for this matrix, one for each expert.
+    """
     modules = [f"{_PREFIX}{name.removesuffix('.weight')}" for name in weights]
     a, b = ([f"{module}.lora_{letter}.weight" for module in modules] for letter in "AB")
     return {f"{branch.name}.a": of_experts(a, transposed=True), f"{branch.name}.b": of_experts(b, transposed=False)}
@@ -188,13 +211,14 @@ def _pieces_of_experts(branch: Branch, weights: Sequence[str]) -> dict[str, Fore
 def write_adapter(
     folder: Path, config: GPTConfig, settings: AdapterSettings, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write an adapter's two files.
+    """Write adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
     Args:
-        folder: existing folder, whose files of these names are replaced.
+        folder: existing folder, in which files of these names are replaced.
         config: architecture of the model.
-        settings: settings of the adapter.
-        tensors: unsharded tensors by our names, on the CPU.
+        settings: settings of the adapters.
+        tensors: unsharded parameters of the adapters, and of a reward model's scalar head, on the CPU, by the names
+            that they have in this project's model.
     """
     scores = HEAD in tensors
     pieces = adapter_pieces(config, find_branches(config, settings.targets), scores=scores)
@@ -209,7 +233,7 @@ def write_adapter(
         "lora_alpha": int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha,
         "lora_dropout": settings.dropout,
         "target_modules": ALL_LINEAR if settings.targets == (ALL_LINEAR,) else list(settings.targets),
-        "fan_in_fan_out": find_architecture(config).model_type == "gpt2",  # whose matrices are [in, out]
+        "fan_in_fan_out": find_architecture(config).model_type == "gpt2",  # GPT-2's matrices are [in, out]
         "bias": "none",
         "inference_mode": True,
     }
@@ -217,10 +241,18 @@ def write_adapter(
 
 
 def read_adapter(folder: Path, config: GPTConfig) -> tuple[AdapterSettings, dict[str, torch.Tensor]]:
-    """Read an adapter to train it further: its settings, and its whole tensors under our names, in fp32.
+    """Read adapters in PEFT's format to train them further.
+
+    Args:
+        folder: folder with PEFT's files.
+        config: architecture of the model that gets the adapters.
+
+    Returns:
+        the settings; and the unsharded fp32 parameters by the names that they have in this project's model.
 
     Raises:
-        ValueError: a file is missing or damaged, the adapter is another model's, or training does not support it.
+        ValueError: a file is missing or damaged, the adapters belong to another model, or training does not support
+            them.
     """
     (model, plain), path = _open_adapter(folder, config), folder / CONFIG
     found, layers = model.peft_config["default"], _lora_layers(model)
@@ -246,23 +278,29 @@ def read_adapter(folder: Path, config: GPTConfig) -> tuple[AdapterSettings, dict
     tensors = {name: piece.join([state[each] for each in piece.theirs]) for name, piece in pieces.items()}
     base, dropout, checksum = found.base_model_name_or_path, float(found.lora_dropout or 0.0), _read_checksum(folder)
     settings = AdapterSettings(rank, scale * rank, dropout, targets, base, checksum)
-    # copy, because a running training may replace the memory-mapped file
+    # Copy the tensors: their file is memory-mapped, and a running training may replace it
     contiguous = torch.contiguous_format
     return settings, {name: each.detach().clone(memory_format=contiguous) for name, each in tensors.items()}
 
 
 def with_adapter(model: Model, folder: Path) -> Model:
-    """Return `model` merged with an adapter: its weights are changed, in fp32, when they are read.
+    """Return a model in which adapters in PEFT's format are merged into the weights.
+
+    Each weight is merged, in fp32, when it is read.
+
+    Args:
+        model: the base model, whose weights are read on demand.
+        folder: folder with PEFT's files.
 
     Raises:
-        ValueError: a file is missing or damaged; the adapter is another model's, uses more than LoRA, or was trained on
-            other weights, by checksum.
+        ValueError: a file is missing or damaged. Or the adapters belong to another model, change more than LoRA does,
+            or were trained on base weights with another checksum.
     """
     wanted, path, config = _read_checksum(folder), folder / CONFIG, model.config
     if wanted is not None and (found := checksum_of(model)) != wanted:
         raise ValueError(
-            f"{folder} was trained on weights with checksum {wanted}; these have {found}: "
-            "merge it into the checkpoint it was trained on"
+            f"{folder} was trained on weights with checksum {wanted}, but the given weights have {found}: "
+            "merge the adapter into the checkpoint on which it was trained"
         )
     # ---- the model's tensors by transformers' names
     (adapted, plain), architecture = _open_adapter(folder, config), find_architecture(config)
@@ -289,7 +327,9 @@ def with_adapter(model: Model, folder: Path) -> Model:
             reads[f"{name}.weight"] = functools.partial(_merge, layer, base)
     missing = {*reads, *(f"{name}.weight" for name in _lora_layers(adapted))} - theirs.keys()
     if problems := missing | (tied & reads.keys()):
-        why = "which are no weights of this model's own" if missing else "which are tied to the output layer"
+        why = (
+            "which this model does not have as weights of its own" if missing else "which are tied to the output layer"
+        )
         raise ValueError(f"{path} changes {', '.join(sorted(problems))}, {why}")
     # ---- back to our names
     merged = theirs | {name: theirs[name]._replace(read=read) for name, read in reads.items()}
@@ -299,23 +339,29 @@ def with_adapter(model: Model, folder: Path) -> Model:
 
 
 def checksum_of(model: Model) -> str:
-    """Return the checksum of a model's weights except a scalar head; they are read one after the other."""
+    """Return the checksum of a model's weights, without a scalar head. Only one weight is in memory at a time."""
     weights = [(name, entry) for name, entry in model.tensors.items() if name != HEAD]
     return spell_checksum(sum(sum_of_bits(name, entry.read(), (0, 0), entry.shape) for name, entry in weights))
 
 
 def _open_adapter(folder: Path, config: GPTConfig) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return PEFT's model of an adapter, whose base has no weights, and the base's weights that the adapter contains.
+    """Load adapters by PEFT into a transformers model without weights.
 
-    PEFT adds embeddings to an adapter whose base was resized.
+    Args:
+        folder: folder with PEFT's files.
+        config: architecture of the model.
+
+    Returns:
+        PEFT's model; and by transformers' names the base weights that the files contain besides adapters. PEFT saves
+        embeddings, for example, if the base was resized for the training.
 
     Raises:
-        ValueError: PEFT is not installed or refuses the adapter, or the adapter does more than LoRA.
+        ValueError: PEFT is not installed or refuses the adapters, or they change more than LoRA does.
     """
     path, values = folder / CONFIG, read_json(folder / CONFIG)
     # ---- reject adapters that are not plain LoRA
     if values.get("peft_type") != "LORA":
-        raise ValueError(f"{path} has peft_type {values.get('peft_type')!r}; only LORA is supported")
+        raise ValueError(f"{path} has peft_type {values.get('peft_type')!r}, but only LORA is supported")
     peft = import_package("peft", str(path))
     plain: dict[str, Any] = vars(peft.LoraConfig())
     off: tuple[Any, ...] = (None, False, "", [], {})
@@ -328,12 +374,12 @@ def _open_adapter(folder: Path, config: GPTConfig) -> tuple[Any, dict[str, torch
     if odd:
         raise ValueError(f"{path} asks for {', '.join(odd)}, which is not supported")
     if not any((folder / name).is_file() for name in (TENSORS, PICKLED)):
-        raise ValueError(f"{folder / TENSORS} is missing")
+        raise ValueError(f"{folder / TENSORS} is missing: the folder has no tensors of an adapter")
     # ---- load the adapter on a base without weights
     try:
-        with warnings.catch_warnings(action="ignore"):  # deprecation warnings inside these packages
+        with warnings.catch_warnings(action="ignore"):  # hides deprecation warnings of PEFT and transformers
             settings, scores = peft.PeftConfig.from_pretrained(str(folder)), values.get("task_type") == _SCORES
-            settings.init_lora_weights = False  # no random initialization
+            settings.init_lora_weights = False  # the adapters are loaded, so PEFT need not initialize them
             if scores:
                 settings.modules_to_save = [*(settings.modules_to_save or ()), *_HEADS]
             found = peft.load_peft_weights(str(folder), device="cpu")
@@ -341,9 +387,9 @@ def _open_adapter(folder: Path, config: GPTConfig) -> tuple[Any, dict[str, torch
             rows = max([1, *(len(tensor) for name, tensor in tensors.items() if _WORDS.search(name))])
             model = peft.PeftModel(_empty_model(config, rows, scores=scores), settings, low_cpu_mem_usage=True)
             loaded = peft.set_peft_model_state_dict(model, tensors, low_cpu_mem_usage=True)
-    except Exception as error:  # PEFT raises errors of many types
+    except Exception as error:  # PEFT raises many types of errors for files that it cannot use
         text = " ".join(str(error).split())
-        raise ValueError(f"{path}: PEFT cannot load it: {type(error).__name__}: {text}") from error
+        raise ValueError(f"{path}: PEFT cannot load this adapter: {type(error).__name__}: {text}") from error
     if any(".experts." in name for name in tensors):
         raise ValueError(
             f"{folder} has adapters on experts, which are not read from PEFT's files; resume the run that trained "
@@ -364,7 +410,13 @@ def _open_adapter(folder: Path, config: GPTConfig) -> tuple[Any, dict[str, torch
 
 
 def _empty_model(config: GPTConfig, rows: int, *, scores: bool) -> Any:
-    """Return transformers' model of this shape, with a scalar head if it `scores`; its weights take no memory."""
+    """Return transformers' model of an architecture, whose weights take no memory.
+
+    Args:
+        config: architecture of the model.
+        rows: vocabulary size of the model.
+        scores: True for a reward model with a scalar head.
+    """
     transformers, architecture = import_package("transformers", "an adapter"), find_architecture(config)
     values = architecture.write(config) | {"vocab_size": rows, "num_labels": 1, "max_position_embeddings": 1}
     values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -373,35 +425,40 @@ def _empty_model(config: GPTConfig, rows: int, *, scores: bool) -> Any:
     with torch.device("meta"):
         model = auto.from_config(description)
     for module in model.modules():
-        for name, tensor in module.named_parameters(
-            recurse=False
-        ):  # PEFT moves adapters to the base's device, here the CPU
+        # PEFT moves adapters to the device of the base weights, so put these on the CPU, as views of one element
+        for name, tensor in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(torch.zeros(1).expand(tensor.shape), requires_grad=False))
     return model
 
 
 def _lora_layers(model: Any) -> dict[str, Any]:
-    """Return PEFT's layers with adapters by transformers' names."""
+    """Return the layers of PEFT's model that have adapters, by transformers' names of the modules."""
     from peft.tuners.lora import LoraLayer
 
     return {name: each for name, each in model.base_model.model.named_modules() if isinstance(each, LoraLayer)}
 
 
 def _saved(model: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that replace tensors of the base (modules_to_save) by transformers' names."""
+    """Return the tensors of PEFT's model that replace base weights (modules_to_save), by transformers' names."""
     named, mark = model.base_model.model.named_parameters(), ".modules_to_save.default"
     return {name.replace(mark, ""): tensor for name, tensor in named if mark in name}
 
 
 def _merge(layer: Any, weight: Deferred) -> torch.Tensor:
-    """Return a layer's weight merged with its adapter by PEFT, in fp32."""
+    """Merge a layer's adapter into its weight by PEFT, and return the merged weight in fp32.
+
+    Args:
+        layer: PEFT's layer, whose base weight takes no memory.
+        weight: the layer's weight, which is read from its file here.
+    """
     base = layer.get_base_layer()
     empty, base.weight = base.weight, nn.Parameter(weight.read().float(), requires_grad=False)
     layer.merge()
-    layer.merged_adapters.clear()  # so that the next call merges again
+    layer.merged_adapters.clear()  # PEFT's record of merged adapters would prevent a second merge
     found, base.weight = base.weight.data, empty
     return found
 
 
 def _read_checksum(folder: Path) -> str | None:
+    """Return the checksum of the base weights that adapter_model.safetensors records; None without one."""
     return read_metadata(folder / TENSORS).get(BASE) if (folder / TENSORS).is_file() else None

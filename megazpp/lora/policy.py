@@ -1,8 +1,8 @@
-"""LoRA: a policy on frozen base weights. Only its adapters are sharded, trained, communicated and saved.
+"""LoRA in post-training: a policy whose base weights are frozen, and whose adapters are trained.
 
-Only adapters and their gradients cross nodes. The base is gathered inside a node and has no fp32 master weights and no
-moments. It is also the reference: the same model with its adapters off. Names are PEFT's, and modules have
-transformers' names (peft.py).
+Only the adapters are trained and saved, and only they and their gradients cross nodes. The base weights are sharded and
+gathered inside a node. They have no fp32 master weights and no optimizer moments. With its adapters off, the same model
+is also the reference model. Settings have PEFT's names, and target layers have transformers' names (peft.py).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from megazpp.training.setup import ShardedModel, fill, shard_built
 
 
 class AdaptedPolicy(NamedTuple):
-    """A model with trained adapters on a frozen base.
+    """A policy with trained LoRA adapters on frozen base weights.
 
     Attributes:
-        built: the model, and the handle to the adapters' shards.
-        base: the frozen base.
-        settings: settings of the adapters, with the checksum of the base.
+        built: the model, and the sharding handle of the trained parameters.
+        base: handle to the frozen base weights.
+        settings: settings of the adapters, with the checksum of the base weights.
     """
 
     built: ShardedModel
@@ -61,19 +61,21 @@ def load_adapted(
     trained: Callable[[str], bool] = lambda name: False,
     keep_reference: bool = False,
 ) -> AdaptedPolicy:
-    """Load a checkpoint as a frozen base, and add the adapters of --lora-load, or new ones that change nothing yet.
+    """Load a checkpoint as frozen base weights, and add the adapters of --lora-load, or new adapters.
 
-    All ranks call this together.
+    New adapters do not change the model's function before they are trained. All ranks call this.
 
     Args:
         spec: specification of the model.
-        lora: flags of the adapters.
-        place: device and groups for the frozen weights.
-        source: checkpoint of the base.
-        record: metadata of the checkpoint.
-        trained: function that tells from a parameter's name whether it is trained as well. Such parameters begin with
-            the values of the checkpoint or of --lora-load, or with random values.
-        keep_reference: True to keep the adapters of --lora-load unchanged for use under `adapters_off`.
+        lora: flags of LoRA.
+        place: device and process groups for the frozen weights.
+        source: checkpoint of the base weights.
+        record: metadata of this checkpoint.
+        trained: function that returns True for the names of parameters that are trained besides the adapters, such as a
+            scalar head. They begin with the values of the checkpoint or of --lora-load, or with random values.
+        keep_reference: True to keep a copy of the adapters of --lora-load for the reference model, see `adapters_off`.
+    Raises:
+        ValueError: the adapters of --lora-load were trained on base weights with another checksum.
     """
     # ---- base
     settings = adapter_settings(lora, spec.config)
@@ -111,12 +113,13 @@ def load_adapted(
 
 
 def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGenerator | None) -> None:
-    """Add adapters, on the meta device, to the layers that `settings` names.
+    """Add LoRA adapters to the layers that `settings.targets` names. Their parameters are on the meta device.
 
     Args:
-        model: model to change.
+        model: model that gets the adapters.
         settings: settings of the adapters.
-        shared: generator of the dropout masks of inputs that all tp ranks hold; None without dropout.
+        shared: random generator that is equal on all tp ranks, for dropout masks of inputs that all tp ranks hold; None
+            if no dropout is needed.
     """
     by_linear: dict[str, list[Branch]] = {}
     for branch in find_branches(model.config, settings.targets):
@@ -130,7 +133,7 @@ def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGener
                 continue
             assert isinstance(linear, Linear), name
             linear.adapter = _adapter(model, linear, branches, settings, agreeing)
-    if agreeing is not None:  # recomputation and checkpoints need the generator's state
+    if agreeing is not None:  # recomputation and checkpoints save and restore the generator of the model's settings
         model.settings = dataclasses.replace(model.settings, generator=agreeing)
         for layer in model.layers:
             assert isinstance(layer, TransformerLayer)
@@ -138,15 +141,17 @@ def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGener
 
 
 def _add_to_experts(experts: Experts, branches: list[Branch], settings: AdapterSettings) -> None:
-    """Add the adapters of `branches` to the experts of a layer.
+    """Add LoRA adapters to the matrices of a layer's experts that `branches` lists.
 
     Raises:
-        ValueError: the device multiplies all experts in one product, which does not support this rank.
+        ValueError: torch's grouped matrix product, which computes all experts at once on this device, does not support
+            the adapters' rank.
     """
     hidden, inner, rank = experts.gate.shape[1], experts.inner, settings.rank
     if experts.grouped and rank % GROUPED_MULTIPLE:
         raise ValueError(
-            f"--lora-r {rank} with adapters on experts: torch's grouped product takes multiples of {GROUPED_MULTIPLE}"
+            f"--lora-r {rank} with adapters on experts: torch's grouped matrix product needs a multiple of "
+            f"{GROUPED_MULTIPLE}"
         )
     for branch in branches:
         sizes = (inner, hidden) if branch.part == "fc2" else (hidden, inner)
@@ -158,14 +163,17 @@ def _add_to_experts(experts: Experts, branches: list[Branch], settings: AdapterS
 def _adapter(
     model: GPTModel, linear: Linear, branches: list[Branch], settings: AdapterSettings, agreeing: SharedGenerator | None
 ) -> LowRankAdapter | QkvAdapter:
-    """Return the adapter of a linear layer, with a part for each branch of the projection of queries, keys and values.
+    """Return a new LoRA adapter for a linear layer.
+
+    For the fused projection of queries, keys and values it has a separate adapter for each element of `branches`.
 
     Args:
         model: model that contains the layer.
         linear: base layer.
-        branches: adapters of the layer.
+        branches: the parts of the layer that get an adapter.
         settings: settings of the adapters.
-        agreeing: generator of the dropout masks of inputs that all tp ranks hold.
+        agreeing: random generator that is equal on all tp ranks, for dropout masks of inputs that all tp ranks hold;
+            None for each rank's own generator.
     """
     config, shared = model.config, None if isinstance(linear, RowParallelLinear) else agreeing
 
@@ -182,11 +190,11 @@ def _adapter(
 
 
 def save_adapter(policy: AdaptedPolicy, folder: Path, dims: ParallelDims, *, with_head: bool = False) -> None:
-    """Write the unsharded adapters in PEFT's format on rank 0; every rank calls this.
+    """Write a policy's unsharded adapters in PEFT's format. All ranks call this, and rank 0 writes the files.
 
     Args:
-        policy: model with adapters.
-        folder: folder for the files, which rank 0 creates in an existing folder.
+        policy: policy with trained adapters.
+        folder: folder for the files; rank 0 creates it, but its parent folder must exist.
         dims: parallel layout.
         with_head: True to write a reward model's scalar head as well.
     """
@@ -204,7 +212,12 @@ def save_adapter(policy: AdaptedPolicy, folder: Path, dims: ParallelDims, *, wit
 
 
 def _begin_with(built: ShardedModel, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Set parameters to the values of unsharded tensors, where there is a tensor with their name."""
+    """Set the trained parameters of a model to initial values.
+
+    Args:
+        built: the model and its sharding handle.
+        tensors: unsharded values by parameter name; other parameters do not change.
+    """
     built.sharding.reshard()
     with torch.no_grad():
         for name, parameter in built.model.named_parameters():

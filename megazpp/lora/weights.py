@@ -1,8 +1,9 @@
-"""Checkpoints of LoRA runs, read as whole weights.
+"""Reading a checkpoint of a LoRA run as complete weights, with the adapters merged into the base weights.
 
-A checkpoint of a LoRA run has only adapters. Its run.json names the base checkpoint by the flags ref_load (folder),
-ref_ckpt_step (iteration) and ref_checksum (checksum of the weights). The base may have adapters itself. `AdapterOpener`
-finds the base, and the reader that it returns merges the adapters into each part of the base's weights that it reads.
+A checkpoint of a LoRA run contains only adapters. Its run.json names the checkpoint of the base weights by the flags
+ref_load (folder), ref_ckpt_step (iteration) and ref_checksum (checksum of the weights). The base may itself be a
+checkpoint with adapters. `AdapterOpener` finds the base. The reader that it returns merges the adapters into each part
+of the base weights that is read.
 """
 
 from __future__ import annotations
@@ -29,16 +30,25 @@ from megazpp.parallel.dims import raise_on_all_ranks
 
 
 class AdapterOpener(AdapterConverter):
-    """The opener of checkpoints that may have LoRA adapters, which it merges into the weights of their base."""
+    """Opener of checkpoints that may contain only LoRA adapters: it merges them into the weights of their base."""
 
     flags = ("lora_r",)
 
     def find_bases(self, checkpoint: Path, record: CheckpointMetadata) -> list[Path]:
-        """Return the checkpoints that may be the base of a checkpoint's adapters, see `WeightOpener.find_bases`.
+        """Find the checkpoints that may have the base weights of a checkpoint's adapters.
+
+        Look in the folders of --lora-base, and in the folder that the adapters' metadata names.
+
+        Args:
+            checkpoint: folder of the checkpoint, for the error message.
+            record: metadata of the checkpoint.
 
         Returns:
-            At most one checkpoint of each folder: the base's iteration, or the latest if the folder has no such
-            checkpoint. [] if the checkpoint has no adapters.
+            at most one checkpoint of each folder: the iteration on which the adapters were trained, or the latest if
+            the folder does not have this iteration. [] if the checkpoint has complete weights.
+
+        Raises:
+            ValueError: no folder has a checkpoint.
         """
         if self.is_whole(record):
             return []
@@ -55,7 +65,15 @@ class AdapterOpener(AdapterConverter):
         return found
 
     def open(self, checkpoint: Path, record: CheckpointMetadata, files: MeshAxis) -> SafeReader:
-        """Open a checkpoint's weights, with its adapters merged into them, see `WeightOpener.open`."""
+        """Return a reader of a checkpoint's complete weights. All ranks call this.
+
+        If the checkpoint has only adapters, the reader merges them into the weights of their base.
+
+        Args:
+            checkpoint: folder of the checkpoint.
+            record: metadata of the checkpoint.
+            files: axis of the ranks that read and verify the files together.
+        """
         own = SafeReader(checkpoint)
         if self.is_whole(record):
             return own
@@ -63,10 +81,18 @@ class AdapterOpener(AdapterConverter):
         return AdaptedReader(own, self.open_base(checkpoint, record, files), record.model, scale)
 
     def open_base(self, checkpoint: Path, record: CheckpointMetadata, files: MeshAxis) -> SafeReader:
-        """Open the weights of the base of a checkpoint's adapters. All ranks call this.
+        """Return a reader of the base weights of a checkpoint's adapters. All ranks call this.
 
-        They verify the base's files together, and compare the checksum of its weights with the one in the adapters'
-        metadata. The first possible base with this checksum is opened.
+        The ranks together verify the files of each possible base, and compute the checksum of its weights. The first
+        base whose checksum is the one in the adapters' metadata is opened.
+
+        Args:
+            checkpoint: folder of the checkpoint with adapters.
+            record: metadata of this checkpoint.
+            files: axis of the ranks that verify the files together.
+
+        Raises:
+            ValueError: no base with this checksum was found.
         """
         wanted, others = record.flags["ref_checksum"], []
         for base in self.find_bases(checkpoint, record):
@@ -75,7 +101,7 @@ class AdapterOpener(AdapterConverter):
             reader = rest.open(base, read_record(base), files)
 
             def share_of_checksum(reader: SafeReader = reader) -> int:
-                """Return the sum for every n-th weight, where n is the number of ranks."""
+                """Return this rank's summand of the base's checksum, over every n-th weight, for n ranks."""
                 weights = ((key, reader.read_whole(key)) for key in _weights(reader)[files.rank :: files.size])
                 return sum(sum_of_bits(key.removeprefix(MODEL), whole, (0, 0), whole.shape) for key, whole in weights)
 
@@ -90,11 +116,19 @@ class AdapterOpener(AdapterConverter):
         )
 
     def merge(self, model: Model, folder: Path) -> Model:
-        """Return the model merged with PEFT's adapter in `folder`, see `with_adapter`."""
+        """Return a model in which PEFT's adapter in `folder` is merged into the weights, see `with_adapter`."""
         return with_adapter(model, folder)
 
     def export(self, checkpoint: Path, record: CheckpointMetadata, config: GPTConfig, base: Path, folder: Path) -> None:
-        """Write the unsharded adapters of a checkpoint, and its scalar head if it has one, in PEFT's format."""
+        """Write the adapters of a checkpoint in PEFT's format, with its scalar head if it has one.
+
+        Args:
+            checkpoint: folder of the checkpoint with adapters.
+            record: metadata of this checkpoint.
+            config: architecture of the model.
+            base: folder of the base weights, which PEFT's file names.
+            folder: existing folder for PEFT's files.
+        """
         rank, alpha, dropout, targets = (record.flags[name] for name in SETTINGS)
         targets, reader = tuple(targets or default_targets(config)), SafeReader(checkpoint)
         settings = AdapterSettings(rank, alpha, dropout, targets, str(base.resolve()), record.flags["ref_checksum"])
@@ -103,15 +137,15 @@ class AdapterOpener(AdapterConverter):
 
 
 class AdaptedReader(SafeReader):
-    """A reader of a checkpoint with LoRA adapters that returns merged weights, as if the model had no adapters.
+    """Reader of a checkpoint with LoRA adapters that returns merged weights, as if the model had no adapters.
 
     Adapters are merged into a part of a weight when this part is read, so no merged copy of the model is stored.
 
     Args:
-        own: reader of the checkpoint with the adapters. Its scalar head, if any, is read from there.
-        base: reader of the base checkpoint, whose weights were frozen in the adapters' training.
-        config: config of the model.
-        scale: LoRA's alpha / r.
+        own: reader of the checkpoint with the adapters, which may also have a scalar head.
+        base: reader of the base weights, on which the adapters were trained.
+        config: architecture of the model.
+        scale: factor of the adapters' output, alpha / r.
     """
 
     def __init__(self, own: SafeReader, base: SafeReader, config: GPTConfig, scale: float) -> None:
@@ -121,21 +155,27 @@ class AdaptedReader(SafeReader):
 
     @functools.cached_property
     def _saved(self) -> dict[str, TensorStorageMetadata]:
-        """The shape, dtype and chunks of the merged model's weights, by key."""
+        """The shape, dtype and chunks of the merged weights, and of a scalar head, by key of the checkpoint."""
         weights = {key: entry for key, entry in self._own.tensors().items() if key.startswith(SCALAR_HEAD)}
         return weights | {key: self._base.tensors()[key] for key in _weights(self._base)}
 
     def read_box(self, key: str, offsets: tuple[int, ...], box: torch.Tensor) -> None:
-        """Read a rectangular part of a merged weight into `box`, see `SafeReader.read_box`."""
+        """Read a rectangular part of a merged weight.
+
+        Args:
+            key: key of the weight in the checkpoint.
+            offsets: first row and first column of the part.
+            box: tensor that gets the part; its shape gives the part's size.
+        """
         if key.startswith(SCALAR_HEAD):
             self._own.read_box(key, offsets, box)
         elif (factors := self._factors(key)) is None:
             self._base.read_box(key, offsets, box)
         else:
-            # round merged values to the saved dtype first, so that they do not depend on the dtype of `box`
+            # Round merged values to the dtype of the checkpoint, so that they do not depend on the dtype of `box`
             part = torch.empty(box.shape, dtype=self._saved[key].properties.dtype)
             self._base.read_box(key, offsets, part)
-            # the weights of experts are one matrix after another, each with its own A and B
+            # An experts' weight has one matrix after another, each with its own A and B, so merge each matrix alone
             (first, left), (height, width) = offsets, self._saved[key].size
             rows = height // (len(factors[0]) // width)
             for block in range(first // rows, -(-(first + len(box)) // rows)):
@@ -145,9 +185,9 @@ class AdaptedReader(SafeReader):
                 box[inside] = merged(part[inside], a, b, self._scale)
 
     def _read_factors(self, key: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return A [in, r] and B [out, r] of a weight's adapter; None if the weight has no adapter.
+        """Read the matrices A [in, r] and B [out, r] of a weight's adapter; None if the weight has no adapter.
 
-        For the matrices of E experts these are the factors of the weight's columns [E columns, r] and rows [E rows, r].
+        For the weight of E experts, return the matrix for its columns, [E columns, r], and for its rows, [E rows, r].
         """
         stem, _, matrix = key.rpartition(".")
         is_experts, config = stem.endswith(".experts"), self._config
@@ -160,5 +200,5 @@ class AdaptedReader(SafeReader):
 
 
 def _weights(reader: SafeReader) -> list[str]:
-    """Return the sorted keys of a checkpoint's weights, except a scalar head."""
+    """Return the sorted keys of a checkpoint's weights, without a scalar head's keys."""
     return sorted(key for key in reader.tensors() if key.startswith(MODEL) and not key.startswith(SCALAR_HEAD))

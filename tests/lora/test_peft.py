@@ -161,7 +161,7 @@ def test_base_checksum_ignores_the_format_and_another_base_is_rejected(tmp_path)
     adapter = drawn_adapter(tmp_path / "adapter", base, ("q_proj",), checksum)
     convert_folder(checkpoint, tmp_path / "merged", adapter=adapter)
     drawn_adapter(tmp_path / "adapter", base, ("q_proj",), "0123456789abcdef")
-    with pytest.raises(ValueError, match=f"trained on weights with checksum 0123456789abcdef; these have {checksum}"):
+    with pytest.raises(ValueError, match=f"trained on weights with checksum 0123456789abcdef, but the given weights have {checksum}"):
         convert_folder(checkpoint, tmp_path / "other", adapter=adapter)
     assert not (tmp_path / "other").exists()
 
@@ -292,7 +292,7 @@ def test_embeddings_of_a_resized_base_in_an_adapter_are_used_or_refused(tmp_path
     safetensors.torch.save_file(trained, adapter / TENSORS, {"format": "pt"})
     if tie:
         with pytest.raises(
-            ValueError, match=r"changes lm_head\.weight, model\.embed_tokens\.weight, which are no weights"
+            ValueError, match=r"changes lm_head\.weight, model\.embed_tokens\.weight, which this model does not have"
         ):
             convert_folder(tmp_path / "resized", tmp_path / "no", adapter=str(adapter))
         return
@@ -319,7 +319,7 @@ def test_training_refuses_adapters_whose_tensors_are_missing(tmp_path):
         ({"target_modules": ["q_proj", "v_proj", "lm_head"]}, "lm_head.lora_A.default.weight"),
         (
             {"modules_to_save": ["norm"]},
-            "PEFT cannot load it: KeyError: 'base_model.model.model.layers.0.input_layernorm.weight'",
+            "PEFT cannot load this adapter: KeyError: 'base_model.model.model.layers.0.input_layernorm.weight'",
         ),
     ]
     assert not_refused(rows, read) == []
@@ -353,7 +353,7 @@ def test_training_names_keys_that_it_does_not_support_and_the_remedy_works(tmp_p
 
 
 OTHERS: list[tuple[dict[str, Any], str]] = [
-    ({"peft_type": "IA3"}, "has peft_type 'IA3'; only LORA is supported"),
+    ({"peft_type": "IA3"}, "has peft_type 'IA3', but only LORA is supported"),
     ({"peft_type": None}, "has peft_type None"),
     ({"init_lora_weights": "pissa"}, "asks for init_lora_weights 'pissa', which is not supported"),
     ({"init_lora_weights": "pissa_niter_4"}, "asks for init_lora_weights 'pissa_niter_4'"),
@@ -369,7 +369,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"of_a_later_version": {"on": 1}}, "asks for of_a_later_version {'on': 1}"),
     ({"bias": "all"}, "asks for bias 'all', which"),
     ({"rank_pattern": {"q_proj": 0}}, "`r` should be a positive integer value but the value passed is 0"),
-    ({"modules_to_save": ["lm_head"]}, "PEFT cannot load it: KeyError: 'base_model.model.lm_head.weight'"),
+    ({"modules_to_save": ["lm_head"]}, "PEFT cannot load this adapter: KeyError: 'base_model.model.lm_head.weight'"),
     ({"use_dora": True}, "are missing"),
     ({"target_modules": ["embed_tokens"]}, "embed_tokens.lora_embedding_A.default"),
     ({"r": 0}, "`r` should be a positive integer value but the value passed is 0"),
