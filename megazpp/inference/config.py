@@ -1,4 +1,4 @@
-"""The flags of programs that use a checkpoint's model, and of text generation."""
+"""Command-line flags of text generation, and parsing of the flags of programs that use a checkpoint's model."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from megazpp.run.arguments import TAKEN, FeatureConfig, ParsedRun, parse_run_con
 class SampleConfig(FeatureConfig):
     """Text generation.
 
-    Prompts, number of tokens, and how tokens are sampled.
+    Flags for the prompts, the number of tokens, and the way in which tokens are sampled.
     """
 
     sample_prompt: tuple[str, ...] = flag(
         (),
-        "texts to continue (default: an end-of-document token; stdin in generate.py)",
+        "texts to continue (default: an end-of-document token; in generate.py, the text from stdin)",
         nargs="*",
         aliases=("--prompt",),
     )
     sample_tokens: int = flag(
-        0, "number of tokens to generate; 0 generates no sample", aliases=("--num-tokens-to-generate",)
+        0, "number of tokens to generate for each prompt; 0 generates no text", aliases=("--num-tokens-to-generate",)
     )
     sample_temperature: float = flag(
         0.8, "divisor of the logits; 0 selects the most likely token", aliases=("--temperature",)
     )
     sample_top_k: int = flag(
-        40, "number of most likely tokens to sample from; 0 keeps all", aliases=("--top-k", "--top_k")
+        40, "number of most likely tokens to sample from; 0 samples from all", aliases=("--top-k", "--top_k")
     )
     sample_top_p: float = flag(
         1.0,
-        "probability in (0, 1]: sample from the most likely tokens that together have it",
+        "probability in (0, 1]: sample from the most likely tokens that together have this probability",
         aliases=("--top-p", "--top_p"),
     )
     sample_min_p: float | None = flag(
         None,
-        "share in [0, 1]: sample from tokens with at least this share of the most likely token's probability",
+        "fraction in [0, 1]: sample from tokens with at least this fraction of the most likely token's probability",
         aliases=("--min-p",),
     )
     sample_repetition_penalty: float = flag(
@@ -52,7 +52,7 @@ class SampleConfig(FeatureConfig):
     )
     sample_stop: tuple[str, ...] = flag(
         (),
-        "strings that end a text and are not part of it; \\n in them is a line break",
+        "strings that end a generated text and are left out of it; \\n in a string is a line break",
         nargs="*",
         aliases=("--stop",),
     )
@@ -60,20 +60,20 @@ class SampleConfig(FeatureConfig):
     def __post_init__(self) -> None:
         check_not_negative(self, "sample_tokens", "sample_temperature", "sample_top_k")
         if not 0.0 < self.sample_top_p <= 1.0:
-            raise ValueError(f"--sample-top-p {self.sample_top_p} is not in (0, 1]")
+            raise ValueError(f"--sample-top-p {self.sample_top_p} is not in (0, 1]: 1 samples from all tokens")
         if not 0.0 <= (self.sample_min_p or 0.0) <= 1.0:
-            raise ValueError(f"--sample-min-p {self.sample_min_p} is not in [0, 1]")
+            raise ValueError(f"--sample-min-p {self.sample_min_p} is not in [0, 1]: 0 samples from all tokens")
         check_positive(self, "sample_repetition_penalty")
         if "" in self.sample_stop:
             raise ValueError("--sample-stop '' is in every text: give a string that is not empty")
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The strings that end a generated text; `\\n` in the flag becomes a line break."""
+        """The strings of --sample-stop, which end a generated text; `\\n` in the flag has become a line break."""
         return tuple(stop.replace("\\n", "\n") for stop in self.sample_stop)
 
 
-# Names of config fields whose flags --help lists in all programs that use a checkpoint:
+# Names of config fields whose flags --help lists in every program that uses a checkpoint's model
 COMMON = ("load", "ckpt_step", "tensor_model_parallel_size", "nproc", "bf16", "fp16", "tokenizer_model", "print_config")
 
 
@@ -87,19 +87,21 @@ def parse_checkpoint_flags(
     common: Sequence[str],
     defaults: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> ParsedRun:
-    """Parse the command line of a program that uses a checkpoint's model, before the checkpoint's flags are known.
+    """Parse the command line of a program that uses a checkpoint's model.
+
+    The flags that the checkpoint has recorded are not known yet. `run_on_checkpoint` adds them.
 
     Args:
         argv: command line without the program name.
         extra: config class of the program's own flags.
-        file: the program's file, in a folder of the repository.
-        description: text whose first line describes the program.
+        file: path of the program's file, which is in a folder directly below the repository's root.
+        description: text whose first line describes the program in --help.
         features: optional features, whose flags the program also accepts.
-        common: names of config fields whose flags --help lists, besides COMMON, the flags of `extra` and those of the
-            weights' storage.
-        defaults: this program's defaults by field name, where they differ from those of the configs.
+        common: names of config fields whose flags --help lists, in addition to COMMON, the flags of `extra` and the
+            flags for the storage of weights.
+        defaults: defaults of this program by field name, where they differ from the configs' defaults.
     Raises:
-        ValueError: a flag or its value is wrong.
+        ValueError: a flag is unknown, or its value is not allowed.
     """
     path = Path(file).resolve()
     return parse_run_config(

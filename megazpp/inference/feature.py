@@ -1,4 +1,4 @@
-"""Registers a sample of text at the end of a training as an optional feature."""
+"""Registration of an optional feature: generate a sample of text with the trained model at the end of a run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from megazpp.run.feature import Attached, Feature, TrainerParts
 
 
 class SampleAtEnd(Feature):
-    """Continues the prompts of --sample-prompt with the trained model, if --sample-tokens is above 0."""
+    """A sample of text at the end of training: the model continues the prompts of --sample-prompt.
+
+    The feature is active if --sample-tokens is above 0.
+    """
 
     config = SampleConfig
 
     def attach(self, parts: TrainerParts) -> Attached:
-        """Check the prompts, and attach a function that generates and records the sample at the end of the training."""
+        """Check the prompts, and attach a function that generates and records texts at the end of the training.
+
+        Raises:
+            ValueError: a prompt has more tokens than the model accepts.
+        """
         config, longest = parts.config.section(SampleConfig), parts.config.data.seq_length
         if config.sample_tokens == 0:
             return Attached()

@@ -1,18 +1,18 @@
-"""Generate tokens for a batch of prompts, with one forward per token and one gather of the weights in total.
+"""Generate tokens for a batch of prompts: each new token takes one forward, and the weights are gathered only once.
 
-All rows of a batch are sampled at once. A row's tokens depend only on its logits and its random numbers, and not on the
-parallel layout. Every rank takes part, because the weights are sharded, and the logits are gathered over
-tensor-parallel ranks. The first rank of a group samples for the group. Otherwise ranks with different rounding could
-sample different tokens.
+Each prompt is a row of the batch, and one forward gives the next token of all rows. A row's tokens depend only on its
+logits and its random numbers, and not on the parallel layout. All ranks take part, because the weights are sharded, and
+the logits are gathered over tensor-parallel ranks. One rank samples for all ranks of a tensor-parallel group, because
+ranks with different rounding could sample different tokens.
 
-While the weights stay gathered, data ranks do not communicate. Each may have its own prompts and stop independently. If
-weights are streamed, or several ranks share out the experts, all ranks must run equally many forwards. Rank 0 then
-samples for all ranks.
+While the weights stay gathered, data ranks do not communicate. Each data rank may have its own prompts, and its rows
+may end at any time. If weights are streamed, or experts are divided among ranks, all ranks must run equally many
+forwards. Rank 0 then samples for all ranks.
 
-The host launches the step of each token and rarely waits for it: the new tokens and the rows that have ended are
-tensors on the device.
+The host launches the forward of each token without waiting for the device. For this, the new tokens, and the marks of
+rows that have ended, stay on the device.
 
-Legend: B rows of a batch, R rows still in it, T largest number of new tokens, V vocabulary size.
+Legend: B rows of a batch, R rows that have not left the batch, T largest number of new tokens, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.initialize import seed_for
 from megazpp.zero.sharding import WeightHandle
 
-LOOK_EVERY = 8  # tokens between two waits of the host for the device
-MOST_SEQUENCES = 256  # largest batch that `sequences_that_fit` returns
+LOOK_EVERY = 8  # number of tokens after which the host waits for a GPU to see which rows have ended
+MOST_SEQUENCES = 256  # largest number of rows that `sequences_that_fit` returns
 
 
 class Generated(NamedTuple):
-    """New tokens of each prompt, and the time of their generation.
+    """The new tokens of each prompt, and the time that their generation took.
 
     Attributes:
         tokens: new token ids of each prompt.
-        first_seconds: time until the first token of every prompt, including the gather of weights and the prompts'
-            forward.
-        seconds: total time.
+        first_seconds: seconds until each prompt had its first new token, which includes gathering the weights and the
+            forward of the prompts.
+        seconds: seconds of the whole generation.
     """
 
     tokens: list[list[int]]
@@ -57,7 +57,7 @@ class Generated(NamedTuple):
     seconds: float
 
     def describe(self) -> str:
-        """Return one line about the speed."""
+        """Return one line for the log about the number of tokens and the speed of their generation."""
         count = sum(map(len, self.tokens))
         later = sum(len(row) - 1 for row in self.tokens if row)
         seconds = self.seconds - self.first_seconds
@@ -79,26 +79,26 @@ def generate(
     is_last: Callable[[int, int], bool] = lambda row, token: False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Generated:
-    """Continue each prompt by up to `config.sample_tokens` tokens; all ranks call it.
+    """Continue each prompt by up to `config.sample_tokens` tokens. All ranks call this.
 
     Args:
         model: the model.
-        sharding: handle to its weights.
+        sharding: handle to the model's weights.
         dims: mesh axes of the job.
-        prompts: token ids of each prompt, at least one.
+        prompts: token ids of each prompt, at least one per prompt.
         config: sampling settings.
         max_length: longest input of the model, in tokens; see `draw_completions`.
-        seed: seed of the random numbers. A prompt's numbers depend only on it and on the prompt's index.
-        first_prompt: index of the first prompt.
-        cache_on_host: whether to keep keys and values in host memory.
-        is_last: function (row, token) that is called for each new token of a row in order, and returns True if the row
-            ends with it. It must return the same on all tensor-parallel ranks.
+        seed: seed for the random numbers. A prompt's random numbers depend only on the seed and on the prompt's index.
+        first_prompt: index of the first prompt, if earlier calls have continued other prompts of the same list.
+        cache_on_host: True to keep keys and values in host memory.
+        is_last: function (row, token) that is called for each new token of a row in order, and returns True if the
+            token ends the row. Its results must be the same on all tensor-parallel ranks.
         stopped: function that returns True if this rank has caught a stop signal, which ends all rows.
     """
     started, first = time.perf_counter(), 0.0
 
     def timed(row: int, token: int) -> bool:
-        """Call `is_last`, and record the time of the first token."""
+        """Call `is_last`, and record when the first token of the generation was known."""
         nonlocal first
         first = first or time.perf_counter() - started
         return is_last(row, token)
@@ -123,21 +123,28 @@ def generate(
 
 
 def random_numbers(names: Sequence[str], config: SampleConfig, *, seed: int) -> torch.Tensor:
-    """Return [len(names), T] fp64 random numbers in [0, 1), which depend only on each row's name and the seed."""
+    """Return the random numbers with which tokens are sampled, [len(names), T] fp64 in [0, 1).
+
+    Args:
+        names: name of each row. A row's random numbers depend only on its name and the seed.
+        config: sampling settings, with T, the largest number of new tokens.
+        seed: seed for all rows.
+    """
     generators = [torch.Generator().manual_seed(seed_for(name, seed=seed)) for name in names]
     count = config.sample_tokens
     return torch.stack([torch.rand(count, generator=each, dtype=torch.float64) for each in generators])
 
 
 class Drawn(NamedTuple):
-    """Completions of a batch of B prompts, on the CPU; T is the largest number of new tokens.
+    """Sampled completions of B prompts, on the CPU; T is the largest number of new tokens.
 
     Attributes:
-        tokens: [B, T] int64, 0 after the end of a completion.
-        lengths: [B] int64, number of tokens of each completion, including the token that ended it.
-        logps: [B, T] fp32 log-probabilities of the tokens at the temperature, before repetition penalty, top-k, top-p
-            and min-p.
-        ended: [B] bool; False if the completion reached the largest length.
+        tokens: [B, T] int64 token ids, 0 after the end of a completion.
+        lengths: [B] int64 number of tokens of each completion, including the token that ended the completion.
+        logps: [B, T] fp32 log-probabilities of the tokens at the sampling temperature, without the effect of repetition
+            penalty, top-k, top-p and min-p.
+        ended: [B] bool, True if the completion ended before it reached T tokens or by its last token; False if the
+            limit has cut it.
     """
 
     tokens: torch.Tensor
@@ -164,29 +171,29 @@ def draw_completions(
 ) -> Drawn:
     """Sample a completion of each prompt, at most `config.sample_tokens` tokens long.
 
-    The model must be in evaluation mode, and its handle must keep the weights gathered or fetch them for each forward.
-    Ended rows leave the batch when half of it has ended and the host notices.
+    The model must be in evaluation mode, and the handle to its weights must keep them gathered or fetch them for each
+    forward. Rows that have ended are removed from the batch once they are at least half of the batch.
 
     Args:
         model: the model.
-        together: axis of the ranks that run equally many forwards; its first rank samples for all of them.
-        prompts: token ids of each prompt, at least one.
+        together: axis of the ranks that run equally many forwards; the axis's first rank samples for all of them.
+        prompts: token ids of each prompt, at least one per prompt.
         config: sampling settings.
-        uniform: [B, T] fp64 in [0, 1), see `pick_rows`.
+        uniform: [B, T] fp64 random numbers in [0, 1), see `pick_rows`.
         ends: token ids that end a completion.
-        is_last: function (row, token) that may also end a row; called for each new token. It must return the same on
-            all ranks of `together`. With it, the host waits for each token.
-        look_every: tokens between two checks of the host for ended rows. None: LOOK_EVERY on CUDA, where a check waits
-            for the device, and 1 on a CPU. Tokens that a row samples after its end are not part of the result.
+        is_last: function (row, token) that is called for each new token and may end the row by returning True. Its
+            results must be the same on all ranks of `together`. With this function the host waits for each token.
+        look_every: number of tokens after which the host checks which rows have ended. None: LOOK_EVERY on CUDA, where
+            a check waits for the device, and 1 on a CPU. Tokens that a row samples after its end are dropped.
         stopped: function that returns True if this rank has caught a stop signal. The sampling then ends on all ranks
-            of `together`, and the caller drops its result.
-        max_length: longest input of the model, in tokens. Longer rows drop their beginning. Then each token needs a
-            forward over all positions, because all tokens have moved.
-        cache_on_host: whether to keep keys and values in host memory.
+            of `together`, and the caller must not use the result.
+        max_length: longest input of the model, in tokens. A longer row loses its first tokens. Each further token then
+            needs a forward over all positions, because the remaining tokens have changed their positions.
+        cache_on_host: True to keep keys and values in host memory.
         stays_gathered: True if the weights stay gathered after the first forward.
 
     Raises:
-        UserError: a logit is NaN, as from weights of a run that has diverged.
+        UserError: a logit is NaN, for example because the weights are from a run that has diverged.
     """
     # ---- state and results, on the device
     device = model.device
@@ -199,21 +206,21 @@ def draw_completions(
     end_ids, uniform = torch.tensor(ends, dtype=torch.int64, device=device), uniform.to(device)
     seen = occurring(prompts, model.vocab_size, config)
     seen = None if seen is None else seen.to(device)
-    rows, places = list(range(batch)), torch.arange(batch, device=device)  # the R rows that are still in the batch
+    rows, places = list(range(batch)), torch.arange(batch, device=device)  # R rows that have not left the batch
     found = Drawn(
         torch.zeros(batch, limit, dtype=torch.int64, device=device),
         torch.zeros(batch, dtype=torch.int64, device=device),
         torch.zeros(batch, limit, device=device),
         torch.zeros(batch, dtype=torch.bool, device=device),
     )
-    broken = torch.zeros((), dtype=torch.bool, device=device)  # whether a logit was NaN
+    broken = torch.zeros((), dtype=torch.bool, device=device)  # True once a logit was NaN
     for count in range(limit):
         stops = stopped()
         if stops and together.size == 1:
             break
         # ---- this tensor-parallel rank's part of the logits, [R, V / tp]
         if longest + count > max_length:
-            cache = None  # from now on all positions move with each token, which invalidates cached keys
+            cache = None  # from now on tokens change their positions, so cached keys are wrong
         if count and cache is not None:
             with without_hooks(hooked if stays_gathered else []):
                 part = model(found.tokens[places, count - 1].unsqueeze(1), cache=cache)[:, 0]
@@ -222,7 +229,7 @@ def draw_completions(
             earlier = found.tokens[places, :count].tolist() if count else [[]] * len(rows)
             texts = [[*prompts[row], *new][-max_length:] for row, new in zip(rows, earlier, strict=True)]
             counts = list(map(len, texts))
-            # Padding follows a row's tokens, so causal attention never sees it.
+            # Padding comes after a row's tokens, so causal attention never reads it
             tokens = torch.tensor([[*text, *[0] * (max(counts) - len(text))] for text in texts], device=device)
             last = torch.tensor(counts, device=device) - 1
             part = model(tokens, cache=cache, head=logits_at(last))[:, 0]
@@ -231,15 +238,15 @@ def draw_completions(
         # ---- the same token on all ranks
         logits = model.tp.all_gather(part.t()).t()[:, : model.vocab_size].float()
         token = pick_rows(logits, config, uniform[places, count], None if seen is None else seen[places])
-        # the first rank's token; the others add zeros, and all count the ranks with a stop signal
+        # One sum gives all ranks the first rank's tokens, because other ranks add zeros, and the number of stop signals
         own = token if together.rank == 0 else torch.zeros_like(token)
         signal = torch.full((1,), stops, dtype=torch.int64, device=device)
         agreed = model.cp.broadcast_(together.all_reduce_(torch.cat((own, signal))))
         token = agreed[:-1]
         if seen is not None:
-            # An assignment of `True` would copy from the host and wait.
+            # An assignment of the Python value `True` would copy from the host, and wait for the device
             seen.index_put_((places, token), torch.ones_like(token, dtype=torch.bool))
-        # ---- record it; the tokens of rows that have ended are not part of the result
+        # ---- record the token; `lengths` leaves out the tokens of rows that have ended
         scaled = logits / (config.sample_temperature or 1.0)
         logp = scaled.gather(-1, token.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(dim=-1)
         found.tokens[places, count], found.logps[places, count] = token, logp
@@ -273,10 +280,12 @@ def draw_completions(
 
 
 def logits_at(places: torch.Tensor) -> Head:
-    """Return a head that computes the logits of one token per row, [B, 1, V/T].
+    """Return a head of the model's forward that computes logits for only one position of each row.
 
     Args:
-        places: [B] index of the token in each row.
+        places: [B] index of the position in each row.
+    Returns:
+        a head that returns [B, 1, V / tp] logits of this tensor-parallel rank.
     """
 
     def head(model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor | None) -> torch.Tensor:
@@ -287,10 +296,10 @@ def logits_at(places: torch.Tensor) -> Head:
 
 @contextmanager
 def without_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Run `modules` without their forward hooks inside this context.
+    """Return a context in which the forwards of `modules` do not run their hooks, to save host time.
 
-    These hooks gather weights, and have no effect while the weights stay gathered. They take a third of a decoding
-    step's host time.
+    The hooks gather weights, so they are not needed while the weights stay gathered. They would take a third of the
+    host's time for each generated token.
     """
     kept = [(module, module._forward_pre_hooks, module._forward_hooks) for module in modules]
     for module in modules:
@@ -303,15 +312,16 @@ def without_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def sequences_that_fit(model: GPTModel, length: int, device: torch.device, *, on_host: bool) -> int:
-    """Return how many sequences have room for their keys and values in half of the free memory; 1 to 256.
+    """Return the number of sequences, from 1 to 256, whose keys and values fit into half of the free memory.
 
-    Larger batches would not be faster, because their products take longer than unpacking the matrix.
+    With more sequences, generation with packed weights is not faster, because the matrix products then take longer than
+    unpacking the weights.
 
     Args:
         model: the model.
-        length: tokens of a sequence.
+        length: number of tokens of a sequence.
         device: device of the model.
-        on_host: whether keys and values are kept in host memory.
+        on_host: True if keys and values are kept in host memory; then its free memory counts.
     """
     config, weight = model.config, model.embedding.word.weight
     per_token = 2 * config.layers * (config.query_groups // model.tp.size) * config.head_size * weight.element_size()
@@ -321,9 +331,10 @@ def sequences_that_fit(model: GPTModel, length: int, device: torch.device, *, on
 
 @contextmanager
 def evaluating(model: GPTModel) -> Iterator[None]:
-    """Set evaluation mode, and disable sequence and context parallelism, so that sequences may have any length.
+    """Return a context in which a model is in evaluation mode, without sequence and context parallelism.
 
-    Both only change which rank computes what. The earlier state is restored at the end.
+    Sequences may then have any length. These kinds of parallelism only decide which rank computes what, so the results
+    do not change. The settings from before are restored at the end.
     """
     training = model.training
     names = ("sequence_parallel", "context_parallel")

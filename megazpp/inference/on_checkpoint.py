@@ -1,4 +1,4 @@
-"""Start programs that use a checkpoint's model: read its flags, load it on all ranks, and run the program's work."""
+"""Start programs that use a checkpoint's model: read the checkpoint's flags, load the model, and run the program."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from megazpp.zero.sharding import WeightHandle
 
 
 class Loaded(NamedTuple):
-    """A checkpoint's model on a rank, with everything that a program needs to use it.
+    """A checkpoint's model on this rank, with everything that a program needs to use the model.
 
     Attributes:
-        config: the run config: the checkpoint's flags, overridden by the command line.
-        extra: the program's own config.
+        config: config of the run: the checkpoint's flags, overridden by the command line.
+        extra: config of the program's own flags.
         built: the model and the handle to its weights.
-        streamed: the same handle if weights are streamed; otherwise None.
+        streamed: the handle to the weights if they are streamed from host memory or disk; otherwise None.
         dims: mesh axes of the job.
-        tokenizer: the checkpoint's tokenizer.
+        tokenizer: tokenizer of the checkpoint.
         iteration: iteration of the checkpoint.
         device: device of this rank.
-        say: function that prints a line of progress to stderr, on rank 0.
+        say: function that prints a line of progress to stderr on rank 0, and does nothing on other ranks.
     """
 
     config: RunConfig
@@ -69,24 +69,27 @@ def run_on_checkpoint(
     check: Callable[[RunConfig, Any], None],
     spread: bool = True,
 ) -> int:
-    """Complete the flags from the checkpoint, load its model on all ranks, and run `work`.
+    """Complete the flags from a checkpoint, load the checkpoint's model on all ranks, and run `work` on each rank.
 
     Args:
         parsed: the command line, from `parse_checkpoint_flags`.
-        work: function that uses the loaded model; called on all ranks.
-        main: entry point of the program, which each worker runs.
-        check: function that raises ValueError if the flags do not fit together.
-        spread: whether to shard the model over more GPUs than tensor parallelism needs, unless --nproc says otherwise.
-            False: each rank keeps its whole tensor-parallel part in the compute dtype. On a CPU, one process per
-            tensor-parallel rank uses all cores in both cases.
+        work: function that uses the loaded model; all ranks call it.
+        main: entry point of the program, which each worker process runs.
+        check: function of the config and the program's own config that raises a ValueError if flags contradict each
+            other.
+        spread: True to shard the model over all GPUs, unless --nproc gives their number. False to use one GPU for each
+            tensor-parallel rank, which keeps its complete part of the weights in the compute dtype. On a CPU, both
+            start one process for each tensor-parallel rank.
     Returns:
-        the exit status.
+        the exit status of the program.
+    Raises:
+        ValueError: --load is missing, there is no such checkpoint, or flags cannot be used.
     """
     # ---- the checkpoint, and its flags
     features = parsed.config.features
     given = parsed.config.checkpoint
     if given.load is None:
-        raise ValueError("--load is missing: give the folder of checkpoints")
+        raise ValueError("--load is missing: give the folder of the model's checkpoints")
     folder, opener = CheckpointFolder(given.load, "--load"), weight_opener(features, parsed.config.sections)
     source, record = find_weights(folder, given.ckpt_step, fallback=given.load_fallback, opener=opener)
     parsed = with_checkpoint_flags(parsed, record, folder)
@@ -95,7 +98,7 @@ def run_on_checkpoint(
         return 0
 
     # ---- checks before anything is allocated
-    config = dataclasses.replace(parsed.config, features=())  # they extend only trainings
+    config = dataclasses.replace(parsed.config, features=())  # optional features extend only trainings
     parsed = parsed._replace(config=config)
     problems = Problems()
     with problems:
@@ -103,8 +106,8 @@ def run_on_checkpoint(
     with problems:
         if config.model.num_experts is not None and (ep := config.parallel.expert_model_parallel_size) > 1:
             raise ValueError(
-                f"--expert-model-parallel-size {ep} is for training: data ranks generate and evaluate apart; leave it "
-                "out"
+                f"--expert-model-parallel-size {ep} is for training: here data ranks work independently, and need all "
+                "experts; leave it out"
             )
     place, launch = detect_rank_info(config.launch), config.launch
     if not (place.started or launch.nproc is not None or (spread and device_type() == "cuda")):
@@ -126,8 +129,17 @@ def run_on_checkpoint(
 def _load(
     parsed: ParsedRun, announced: Cluster, source: LoadSource, record: CheckpointMetadata, spread: bool, worker: Worker
 ) -> Loaded:
-    """Build the mesh and the tokenizer on this rank, and load the checkpoint's model."""
-    # mesh and tokenizer
+    """Build the mesh and the tokenizer on this rank, and load the checkpoint's model. All ranks call this.
+
+    Args:
+        parsed: the flags, completed from the checkpoint.
+        announced: cluster that the launcher has announced.
+        source: the checkpoint, and earlier ones to fall back to.
+        record: metadata of the checkpoint.
+        spread: see `run_on_checkpoint`.
+        worker: this worker process.
+    """
+    # ---- mesh and tokenizer
     config, device, seed = parsed.config, worker.device, parsed.config.launch.seed
     say = Console(enabled=worker.rank == 0, out=sys.stderr).log
     on_one_machine = functools.partial(config.detect_cluster, worker.world_size, {})
@@ -140,7 +152,7 @@ def _load(
     check_equal_on_all_ranks(dims.world, "the tokenizer", str(tokenizer.identity))
     for notice in (*parsed.notices, *notices):
         say(f"note: {notice}")
-    # model: streamed or frozen, or sharded
+    # ---- model: streamed or frozen, or sharded
     spec, (extra, weights) = config.model_spec(tokenizer.vocab_size, wire), parsed.extra
     built: tuple[GPTModel, WeightHandle]
     if weights.packs or not spread:
@@ -151,7 +163,7 @@ def _load(
         def load(iteration: int) -> tuple[GPTModel, WeightHandle]:
             found, record = find_weights(source.folder, iteration, opener=source.opener)
             if None not in (tokenizer.identity, record.tokenizer) and tokenizer.identity != record.tokenizer:
-                say(f"WARNING: the tokenizer gives other ids than the tokenizer of {source.folder.path}")
+                say(f"WARNING: the tokenizer gives other token ids than the tokenizer of {source.folder.path}")
             return load_used_model(weights, spec, place, found, record)
 
         iteration, built = first_sound(source, source.candidates(), load, say)

@@ -1,4 +1,4 @@
-"""Sample the next token: greedily, or by temperature among the tokens that top-k, top-p and min-p keep."""
+"""Choose the next token from logits: the most likely one, or a random one after top-k, top-p and min-p filters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from megazpp.inference.config import SampleConfig
 
 
 def occurring(rows: Sequence[Sequence[int]], vocab_size: int, config: SampleConfig) -> torch.Tensor | None:
-    """Return which tokens occur in each row, [rows, V] bool on the CPU; None without a repetition penalty.
+    """Mark the tokens that occur in each prompt, for the repetition penalty.
 
     Args:
-        rows: token ids of each row.
-        vocab_size: V.
+        rows: token ids of each prompt.
+        vocab_size: V, the number of tokens of the vocabulary.
         config: sampling settings.
+    Returns:
+        [rows, V] bool on the CPU, True for tokens that occur; None without a repetition penalty.
     """
     if config.sample_repetition_penalty == 1.0:
         return None
@@ -28,33 +30,37 @@ def occurring(rows: Sequence[Sequence[int]], vocab_size: int, config: SampleConf
 def pick_rows(
     logits: torch.Tensor, config: SampleConfig, uniform: torch.Tensor, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return a token for each row of a batch, which depends only on that row's logits and random number.
+    """Choose the next token for each row of a batch.
+
+    A row's token depends only on the row's logits, its random number, and the tokens that occur in it.
 
     Args:
-        logits: [B, V] fp32.
+        logits: [B, V] fp32 logits of the next token.
         config: sampling settings.
-        uniform: [B] fp64 in [0, 1): the quantile of each row's token distribution at which the token is taken.
-        seen: [B, V] bool, the tokens that occur in each row (see `occurring`).
+        uniform: [B] fp64 random numbers in [0, 1): the quantile of each row's distribution at which the token is taken.
+        seen: [B, V] bool, True for tokens that occur in each row (see `occurring`); None without a repetition penalty.
     Returns:
-        [B] int64.
+        [B] int64 token ids.
     """
     if config.sample_temperature == 0.0:
         return _penalized(logits, config, seen).argmax(dim=-1)
     below = next_probabilities(logits, config, seen).double().cumsum(dim=-1)
-    # Take the first token whose cumulative probability exceeds the number, so never a token of probability 0.
+    # Take the first token whose cumulative probability exceeds the random number: its probability is not 0
     found = torch.searchsorted(below, uniform.unsqueeze(-1) * below[:, -1:], right=True).squeeze(-1)
-    return found.clamp(max=logits.shape[-1] - 1)  # NaN would give an id beyond the vocabulary
+    return found.clamp(max=logits.shape[-1] - 1)  # NaN in the logits would give an id beyond the vocabulary
 
 
 def next_probabilities(logits: torch.Tensor, config: SampleConfig, seen: torch.Tensor | None = None) -> torch.Tensor:
-    """Return [B, V] fp32 probabilities of the next token, not normalized.
+    """Return the probabilities with which the next token is sampled; tokens that are filtered out have 0.
 
-    Penalty, top-k, temperature, top-p and min-p are applied in the order of transformers' logits processors.
+    Repetition penalty, top-k, temperature, top-p and min-p are applied in the order of transformers' logits processors.
 
     Args:
-        logits: [B, V] fp32.
+        logits: [B, V] fp32 logits of the next token.
         config: sampling settings.
-        seen: [B, V] bool, the tokens that occur in each row.
+        seen: [B, V] bool, True for tokens that occur in each row; None without a repetition penalty.
+    Returns:
+        [B, V] fp32 probabilities, which are not normalized after top-p and min-p.
     """
     logits = _penalized(logits, config, seen)
     if 0 < config.sample_top_k < logits.shape[-1]:
@@ -63,7 +69,7 @@ def next_probabilities(logits: torch.Tensor, config: SampleConfig, seen: torch.T
     probabilities = torch.softmax(logits / config.sample_temperature, dim=-1)
     if config.sample_top_p < 1.0:
         likely, order = probabilities.sort(descending=True, stable=True)
-        beyond = likely.cumsum(dim=-1) - likely >= config.sample_top_p  # reached without this token
+        beyond = likely.cumsum(dim=-1) - likely >= config.sample_top_p  # True for tokens that top-p does not need
         probabilities = probabilities.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), 0.0)
     if config.sample_min_p is not None:
         least = config.sample_min_p * probabilities.amax(dim=-1, keepdim=True)
@@ -72,7 +78,7 @@ def next_probabilities(logits: torch.Tensor, config: SampleConfig, seen: torch.T
 
 
 def _penalized(logits: torch.Tensor, config: SampleConfig, seen: torch.Tensor | None) -> torch.Tensor:
-    """Apply the repetition penalty to the logits of tokens in `seen`."""
+    """Return [B, V] logits with the repetition penalty applied to the tokens that are marked in `seen`."""
     if seen is None:
         return logits
     penalty = config.sample_repetition_penalty

@@ -1,6 +1,7 @@
-"""Scores of a text or a dataset: mean loss per token, and bits per byte of text, which do not depend on the tokenizer.
+"""Score a model on a text or a dataset: mean loss per token, perplexity, and bits per byte of text.
 
-Perplexities are comparable only between models with the same tokenizer.
+Losses and perplexities are comparable only between models with the same tokenizer. Bits per byte are comparable between
+all models.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ from megazpp.zero.sharding import WeightHandle
 
 
 class Score(NamedTuple):
-    """Mean loss in nats per included token, the number of included tokens, and the bytes of their text."""
+    """A model's score on a text.
+
+    Attributes:
+        loss: mean loss in nats per token that the loss mask includes.
+        tokens: number of these tokens.
+        text_bytes: number of UTF-8 bytes of their text.
+    """
 
     loss: float
     tokens: int
@@ -41,21 +48,31 @@ class Score(NamedTuple):
 
     @property
     def bits_per_byte(self) -> float:
-        """Loss in bits per byte of text; NaN without text.
+        """The summed loss of all included tokens in bits, divided by the bytes of their text; NaN without text.
 
-        An end of a document counts as a token with a loss, but has no bytes.
+        The end-of-document token has a loss, but no bytes.
         """
         return self.loss / math.log(2.0) * self.tokens / self.text_bytes if self.text_bytes else math.nan
 
     def lines(self, where: str) -> list[str]:
-        """Return Megatron-LM's lines about a validation, with one line about bits per byte added."""
+        """Return the lines of the log about this score: Megatron-LM's lines of a validation, and the bits per byte.
+
+        Args:
+            where: description of the evaluated data, for the first line.
+        """
         rule, line, _ = validation_lines(where, self.loss)
         amount = f"{self.tokens:,} tokens, {self.text_bytes:,} bytes of text"
         return [rule, line, f" bits per byte: {self.bits_per_byte:.6f} | {amount}", rule]
 
 
 class LabelCounts(NamedTuple):
-    """Number of labels that the loss mask includes, the bytes of their text, and the bytes of excluded labels."""
+    """Numbers of labels and of the bytes of their text.
+
+    Attributes:
+        tokens: number of labels that the loss mask includes.
+        text_bytes: UTF-8 bytes of the text of these labels.
+        left_out_bytes: UTF-8 bytes of the text of the labels that the loss mask leaves out.
+    """
 
     tokens: int
     text_bytes: int
@@ -65,16 +82,19 @@ class LabelCounts(NamedTuple):
 def count_labels(
     samples: Dataset, num_samples: int, tokenizer: Tokenizer, data: DataConfig, dims: ParallelDims
 ) -> LabelCounts:
-    """Count the labels of the first samples over all ranks; each rank reads a part of the samples.
+    """Count the labels of the first samples of a dataset, and the bytes of their text. All ranks call this.
 
-    The first id of a sample is not a label. Padding at the end of a sample is ignored.
+    The labels of a sample are all of its token ids but the first. Padding at the end of a sample does not count. Each
+    rank reads a part of the samples.
 
     Args:
         samples: dataset of token ids.
         num_samples: number of samples to read.
-        tokenizer: tokenizer that made the ids.
-        data: config that says which labels have no loss (--eod-mask-loss).
+        tokenizer: tokenizer that made the token ids.
+        data: config with the flags that leave labels out of the loss, such as --eod-mask-loss.
         dims: mesh axes of the job.
+    Returns:
+        the counts over all ranks, equal on all ranks.
     """
     sizes, options, counts = TokenBytes(tokenizer), batch_options(data, tokenizer), LabelCounts(0, 0, 0)
     for index in range(dims.world.rank, num_samples, dims.world.size):
@@ -86,10 +106,10 @@ def count_labels(
 
 
 def check_input(path: str) -> None:
-    """Check that `path` is a text with content, or the prefix of a .bin/.idx pair.
+    """Check that --input names a text with content, or the prefix of a .bin/.idx pair of files.
 
     Raises:
-        ValueError: `path` is neither, or holds no text.
+        ValueError: `path` is neither of these, or the text is empty.
     """
     if _is_pair(path):
         IndexedDataset(Path(path).expanduser())
@@ -97,7 +117,9 @@ def check_input(path: str) -> None:
     try:
         files = resolve_text_paths([path])
     except ValueError as error:
-        raise ValueError(f"--input {path} is neither a text nor the prefix of a .bin/.idx pair") from error
+        raise ValueError(
+            f"--input {path} is neither a text nor the prefix of a .bin/.idx pair: give an existing file or prefix"
+        ) from error
     check_texts(files, flag_name="--input")
 
 
@@ -112,22 +134,22 @@ def score_whole(
     device: torch.device,
     say: Callable[[str], None],
 ) -> Score:
-    """Predict every token of a .bin/.idx pair or of a text once, and return the score.
+    """Predict every token of a text once, and return the model's score. All ranks call this.
 
     Args:
-        built: the model and its handle.
+        built: the model and the handle to its weights.
         dims: mesh axes of the job.
         tokenizer: tokenizer of the model.
-        path: prefix of a .bin/.idx pair, or a text file as --text-path accepts.
-        data: sequence length and loss masks.
-        micro_batch_size: samples per forward and data rank.
+        path: prefix of a .bin/.idx pair of files, or a text file as --text-path accepts.
+        data: config with the sequence length and the flags that leave labels out of the loss.
+        micro_batch_size: number of samples in one forward of a data rank.
         device: device of the model.
-        say: function that prints a note.
+        say: function that prints a note for the user.
     Raises:
-        ValueError: the input or its token ids do not fit the tokenizer.
+        ValueError: the text cannot be read, or its token ids are not of this tokenizer.
     """
     assert data.seq_length is not None
-    # token ids of the input
+    # ---- token ids of the input
     if _is_pair(path):
         files, prefix = None, Path(path).expanduser()
     else:
@@ -138,10 +160,10 @@ def score_whole(
     check_special_tokens([sequences], tokenizer, f"--input {path}")
     if warning := missing_ends([DataSource(sequences, f"--input {path}")], data, tokenizer):
         say(warning)
-    # The id before the first token predicts it: the tokenizer's special token at the start of a text, or else eod.
+    # The first token is predicted from the special token that the tokenizer puts before a text, or else from eod
     start = None if tokenizer.special_tokens.used and tokenizer.special_tokens.before else tokenizer.eod
     text = WholeText(sequences, seq_length=data.seq_length, eod=start, vocab_size=tokenizer.vocab_size, name=path)
-    # loss of all tokens
+    # ---- loss of all tokens
     batch_size = micro_batch_size * dims.data_size
     with BatchLoader(
         text,
@@ -153,10 +175,10 @@ def score_whole(
         num_workers=data.num_workers,
     ) as loader:
         evaluator = Evaluator(*built, loader, dims, iterations=-(-len(text) // batch_size), batch_size=batch_size)
-        loss = evaluator()  # before counting, because the loader checks the ids
-    # bytes of the text
+        loss = evaluator()  # run this before `count_labels`, because the loader checks the token ids
+    # ---- bytes of the text
     tokens, text_bytes, left_out_bytes = count_labels(text, len(text), tokenizer, data, dims)
-    if files is not None:  # count the bytes in the text itself, because a tokenizer may lose some of it
+    if files is not None:  # count the bytes of the files, because a tokenizer may lose some of their text
         documents = (document for file in files for document in read_documents(file, flag_name="--input"))
         own = itertools.islice(documents, dims.world.rank, None, dims.world.size)
         text_bytes = _sum_over_ranks(sum(len(document.encode()) for document in own), dims) - left_out_bytes
@@ -166,11 +188,11 @@ def score_whole(
 
 
 def _is_pair(path: str) -> bool:
-    """Return True if a .bin or .idx file with this prefix exists."""
+    """Return True if --input is the prefix of a .bin/.idx pair: one of these files exists."""
     return any(file.exists() for file in pair_paths(Path(path).expanduser()))
 
 
 def _sum_over_ranks(count: int, dims: ParallelDims) -> int:
-    """Return the sum of an integer over all ranks."""
+    """Return the sum of a count over all ranks of the job. All ranks call this."""
     device = "cuda" if dims.timeline.device_type == "cuda" else "cpu"
     return int(dims.world.all_reduce_(torch.tensor(count, dtype=torch.int64, device=device)))

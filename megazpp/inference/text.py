@@ -1,4 +1,4 @@
-"""Generate text: continue prompts, print the text while it grows, and end it at stop strings."""
+"""Generate text: continue prompts, print each text while it grows, and end it at stop strings."""
 
 from __future__ import annotations
 
@@ -12,29 +12,36 @@ from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.sharding import WeightHandle
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # a tokenizer decodes an incomplete character to this
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # tokenizers decode the first bytes of an incomplete character to this
 
 
 class Start(NamedTuple):
-    """The beginning of a text: its tokens, at least one, and the text that is printed for them."""
+    """The beginning of a text that the model continues.
+
+    Attributes:
+        ids: token ids of the beginning, at least one.
+        shown: text that is printed for the beginning.
+    """
 
     ids: list[int]
     shown: str
 
 
 def start_of(prompt: str, tokenizer: Tokenizer) -> Start:
-    """Return the beginning of a text that continues `prompt`; an empty prompt starts with an end-of-document token."""
+    """Tokenize a prompt as the beginning of a text; an empty prompt becomes an end-of-document token."""
     return Start(tokenizer.encode_prompt(prompt) or [tokenizer.eod or 0], prompt)
 
 
 def check_start(start: Start, longest: int, name: str, *, advice: str = "") -> Start:
-    """Return `start`; raise ValueError if it has more tokens than the model accepts.
+    """Check that the beginning of a text is not longer than the model accepts, and return the beginning unchanged.
 
     Args:
-        start: the beginning of a text.
+        start: beginning of a text.
         longest: longest input of the model, in tokens.
-        name: source of the text, for the error.
-        advice: clause that says what to do, at the end of the error.
+        name: source of the text for the error message, such as a flag.
+        advice: clause about what to do, which ends the error message.
+    Raises:
+        ValueError: the beginning has more than `longest` tokens.
     """
     if len(start.ids) > longest:
         end = f": {advice}" if advice else ""
@@ -43,38 +50,43 @@ def check_start(start: Start, longest: int, name: str, *, advice: str = "") -> S
 
 
 def split_stops(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Return the token ids that end a text, and the stop strings that are not the name of a special token.
+    """Divide the stop strings of a text into special tokens and other strings.
 
-    The ids are `Tokenizer.stop_ids` and the ids of the special tokens in `stops`.
+    Args:
+        tokenizer: tokenizer of the model.
+        stops: strings that end a text, some of which may be names of special tokens.
+    Returns:
+        the token ids that end a text, which are `Tokenizer.stop_ids` and the special tokens in `stops`; and the other
+        strings.
     """
     special = [tokenizer.special_ids[stop] for stop in stops if stop in tokenizer.special_ids]
     return [*tokenizer.stop_ids, *special], [stop for stop in stops if stop not in tokenizer.special_ids]
 
 
 class Continuation:
-    """The text of one row while its tokens arrive.
+    """The text that continues one prompt, while its tokens are generated one by one.
 
     Args:
         tokenizer: tokenizer of the model.
         prompt: token ids of the prompt.
-        stop: strings that end the text. The text ends before the earliest one. A stop string may contain special
-            tokens, which are not part of the text either.
+        stop: strings that end the text. The text ends before the first of them that occurs. A stop string may contain
+            special tokens, which are left out of the text as well.
     Attributes:
-        text: final text of the new tokens. It excludes an incomplete character and a possible beginning of a stop
-            string.
-        over: True if the text will not grow.
+        text: the text of the new tokens that cannot change any more. While the text grows, an incomplete character and
+            a possible beginning of a stop string are left out.
+        over: True once the text is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer, (self._ends, self._stop) = tokenizer, split_stops(tokenizer, stop)
         self._names = [name for name in tokenizer.special_ids if any(name in stop for stop in self._stop)]
-        # Prompt and new tokens are decoded together, so that a space between them is kept. `_skip` cuts the prompt off.
+        # Decode prompt and new tokens together, to keep a space between them. `_skip` characters are the prompt's.
         self._tokens, self._skip = list(prompt), len(tokenizer.decode(prompt))
         self._whole_skip = len(tokenizer.decode_with_specials(self._tokens)) if self._names else 0
         self.text, self.over = "", False
 
     def add(self, token: int) -> bool:
-        """Add a new token, and return True if it ends the text."""
+        """Add a new token id, and return True if the token ends the text."""
         if token in self._ends:
             self.finish()
             return True
@@ -88,31 +100,39 @@ class Continuation:
             for name in self._tokenizer.special_ids if self._names else ():
                 self.text = self.text.replace(name, "")
         else:
-            # Hold back the last characters, which may still change or turn out to begin a stop string.
+            # Hold back the last characters: further tokens may change them, or complete a stop string
             known = text.rstrip(UNFINISHED)
             begun = [n for stop in self._stop for n in range(1, len(stop)) if known.endswith(stop[:n])]
             self.text = known[: len(known) - max(begun, default=0)]
         return self.over
 
     def finish(self) -> None:
-        """End the text; characters that were held back become part of it."""
+        """End the text. Characters that were held back become part of the text."""
         if not self.over:
             self.text, self.over = self._decode(), True
 
     def _decode(self) -> str:
-        """Return the text of the new tokens."""
+        """Return the text of all new tokens, without the prompt."""
         return self._tokenizer.decode(self._tokens)[self._skip :]
 
 
 class Stream:
-    """Prints prompts and continuations in order; a row is printed while it grows, and later rows wait until it ends."""
+    """Printer of prompts and their continuations while they are generated.
+
+    One text is printed while it grows. The texts after it wait until it is complete, so the order is kept.
+
+    Args:
+        starts: beginnings of the texts.
+        rows: continuation of each beginning.
+        out: file to which the texts are printed.
+    """
 
     def __init__(self, starts: Sequence[Start], rows: Sequence[Continuation], out: TextIO) -> None:
         self._starts, self._rows, self._out = starts, rows, out
         self._row = self._written = 0
 
     def show(self) -> None:
-        """Print the new part of the text."""
+        """Print the characters that have become known since the last call."""
         while self._row < len(self._rows):
             row = self._rows[self._row]
             if not self._written:
@@ -138,19 +158,21 @@ def continue_texts(
     out: TextIO | None = None,
     **options: Any,
 ) -> tuple[list[str], Generated]:
-    """Continue the texts that begin with `starts`, each to its end (see `split_stops`).
+    """Continue texts until a stop string, a token that ends a text, or the largest number of tokens.
+
+    All ranks call this.
 
     Args:
         model: the model.
-        sharding: handle to its weights.
+        sharding: handle to the model's weights.
         dims: mesh axes of the job.
         tokenizer: tokenizer of the model.
         starts: beginnings of the texts.
         config: sampling settings.
-        out: file to which prompts and texts are printed as they grow; None for no output.
+        out: file to which beginnings and texts are printed as they grow; None prints nothing.
         options: further arguments of `generate`.
     Returns:
-        the new texts, and the generated tokens.
+        the texts without their beginnings, and the generated tokens with their time.
     """
     rows = [Continuation(tokenizer, start.ids, config.stops) for start in starts]
     stream = None if out is None else Stream(starts, rows, out)

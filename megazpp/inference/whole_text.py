@@ -1,4 +1,4 @@
-"""A text as samples in which each token is predicted exactly once, as scores of a text need."""
+"""A dataset that divides a text into samples so that each token is predicted exactly once, for scores of a text."""
 
 from __future__ import annotations
 
@@ -11,37 +11,42 @@ import torch
 from megazpp.data.gpt_dataset import Sequences, check_vocabulary
 from megazpp.data.loader import MicroBatch, make_micro_batch
 
-PADDING = -1  # in place of an id after the end of the text
+PADDING = -1  # fills the last sample after the end of the text, in place of token ids
 
 
 class WholeText:
-    """All ids of sequences in order, in windows of S + 1 ids, so that each id is predicted exactly once.
+    """A dataset of all token ids of a text in windows of S + 1 ids, so that each id is predicted exactly once.
 
-    The sequences are concatenated after an eod, from which the first id is predicted. Window k holds ids k * S to
-    (k + 1) * S: the last id of a window is the first input of the next. The last window is filled with `PADDING`.
+    The sequences of the text are concatenated after an end-of-document token (eod), from which the first id is
+    predicted. Window k has ids k * S to (k + 1) * S of the result, so the last id of a window is the first input of the
+    next window. The last window is filled with `PADDING`.
 
     Args:
-        sequences: sequences of ids.
+        sequences: sequences of token ids.
         seq_length: S, the number of predicted ids of a window.
-        eod: id before the first one; None to begin without one, and not to predict the first id.
-        vocab_size: size of the vocabulary, which all ids have to be below.
-        name: name of the dataset in messages.
+        eod: token id that is put before the text; None adds no token, and then the first id is not predicted.
+        vocab_size: size of the vocabulary; all ids must be smaller.
+        name: name of the text in error messages.
+    Attributes:
+        num_tokens: number of ids that are predicted.
+    Raises:
+        ValueError: no id could be predicted.
     """
 
     def __init__(self, sequences: Sequences, *, seq_length: int, eod: int | None, vocab_size: int, name: str) -> None:
         self._sequences, self._seq_length, self._vocab_size, self._name = sequences, seq_length, vocab_size, name
         self._before = np.array([] if eod is None else [eod], dtype=np.int64)
         self._ends = np.cumsum(sequences.lengths, dtype=np.int64)
-        self.num_tokens = int(self._ends[-1]) + len(self._before) - 1  # predicted tokens
+        self.num_tokens = int(self._ends[-1]) + len(self._before) - 1
         if self.num_tokens < 1:
-            raise ValueError(f"{name} has no token that could be predicted")
+            raise ValueError(f"{name} has no token that could be predicted: the text is too short")
 
     def __len__(self) -> int:
-        """Return the number of windows with a token to predict."""
+        """Return the number of windows that have a token to predict."""
         return -(-self.num_tokens // self._seq_length)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        """Return window `index`: [S + 1] int64. Windows beyond the last one hold `PADDING` only."""
+        """Return window `index` as [S + 1] int64 token ids. Windows after the end of the text have only `PADDING`."""
         start = index * self._seq_length - len(self._before)  # position in the concatenated sequences
         stop = start + self._seq_length + 1
         parts, at = [self._before[: max(-start, 0)]], max(start, 0)
@@ -57,6 +62,11 @@ class WholeText:
 
 
 def make_padded_batch(samples: torch.Tensor, **options: Any) -> MicroBatch:
-    """Make a micro-batch of samples that may hold `PADDING`, which has no loss; options as of `make_micro_batch`."""
+    """Make a micro-batch of samples that may contain `PADDING`, which is left out of the loss.
+
+    Args:
+        samples: [B, S + 1] int64 token ids or `PADDING`.
+        **options: options of `make_micro_batch`.
+    """
     batch = make_micro_batch(samples.clamp(min=0), **options)
     return batch._replace(loss_mask=batch.loss_mask * (samples[:, 1:] != PADDING))
