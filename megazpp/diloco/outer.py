@@ -368,7 +368,7 @@ class ReplicaGroups:
         self.merge_at[fragment] = 0
 
     def _as_owned(self, unit: OuterUnit, owned: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield [S] outer values as DTensors by parameter name, as views of the memory of `owned`.
+        """Yield (parameter name, DTensor) for each parameter of a unit, as views of outer weights or momentum.
 
         The rows of a parameter on this rank are split once more, over the replica groups.
 
