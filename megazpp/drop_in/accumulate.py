@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -26,21 +26,21 @@ from megazpp.zero.schedule import in_backward
 INSIDE, OUTSIDE, DISCARDED = 1, 2, 4
 
 
-class Ballot:
+class Ballot(NamedTuple):
     """The votes of all ranks before one forward: which weights to send between nodes, and whether gradients wait.
 
-    Args:
+    Attributes:
         own: votes of this rank: for each unit, which weights this rank must send, and at the end one vote about
             gradients.
         work: task that exchanges the votes and returns the bitwise or of all ranks' votes.
     """
 
-    def __init__(self, own: Sequence[int], work: Work[list[int]]) -> None:
-        self.own, self._work = own, work
+    own: Sequence[int]
+    work: Work[list[int]]
 
     def result(self) -> list[int]:
         """Wait until every rank has voted, and return the bitwise or of all ranks' votes."""
-        return self._work.join()
+        return self.work.join()
 
 
 class Sums(Protocol):

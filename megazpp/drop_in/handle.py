@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,7 @@ class Handle(Sharding):
         self._restoring = [reduce for _, reduce in comms if isinstance(reduce, RestoringReduce)]
         _live_handles().add(self)
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Return a context in which gradients do not cross nodes, for all micro-batches of a step but the last one.
 
         A backward inside the context leaves `.grad` as it was: the partial sums of gradients wait in the node. The
@@ -86,8 +85,7 @@ class Handle(Sharding):
             RuntimeError: the context was entered inside another `accumulate` or inside a backward. If only some ranks
                 are inside the context, all ranks raise this error in a later forward.
         """
-        with self._accumulation.open():
-            yield
+        return self._accumulation.open()
 
     def discard(self) -> None:
         """Drop the partial sums of gradients that wait since `accumulate`, for a step that the program gives up.

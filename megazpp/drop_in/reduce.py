@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -235,8 +236,7 @@ class UnusedParameters:
             for indices, flags in self._flags:
                 for flag in flags:
                     unused -= {index for index, on in zip(indices, flag.tolist(), strict=True) if on}
-            for index in unused:
-                self._unit.clear_gradient(index)
+            self._unit.clear_gradients(unused)
         self._fresh, self._used, self._flags = set(), set(), []
 
 
@@ -483,6 +483,7 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         return list(zip(quantized, self.kept_errors.segments(), strict=True))
 
 
+@dataclass(eq=False)
 class _Hop:
     """The parameters of one reduction of a unit, and the flags that say which ranks had gradients of them.
 
@@ -494,10 +495,10 @@ class _Hop:
         flags: list to which the cross-node hop appends flags [P]: 1 if any rank of the job had a gradient.
     """
 
-    def __init__(self, indices: tuple[int, ...], used: torch.Tensor) -> None:
-        self.indices, self.used = indices, used
-        self.node_flags: torch.Tensor | None = None
-        self.flags: list[torch.Tensor] = []
+    indices: tuple[int, ...]
+    used: torch.Tensor
+    node_flags: torch.Tensor | None = None
+    flags: list[torch.Tensor] = field(default_factory=list)
 
 
 def _columns(segment: Segment) -> slice:

@@ -256,10 +256,6 @@ class ProgramUnit(Unit):
             shard.grad = gradient
         return before
 
-    def clear_gradient(self, index: int) -> None:
-        """Set the `.grad` of the shard of the unit's parameter `index` to None."""
-        self._group.fsdp_params[index].sharded_param.grad = None
-
     def force_sums(self) -> None:
         """Make FSDP2 ask its reduce-scatter for sums, which FSDP2 then divides, instead of for means.
 

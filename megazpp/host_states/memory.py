@@ -315,18 +315,15 @@ class HostShard:
         return self.memory.upload(self._weights).to(self.memory.dtype)
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[Any]:
         """The unit's trained parameters, as sharded DTensors that share memory with the weights."""
         return [self.unit.fsdp_parameters[index].sharded_param for index in self._trained]
 
     def views(self, flat: torch.Tensor) -> list[DTensor]:
         """Return views of a host buffer `flat` [S], one DTensor per trained parameter, sharded like the parameter."""
-        found = []
-        for index in self._trained:
-            p, start = self.unit.fsdp_parameters[index], self.unit.segments[index].start
-            local = p.sharded_param._local_tensor
-            found.append(p.to_sharded_dtensor(flat[start : start + local.numel()].view(local.shape)))
-        return found
+        trained = [self.unit.fsdp_parameters[index] for index in self._trained]
+        parts = zip(trained, self._split(flat), strict=True)
+        return [p.to_sharded_dtensor(part.view(p.sharded_param._local_tensor.shape)) for p, part in parts]
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 
@@ -351,7 +348,7 @@ class HostShard:
         memory.download(total, buffer)
         if not last:
             return total.new_empty(0)  # a view of `total` would keep its memory allocated
-        parts = self._split(total)
+        parts = self._split(total, of_gradients=True)
         norms = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32))
         return torch.cat([norms, *[parts[place] for place in self._partial_places]])
 
@@ -365,7 +362,7 @@ class HostShard:
         if not len(results):
             return
         self.norms = dict(zip(names, results, strict=False))
-        buffers, rest = self._split(self.gradients), results[len(names) :]
+        buffers, rest = self._split(self.gradients, of_gradients=True), results[len(names) :]
         self.late = []
         for place in self._partial_places:
             size = len(buffers[place])
@@ -378,14 +375,17 @@ class HostShard:
         partial, parameters = self.memory.partial, self.unit.parameters
         return [place for place, index in enumerate(self._trained) if parameters[index].name in partial]
 
-    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Split a flat shard [S'] of gradients into one view per trained parameter, without padding.
+    def _split(self, flat: torch.Tensor, *, of_gradients: bool = False) -> list[torch.Tensor]:
+        """Split a flat shard into one view per trained parameter, without padding.
 
-        The flat shard has only the gradients of trained parameters.
+        Args:
+            flat: [S] flat shard of weights or moments; or [S'] flat shard of gradients, with trained parameters only.
+            of_gradients: True if `flat` has gradients.
         """
-        parts = zip(self._trained, self.unit.segments_of(self._trained), strict=True)
-        parameters = self.unit.fsdp_parameters
-        return [flat[s.start : s.start + parameters[i].sharded_param._local_tensor.numel()] for i, s in parts]
+        unit, trained = self.unit, self._trained
+        segments = unit.segments_of(trained) if of_gradients else [unit.segments[index] for index in trained]
+        sizes = [parameter._local_tensor.numel() for parameter in self.parameters]
+        return [flat[segment.start : segment.start + size] for segment, size in zip(segments, sizes, strict=True)]
 
     # ---- update ----------------------------------------------------------------------------------------------------
 
@@ -402,8 +402,7 @@ class HostShard:
             memory, states = self.memory, (self._weights, self.gradients, *self.moments)
             with memory.timeline.span(HOST, f"update {self.unit.name}"):
                 rows = [memory.upload(state, row[: self.size]) for state, row in zip(states, slot, strict=True)]
-                parts = [self._split(row) if row is rows[1] else self._parts(row) for row in rows]
-                apply(Staged(*parts))
+                apply(Staged(*(self._split(row, of_gradients=row is rows[1]) for row in rows)))
                 for row, state in zip(rows, states, strict=True):
                     if state is not self.gradients:
                         memory.download(row, state)
@@ -411,12 +410,6 @@ class HostShard:
                     self.working.copy_(rows[0])
 
         self.updated = self.memory.submit(run)
-
-    def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Split a flat shard [S] of weights or moments into one view per trained parameter, without padding."""
-        parameters, segments = self.unit.fsdp_parameters, self.unit.segments
-        sizes = {index: parameters[index].sharded_param._local_tensor.numel() for index in self._trained}
-        return [flat[segments[index].start :][:size] for index, size in sizes.items()]
 
 
 @dataclass(frozen=True, kw_only=True)

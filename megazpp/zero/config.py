@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megazpp.base.flags import as_words, as_written, check_below_one, check_positive, check_words, flag
 from megazpp.kernels.formats import BlockFormat
 
 if TYPE_CHECKING:
     import torch
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +122,12 @@ class ZeroConfig:
     @property
     def quantizes_weights(self) -> bool:
         """True if qwZ is on, set explicitly or implied by --zeropp."""
-        return _default(self.zero_quantized_weights, self.zeropp)
+        return self.zeropp if self.zero_quantized_weights is None else self.zero_quantized_weights
 
     @property
     def quantizes_gradients(self) -> bool:
         """True if qgZ is on, set explicitly or implied by --zeropp."""
-        return _default(self.zero_quantized_gradients, self.zeropp)
+        return self.zeropp if self.zero_quantized_gradients is None else self.zero_quantized_gradients
 
     @property
     def chooses_weight_delta(self) -> bool:
@@ -153,7 +151,8 @@ class ZeroConfig:
     @property
     def hpz_partition_size(self) -> str:
         """The value of --zero-hpz-partition-size, or the value that --zeropp implies for it."""
-        return _default(self.zero_hpz_partition_size, "auto" if self.zeropp else "1")
+        implied = "auto" if self.zeropp else "1"
+        return implied if self.zero_hpz_partition_size is None else self.zero_hpz_partition_size
 
     @property
     def distinguishes_nodes(self) -> bool:
@@ -271,11 +270,6 @@ class CommPlan(NamedTuple):
 def _spell(fmt: BlockFormat | None) -> str:
     """Return a block format in words for the log, such as "int8 in blocks of 256"; "not quantized" for None."""
     return "not quantized" if fmt is None else f"int{fmt.bits} in blocks of {fmt.block_size}"
-
-
-def _default(value: T | None, default: T) -> T:
-    """Return `value`, a flag's value, or `default` if `value` is None because the user has not set the flag."""
-    return default if value is None else value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,9 +164,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
 
         # ---- the intra-node hop, unless it was prefetched, and the unpacking of its messages
         received, self._received = self._received, None
-        receive: Callable[[], torch.Tensor] = functools.partial(self._hop_inside, messages)
-        if received is not None:
-            receive = received.join
+        receive = functools.partial(self._hop_inside, messages) if received is None else received.join
         unpack = functools.partial(self._unpack, receive, output_tensor)  # hop and unpacking in one task save host time
         done = self._local_queue.submit(unpack, after=(self._crossed,))
 
@@ -267,7 +265,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         """
         secondary = self.resident()
         messages = secondary.messages if secondary.messages is not None else secondary.allocate(row.device)
-        self._crossed = self._cross_queue.submit(functools.partial(secondary.restore, messages, row))
+        self._crossed = self._cross_queue.submit(functools.partial(secondary.take_in, messages, row, keyframe=True))
         self._crossed.wait()
         self._made_from, self._received = self.unit.fingerprint(), None
         self._has_stepped = crossing == InterNodeMessage.DIFFERENCE

@@ -98,7 +98,7 @@ class Secondary:
 class Resident(Secondary):
     """The secondary partition (hpZ) of a sharding unit, stored as resident weights R, which weight deltas update.
 
-    `take_in` and `restore` run in the communication queue of the cross axis.
+    `take_in` runs in the communication queue of the cross axis.
 
     Args:
         codec: codec that packs whole weights without quantization; R is a view of its messages.
@@ -132,16 +132,6 @@ class Resident(Secondary):
         sent = self._add(shard, self.weights, self._exchange)
         if isinstance(self.differences, LosslessCodec):
             self.differences.learn(sent)
-
-    def restore(self, messages: torch.Tensor, row: torch.Tensor) -> None:
-        """Rebuild the resident weights R [N, S] of all nodes from a checkpoint.
-
-        Args:
-            messages: [N, M] uint8 messages of the secondary partition, of which R is a view.
-            row: [S] this rank's row of R, as read from the checkpoint. The rows of other nodes are gathered.
-        """
-        self.weights[self.cross.rank].copy_(row)
-        self._exchange(messages)
 
     def warm_up(self, shard: torch.Tensor) -> None:
         """Compile the kernels that pack and apply weight deltas of `shard` [S], with temporary tensors.

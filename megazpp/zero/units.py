@@ -247,7 +247,7 @@ class Unit:
         """Return True if a parameter with one of these indices has a reduced gradient, to which FSDP2 would add."""
         return any(self._group.fsdp_params[index].sharded_param.grad is not None for index in indices)
 
-    def clear_gradients(self, indices: Sequence[int]) -> None:
+    def clear_gradients(self, indices: Collection[int]) -> None:
         """Set the reduced gradients (`.grad`) of the unit's parameters with these indices to None."""
         for index in indices:
             self._group.fsdp_params[index].sharded_param.grad = None
