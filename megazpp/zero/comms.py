@@ -68,7 +68,7 @@ class CommContext:
         self.plan, self.zero, self.precision = plan, zero, precision
         self._codec, self.lossless_codec = codec, lossless_codec
         two_hops, blocks_host = bool(plan.gather or plan.reduce), shard.queue.blocks_host
-        overlaps = two_hops or blocks_host  # on CUDA, FSDP2 itself overlaps collectives in one hop
+        overlaps = two_hops or blocks_host  # on CUDA, FSDP2 itself overlaps collectives in one hop with the compute
         self.overlap_gather, self.overlap_reduce = plan.overlap_gather and overlaps, plan.overlap_reduce and overlaps
         self._use_axes(cross, local, shard)
         self.gather_schedule = GatherSchedule(overlap=self.overlap_gather, queue=self.cross_queue)
@@ -171,7 +171,7 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         self.unit, self._schedule = unit, context.reduce_schedule
         self.reduced = tuple(range(len(unit.parameters)))
         self._fsdp2_post_backward: Callable[..., None] = lambda *_: None
-        self._filling: Work[Any] = Work(None)  # task that fills `.grad` until the end of the backward
+        self._filling: Work[Any] = Work(None)  # task of the reduction that is filling `.grad`; a finished task if none
         self._waits = False  # True if the last call has only added to partial sums, which a later call reduces
         self._last_micro_batch = True
         self._watched = False
@@ -190,11 +190,11 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
             given: arguments of FSDP2's function.
         """
         if self.unit.reduces_gradients:
-            self._filling.wait()  # if a backward reduces the unit twice, FSDP2 adds the second sum to the first sum
+            self._filling.wait()  # a second reduction in one backward adds to `.grad`, which must be complete by then
             self.begin()
         self._fsdp2_post_backward(*given)
         if self._waits:
-            self.unit.clear_gradients(self.reduced)  # FSDP2 has set them to zeros, with which `fills` would be False
+            self.unit.clear_gradients(self.reduced)  # FSDP2 has set zeros; None lets the next reduction fill `.grad`
 
     def begin_micro_batch(self, *, last: bool) -> None:
         """Tell the reduction whether the next micro-batch is the last one of its training step.
@@ -279,7 +279,7 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         return output.dtype == torch.float32 and not self.unit.has_gradients(self.reduced)
 
     def _filled(self) -> None:
-        """Drop the reference to the finished task that has filled the gradients."""
+        """Drop the reference to the finished task that has filled `.grad`, because the task refers to its memory."""
         self._filling = Work(None)
 
     def _finish_later(self, work: Work[torch.Tensor], result: torch.Tensor) -> None:

@@ -222,7 +222,7 @@ class Dtypes(NamedTuple):
 class GatherPlan(NamedTuple):
     """The plan of the all-gather of weights in two hops, across nodes and inside a node."""
 
-    fmt: BlockFormat | None  # block format of quantized weights; None sends weights in the compute dtype
+    fmt: BlockFormat | None  # block format in which ranks send weights; None sends the compute dtype, not quantized
     keep: bool  # True if each rank keeps the secondary partition (hpZ): the messages that it received from other nodes
     differences: bool = False  # True if lossless deltas from the kept weights cross nodes, instead of whole weights
 
@@ -245,7 +245,8 @@ class CommPlan(NamedTuple):
 
     gather: GatherPlan | None = None  # None: weights are gathered in one hop, as by FSDP2
     reduce: ReducePlan | None = None  # None: gradients are reduced in one hop, as by FSDP2
-    # Whether gathers and reductions overlap with the compute. On CUDA, those in one hop always overlap.
+    # True if gathers of weights and reductions of gradients overlap with the compute. On CUDA, FSDP2 always overlaps
+    # collectives in one hop, whatever these fields say.
     overlap_gather: bool = False
     overlap_reduce: bool = False
     notices: tuple[str, ...] = ()  # lines for the log about flags that have no effect

@@ -36,7 +36,10 @@ from megazpp.zero.wire import Codec, LosslessCodec
 
 
 class InterNodeMessage(IntEnum):
-    """The kind of message that the next use of a unit sends between nodes. Checkpoints store these numbers."""
+    """The kind of message that the next use of a sharding unit sends between nodes.
+
+    The kinds are no message, a weight delta, and a keyframe with whole weights. Checkpoints store these numbers.
+    """
 
     NOTHING = 0
     DIFFERENCE = 1  # a weight delta
@@ -71,16 +74,19 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         # `_has_stepped` is True, it is the fingerprint after an optimizer step, and the next use sends a weight delta.
         self._made_from: Fingerprint | None = None
         self._has_stepped = False
-        self._after_step: Fingerprint | None = None  # fingerprint of the shards after the last step; None after `drop`
-        self._crossed = Work(None)  # task of the last cross-node hop; a finished task before the first hop
-        self._received: Work[torch.Tensor] | None = None  # task of an intra-node hop that was started before its use
-        self._used = False  # True if the unit was used since its last cross-node hop started
-        self._compared = False  # True if `Unit.shard_reader` was checked against FSDP2's input
-        self._uncounted = 0  # bytes of a cross-node hop that ran while the traffic counter was paused
+        # Fingerprint of the shards right after the last optimizer step; None before it, and after another write
+        self._after_step: Fingerprint | None = None
+        self._crossed = Work(None)  # task of the unit's last cross-node hop; a finished task before the first hop
+        # Task of the intra-node hop that `prefetch` has started for the next use; None if that use must start the hop
+        self._received: Work[torch.Tensor] | None = None
+        self._used = False  # True if FSDP2 has gathered the unit since its last cross-node hop started
+        self._compared = False  # True after `Unit.check_shard_reader`, which `start_early` relies on
+        # Bytes of the last cross-node hop if it ran while the traffic counter was paused; 0 after they were counted
+        self._uncounted = 0
         self._schedule.add(self)
 
     def _plan_messages(self) -> None:
-        """Create the codec of the unit's messages, and the secondary partition that will hold these messages."""
+        """Create the codec of the unit's messages, and an empty secondary partition that will hold these messages."""
         context, self._codec = self._context, self._new_codec()
         self.secondary = Secondary(self._codec, self._cross, of=self.unit.name)
         if self._plan.differences:
@@ -100,7 +106,8 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
 
         If the weights were written to since they were sent, the next use sends whole weights instead of a weight delta.
         """
-        self._schedule.start_stale()  # send the last step's weight deltas of units that no forward has used since
+        # Units that no forward has used since the last step have not sent that step's weight deltas. Send them now.
+        self._schedule.start_stale()
         if not self.unit.is_sharded or self._made_from != self.unit.fingerprint():
             self.drop()
 
@@ -119,7 +126,10 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
             self._after_step = self.unit.fingerprint()
 
     def next_crossing(self) -> InterNodeMessage:
-        """Return the kind of message that the unit's next use sends between nodes; the unit must be sharded."""
+        """Return what the unit's next use sends between nodes: nothing, a weight delta or a keyframe.
+
+        Call this method while the unit is sharded.
+        """
         if self.secondary.messages is None or self._made_from is None or self._made_from != self.unit.fingerprint():
             return InterNodeMessage.KEYFRAME
         return InterNodeMessage.DIFFERENCE if self._has_stepped else InterNodeMessage.NOTHING
@@ -148,7 +158,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
             if messages is None:
                 messages = self.secondary.allocate(input_tensor.device)
             starts_early = self._keep and (self._schedule.overlap or self.secondary.sends_differences)
-            if starts_early and not self._compared:  # `start_early` relies on the shard reader
+            if starts_early and not self._compared:  # check once that `start_early` can read shards like FSDP2
                 self.unit.check_shard_reader(input_tensor)
                 self._compared = True
             self._start_cross_hop(crossing, messages, self.unit.input_reader(input_tensor))
@@ -165,7 +175,8 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         # ---- the intra-node hop, unless it was prefetched, and the unpacking of its messages
         received, self._received = self._received, None
         receive = functools.partial(self._hop_inside, messages) if received is None else received.join
-        unpack = functools.partial(self._unpack, receive, output_tensor)  # hop and unpacking in one task save host time
+        # One task for the hop and the unpacking takes less host time than two tasks.
+        unpack = functools.partial(self._unpack, receive, output_tensor)
         done = self._local_queue.submit(unpack, after=(self._crossed,))
 
         # ---- start other units' hops, or free the messages
@@ -176,7 +187,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
             self._made_from = None
         if self._schedule.overlap and self._local_queue.blocks_host:
             return Pending(done)
-        done.wait()  # on CUDA only FSDP2's gather stream waits here
+        done.wait()  # on CUDA this makes FSDP2's gather stream wait, not the host
         return None
 
     @property
@@ -195,7 +206,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         """
         nodes, peers, codec = self._cross.size, self._local.size, self._codec
         output = torch.zeros(nodes * peers, codec.layout.size, dtype=codec.dtype, device=device)
-        slot = output[self._cross.rank * peers + self._local.rank]  # FSDP2's input is this slot of its output
+        slot = output[self._cross.rank * peers + self._local.rank]  # FSDP2's all-gather input is a view like this
         # `start_early` copies the shard into a separate tensor, whose alignment may need another kernel than the slot
         for shard in (slot, torch.zeros_like(slot)):
             self.secondary.warm_up(shard)
@@ -271,10 +282,12 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         self._has_stepped = crossing == InterNodeMessage.DIFFERENCE
 
     def _crossings(self, *, early: bool = False) -> Iterable[InterNodeMessage]:
-        """Return the kinds of messages that this unit sends between nodes now, none or one, the same on all ranks.
+        """Return the messages that this unit must send between nodes now: none, a weight delta or a keyframe.
+
+        The result is the same on all ranks.
 
         Args:
-            early: True if the messages are sent before the unit's next use. Only `megazpp.zeropp` distinguishes this.
+            early: True if no use of the unit needs the messages yet. Only `megazpp.zeropp` distinguishes this.
         """
         crossing = self.next_crossing()
         return () if crossing == InterNodeMessage.NOTHING else (crossing,)
@@ -315,7 +328,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         self.secondary.take_in(messages, shard(), keyframe=crossing == InterNodeMessage.KEYFRAME)
 
     def _crossing_bytes(self, crossing: InterNodeMessage) -> int:
-        """Return the bytes that this rank sends to each other node for a message of kind `crossing`."""
+        """Return the bytes that this rank sends to each other node for a weight delta or a keyframe, see `crossing`."""
         return self.secondary.crossing_bytes(keyframe=crossing == InterNodeMessage.KEYFRAME)
 
     def _hop_inside(self, messages: torch.Tensor) -> torch.Tensor:

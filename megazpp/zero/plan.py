@@ -78,7 +78,7 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
     quantized_weights = config.quantizes_weights and config.weight_bits < 16 and not lossless
     quantized_gradients = config.quantizes_gradients
 
-    # ---- each of these flags requires ZeRO stage 3
+    # ---- raise an error if a flag that requires ZeRO stage 3 is set with another stage
     wanted = {
         "--zeropp": config.zeropp,
         "--zero-weight-delta lossless": lossless,
@@ -93,7 +93,7 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
             given = f"--use-distributed-optimizer, which selects {given}"
         raise ValueError(f"{asked[0]} requires --zero-stage 3, the default, not {given}: remove one of the two flags")
 
-    # ---- overlap with the compute
+    # ---- do gathers and reductions overlap with the compute? only stage 3 supports this
     overlap_gather, overlap_reduce = (
         (config.zeropp if asked_for is None else asked_for) and config.stage == 3
         for asked_for in (config.overlap_param_gather, config.overlap_grad_reduce)

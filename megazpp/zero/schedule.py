@@ -53,7 +53,7 @@ CROSS_HOPS_PER_USE = 2  # number of other units' cross-node hops that one use of
 
 
 class Startable(Protocol):
-    """The methods of a unit's all-gather with which `GatherSchedule` starts hops early; see `TwoHopGather`."""
+    """The methods of a unit's all-gather that start its hops before FSDP2 uses the unit; see `TwoHopGather`."""
 
     def start_early(self, since: Moment) -> bool: ...
 
@@ -61,7 +61,7 @@ class Startable(Protocol):
 
 
 class GatherSchedule:
-    """The schedule that starts all-gathers of weights early, in the order in which the units were used before.
+    """The schedule that starts all-gathers of weights before FSDP2 asks for them, in the order of earlier uses.
 
     Only units that keep a secondary partition take part.
 
@@ -89,7 +89,7 @@ class GatherSchedule:
         self._all.append(gather)
 
     def used(self, gather: Startable, *, crossed: bool) -> None:
-        """Start hops of other units early, after a unit was used.
+        """Start hops of units that FSDP2 will use next, after a use of one unit.
 
         Args:
             gather: all-gather of the used unit, whose own hops are already submitted.
@@ -102,15 +102,15 @@ class GatherSchedule:
         self.start_stale(None if self._queue.blocks_host else CROSS_HOPS_PER_USE)
         if gather not in self._order:
             self._order.append(gather)
-        if self._prefetch and not in_backward():  # in a backward FSDP2 itself prefetches the next unit
+        if self._prefetch and not in_backward():  # in a backward, FSDP2 itself starts the next unit's gather early
             following = self._order[self._order.index(gather) + 1 :]
             if following:
                 following[0].prefetch()
 
     def forget_stale(self) -> None:
-        """Cancel the early cross-node hops that were not started; call this method after an optimizer step.
+        """Clear the list of units whose cross-node hop is still to start; call this method after an optimizer step.
 
-        The next use of a unit sends that unit's new weights and schedules these hops again.
+        The step has changed all weights. The first use of a unit afterwards lists all other units again.
         """
         self._stale.clear()
 
@@ -167,7 +167,7 @@ class ReduceSchedule:
         for work, finish in finishing:
             work.wait()
             finish()
-        self._sending.clear()  # the finished tasks would keep their results in memory, the partial sums of units
+        self._sending.clear()  # these tasks are finished, but would keep the partial sums of their units in memory
 
 
 def in_backward() -> bool:

@@ -53,7 +53,8 @@ class Secondary:
 
     def allocate(self, device: torch.device) -> torch.Tensor:
         """Allocate `messages` [N, M] with zeros on `device`, and return it."""
-        with torch.inference_mode(False):  # an evaluation may allocate messages that training writes to later
+        # An evaluation may allocate messages. Training could not write to them if they were inference tensors.
+        with torch.inference_mode(False):
             self.messages = self.codec.empty(self.cross.size, device=device)
         return self.messages
 

@@ -114,7 +114,10 @@ class DeviceStates:
         """Wait until weights and optimizer states are complete; see `Sharding.settle`."""
 
     def refresh(self) -> None:
-        """Update this object's copies of the weights after a program has written to the model's parameters."""
+        """Update this object's copies of the weights after other code than the optimizer has written to parameters.
+
+        This class has no copies. Host memory of --optimizer-cpu-offload needs this for its 16-bit working shards.
+        """
 
 
 class Sharding:
@@ -171,7 +174,7 @@ class Sharding:
         for module, stage in self._modules:
             if stage <= 1:
                 module.set_requires_gradient_sync(last, recurse=False)
-            else:  # HSDP: FSDP2 accumulates gradient shards, and all-reduces them over replicas in the last micro-batch
+            else:  # with HSDP, FSDP2 all-reduces gradient shards over replicas only in the last micro-batch
                 module.set_requires_all_reduce(last, recurse=False)
             if stage <= 2:
                 module.set_reshard_after_backward(last, recurse=False)
@@ -381,7 +384,9 @@ def shard_model(
     """
     # ---- wrap the modules with FSDP2
     zero, precision, states = zero or ZeroConfig(), precision or PrecisionConfig(), states or DeviceStates()
-    assert zero.stage > 0 or dims.shard.size == 1, "stage 0 replicates: dims must have shards of one rank"
+    assert zero.stage > 0 or dims.shard.size == 1, (
+        f"ZeRO stage 0 replicates the model, but the axis `shard` has {dims.shard.size} ranks instead of 1"
+    )
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False
     )
@@ -406,13 +411,15 @@ def shard_model(
     of_experts = context.over(*_axes_of_hops(dims.experts, wire)) if experts else context
     comms: list[tuple[TwoHopGather | CountedGather | None, SummingReduce]] = []
     for unit in sharded:
-        for module in unit.modules:  # make FSDP2 sum gradients over ranks, without dividing by the number of ranks
-            if unit.num_shards * replicate.size > 1:  # with one rank FSDP2 does not divide
+        for module in unit.modules:
+            # Make FSDP2 sum gradients over ranks without a division: the loss is already divided by the global number
+            # of tokens. With one rank FSDP2 does not divide.
+            if unit.num_shards * replicate.size > 1:
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if replicate.size > 1:
                 module.set_all_reduce_hook(count_all_reduce)
-        if unit.num_shards > 1:  # with one rank FSDP2 calls no collectives
+        if unit.num_shards > 1:  # FSDP2 calls no collectives for a unit on one rank
             gather, reduce = make_comms(unit, of_experts if unit.modules[0] in experts else context, states)
             for module in unit.modules:
                 module.set_custom_all_gather(gather)

@@ -91,7 +91,7 @@ class Unit:
         """
         if not self.is_sharded:
             return None
-        shards = [p._sharded_param_data for p in self._group.fsdp_params]  # 1-D, with FSDP2's padding
+        shards = [p._sharded_param_data for p in self._group.fsdp_params]  # 1-D tensors, padded by FSDP2
 
         def read() -> torch.Tensor:
             """Copy the shards into a flat shard [S], with zeros as padding."""
@@ -269,7 +269,8 @@ class Unit:
         wanted = [(s, gradient._local_tensor.view(-1)) for s, gradient in parts if gradient is not None]
         if not wanted:
             return
-        if reduced.is_cuda:  # FSDP2 makes the compute stream wait for its reduce stream only after the whole backward
+        # FSDP2's reduce stream has written `.grad`. FSDP2 makes the compute stream wait for it later than this point.
+        if reduced.is_cuda:
             torch.cuda.current_stream().wait_stream(self._group.comm_ctx.reduce_scatter_stream)
         with torch.no_grad():
             flat = [local for _, local in wanted]
@@ -282,7 +283,8 @@ class Unit:
 
     def _tensors(self) -> list[Any]:
         """Return the tensors that the unit's modules hold as parameters now, which are sharded or gathered."""
-        return [p.module._parameters[p.attribute] for p in self.parameters]  # twice as fast as `getattr`
+        # Access to `_parameters` takes half the host time of `getattr`.
+        return [p.module._parameters[p.attribute] for p in self.parameters]
 
 
 def find_units(model: nn.Module, *, unit_class: type[U], data_dims: int = 1) -> list[U]:
@@ -327,7 +329,7 @@ def find_units(model: nn.Module, *, unit_class: type[U], data_dims: int = 1) -> 
 
 def _has_gradient(fsdp_parameter: Any) -> bool:
     """Return True if a parameter, given as FSDP2's private `FSDPParam`, has a gradient that was not reduced yet."""
-    gathered = getattr(fsdp_parameter, "_unsharded_param", None)  # None before the first use
+    gathered = getattr(fsdp_parameter, "_unsharded_param", None)  # FSDP2 sets this attribute at the first all-gather
     return fsdp_parameter.unsharded_accumulated_grad is not None or getattr(gathered, "grad", None) is not None
 
 

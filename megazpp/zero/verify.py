@@ -30,7 +30,7 @@ class CorruptWeightsError(JobError):
 
 
 def verify_weights(sharding: Sharding, dims: ParallelDims) -> None:
-    """Gather the weights of all units, and raise an error on all ranks if any rank has other weights than the others.
+    """Gather the weights of all units, and raise an error on all ranks if two ranks have gathered different weights.
 
     Call this function on all ranks, while no forward or backward is running.
 

@@ -137,7 +137,7 @@ class Codec:
 
     @property
     def message_bytes(self) -> int:
-        """The bytes of the message of one flat shard (M)."""
+        """The bytes of the message that carries one flat shard (M)."""
         return self.layout.message_bytes
 
     def empty(self, *peers: int, device: torch.device) -> torch.Tensor:
@@ -280,9 +280,9 @@ class LosslessCodec:
         self._left_out += sum(left_out)
 
     def take_left_out(self) -> int:
-        """Return the number of changed weights that did not fit into messages since the last call.
+        """Return the number of changed weights that did not fit into lossless deltas since the last call.
 
-        The number covers all ranks of this rank's cross axis. The last message counts only after `read_counters`.
+        The number covers all ranks of this rank's cross axis. The last delta counts only after `read_counters`.
         """
         found, self._left_out = self._left_out, 0
         return found
