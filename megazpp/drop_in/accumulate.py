@@ -66,7 +66,9 @@ class Accumulation:
         self.is_open = False
         self.ballots: list[Ballot] = []
         self._discarded = False  # True if this rank has discarded partial sums since its last vote
-        self._completing: int | None = None  # autograd's number of the last backward that completes `.grad`
+        # Autograd's number of the last backward outside of `accumulate`, which completes `.grad`. None if the last
+        # backward was inside `accumulate`, or if `discard` was called since.
+        self._completing: int | None = None
 
     @contextmanager
     def open(self) -> Iterator[None]:

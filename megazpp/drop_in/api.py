@@ -36,7 +36,8 @@ from megazpp.zero.config import CommPlan, Dtypes, ZeroConfig
 from megazpp.zero.plan import plan_comm
 from megazpp.zero.schedule import in_backward
 
-# Environment variable with the number of ranks per node. On one machine it emulates several nodes.
+# Name of the environment variable with the number of ranks per node, if `zeropp` gets no argument ranks_per_node. With
+# fewer ranks than the machine has, ZeRO++ emulates several nodes.
 RANKS_PER_NODE = "MEGAZPP_RANKS_PER_NODE"
 HANDLE = "_megazpp"  # name of the model's attribute that holds the handle and its settings; it is not a submodule
 
@@ -78,7 +79,7 @@ def zeropp(
             option that ZeRO++ does not support, or a forward or backward is running. The model is unchanged then,
             except that `zeropp` may have wrapped it.
     """
-    # ---- return the handle of an earlier call
+    # ---- return the handle of an earlier zeropp call for this model
     config = ZeroConfig(zeropp=True, zero_error_feedback=False) if config is None else config
     _check_arguments(model, config)
     if isinstance(getattr(model, "_orig_mod", None), FSDPModule):
@@ -102,7 +103,7 @@ def zeropp(
             )
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # a forward may have left the root's parameters gathered
+                module.reshard()  # FSDP2 keeps the root's parameters gathered after a forward; ZeRO++ needs its shards
         mesh, expert_mesh = _meshes_of(model)
         cluster = _find_cluster(mesh, ranks_per_node)
     else:
@@ -117,7 +118,8 @@ def zeropp(
     layout = _plan_layout(cluster, mesh, expert_mesh)
     units = find_program_units(model)
     _check_units(units)
-    # The plan assumes the dtypes of the first floating-point weights; units with other dtypes have codecs of their own.
+    # The plan needs one compute dtype: that of the first floating-point weights. Units with other dtypes still work,
+    # because each all-gather reads the dtypes of its own unit.
     dtypes = [dtype for unit in units for dtype in unit.gather_dtypes if dtype in QUANTIZABLE]
     if not dtypes:
         raise ValueError("the model has no parameters in fp32, bf16 or fp16, so ZeRO++ has nothing to reduce")
@@ -169,7 +171,7 @@ def _install_comms(
     # ---- one all-gather and one reduce-scatter per unit
     comms = []
     for unit in units:
-        if unit.num_shards > 1:  # with one rank FSDP2 calls no collectives
+        if unit.num_shards > 1:  # FSDP2 calls no collectives for a unit on one rank
             unit.force_sums()
             comms.append(gather_and_reduce := _make_comms(unit, contexts[unit.ranks]))
             unit.use_comms(*gather_and_reduce)
@@ -241,7 +243,7 @@ def _refuse_later_comms(units: Sequence[ProgramUnit]) -> None:
 
             for module in unit.modules:
                 assert isinstance(module, nn.Module)
-                module.register_forward_pre_hook(check, prepend=True)  # must run before FSDP2's hook, which gathers
+                module.register_forward_pre_hook(check, prepend=True)  # runs before FSDP2's hook, which gathers weights
 
 
 def _check_arguments(model: object, config: object) -> None:
@@ -269,7 +271,7 @@ def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
     meshes: dict[tuple[int, ...], tuple[str, DeviceMesh]] = {}
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
-            continue  # listed in fully_shard's `ignored_params`
+            continue  # FSDP2 does not shard the parameters in `ignored_params` of fully_shard
         mesh = parameter.device_mesh
         if getattr(parameter.placements[0], "dim", None) != 0 or mesh.ndim > 2:
             raise ValueError(
@@ -384,7 +386,7 @@ def _check_model(model: nn.Module) -> None:
                 f"megazpp.zeropp was already called for another module that holds the parameter {unit.key}: call it "
                 "once, for the outermost module"
             )
-    # ---- wrappers of the model
+    # ---- other wrappers than FSDP2's on the root module are not supported
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
             raise TypeError(

@@ -112,7 +112,8 @@ class GuestDims(ParallelDims):
             return found
         options = None if backend else axis_options(axis, self.layout, NcclConfig())
         if options is None:
-            backend = backend or dist.get_backend()  # an explicit back end prevents reuse of the default group
+            # With an explicit back end, `make_group` creates a new group also over the ranks of the default group.
+            backend = backend or dist.get_backend()
         return make_group(list(self.layout.axis_groups(axis)), name, options, backend=backend)
 
 

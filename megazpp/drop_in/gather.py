@@ -66,7 +66,7 @@ class ProgramGather(TwoHopGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Pending | None:
         """Gather the unit's parameters; see `TwoHopGather.__call__`."""
-        if self._dtypes != self.unit.gather_dtypes:  # the program has cast the parameters
+        if self._dtypes != self.unit.gather_dtypes:  # the program has cast parameters since the last gather
             self.unit.check_dtypes()
             self._plan_messages()
             self.drop()

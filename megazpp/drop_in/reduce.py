@@ -122,7 +122,8 @@ class ProgramReduce(SummingReduce):
     def __init__(self, unit: ProgramUnit, context: ProgramContext) -> None:
         super().__init__(unit, context)
         self._group = context.shard.group
-        self._late: LateSum | None = None  # the sum to come, from FSDP2's call of this object until FSDP2 sets `.grad`
+        # The running reduction's sum, while FSDP2 sets `.grad` from zeros; None at all other times, and without overlap
+        self._late: LateSum | None = None
         self._late_sums = 0  # number of `LateSum`s that were not added to `.grad` yet
 
     def post_backward(self, *given: Any) -> None:
@@ -201,9 +202,10 @@ class UnusedParameters:
 
     def __init__(self, unit: ProgramUnit) -> None:
         self._unit = unit
-        self._fresh: set[int] = set()  # parameters whose `.grad` was None before the reductions in flight
-        self._used: set[int] = set()  # parameters that have received a gradient on this rank since then
-        self._flags: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []  # the arguments of each `read_later`
+        # All three are emptied by `restore_none`.
+        self._fresh: set[int] = set()  # indices of the parameters whose `.grad` was None when a reduction began
+        self._used: set[int] = set()  # indices of those parameters of which this rank has had a gradient since then
+        self._flags: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []  # the arguments of each `read_later` call
 
     def begin(self, used: set[int], reduced: Iterable[int]) -> None:
         """Record which gradients a reduction has; call this method before FSDP2 reduces the unit's gradients.
@@ -267,11 +269,17 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         super().__init__(unit, context)
         self._num_uses, self._uses_before = num_uses, 0
         self.waiting: tuple[int, ...] = ()
-        self._node_sums: NodeSums | None = None  # the waiting partial sums; only tasks of the local queue access them
-        self._aside: list[Any] | None = None  # the unit's `.grad`s, saved while FSDP2 reduces gradients that will wait
-        self._errors_of: tuple[int, ...] = ()  # indices of the parameters for which `kept_errors` has room
-        self._errors_settled = True  # True if an optimizer step has used the last reduced gradients
-        self._present: set[int] = set()  # indices of the parameters with a gradient on this rank in this reduction
+        # Partial sums of earlier backwards inside `Handle.accumulate`, None if there are none. Only tasks of the local
+        # queue access them.
+        self._node_sums: NodeSums | None = None
+        # `.grad` of each parameter from `begin` to `end` of a reduction inside `Handle.accumulate`, otherwise None:
+        # FSDP2 sets `.grad` to zeros meanwhile, and `end` puts the saved gradients back
+        self._aside: list[Any] | None = None
+        self._errors_of: tuple[int, ...] = ()  # indices of the parameters whose gradients `kept_errors` can hold
+        # False from a cross-node hop until an optimizer step uses its result. If it is False, `begin` drops the error
+        # feedback of gradients that the program has cleared.
+        self._errors_settled = True
+        self._present: set[int] = set()  # indices of the parameters of which this rank has a gradient to reduce
         self._used_flags: dict[tuple[bool, ...], torch.Tensor] = {}  # the cache of `_flags_of`
         self._unused = UnusedParameters(unit)
         self._accumulation = context.accumulation

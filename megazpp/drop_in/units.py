@@ -48,7 +48,7 @@ class ProgramUnit(Unit):
         the dtype of the parameter.
         """
         found = []
-        for p in self._group.fsdp_params:  # torch 2.15 has a policy per parameter (`param_dtype_override_fn`)
+        for p in self._group.fsdp_params:  # in torch 2.15 parameters of a unit may have different policies
             policy, own = p.mp_policy.param_dtype, p.sharded_param.dtype
             found.append(policy if policy is not None and own.is_floating_point else own)
         return tuple(found)

@@ -109,7 +109,9 @@ class WatchedGather(ProgramGather):
             self.drop()
         elif any(each and trained for each, trained in zip(stepped, self._trained, strict=True)):
             self._has_stepped, self._received = True, None
-            if self.secondary.sends_differences:  # store the state after the step, to detect a later write to weights
+            # Store fingerprint and checksums of the weights after the step. If a later write changes them, the next
+            # use sends whole weights instead of a weight delta.
+            if self.secondary.sends_differences:
                 self._crossed.wait()
                 self._keep_sums()
                 self._made_from = self.unit.fingerprint()
@@ -134,16 +136,18 @@ class WatchedGather(ProgramGather):
         return True
 
     def next_crossing(self) -> InterNodeMessage:
-        """Return the kind of message that this rank needs to send between nodes, after a comparison of checksums.
+        """Return what this rank needs to send between nodes, after a comparison of checksums.
 
+        The values are nothing, a weight delta (or only the trained parameters), and a keyframe with whole weights.
         On CUDA the host waits for the device.
         """
         vote = self.vote()
         return max([vote, *(kind for differs, kind in self.unknown(vote) if differs)])
 
     def vote(self) -> InterNodeMessage:
-        """Return the kind of message that this rank needs to send between nodes, without a comparison of checksums.
+        """Return what this rank needs to send between nodes, without a comparison of checksums.
 
+        The values are nothing, a weight delta (or only the trained parameters), and a keyframe with whole weights.
         Version counters and recorded optimizer steps decide, so the host does not wait for the device.
         """
         if self.secondary.messages is None or self._made_from is None or self._trained != self.unit.is_trained:
@@ -194,7 +198,8 @@ class WatchedGather(ProgramGather):
         sends whole weights.
         """
         self.drop()
-        self.lossless().recent.zero_()  # must be equal on all ranks, because it sets the size of the next message
+        # `recent` sets the size of the next message, so it must be equal on all ranks, also if only some restore it.
+        self.lossless().recent.zero_()
         self._loaded, self.watch.has_loaded = kept, True
 
     def fits(self) -> bool:
@@ -223,7 +228,7 @@ class WatchedGather(ProgramGather):
 
     def _crossings(self, *, early: bool = False) -> Iterable[InterNodeMessage]:
         """Return the kinds of messages to send between nodes, as ranks have voted; see `TwoHopGather._crossings`."""
-        if self.secondary.messages is None:  # the unit's first use, on all ranks, so no vote is needed
+        if self.secondary.messages is None:  # the unit's first use on all ranks: they send keyframes without a vote
             self.ballot = None
             return (InterNodeMessage.KEYFRAME,)
         return self.watch.undone(self) if early else self.watch.crossings(self)
@@ -244,7 +249,8 @@ class WatchedGather(ProgramGather):
         The communication queue of the cross axis calls this method; see `TwoHopGather._start_cross_hop` for arguments.
         """
         is_part = crossing == InterNodeMessage.DIFFERENCE and not self.secondary.sends_differences
-        self._keep_sums(of_frozen=not is_part)  # before the shard is read: a vote then detects a write in between
+        # Compute checksums before `shard()` reads the weights: if the program writes in between, the next vote differs.
+        self._keep_sums(of_frozen=not is_part)
         if is_part:
             self._take_in_part(messages, shard())
         else:
@@ -276,7 +282,7 @@ class WatchedGather(ProgramGather):
         return byte_ranges(self._codec, trained)
 
     def _kind_of(self, trained: bool) -> InterNodeMessage:
-        """Return the kind of message that the unit must send after the program has written to its parameters.
+        """Return what the unit must send after a write to its parameters: only the trained parameters, or a keyframe.
 
         Args:
             trained: True for a write to trained parameters, False for a write to frozen parameters.
@@ -333,19 +339,20 @@ class WriteWatch:
     ) -> None:
         self._gathers, self._hosts, self._queue, self._accumulation = list(gathers), hosts, hosts[1].queue, accumulation
         self._index = {gather: index for index, gather in enumerate(gathers)}
-        self._root: nn.Module | None = None  # outermost module whose forward is running
-        self._decided: Sequence[WatchedGather] = ()  # gathers of the units on which ranks have voted in this forward
-        self._inside: dict[nn.Module, set[nn.Module]] = {}  # for an outermost module, it and all modules inside of it
-        self._below: dict[nn.Module, list[WatchedGather]] = {}  # for an outermost module, gathers of the units inside
-        self._ballot: Ballot | None = None  # the votes of the running forward
-        self._had_gradients = False  # True if autograd has recorded the last forward
+        self._root: nn.Module | None = None  # outermost FSDP2 module whose forward is running; None between forwards
+        # All-gathers of the units on which ranks have voted at the start of the running forward; empty between forwards
+        self._decided: Sequence[WatchedGather] = ()
+        self._inside: dict[nn.Module, set[nn.Module]] = {}  # cache: for an outermost module, all its modules
+        self._below: dict[nn.Module, list[WatchedGather]] = {}  # cache: for an outermost module, its gathers
+        self._ballot: Ballot | None = None  # the votes of the running forward; None between forwards
+        self._had_gradients = False  # True if gradients were enabled in the last forward, as in a training step
         # Comparisons of checksums that the host has not read yet: the votes of that forward, the indices of the
         # compared units, a host tensor for the results, and the event that says when the results have arrived
         self._unread: tuple[Ballot, list[int], torch.Tensor, torch.cuda.Event] | None = None
         for gather in gathers:
             gather.watch = self
         for module in [each for each in model.modules() if isinstance(each, FSDPModule)]:
-            module.register_forward_pre_hook(self._begin, prepend=True)  # must run before FSDP2's hook, which gathers
+            module.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP2's hook gathers weights
             module.register_forward_hook(self._end, always_call=True)
 
     def crossings(self, gather: WatchedGather) -> Iterator[InterNodeMessage]:
@@ -387,7 +394,7 @@ class WriteWatch:
 
         Torch calls this hook before the forward of each FSDP2 module.
         """
-        if in_backward():  # activation checkpointing runs forwards inside a backward
+        if in_backward():  # activation checkpointing repeats a forward in a backward, which uses the same weights
             return
         # While a forward of the outermost module runs, only modules inside of it begin forwards. A forward of another
         # module shows that an exception such as KeyboardInterrupt has ended the old forward without a call of `_end`.
@@ -456,7 +463,7 @@ class WriteWatch:
         for index in self._read_late():
             votes[index] |= LATE
 
-        # ---- exchange the votes
+        # ---- start the exchange of votes in a communication thread
         votes.append(self._accumulation.vote())
         self._ballot = ballot = Ballot(votes, self._queue.submit(functools.partial(self._exchange, votes)))
         self._accumulation.ballots.append(ballot)
@@ -489,7 +496,7 @@ class WriteWatch:
         if self._unread is None:
             return []
         ballot, indices, differ, event = self._unread
-        event.synchronize()  # a short wait: the event was recorded when the last forward began
+        event.synchronize()  # waits only briefly, because the device has passed the start of the last forward long ago
         found = [index for index, differs in zip(indices, differ.tolist(), strict=True) if differs]
         return [index for index in found if not ballot.result()[index]]
 
