@@ -73,7 +73,7 @@ def convert(
     if kind == "huggingface" and config.ckpt_step is not None:
         raise ValueError(f"--ckpt-step {config.ckpt_step}: --input {source} is a single model without iterations")
     # ---- open the model, and write it
-    say(f"{source} is {_NAMES[kind]}")
+    say(f"--input {source} has the format {kind}")
     record: CheckpointMetadata | None = None
     if kind == "megazpp":
         model, record = open_checkpoint(source, config.ckpt_step, opener, merge=not config.keep_adapters)
@@ -94,13 +94,6 @@ def convert(
     with whole_folder(target) as unfinished:
         write_weights(unfinished, model, record, {} if own is None else own.files)
     return f"{target} holds the model as iteration {record.progress.iteration}{_described(model)}"
-
-
-_NAMES = {  # name of each format in messages
-    "huggingface": "a Hugging Face model",
-    "megatron": "a checkpoint of Megatron-LM",
-    "megazpp": "a checkpoint of MegaZ++",
-}
 
 
 def guess_format(folder: Path) -> str:
