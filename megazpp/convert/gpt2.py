@@ -10,7 +10,7 @@ from megazpp.convert.model import ForeignTensors, named_pieces
 from megazpp.convert.settings import Settings
 from megazpp.model.config import GPTConfig
 
-# transformers' name of an activation -> flags here
+# For each name of an activation function in transformers, the fields of GPTConfig that select this function.
 ACTIVATIONS: dict[str, dict[str, bool]] = {
     "gelu_new": {"openai_gelu": True},
     "gelu_pytorch_tanh": {"openai_gelu": True},
@@ -63,7 +63,7 @@ class Gpt2:
         }
 
     def pieces(self, config: GPTConfig) -> dict[str, ForeignTensors]:
-        """Return for each tensor of `GPTModel` the tensors of Hugging Face's GPT-2 with its values."""
+        """Return the mapping from the tensors of `GPTModel`, by name, to the tensors of Hugging Face's GPT-2."""
         modules = {"embedding.word": "transformer.wte", "embedding.position": "transformer.wpe"}
         modules |= {"final_norm": "transformer.ln_f"} | ({} if config.tied else {"output": "lm_head"})
         parts = {"attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.proj": "attn.c_proj"}
@@ -94,5 +94,10 @@ def read_keys(settings: Settings, keys: Keys) -> dict[str, Any]:
 
 
 def write_keys(config: GPTConfig, keys: Keys) -> dict[str, Any]:
-    """Return the keys of config.json, with their values, that set one field of GPTConfig each; see `read_keys`."""
+    """Return those entries of a Hugging Face config.json that set one field of GPTConfig each.
+
+    Args:
+        config: architecture of the model.
+        keys: for each key of config.json, the field, the property with the value to write, and the reading method.
+    """
     return {key: getattr(config, value) for key, (_, value, _) in keys.items()}

@@ -197,15 +197,15 @@ def class_name(model: Model) -> str:
 
 
 def model_pieces(config: GPTConfig) -> dict[str, ForeignTensors]:
-    """Return for each tensor of `GPTModel` the tensors with its values in the model's Hugging Face family.
+    """Return the mapping from the tensors of `GPTModel`, by name, to the tensors of a Hugging Face model.
 
-    `find_architecture` selects the family.
+    The Hugging Face model is of the first family that can represent a model of this architecture.
     """
     return find_architecture(config).pieces(config)
 
 
 def _pieces(architecture: Architecture, config: GPTConfig, *, scores: bool) -> dict[str, ForeignTensors]:
-    """Return for each tensor of `GPTModel` the tensors with its values in a Hugging Face family.
+    """Return the mapping from the tensors of `GPTModel`, by name, to the tensors of a Hugging Face model.
 
     Args:
         architecture: family of the model.

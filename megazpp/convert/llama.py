@@ -71,7 +71,7 @@ class Relative:
     """
 
     prefix: ClassVar[str] = "model."
-    buffers: ClassVar[re.Pattern[str]] = re.compile(r".*rotary_emb\.inv_freq")  # in older files
+    buffers: ClassVar[re.Pattern[str]] = re.compile(r".*rotary_emb\.inv_freq")  # rotary frequencies, in older files
     predicts: ClassVar[bool] = False
     model_type: str
     class_name: str
@@ -168,7 +168,7 @@ class Relative:
         }
 
     def pieces(self, config: GPTConfig) -> dict[str, ForeignTensors]:
-        """Return for each tensor of `GPTModel` the tensors of the family's Hugging Face model with its values."""
+        """Return the mapping from the tensors of `GPTModel`, by name, to the tensors of the family's models."""
         modules = {"embedding.word": "model.embed_tokens", "final_norm": "model.norm"}
         modules |= {} if config.tied else {"output": "lm_head"}
         parts = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}

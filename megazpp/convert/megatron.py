@@ -186,7 +186,8 @@ def _read_config(settings: Settings) -> dict[str, Any]:
     settings.absent("rotary_seq_len_interpolation_factor", empty=(None, 1, 1.0))
     heads, hidden = settings.count("num_attention_heads"), settings.count("hidden_size")
     truths = {name: settings.truth(name, False) for name in _TRUTHS}
-    # Megatron's fused bias and GeLU, its default, computes the tanh approximation.
+    # By default, Megatron-LM fuses bias and GeLU (bias_gelu_fusion). The fused kernel computes GeLU's tanh
+    # approximation.
     tanh = settings.truth("openai_gelu", False) or settings.truth("bias_gelu_fusion", True)
     scaled = settings.truth("use_rope_scaling", False)
     factor = {"rope_scaling_factor": settings.number("rope_scaling_factor", 8.0)} if scaled else {}
@@ -239,7 +240,7 @@ def our_tensors(model: Mapping[str, Any], where: str, prefix: str = "") -> dict[
 
 def _our_name(name: str) -> str | None:
     """Return the name in `GPTModel` of a tensor in a Megatron-LM checkpoint; None for an unknown name."""
-    if fused := _FUSED_NORM.fullmatch(name):  # Transformer Engine's linear layers contain the norm before them
+    if fused := _FUSED_NORM.fullmatch(name):  # in Transformer Engine, the norm before a linear layer is a part of it
         name = f"{fused[1]}{_FUSED_NORMS[fused[2]]}.{fused[3]}"
     if layer := _LAYER.fullmatch(name):
         ours = _LAYER_NAMES.get(layer[2].removeprefix("self_"))
@@ -270,7 +271,12 @@ def _join(parts: Sequence[torch.Tensor], *, name: str, config: GPTConfig, versio
 
 
 def _deferred(parts: Sequence[torch.Tensor], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Deferred:
-    """Return a `Deferred` that joins the ranks' shards of a tensor when it is read."""
+    """Return a tensor that is joined from the shards of all tensor-parallel ranks when the conversion reads it.
+
+    Args:
+        parts: shards in the order of ranks.
+        join: function from the shards to the joined tensor. It also works on meta tensors.
+    """
     try:
         shape = tuple(join([part.to("meta") for part in parts]).shape)
     except RuntimeError:  # the shards cannot be joined; `checked_model` then reports the wrong shape of the first shard

@@ -87,7 +87,11 @@ class Mixture(Relative):
         return found
 
     def write(self, config: GPTConfig) -> dict[str, Any]:
-        """Return the family's config.json for a mixture of experts; see `Relative.write` for the entries left out."""
+        """Return the family's config.json for a model, without the entries about vocabulary and special tokens.
+
+        A field of `config` for which the family has no key is left out without an error. `find_architecture` detects
+        this by reading the result back.
+        """
         normalized = {} if self.always_normalized else {"norm_topk_prob": not config.moe_router_pre_softmax}
         without = [layer for layer in range(config.layers) if not config.has_experts(layer)]
         width = config.moe_shared_expert_intermediate_size
@@ -104,7 +108,7 @@ class Mixture(Relative):
         }
 
     def pieces(self, config: GPTConfig) -> dict[str, ForeignTensors]:
-        """Return for each tensor of `GPTModel` the tensors of the family's Hugging Face model with its values."""
+        """Return the mapping from the tensors of `GPTModel`, by name, to the tensors of the family's models."""
         found = super().pieces(config)
         for layer in config.expert_layers:
             ours, theirs = f"layers.{layer}.mlp", f"model.layers.{layer}.{self.moe}"
@@ -182,7 +186,7 @@ class Glm(Mixture):
         }
 
     def write(self, config: GPTConfig) -> dict[str, Any]:
-        """Return the config.json of GLM-4.5 for a model; see `Relative.write` for the entries that are left out."""
+        """Return the config.json of GLM-4.5 for a model, without entries about vocabulary and special tokens."""
         return {
             **super().write(config),
             "attention_bias": config.qkv_bias,

@@ -38,7 +38,7 @@ class Deferred(NamedTuple):
 
 
 def held(tensor: torch.Tensor) -> Deferred:
-    """Return a `Deferred` whose `read` returns the given tensor, which is already in memory."""
+    """Wrap a tensor in memory as a `Deferred`, the type of all tensors during a conversion. Its `read` returns it."""
     return Deferred(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
@@ -222,7 +222,7 @@ def named_pieces(
     layers: str,
     is_transposed: bool = False,
 ) -> dict[str, ForeignTensors]:
-    """Return for each tensor of `GPTModel` the tensors of Hugging Face's model with its values, by names of modules.
+    """Return the mapping from the tensors of `GPTModel` to the tensors of a Hugging Face model, from module names.
 
     Args:
         config: architecture of the model.

@@ -28,7 +28,7 @@ class Settings:
         return self.values.get(key) is not None
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return the value of `key`, a size; raise ValueError if it is not an integer from 1 to 2**31 - 1.
+        """Return the value of `key`, such as a size; raise ValueError if it is not an integer from 1 to 2**31 - 1.
 
         `default` replaces a missing value. Without a default, a missing value is an error.
         """

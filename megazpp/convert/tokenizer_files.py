@@ -63,9 +63,9 @@ def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str
 
 
 def find_differences(tokenizer: Tokenizer) -> list[str]:
-    """Return notes about texts that transformers, with this tokenizer's files, encodes to other token ids.
+    """Return notes about texts that transformers, with this tokenizer's files, encodes to other ids than MegaZ++ does.
 
-    The list has at most one note, and is empty if both always agree.
+    The list has at most one note, and is empty if the ids are always equal.
     """
     if not tokenizer.special_tokens.used and (note := special_tokens_note(tokenizer)):
         return [note]

@@ -76,7 +76,8 @@ class WeightPatches:
         self._model, self._sharding, self._dims = model, sharding, dims
         self._file = dims.shard.rank * dims.tp.size + dims.tp.rank
         self._num_files = dims.shard.size * dims.tp.size
-        self._last: dict[str, torch.Tensor] = {}  # this rank's shards after the last step, in host memory
+        # This rank's shards at the last `write`, in host memory. The next patch has their changes.
+        self._last: dict[str, torch.Tensor] = {}
         # For each shard, the unsharded shape of its parameter and the index of the shard's first element.
         self._places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._step: int | None = None
