@@ -20,10 +20,10 @@ class CheckpointConfig:
         None, "iterations between checkpoints; the last iteration is always saved", common=True
     )
     keep_last: int | None = flag(
-        None, "number of newest checkpoints to keep; older ones are deleted; default: keep all"
+        None, "number of newest checkpoints to keep; older ones are deleted (default: keep all)"
     )
     save_retain_interval: int | None = flag(
-        None, "keep checkpoints of multiples of this iteration and the --keep-last newest (1); delete others"
+        None, "keep checkpoints whose iteration is a multiple of this number, and the --keep-last newest (default: 1)"
     )
     save_optim: bool = flag(True, "save the optimizer states")
     save_rng: bool = flag(True, "save the states of the random generators")

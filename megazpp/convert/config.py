@@ -21,7 +21,7 @@ class ConvertConfig:
         None, "format of --input (default: detected from its files)", name="--from"
     )
     target: Literal["huggingface", "megazpp"] | None = flag(
-        None, "format of --output (default: huggingface from our checkpoints, megazpp from all others)", name="--to"
+        None, "format of --output (default: huggingface for --from megazpp, megazpp for other formats)", name="--to"
     )
     ckpt_step: int | None = flag(None, "convert the checkpoint of this iteration instead of the latest")
     adapter: str | None = flag(None, "folder of a LoRA adapter (adapter_config.json) to merge into the weights")

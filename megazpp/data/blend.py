@@ -33,7 +33,7 @@ class DataSource(NamedTuple):
     """A source of token ids that --split divides into training, validation and test data.
 
     Attributes:
-        sequences: the sequences of token ids, one per document.
+        sequences: the sequences of token ids: documents, or sentences if a .bin/.idx pair stores these separately.
         name: name of the source in messages, such as the path of a .bin/.idx pair without its suffix.
         is_cached: True if sample indices of this source are stored in the cache directory.
         by_tokens: True if the splits divide the tokens of the source and cut sequences. If False, they divide the list

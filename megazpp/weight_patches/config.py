@@ -19,7 +19,7 @@ class PatchesConfig(FeatureConfig):
         None, "folder in which every rank writes how each step has changed its 16-bit weights, for inference engines"
     )
     weight_anchor_interval: int = flag(
-        100, "iterations between files with all weights in this folder", needs="--save-weight-patches"
+        100, "iterations between files with all weights in --save-weight-patches", needs="--save-weight-patches"
     )
 
     def __post_init__(self) -> None:

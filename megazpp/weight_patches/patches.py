@@ -9,12 +9,13 @@ exist. A run begins a new chain of files, in a new numbered folder, when it star
 weight_patches/reader.py reads the files.
 
 A file contains tensors by their names in `GPTModel`. A `weights` file has shards in the dtype of compute. A `patch`
-file has for each shard a message of kernels/weight_delta, [M] uint8, of the shortest possible length. Both have the
-model's buffers, unsharded and in fp32. The metadata in the file's header has:
+file has for each shard a message of kernels/weight_delta, [M] uint8, of the shortest possible length. The files
+of one rank also have the model's buffers, unsharded and in fp32. The metadata in the file's header has:
 
     step        number of the training step
-    chain       checksum of the first `weights` file of the chain and of all patches up to this step: 8 hexadecimal
-    digits base        `chain` of the weights to which a patch applies
+    chain       checksum of the first `weights` file of the chain and of all patches up to this step, as 8 hexadecimal
+                digits
+    base        `chain` of the weights to which a patch applies
     checksum    checksum of the tensors in a `weights` file
     model       JSON in a `weights` file: architecture, size of the vocabulary, and for each shard the unsharded shape
                 and the index of the shard's first element
