@@ -205,7 +205,8 @@ class ReplicaGroups:
         self.merge_at = [0] * plan.fragments
         # For each fragment, the number of tokens on which this group has trained since the fragment was last sent
         self._tokens = torch.zeros(plan.fragments, dtype=torch.float64, device=device)
-        self._told: dict[int, torch.Tensor] = {}  # by fragment, the argument `tokens` of the last `send_fragment`
+        # By fragment, the `tokens` of its last `send_fragment`, which must stay in memory until they are all-reduced
+        self._told: dict[int, torch.Tensor] = {}
 
     def meets_at(self, iteration: int) -> bool:
         """Return True if a synchronization is merged after step `iteration`, so that groups wait for each other."""

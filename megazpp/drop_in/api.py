@@ -252,10 +252,13 @@ def _check_arguments(model: object, config: object) -> None:
         given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise TypeError(f"megazpp.zeropp requires an nn.Module as its first argument, not {given}: pass the model")
     if not isinstance(config, ZeroConfig):
-        raise TypeError(f"config is a {type(config).__name__}: pass megazpp.ZeroConfig(zeropp=True, ...)")
+        raise TypeError(f"the argument config is a {type(config).__name__}: pass megazpp.ZeroConfig(zeropp=True, ...)")
     if config.stage != 3:
         by = "use_distributed_optimizer=True" if config.zero_stage is None else f"zero_stage={config.zero_stage}"
-        raise ValueError(f"ZeroConfig({by}): fully_shard has made the model ZeRO stage 3; leave the argument out")
+        raise ValueError(
+            f"ZeroConfig({by}) selects ZeRO stage {config.stage}, but a model of fully_shard has stage 3: leave the "
+            "argument out"
+        )
 
 
 def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
@@ -341,7 +344,7 @@ def _ranks_per_node(given: int | None) -> int | None:
     if given is not None or (said := os.environ.get(RANKS_PER_NODE)) is None:
         return given
     if not said.isdecimal():
-        raise ValueError(f"{RANKS_PER_NODE}={said} is not a number of ranks; expected an integer such as 8")
+        raise ValueError(f"{RANKS_PER_NODE}={said} is not a number of ranks per node: set an integer such as 8")
     return int(said)
 
 

@@ -47,7 +47,7 @@ class GuestDims(ParallelDims):
         layout: sizes of the axes and placement of the ranks.
         mesh: the program's mesh, [shard] or [shard, tp], with any dimension names.
         expert_mesh: mesh of experts' parameters, [expert shard, ep]; None if experts use the groups of `mesh`.
-        dense: see `ParallelDims`.
+        dense: axes of all other parameters, if this object has the axes of experts' parameters; otherwise None.
     """
 
     _axis_class = GuestAxis

@@ -24,7 +24,7 @@ class ProgramRingGather(CountedGather):
     num_uses = 0
 
     def __call__(self, *args: Any, **how: Any) -> Pending | None:
-        """Gather the parameters; see `CountedGather.__call__`."""
+        """Gather the unit's weights, and count the use; see `CountedGather.__call__`."""
         self.num_uses += 1
         return super().__call__(*args, **how)
 
@@ -65,7 +65,10 @@ class ProgramGather(TwoHopGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Pending | None:
-        """Gather the unit's parameters; see `TwoHopGather.__call__`."""
+        """Gather the unit's weights, after new plans for its messages if the program has cast the parameters.
+
+        See `TwoHopGather.__call__` for arguments and result.
+        """
         if self._dtypes != self.unit.gather_dtypes:  # the program has cast parameters since the last gather
             self.unit.check_dtypes()
             self._plan_messages()

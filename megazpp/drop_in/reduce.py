@@ -448,8 +448,9 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         self._errors_settled = True
 
     def _errors_for(self, indices: tuple[int, ...], device: torch.device) -> Feedback | None:
-        """Return the error feedback in the layout of the gradients of these parameters; None if it is off.
+        """Return the error feedback for gradients of the unit's parameters with these indices; None if it is off.
 
+        The layout of the error feedback depends on these parameters.
         If the layout changes, parameters of both layouts keep their quantization errors. The errors of other parameters
         start at zero.
         """

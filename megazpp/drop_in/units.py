@@ -179,7 +179,7 @@ class ProgramUnit(Unit):
         return type(self._group._all_gather_comm).__module__.startswith("megazpp.")
 
     def origins(self) -> list[tuple[str, object]]:
-        """Return (name, identity) of each parameter of the unit, with which a caller finds parameters of two units.
+        """Return (name, identity) of each parameter of the unit, to detect a parameter that two units share.
 
         The identity is that of the parameter before FSDP2 replaced it. Equal identities in two units mean that the
         units share a parameter. torch 2.11 does not record identities, so there they are never equal.

@@ -227,7 +227,11 @@ class WatchedGather(ProgramGather):
         return True
 
     def _crossings(self, *, early: bool = False) -> Iterable[InterNodeMessage]:
-        """Return the kinds of messages to send between nodes, as ranks have voted; see `TwoHopGather._crossings`."""
+        """Return the messages of the unit that all ranks must send between nodes now, as they have voted.
+
+        See `TwoHopGather._crossings`. The messages are a weight delta (or only the trained parameters), a keyframe, or
+        both.
+        """
         if self.secondary.messages is None:  # the unit's first use on all ranks: they send keyframes without a vote
             self.ballot = None
             return (InterNodeMessage.KEYFRAME,)
@@ -235,7 +239,7 @@ class WatchedGather(ProgramGather):
 
     @property
     def _is_current(self) -> bool:
-        """True if the unit is sharded, and all messages on which the last vote has decided were sent."""
+        """True if the unit is sharded, and ranks have sent all its messages that the last vote asks for."""
         return self.unit.is_sharded and self.watch.is_done(self)
 
     def _start_cross_hop(self, *args: Any) -> None:
@@ -271,7 +275,10 @@ class WatchedGather(ProgramGather):
         torch._foreach_copy_([messages[:, start:stop] for start, stop in part], list(received))
 
     def _crossing_bytes(self, crossing: InterNodeMessage) -> int:
-        """Return the bytes that this rank sends to each other node for a message of kind `crossing`."""
+        """Return the bytes that this rank sends to each other node for a message of kind `crossing`.
+
+        The kinds are a weight delta (or only the trained parameters), and a keyframe with whole weights.
+        """
         if crossing == InterNodeMessage.DIFFERENCE and not self.secondary.sends_differences:
             return sum(stop - start for start, stop in self._trained_bytes())
         return super()._crossing_bytes(crossing)
@@ -356,8 +363,9 @@ class WriteWatch:
             module.register_forward_hook(self._end, always_call=True)
 
     def crossings(self, gather: WatchedGather) -> Iterator[InterNodeMessage]:
-        """Yield the kinds of messages of a unit that all ranks must send now, in order.
+        """Yield the messages of a unit that all ranks must send between nodes now, in order.
 
+        They are a weight delta (or only the trained parameters), a keyframe, or both.
         If the program gathers the unit outside of a forward, the ranks first vote on it. This method may wait for the
         votes of other ranks.
         """
@@ -366,7 +374,10 @@ class WriteWatch:
         yield from self.undone(gather)
 
     def undone(self, gather: WatchedGather) -> Iterator[InterNodeMessage]:
-        """Yield the kinds of messages of a unit on which the last vote has decided and which were not sent yet."""
+        """Yield the messages of a unit that ranks must send because of the last vote, and have not sent yet.
+
+        They are a weight delta (or only the trained parameters), a keyframe, or both.
+        """
         ballot, gather.ballot = gather.ballot, None
         if ballot is None:
             return
@@ -384,7 +395,7 @@ class WriteWatch:
             yield InterNodeMessage.KEYFRAME
 
     def is_done(self, gather: WatchedGather) -> bool:
-        """Return True if all messages of a unit on which the last vote has decided were sent."""
+        """Return True if ranks have sent all messages of a unit that the last vote on this unit asks for."""
         ballot, index = gather.ballot, self._index[gather]
         return ballot is None or not (ballot.own[index] or ballot.result()[index])
 

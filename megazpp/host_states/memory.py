@@ -282,7 +282,9 @@ class HostShard:
             (weights,) = memory.new_buffers(1, self.size)
         if self._trained and memory.num_sums:
             (self.partial_sums,) = memory.new_buffers(1, memory.num_sums * self.size, memory.sum_dtype)
-        self._weights = weights.data  # updates write through this tensor: its version counter is separate
+        # Updates write through this tensor, whose version counter is not that of the parameters. So `Unit.fingerprint`
+        # changes only if other code writes to the parameters.
+        self._weights = weights.data
         if not self.keeps_copy:
             self.working = torch.zeros(self.size, dtype=memory.dtype, device=memory.device)
         self._placeholder = torch.zeros(1, dtype=memory.dtype, device=memory.device)
@@ -439,7 +441,7 @@ class HostedUnit(Unit):
         """Return the unreduced, unsharded gradients of the parameters with these indices, and clear them in FSDP2."""
         found = []
         for p in [self.fsdp_parameters[index] for index in indices]:
-            in_grad = isinstance(getattr(type(p), "unsharded_accumulated_grad", None), property)  # since torch 2.15
+            in_grad = isinstance(getattr(type(p), "unsharded_accumulated_grad", None), property)  # True in torch 2.15
             if not in_grad and p.unsharded_accumulated_grad is not None:
                 found.append(p.unsharded_accumulated_grad_data)
                 p.unsharded_accumulated_grad = None

@@ -127,7 +127,9 @@ class HostedTwoHopReduce(HostedReduce, TwoHopReduce):
         slot = None
         if self.unit.states.memory.num_sums:
             slot = self.unit.states.memory.take_sum_slot()
-            self._slot = dataclasses.replace(slot)  # a copy, so that the task waits for the slot's previous use
+            # A copy, in which `used_by` stays the slot's previous use: `_hop_inside` waits for it. The slot itself gets
+            # this use below.
+            self._slot = dataclasses.replace(slot)
         work = super().start(gradients, result)
         if work is not None and slot is not None:
             slot.used_by = work

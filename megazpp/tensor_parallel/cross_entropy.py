@@ -90,9 +90,9 @@ class _Settings(NamedTuple):
 class _Chunk(NamedTuple):
     """A chunk of the logits: consecutive token ids among those that this rank of tp has."""
 
-    rows: slice  # rows of the weight, padded to a multiple of COLUMNS_MULTIPLE if the weight has so many
-    real: int  # number of columns that are not padding; these come first
-    first: int  # token id of the first column
+    rows: slice  # the chunk's rows of the weight: a multiple of COLUMNS_MULTIPLE, as far as the weight has padding rows
+    real: int  # number of the chunk's columns of logits that belong to token ids; padding columns follow
+    first: int  # token id of the chunk's first column of logits
 
     def at_labels(
         self, logits: torch.Tensor, labels: torch.Tensor, temperature: float

@@ -215,7 +215,7 @@ def _exchange_rows(x: torch.Tensor, ep: MeshAxis, send: list[int], receive: list
     width = x.shape[-1]
     parts = [rows * width for rows in send], [rows * width for rows in receive]
     found = ep.exchange(x.contiguous().view(-1), *parts, of="tokens")
-    # An ordinary view is not allowed as the result of an FSDP2 unit, see `Experts`.
+    # FSDP2 attaches a backward hook to a module's result, which must therefore not be an ordinary view, see `Experts`.
     return torch.ops.aten._unsafe_view(found, (-1, width))
 
 
