@@ -171,7 +171,7 @@ class WholeRows(OuterRows):
 
     @property
     def snapshot_bytes(self) -> int:
-        """The bytes of the unit's state that a joining group fetches, see `tensors`."""
+        """The bytes of the unit's R, outer weights and outer momentum, which a joining group fetches (`tensors`)."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def apply(self, messages: torch.Tensor, factors: Sequence[float], correction: torch.Tensor) -> None:

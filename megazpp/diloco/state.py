@@ -200,7 +200,7 @@ class OfReplicaGroup(StatePart):
         return self._part.accept(under(self._prefix(self._own.source), loaded), iteration)
 
     def _prefix(self, index: int) -> str:
-        """Return the prefix of this part's checkpoint keys for the replica group `index`.
+        """Return the prefix of the checkpoint keys of the moments, or of the secondary partition, of group `index`.
 
         The first group has the prefix of a run without DiLoCo.
         """

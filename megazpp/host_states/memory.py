@@ -135,7 +135,7 @@ class HostMemory(DeviceStates):
         if wanted > available:
             raise ValueError(
                 f"--optimizer-cpu-offload needs {wanted / 1e9:.1f} GB of host memory for {num_local} ranks on this "
-                f"machine, {available / 1e9:.1f} GB are available: use more machines, or free memory"
+                f"machine, but only {available / 1e9:.1f} GB are available: use more machines, or free memory"
             )
         self.device = device
         largest = max([shard.size for shard in self.shards if shard.unit.trained], default=0)
@@ -198,7 +198,10 @@ class HostMemory(DeviceStates):
         return queue.submit(functools.partial(task, rows))
 
     def take_sum_slot(self) -> SumSlot:
-        """Return the least recently used slot for partial sums; the caller must wait for `used_by` before writing."""
+        """Return the least recently used of the slots for partial sums of gradients.
+
+        The caller must wait for the slot's `used_by` before it writes to the slot.
+        """
         self._sum_slots.append(self._sum_slots.pop(0))
         return self._sum_slots[-1]
 
@@ -228,7 +231,7 @@ class HostMemory(DeviceStates):
         return found
 
     def settle(self) -> None:
-        """Wait until all updates are complete and in host memory. On CUDA the host waits for the device."""
+        """Wait until all optimizer updates are complete and in host memory. On CUDA the host waits for the device."""
         for shard in self.shards:
             shard.updated.wait()
         if self.device.type == "cuda":
@@ -338,8 +341,8 @@ class HostShard:
             total: [S'] flat shard on the device with the reduced gradients of the trained parameters.
             last: True if the step's gradients are complete with `total`.
         Returns:
-            A 1-D tensor with the norm of each trained parameter's gradient, followed by the gradients of the parameters
-            in `HostMemory.partial`. It is empty unless `last`.
+            A 1-D tensor with the norm of each trained parameter's gradient, followed by the gradients that are partial
+            on each tensor-parallel rank (`HostMemory.partial`). It is empty unless `last`.
         """
         memory, buffer = self.memory, self.gradients[: len(total)]
         self.updated.join()  # the last update reads `buffer`, so it must end before this method writes to `buffer`
@@ -373,7 +376,7 @@ class HostShard:
 
     @property
     def _partial_places(self) -> list[int]:
-        """The indices in `_trained` of the parameters whose gradient is partial on each tensor-parallel rank."""
+        """The positions in `_trained` of the parameters with partial gradients on tensor-parallel ranks."""
         partial, parameters = self.memory.partial, self.unit.parameters
         return [place for place, index in enumerate(self._trained) if parameters[index].name in partial]
 
@@ -462,7 +465,10 @@ class HostedUnit(Unit):
         return self.states.read if self.states.keeps_copy else super().input_reader(given)
 
     def check_shard_reader(self, expected: torch.Tensor) -> None:
-        """Check `shard_reader` unless `expected` is a placeholder, as with hpZ; see `Unit.check_shard_reader`."""
+        """Check that `shard_reader` returns the input of FSDP2's all-gather; see `Unit.check_shard_reader`.
+
+        With a secondary partition (hpZ) do nothing, because that input is a placeholder.
+        """
         if not self.states.keeps_copy:
             super().check_shard_reader(expected)
 

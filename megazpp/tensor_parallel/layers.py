@@ -228,7 +228,8 @@ def _column_parallel(
 ) -> list[torch.Tensor]:
     """Compute the operator megazpp::column_parallel for torch.compile; see `_products`.
 
-    `biases` is empty for layers without a bias. `axis` is the key of the tensor-parallel axis.
+    `biases` is empty for layers without a bias. `axis` is a string that identifies the tensor-parallel axis, because
+    operators take no objects as arguments.
     """
     return _products(x, weights, biases or [None] * len(weights), split, axis_of_key(axis))
 
@@ -246,7 +247,7 @@ def _column_parallel_gradients(
 ) -> list[torch.Tensor]:
     """Compute the operator megazpp::column_parallel_backward for torch.compile: `_gradients` without its None entries.
 
-    `axis` is the key of the tensor-parallel axis.
+    `axis` is a string that identifies the tensor-parallel axis, because operators take no objects as arguments.
     """
     found = _gradients(grads, x, weights, needed, split, axis_of_key(axis))
     return [grad for grad in found if grad is not None]
