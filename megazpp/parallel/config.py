@@ -62,9 +62,7 @@ class LaunchConfig:
         common=True,
     )
     nnodes: int | None = flag(
-        None,
-        "number of hosts; start this command on each, with its own --node-rank",
-        common=True,
+        None, "number of hosts; start this command on each, with its own --node-rank", common=True
     )
     node_rank: int | None = flag(None, "number of this host, from 0; host 0 has the address --master-addr", common=True)
     master_addr: str | None = flag(None, "address of host 0, at which the others connect to it", common=True)

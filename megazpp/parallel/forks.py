@@ -44,20 +44,22 @@ class Fork:
 
     def poll(self) -> int | None:
         """Return the exit code of the forked process, -n if signal n has killed it; None while the process runs."""
-        return self._code if self._code is not None else self._reap(os.WNOHANG)
+        return self._exit_code(os.WNOHANG)
 
     def wait(self) -> int | None:
         """Wait until the forked process ends, and return its exit code, -n if signal n has killed it."""
-        return self._code if self._code is not None else self._reap(0)
+        return self._exit_code(0)
 
     def send_signal(self, signum: int) -> None:
         """Send the signal `signum` to the forked process, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, signum)
 
-    def _reap(self, options: int) -> int | None:
-        pid, status = os.waitpid(self.pid, options)
-        self._code = os.waitstatus_to_exitcode(status) if pid else None
+    def _exit_code(self, options: int) -> int | None:
+        """Return the exit code of the forked process; `options` are those of `os.waitpid`."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, options)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
         return self._code
 
 

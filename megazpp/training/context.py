@@ -249,10 +249,9 @@ class RunFolder:
         The ID is the environment variable WANDB_RUN_ID if it is set, or else the ID that is stored in the folder. The
         first call stores WANDB_RUN_ID, or a random ID.
         """
-        file, given = self.path / "wandb_run_id", os.environ.get("WANDB_RUN_ID")
-        if not file.exists():
-            file.write_text((given or uuid.uuid4().hex[:8]) + "\n")
-        return given or file.read_text().strip()
+        given = os.environ.get("WANDB_RUN_ID")
+        self.keep_wandb_run_id(given or uuid.uuid4().hex[:8])
+        return given or (self.path / "wandb_run_id").read_text().strip()
 
     def keep_wandb_run_id(self, run_id: str) -> None:
         """Store the ID of another folder's wandb run in this folder, so that this run continues that wandb run.

@@ -79,10 +79,7 @@ def record_results(
     rows, compared = collect_traffic(run.dims, run.device), zero3(meter.micro_batches)
     if rows:
         run.log(traffic_table(rows, compared), short=traffic_in_words(rows, compared))
-    summary |= {
-        "traffic": [row._asdict() for row in rows],
-        "zero3": None if compared is None else compared._asdict(),
-    }
+    summary |= {"traffic": [row._asdict() for row in rows], "zero3": None if compared is None else compared._asdict()}
     # ---- the last lines of the log, and summary.json
     run.log(closing_lines(summary, trained=recorder.last_interval is not None))
     if recorder.tracker is not None:
@@ -183,8 +180,7 @@ def traffic_table(rows: list[TrafficRow], zero3: Zero3Traffic | None) -> str:
     """
     header = ("collective", "axis", "wire", "calls", "MB sent per node")
     cells = ((r.collective, r.axis, WIRE_NAMES[r.wire], str(r.calls), f"{r.sent_bytes / MEGA:.3f}") for r in rows)
-    lines = [header, *cells]
-    text = list(aligned(lines))
+    text = list(aligned([header, *cells]))
     if zero3 is not None:
         cross = sum(row.sent_bytes for row in rows if row.wire == "cross")
         ratio = f", {zero3.cross_bytes / cross:.1f} times as much" if cross else ""
