@@ -161,7 +161,7 @@ class StreamQueue(CommQueue):
             self._submitted.record(current_stream())
             since = self._submitted
         since.wait(self._stream)
-        # Entering the stream object directly takes a tenth of the host time of `torch.cuda.stream`.
+        # `with stream` takes a tenth of the host time of `with torch.cuda.stream(stream)`, and does the same.
         with self._stream, _without_gradients():
             for work in after:
                 work.join()

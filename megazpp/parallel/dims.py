@@ -160,10 +160,10 @@ class ParallelDims:
         return self.twin(NODE, NODE)
 
     def _name(self, axis: str) -> str:
-        """Return the name of the `MeshAxis` for the layout's axis `axis`.
+        """Return the name under which the log and the timeline show the layout's axis `axis`.
 
-        The names are equal, except in the experts' mesh: "ep", "expert local" and "expert shard" are its tp, local and
-        shard.
+        The result is `axis` itself, except for the experts' mesh, whose axes tp, local and shard are shown as "ep",
+        "expert local" and "expert shard".
         """
         return axis if self._dense is None else EXPERT_NAMES.get(axis, axis)
 

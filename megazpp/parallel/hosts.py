@@ -38,10 +38,11 @@ WAIT_SECONDS = 15.0  # time for the other hosts to start, before a launcher prin
 TELL_SECONDS = 20.0  # longest time for which a launcher that fails before the start tries to tell the other hosts
 END_SECONDS = 10.0  # longest time for which node 0's launcher keeps the store open at the end, until all have left
 LOST_SECONDS = 3.0  # longest time for a launcher's last message to the store; then it leaves without an answer
-SIOCGIFADDR = 0x8915  # request of <linux/sockios.h> for the address of an interface
+SIOCGIFADDR = 0x8915  # number of the ioctl request for the IPv4 address of a network interface (<linux/sockios.h>)
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # environment variables that select the network interface
 LOOPBACK_NAMES = (LOOPBACK, "localhost")
-JOINED, LEFT, REASON, FAILED, NOTE = "joined", "left", "reason", "failed", "note"  # keys in the store
+# Keys in the job's store by which launchers inform each other: three counters, the reason of a failure, and a note
+JOINED, LEFT, REASON, FAILED, NOTE = "joined", "left", "reason", "failed", "note"
 
 
 @dataclass(kw_only=True)
@@ -72,21 +73,24 @@ class Hosts:
     over_at: float = math.inf
 
     def __post_init__(self) -> None:
-        self._obstacle = ""  # reason why the last attempt to connect to the store failed
-        self._interface: str | None = None  # network interface with which this host reaches the store
-        self._first = ""  # name of host 0
-        self._sent: dict[str, str] = {}  # messages that the thread still has to write to the store, by key
-        self._connected, self._complete = threading.Event(), threading.Event()  # to the store; all hosts have joined
-        self._until = math.inf  # time, on the monotonic clock, at which to give up connecting
-        self._leaving, self._done = threading.Event(), threading.Event()  # this host shall leave; the thread has ended
-        self._mistake: ValueError | None = None  # error because of this host's flags or address
+        self._obstacle = ""  # reason why the last attempt to connect to host 0's store failed; "" before an attempt
+        # Network interface with which this host reaches the store, for gloo and NCCL; None before the connection
+        self._interface: str | None = None
+        self._first = ""  # name of host 0; "" before this host has joined
+        self._sent: dict[str, str] = {}  # messages that the thread has not written to the store yet, by key
+        # Set by the thread: this host is connected to the store, and all hosts have joined the job
+        self._connected, self._complete = threading.Event(), threading.Event()
+        self._until = math.inf  # time, on the monotonic clock, after which the thread stops trying to connect
+        # Set by `end`: this host leaves the job; and by the thread: it has ended
+        self._leaving, self._done = threading.Event(), threading.Event()
+        self._mistake: ValueError | None = None  # error in this host's flags or address, found by the thread
 
     @property
     def where(self) -> str:
-        """The address and port of the store."""
+        """The address of the job's store for messages, "ADDRESS:PORT"."""
         return f"{self.address}:{self.port}"
 
-    # ---- the main thread ------------------------------------------------------------------------------------------
+    # ---- called in the launcher's main thread ---------------------------------------------------------------------
 
     def gather(self) -> dict[str, str]:
         """Wait until all hosts have joined the job, and return the environment variables for this host's workers.
@@ -176,7 +180,7 @@ class Hosts:
             "not started, the address is wrong, or a firewall there drops the port)"
         )
 
-    # ---- the thread that uses the store ---------------------------------------------------------------------------
+    # ---- run in the launcher's thread for the store ---------------------------------------------------------------
 
     def _start(self, *, join: bool) -> None:
         """Start the thread that uses the store. `join` is False on a host that only tells the others of its failure."""
@@ -239,7 +243,7 @@ class Hosts:
                     "(`ip -brief address` shows the addresses of a machine)"
                 ) from None
             raise ValueError(
-                f"{flag} --master-port {self.port}: {os.strerror(error.errno or 0)} on {self.name}"
+                f"{flag} --master-port {self.port}: {self.name} cannot listen there: {os.strerror(error.errno or 0)}"
             ) from None
         self._interface, self._first = interface_of(address), self.name
         return dist.TCPStore(
@@ -279,7 +283,7 @@ class Hosts:
         try:
             family, *_, number = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0]
         except OSError as error:
-            raise ValueError(f"{flag}: {error.strerror}") from None
+            raise ValueError(f"{flag} cannot be resolved: {error.strerror}; give an IP address") from None
         if str(number[0]).startswith("127.") and self.address not in LOOPBACK_NAMES:
             raise ValueError(
                 f"{flag} is the loopback address {number[0]} on {self.name}, which other hosts cannot reach: give node "
@@ -300,7 +304,7 @@ class Hosts:
             raise ValueError(f"--node-rank {self.node_rank} is already taken by {taken}: each host needs its own")
         store.set(f"host/{self.node_rank}", json.dumps(mine))
         while not store.check(["host/0"]):
-            if store.check([REASON]):  # node 0 has failed before it could join
+            if store.check([REASON]):  # node 0 has failed before it could join, and the caller reads the reason next
                 return
             time.sleep(POLL_SECONDS)
         if self.node_rank != 0:

@@ -333,7 +333,8 @@ def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals
         workers.start({**hosts.gather(), AGENT_STORE: "True", RESTART_COUNT: "0"})
         while (failures := workers.failures()) is None and not hosts.is_time_to_end:
             time.sleep(POLL_SECONDS)
-        if failures and set(failures.values()) == {EXIT_SECONDARY}:  # a rank of another host failed first
+        # If collectives of all failed ranks broke, a rank of another host has failed first, and its launcher tells why.
+        if failures and set(failures.values()) == {EXIT_SECONDARY}:
             hosts.wait_for_reason(GRACE_SECONDS)
             failures = None if hosts.over else failures
     except ValueError as error:
@@ -345,7 +346,7 @@ def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals
         return _ended_by(passed[0]), "" if failures == {} else f"ended by {passed[0].name}", False
     reason = describe_failure(failures) if failures else ""
     told = failures is not None and all(code > 0 for code in failures.values())  # a killed rank notifies nobody
-    if failures and EXIT_USER_ERROR in failures.values():  # the worker has already printed its message
+    if failures and EXIT_USER_ERROR in failures.values():  # the worker has printed its error, so print nothing here
         return EXIT_USER_ERROR, reason, told
     if reason or hosts.over:
         print(f"{f'{hosts.name}: {reason}' if reason else hosts.over}; the job is over", file=sys.stderr, flush=True)
@@ -401,7 +402,7 @@ class Workers:
                 node, local_rank = divmod(rank, self._ranks_per_node)
                 place = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node, "WORLD_SIZE": world_size}
                 place["LOCAL_WORLD_SIZE"] = self._ranks_per_node
-                place[LAUNCHER_PID] = os.getpid()  # a worker ends when the launcher with this process ID ends
+                place[LAUNCHER_PID] = os.getpid()  # the worker asks the kernel to kill it when this process ends
                 own = {name: str(value) for name, value in place.items()}
                 self.processes.append(self.start_rank(rank, node, {**os.environ, **env, **own}))
         except BaseException:
@@ -450,7 +451,7 @@ class Workers:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):  # each worker leads a process group, with its children
                 os.killpg(process.pid, signal.SIGKILL)
-            process.send_signal(signal.SIGKILL)  # a new fork may not lead a process group yet
+            process.send_signal(signal.SIGKILL)  # a fork that has just begun is not in its own process group yet
         for process in self.processes:
             process.wait()
 

@@ -31,9 +31,9 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
 from megazpp.topology.cluster import LINK_KINDS, MEASURED, Device, Link, LinkKind, Links
 
-REPEATS = 5  # timed all-gathers per size
+REPEATS = 5  # number of timed calls of each measured function, after one call for warm-up
 SMALL_BYTES = 256  # bytes per rank of the small all-gather, few enough that latency alone determines its time
-COPIED_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # more than the caches of a CPU core or of a GPU hold
+COPIED_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # bytes of a measured copy, more than fit the caches of the device
 PRODUCT_FLOPS = {"cpu": 5e8, "cuda": 2e12}  # fewest FLOPs per timing of matrix products, about 0.03 s or less
 LARGE_TOTAL_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # limit of an all-gather's size; 256 MiB: 5 ms at 50 GB/s
 # Size of a first all-gather, whose time determines the size of the large all-gather. A rate-limited link sends a short
@@ -96,7 +96,7 @@ def fit_link(num_ranks: int, small: tuple[int, float], large: tuple[int, float])
         The bandwidth of one rank in GB/s (1e9 bytes), and the latency of one message in microseconds.
     """
     seconds = max(large[1] - small[1], large[1] / 2)
-    slope = seconds / (large[0] - small[0])  # (n-1) / bandwidth, in seconds per byte
+    slope = seconds / (large[0] - small[0])  # seconds per byte of an all-gather over n ranks: (n-1) / bandwidth
     latency = max(0.0, small[1] - slope * small[0]) / (num_ranks - 1)
     return Link((num_ranks - 1) / slope / 1e9, latency * 1e6)
 

@@ -39,13 +39,17 @@ ANSWER_SECONDS = 10.0
 OPEN_SECONDS = 60.0  # longest time for which a rank that has failed waits until the job's store exists
 CLAIM_SECONDS = 1.0  # time for a host's rank with local rank 0 to print an error, before another of its ranks prints it
 MOST_LINES = 10  # largest number of facts that an error message about differences lists
-ARRIVED, FAILED, FAILURE, VERDICT, HEARD = "arrived", "failed", "failure", "verdict", "heard"  # keys in the store
+# Keys of a roll call in the store: numbers of ranks with facts and with errors, the first error, rank 0's verdict, and
+# the number of ranks that have read the verdict
+ARRIVED, FAILED, FAILURE, VERDICT, HEARD = "arrived", "failed", "failure", "verdict", "heard"
 
 
 def call_roll(
     store: dist.Store, place: RankInfo, facts: Mapping[str, str], *, name: str, host: str | None = None
 ) -> str | None:
-    """Check that all ranks have equal facts, or that no rank has failed. All ranks call this, or `tell`.
+    """Compare the facts of all ranks: values such as flags and versions, which must be equal on all ranks.
+
+    Each rank of the job calls this, or `tell` if the rank has failed.
 
     Args:
         store: rendezvous store of the job.
@@ -54,7 +58,8 @@ def call_roll(
         name: name of this roll call, different from the names of the job's other roll calls.
         host: name of this host; None uses the system's host name.
     Returns:
-        A description of the differences or of the first rank's failure; None if all is well.
+        A description of the differences, or the error of the first rank that has failed; None if no rank has failed and
+        all facts are equal.
     """
     if place.world_size == 1:
         return None

@@ -40,8 +40,8 @@ class Span(NamedTuple):
 
     track: str
     name: str
-    start_seconds: float  # on the host's monotonic clock
-    seconds: float  # duration
+    start_seconds: float  # time of the span's start, in seconds on the host's monotonic clock
+    seconds: float  # duration of the span
     blocking: bool = False  # True if the work ran on the computing thread (CPU) or stream (CUDA), so compute waited
 
     @property
@@ -199,7 +199,7 @@ class Activity:
     """
 
     def __init__(self) -> None:
-        self.entered: Counter[str] = Counter()  # needs no lock: only one thread opens spans of a given track
+        self.entered: Counter[str] = Counter()  # needs no lock, because all spans of a track begin in the same thread
         self._open: dict[int, list[Doing]] = {}
         self._moved: dict[int, float] = {}
 
@@ -220,7 +220,7 @@ class Activity:
     def now(self) -> list[Doing]:
         """Return the innermost open span of each thread that has an open span.
 
-        The first span is of the thread that has begun or ended no span for the longest time.
+        The list is sorted by the time since the span's thread last began or ended a span, the longest time first.
         """
         now = time.monotonic()
         innermost = [

@@ -54,7 +54,9 @@ from megazpp.topology.layout import Layout
 
 ANSWER_SECONDS = 5.0  # time for the other ranks to answer an alarm with their open spans and stacks
 POLL_SECONDS = 5.0
-ALARM, REPORT, FOLDER, STATE, BEAT = "alarm", "report", "folder", "state/{}", "beat/{}"  # keys in the store
+# Keys of the watchdog in the store: a counter of alarms, the report about the hang, the folder for the ranks' stacks,
+# and for each rank ({}) its open spans and stacks, and a counter as its heartbeat
+ALARM, REPORT, FOLDER, STATE, BEAT = "alarm", "report", "folder", "state/{}", "beat/{}"
 # Store key of a counter; {} is the number of restarts. The rank that increments the counter to 1 reports its failure,
 # and all other ranks exit silently.
 FAILURES = "megazpp/failures/{}"
@@ -63,7 +65,7 @@ FAILURES = "megazpp/failures/{}"
 class RankState(NamedTuple):
     """The activity of one rank at the moment when it noticed the watchdog's alarm."""
 
-    host: str
+    host: str  # name of the rank's host
     doing: list[Doing]  # the innermost open span of each thread of the rank
     entered: Mapping[str, int]  # number of spans that have begun on each track of the rank's timeline
     stacks: str  # formatted stacks of the rank's Python threads
@@ -91,10 +93,10 @@ class Watchdog:
     def __init__(self, store: Any, place: RankInfo, config: LaunchConfig, *, restarts: int) -> None:
         self._place, self._restarts = place, restarts
         self._first, self._later = config.hang_seconds
-        self._root = store.clone()  # another thread may be blocked in a call on the original connection
+        self._root = store.clone()  # a second connection, because a thread may be blocked in a call on the first one
         self._store = dist.PrefixStore(f"megazpp/hang/{restarts}", self._root)
         self._activity = Activity()
-        self._layout: Layout | None = None  # known once `watch` is called
+        self._layout: Layout | None = None  # layout of the ranks, set by `watch`; None before process groups exist
         self._poll_seconds = min(POLL_SECONDS, self._later / 4)
         self._since = time.monotonic()  # time since which this process has run without having been suspended
         self._answered = self._beat_moved = self._since  # times: the store's last answer, the next rank's last new beat
@@ -122,12 +124,15 @@ class Watchdog:
         return self._later if self._activity.entered[STEP] > 1 else self._first
 
     def _judge(self) -> None:
-        """Check every few seconds whether the job hangs, and if so set the alarm; the watchdog's judge thread."""
+        """Check every few seconds whether the job hangs, and if so raise the alarm.
+
+        This is the body of the watchdog's judge thread.
+        """
         last = time.monotonic()
         while not self._alarm.wait(self._poll_seconds):
             now = time.monotonic()
             if now - last > self._poll_seconds + POLL_SECONDS:
-                self._since = now  # the wait took too long, so this process was suspended or hardly ran
+                self._since = now  # the wait took longer than requested, so this process was suspended or hardly ran
             last, limit = now, self._limit
             doing = self._activity.now()
             if doing and min(doing[0].seconds, now - self._since) > limit:

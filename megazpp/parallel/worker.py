@@ -101,14 +101,14 @@ def worker_process(
         config: flags with the communication back end and the time limits.
         facts: values that must be equal on all ranks, such as flags and versions, as text by name.
     """
-    # Handle signals, and end this process when its launcher ends.
+    # Choose the reactions to signals, and let this process end when its launcher ends.
     if LAUNCHER_PID in os.environ:
         end_with(int(os.environ[LAUNCHER_PID]))
     if place.world_size > 1:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would only run after a blocked collective ends
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked SIGINT during the start
 
-    # Threads and device.
+    # Set the number of torch's threads, and select this rank's device.
     if "OMP_NUM_THREADS" not in os.environ:
         launched = find_launcher()
         local = None if launched is None else launched.local_size
@@ -120,7 +120,7 @@ def worker_process(
         device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
 
-    # The process group.
+    # Open the store, start the watchdog, compare the facts of all ranks, and create the default process group.
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     restarts, name = int(os.environ.get(RESTART_COUNT, "0")), roll_call_at_start()
     with _say_whom_it_waits_for(place):
@@ -140,7 +140,7 @@ def worker_process(
     )
     worker = Worker(**vars(place), device=device, store=store, watchdog=watchdog, restarts=restarts)
 
-    # The work of the block, and its end.
+    # Run the caller's block. A barrier keeps a rank from leaving while other ranks still use its connections.
     try:
         yield worker
         dist.barrier()
@@ -209,14 +209,14 @@ def _report_once(error: BaseException, worker: Worker, *, alone: bool) -> int:
         time.sleep(REPORT_SECONDS)  # torch.distributed raised the error, most likely because another rank has failed
     try:
         first = worker.store.add(FAILURES.format(worker.restarts), 1) == 1
-    except Exception:  # the process that hosts the store has ended, so another rank failed first
+    except Exception:  # the store does not answer: the process that hosts it has ended, so another rank failed first
         first = worker.rank == 0 and alone
     if not first:
         if worker.local_rank == 0 and not alone:
             _say_who_failed(worker)
         return EXIT_SECONDARY
     host, words = socket.gethostname(), str(error).strip().splitlines() or [type(error).__name__]
-    with contextlib.suppress(Exception):  # the process that hosts the store has ended
+    with contextlib.suppress(Exception):  # ignore a store that does not answer, because the process with it has ended
         worker.store.set(
             f"{FAILURES.format(worker.restarts)}/text", f"{host}\nrank {worker.rank} on {host}: {words[0]}"
         )
@@ -268,7 +268,7 @@ def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:
     if not dist.is_gloo_available():
         return
     gloo: Any = dist.ProcessGroupGloo
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # as torch reads it
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # names of network interfaces, which torch's gloo uses
     places = [{"interface": name} for name in interfaces.split(",")] if interfaces else [{"hostname": LOOPBACK}]
     own = lazy or None  # None leaves the choice to TORCH_GLOO_LAZY_INIT
     with _threads_that_wait_their_turn():
@@ -278,7 +278,7 @@ def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:
             devices = [gloo.create_default_device(lazy_init=own)]
 
     class OneDeviceGroup(abc.ABC):  # noqa: B024 (an ABC, so that `register` makes gloo groups instances of this class)
-        """A substitute for ProcessGroupGloo that creates ordinary gloo groups, but on the shared device."""
+        """A substitute for torch's ProcessGroupGloo, whose gloo groups all use the device of `share_gloo_device`."""
 
         def __new__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta, **others: Any) -> Any:
             options = gloo._Options()

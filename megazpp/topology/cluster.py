@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 LinkKind = Literal["domain", "node", "network"]
-LINK_KINDS: tuple[LinkKind, ...] = ("domain", "node", "network")  # fastest first
+LINK_KINDS: tuple[LinkKind, ...] = ("domain", "node", "network")  # kinds of links between ranks, the fastest kind first
 # First word of `Link.source` if the link's figures were measured, and the name of a device's calibration in that case
 MEASURED = "measured"
 # Calibrations of --plan: types of GPUs, and "measured" for a device whose figures --measure-links has measured
@@ -209,9 +209,9 @@ class Device(NamedTuple):
 
     name: str
     teraflops: float  # dense 16-bit peak rate, in 1e12 floating-point operations per second
-    gigabytes: float  # memory size, in 1e9 bytes
-    gigabytes_per_second: float  # memory bandwidth, in 1e9 bytes per second
-    source: str = ""  # origin of the figures
+    gigabytes: float  # size of the device's memory, in 1e9 bytes
+    gigabytes_per_second: float  # bandwidth of the device's memory, in 1e9 bytes per second
+    source: str = ""  # origin of the figures: a data sheet, or "measured: ..."
     calibration: str | None = None  # one of CALIBRATION_NAMES: fractions of the peaks that --plan assumes as achievable
     price_per_hour: float | None = None  # price of one GPU, in any currency
     # Rates at which a CPU rank encodes lossless deltas, and updates weights by them, in 1e9 bytes of weights per second

@@ -193,7 +193,7 @@ def cluster_text(cluster: Cluster) -> str:
         content["links"] = {}
         for kind, link in cluster.links.known.items():
             figures: dict[str, Any] = {"gigabytes_per_second": float(f"{link.gigabytes_per_second:.6g}")}
-            if link.microseconds:  # not None (unknown) and not 0 (too short to measure)
+            if link.microseconds:  # a latency that is unknown (None), or too short to be measured (0), is left out
                 figures["microseconds"] = float(f"{link.microseconds:.6g}")
             content["links"][kind] = figures | {"source": link.source}
     if cluster.device is not None:

@@ -42,7 +42,7 @@ def plan_layout(
     domain, world = cluster.local_domain_size, cluster.world_size
     domains = cluster.num_local_domains
     assert domains % num_replica_groups == 0, f"{num_replica_groups} groups of {domains} local domains"
-    group_size = world // num_replica_groups  # ranks of a replica group
+    group_size = world // num_replica_groups  # number of ranks in a replica group of DiLoCo
     if tp < 1 or (domain % tp and (tp % domain or group_size % tp)):
         raise ValueError(
             f"--tensor-model-parallel-size {tp} must divide the {domain} ranks of a {local_domains(cluster)[:-1]} or "
@@ -53,7 +53,7 @@ def plan_layout(
         )
 
     # Check that context parallelism stays inside a local domain, or uses several whole ones if that is allowed.
-    per_domain = max(domain // tp, 1)  # data ranks of a local domain
+    per_domain = max(domain // tp, 1)  # number of data ranks in a local domain
     data = group_size // tp
     inside, beyond = nested_sizes(per_domain, per_domain), nested_sizes(per_domain, data)
     if cp not in (beyond if cp_across else inside):

@@ -123,8 +123,8 @@ class Guard:
     has_replica_groups: bool = False
 
     def __post_init__(self) -> None:
-        self._failure: StepReport | None = None
-        self._wants_back = False
+        self._failure: StepReport | None = None  # this rank's report on the first step that was not finite
+        self._wants_back = False  # True from a loss spike in a replica group until `resolve`, in which groups rewind
 
     def begin_step(self) -> None:
         """Make the backward check this rank's gradients before they are reduced; call this before the forward."""
@@ -218,7 +218,7 @@ class Guard:
         """
         world, plan = self.run.dims.world, self.plan
         reports = world.gather_objects(self._failure or StepReport(self.run.dims.data_rank))
-        # Rank 0 writes the message and the file.
+        # Only rank 0 has reports. It makes the error message, and writes the details to a file of the run folder.
         message = None
         if reports:
             first = next(each for each in reports if each.iteration is not None)
@@ -240,7 +240,7 @@ class Guard:
                 }
                 file = self.run.folder.write_json(f"not-finite-{step}.json", record, indent=2)
                 message += f"\nsamples, losses and norms: {file}"
-        # Every rank raises rank 0's message.
+        # All ranks raise the error with the message of rank 0.
         raise NotFiniteError(world.share_object(message))
 
     def _go_back(self) -> str:

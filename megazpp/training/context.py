@@ -42,8 +42,8 @@ from megazpp.base.files import first_free, lock_for_this_job, write_whole
 from megazpp.parallel.dims import ParallelDims
 
 FLAGS = "args.json"  # file with every flag's value; each run folder has this file
-WIDTH = 120  # characters of a line on a terminal
-PROBE_BYTES = 1 << 20  # size of the file with which a folder is tested for free space
+WIDTH = 120  # number of characters at which lines are wrapped on a terminal
+PROBE_BYTES = 1 << 20  # size of the file that is written and deleted to test whether a folder is writable
 
 
 class Console:

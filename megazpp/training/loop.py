@@ -202,7 +202,7 @@ def train(
                 recorder.step(launched.wait(), last=last)
             before = None if at_once else launched
 
-            # ---- save and evaluate
+            # ---- run the actions that follow this step, such as saves and evaluations
             for action in due:
                 action.run(progress)
     recorder.run.console.stop_bar()

@@ -260,7 +260,7 @@ class Meter:
             sent_bytes: bytes that a node has sent in these steps, by wire.
             peak_memory_bytes: peak memory of this rank's device; None if it is not reported.
         """
-        # ---- sums and means over the steps
+        # ---- sums and means over the steps of the interval
         steps, self._steps = self._steps, []
         assert steps, "an interval needs a step"
         tokens, last, seconds = sum(map(self._tokens_of, steps)), steps[-1], sum(step.seconds for step in steps)

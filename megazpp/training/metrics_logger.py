@@ -76,10 +76,12 @@ class MetricsRecorder:
 
     def __post_init__(self) -> None:
         self.last_interval: IntervalRecord | None = None
-        self.last_validation: tuple[int, float] | None = None  # the iteration and the result
+        self.last_validation: tuple[int, float] | None = None  # iteration and result; None before the first validation
         self._sent_before = list(NOTHING_SENT.values())  # bytes that this rank had sent at the last log line, by wire
         self._norms: deque[float] = deque(maxlen=100)  # gradient norms of the last steps
-        self._uneven: list[StepRecord] = []  # steps whose tokens are not summed over data ranks yet
+        # Records since the last log line whose `tokens` is still this data rank's number; empty if all samples have the
+        # same length
+        self._uneven: list[StepRecord] = []
 
     def step(self, record: StepRecord, *, last: bool) -> None:
         """Record a training step. If a log interval ends with the step, or the step is the `last` one, log a line."""

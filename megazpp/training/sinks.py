@@ -58,7 +58,7 @@ def open_sinks(
     for given, make in wanted.items():
         try:
             sinks.append(make())
-        except Exception as error:  # the sink's package may raise anything
+        except Exception as error:  # wandb and TensorBoard may raise any exception, and training has to continue
             print(f"warning: {given}: {error}; nothing is recorded there, and training continues", flush=True)
     return sinks
 
@@ -94,7 +94,8 @@ class WandbSink:
     def __init__(self, tags: Sequence[str], **settings: Any) -> None:
         wandb = importlib.import_module("wandb")
         own_tags = [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag.strip()]
-        self._wandb, self._first = wandb, 0  # steps before `_first` are not recorded
+        # Steps before `_first` are not recorded. It is 0 unless wandb's server has refused to rewind the run.
+        self._wandb, self._first = wandb, 0
         self._settings = settings | {"tags": [*dict.fromkeys([*tags, *own_tags])]}
         self._open(resume="allow")
 
@@ -217,6 +218,6 @@ def wandb_mode() -> Literal["online", "offline", "disabled"]:
         return "offline"
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return "online"
-    netrc = importlib.import_module("requests.utils")  # installed, because wandb depends on it
+    netrc = importlib.import_module("requests.utils")  # the package requests is installed, because wandb requires it
     server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
     return "offline" if netrc.get_netrc_auth(server) is None else "online"

@@ -64,9 +64,10 @@ class StepRecorder:
     def __init__(self, config: TimingConfig, run: RunContext, *, interval: int) -> None:
         self._config, self._run, self._interval = config, run, interval
         self._names = ((), MAIN_TIMERS, (*MAIN_TIMERS, *OTHER_TIMERS))[config.timing_log_level]
+        # Sums of the timers' seconds over the steps since the last timer lines, and the number of these steps
         self._seconds, self._steps = defaultdict[str, float](float), 0
-        self._recording: SpanRecording | None = None
-        self._barrier_end: float | None = None
+        self._recording: SpanRecording | None = None  # recording of the current step; None if no flag selects it
+        self._barrier_end: float | None = None  # time at which this rank left the barrier before the traced step
 
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:

@@ -65,7 +65,7 @@ class Tracker(AbstractContextManager["Tracker"]):
     device: torch.device
 
     def __post_init__(self) -> None:
-        self._failed = set[str]()  # files and sinks whose failure has been reported
+        self._failed = set[str]()  # names of files and sinks whose failure has been reported by a warning
 
     def resume(self, progress: TrainingProgress) -> None:
         """Make wandb and TensorBoard drop the steps after `progress`, from which training resumes.
@@ -148,7 +148,7 @@ class Tracker(AbstractContextManager["Tracker"]):
                 continue
             try:
                 getattr(sink, method)(*values, **named)
-            except Exception as error:  # the sink's package may raise anything
+            except Exception as error:  # wandb and TensorBoard may raise any exception, and training has to continue
                 self._warn(sink.name, error, "it records no more values")
 
     def _warn(self, what: str, error: Exception, consequence: str) -> None:
