@@ -140,7 +140,7 @@ class Checkpoints:
             free = shutil.disk_usage(folder.path).free
             space = f"{folder.name} has {free / GIGA:.3g} GB free, a checkpoint takes about {needed / GIGA:.3g} GB"
             if free < needed:
-                raise ValueError(space)
+                raise ValueError(f"{space}; free disk space, or save to another disk")
             self._say(space if free > 2 * needed else f"WARNING: {space}")
 
         raise_on_all_ranks(axis, lambda: compare() if folder.is_locked or (self._shared and axis.rank == 0) else None)
@@ -279,9 +279,10 @@ def write_checkpoint(
     read: Callable[[str], torch.Tensor] | None = None,
     tokenizer: Mapping[str, bytes] | None = None,
 ) -> str:
-    """Write one complete checkpoint, set the tracker file to it, and delete older checkpoints as the arguments say.
+    """Write one complete checkpoint, set the tracker file to it, and delete older checkpoints that are not kept.
 
-    All ranks call this. When it returns, the checkpoint is on disk.
+    All ranks call this. When it returns, the checkpoint is on disk. `keep_last` and `retain_interval` determine which
+    older checkpoints are kept; if both are None, all of them.
 
     Args:
         record: metadata of the checkpoint, the content of run.json. Its progress contains the iteration.
@@ -302,7 +303,7 @@ def write_checkpoint(
     writer = SummingWriter(partial, axis.timeline, read)
 
     def complete() -> str:
-        """Complete a checkpoint whose tensors are on disk: write metadata and checksums, rename it, set the tracker.
+        """Complete a checkpoint after its tensors: write metadata and checksums, rename it, and set the tracker file.
 
         Returns:
             The end of the log line, if checkpoints of another branch of the run were renamed; otherwise "".

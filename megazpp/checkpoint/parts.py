@@ -346,5 +346,5 @@ def as_tensor(value: Any) -> torch.Tensor:
 
 
 def from_tensor(state: torch.Tensor) -> Any:
-    """Return the value that `as_tensor` encoded in `state`."""
+    """Decode a uint8 tensor with the bytes of a JSON text, such as a generator's state, and return the JSON value."""
     return json.loads(bytes(state.tolist()))

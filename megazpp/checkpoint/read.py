@@ -255,7 +255,7 @@ class Verified(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """The folder of the checkpoint."""
+        """The path of the checkpoint's folder, such as runs/a/iter_0000100."""
         return self.source.folder.of(self.iteration)
 
     @property

@@ -100,7 +100,7 @@ class SafeReader:
         for number, chunk in enumerate(wanted):
             holder = next((rank for rank, holds in enumerate(there) if holds[number]), None)
             if holder is None:
-                raise ValueError(f"{self.path}: a file with {chunk[0]} is on no host{SEPARATE}")
+                raise ValueError(f"{self.path}: no host has the file with a part of {chunk[0]}{SEPARATE}")
             found = axis.gather_objects(self._read_chunk(chunk) if axis.rank == holder else None)
             content = axis.share_object(found[holder] if found else None)
             for part, place in absent.get(chunk, ()):
@@ -265,7 +265,7 @@ class _IndexUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) == ("builtins", "getattr"):
             return _member
-        raise ValueError(f"a checkpoint's index must not refer to {module}.{name}")
+        raise ValueError(f"a checkpoint's index must not refer to {module}.{name}, which could run code")
 
 
 def _member(kind: type[Enum], name: str) -> Enum:

@@ -34,7 +34,10 @@ _KEYS: Keys = {
 
 
 class Gpt2:
-    """Hugging Face's family GPT-2, with the same attributes and methods as `llama.Relative`."""
+    """Hugging Face's family GPT-2, and the mapping of its models to GPTConfig and back.
+
+    The attributes and methods are the same as those of `llama.Relative`.
+    """
 
     model_type, class_name, fused, predicts = "gpt2", "GPT2LMHeadModel", False, False
     prefix = "transformer."

@@ -44,7 +44,8 @@ from megazpp.model.config import GPTConfig
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # transformers reads the first that exists
 FILE_BYTES = 5 * 10**9  # largest size of a safetensors file, as in transformers
-ADAPTER, SHARDS = "adapter_config.json", "shard-*-model-*-of-*.safetensors"  # other files that from_pretrained uses
+# If one of these files is in the folder, from_pretrained changes the weights by an adapter, or reads other weights.
+ADAPTER, SHARDS = "adapter_config.json", "shard-*-model-*-of-*.safetensors"
 _SCORE, _CLASSIFIER = "score.weight", "ForSequenceClassification"
 Architecture = Gpt2 | Relative
 ARCHITECTURES: dict[str, Architecture] = {each.model_type: each for each in (Gpt2(), *RELATIVES, *MIXTURES)}
@@ -234,7 +235,7 @@ def choose_architecture(config: GPTConfig) -> Architecture:
 def find_architecture(config: GPTConfig) -> Architecture:
     """Return the first Hugging Face family that can represent a model.
 
-    If no family can, return the family that does not support the fewest fields of the model's config.
+    If no family can, return the family for which the smallest number of the model's config fields is not supported.
     """
     return min(ARCHITECTURES.values(), key=lambda architecture: len(_differences(architecture, config)))
 
@@ -260,7 +261,7 @@ def to_files(architecture: Architecture, tensors: dict[str, Deferred]) -> dict[s
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; raise ValueError if the file is missing or contains something else."""
     if not path.is_file():
-        raise ValueError(f"{path} is missing")
+        raise ValueError(f"{path} is missing, but a Hugging Face model needs it")
     return read_settings({path.name: path.read_bytes()}, path.name, f"in {path.parent}")
 
 

@@ -37,7 +37,7 @@ def open_tensors(path: Path, used: Callable[[str], bool] = lambda name: True) ->
         ValueError: the file is missing, damaged or has another format, or a tensor has an unsupported dtype.
     """
     if not path.is_file():
-        raise ValueError(f"{path} is missing")
+        raise ValueError(f"{path} is missing, so the weights are not complete")
     if path.suffix == ".bin":
         return _open_pickled(path, used)
     safetensors = import_package("safetensors", str(path))

@@ -1,1 +1,1 @@
-"""Tokenizers, indexed datasets, samples and batches."""
+"""Data of training runs: tokenizers, Megatron's indexed datasets, samples, and micro-batches."""

@@ -80,9 +80,10 @@ def check_inputs(
 
 
 def uses_with_data(config: DataConfig) -> Splits[bool]:
-    """Return True for each of training, validation and test that gets data by --split or a flag like --valid-data-path.
+    """Return for each of training, validation and test True if the flags give it data, otherwise False.
 
-    With --train-data-path, --valid-data-path or --test-data-path, --split has no effect.
+    --train-data-path, --valid-data-path and --test-data-path give data to one of them. Without these flags, --split
+    gives data to each of them whose proportion is above 0.
     """
     if any(paths := paths_by_use(config).values()):
         return Splits(*map(bool, paths))

@@ -151,7 +151,8 @@ def missing_file(path: Path) -> str:
 def _not_text(head: bytes) -> str | None:
     """Return the reason why a file with the first bytes `head` is not UTF-8 text; None if it may be UTF-8 text."""
     encoding = next((name for mark, name in _ENCODINGS.items() if head.startswith(mark)), None)
-    if encoding is not None and len(head) >= 6 and len(head) % 2 == 0:  # UTF-16 and UTF-32 have pairs of bytes
+    # UTF-16 and UTF-32 texts have an even number of bytes. An odd number shows another kind of file with such a mark.
+    if encoding is not None and len(head) >= 6 and len(head) % 2 == 0:
         return f"it is {encoding} (iconv -f {encoding} -t UTF-8 converts it)"
     place = next((place for place, byte in enumerate(head) if byte < 8), None)
     if place is None:
@@ -324,7 +325,7 @@ def _json_value(line: str) -> object:
 
 def _object(value: object) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise ValueError(f"{_shown(value)}, not an object")
+        raise ValueError(f"{_shown(value)} is not a JSON object")
     return value
 
 

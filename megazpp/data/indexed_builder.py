@@ -63,7 +63,7 @@ class IndexedDatasetBuilder:
         self._file = _claim(self._unfinished_bin)
 
     def __len__(self) -> int:
-        """Return the number of sequences written so far."""
+        """Return the number of sequences that were appended to the .bin/.idx pair so far."""
         return len(self._lengths)
 
     def extend(self, tokens: np.ndarray, lengths: npt.ArrayLike, document_ends: npt.ArrayLike) -> None:

@@ -165,9 +165,9 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     if version != 1:
         raise ValueError(f"{path} has version {version} of the format, but only version 1 is supported")
     if code not in DTYPES:
-        raise ValueError(f"{path} has the dtype code {code}, which is no integer type")
+        raise ValueError(f"{path} has the dtype code {code}; codes of integer types are {', '.join(map(str, DTYPES))}")
     if num_sequences == 0:
-        raise ValueError(f"{path} holds no sequences")
+        raise ValueError(f"{path} holds no sequences, so the dataset is empty")
     expected = HEADER.size + 12 * num_sequences + 8 * num_indices
     if size not in (expected, expected + num_sequences):  # multimodal datasets have a byte more per sequence
         raise ValueError(

@@ -124,7 +124,7 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         return [workers.submit(self._build, first) for first in self._first_samples(step)]
 
     def _first_samples(self, step: _Step) -> range:
-        """Return the index of the first sample of each micro-batch that this rank uses in a training step."""
+        """Return the indices in the dataset of the first sample of each micro-batch of this rank in a training step."""
         consumed, size = step
         stride = self._micro_batch_size * self._data_size
         if size % stride:

@@ -312,15 +312,16 @@ class Tokenizer:
             ValueError: eod is beyond the model's vocabulary.
         """
         if self.eod is not None and self.eod >= vocab_size:
-            ends = f"{self.eod_name} has the id {self.eod}"
-            raise ValueError(f"the tokenizer's {ends}, but the model has {vocab_size} tokens; use its tokenizer")
+            problem = f"{self.eod_name} has the id {self.eod}, but the model has {vocab_size} tokens"
+            raise ValueError(f"the tokenizer's {problem}; use the tokenizer of the model")
         self.vocab_size, self._largest = vocab_size, self.vocab_size - 1
 
     def _known(self, ids: list[int]) -> list[int]:
         """Return `ids` if all of them are in the model's vocabulary; otherwise raise ValueError."""
         if self._largest >= self.vocab_size and (largest := max(ids, default=0)) >= self.vocab_size:
             vocabulary = f"the model's vocabulary of {self.vocab_size} tokens"
-            raise ValueError(f"the tokenizer gives the id {largest}, which is beyond {vocabulary} (--tokenizer-model)")
+            beyond = f"the tokenizer gives the id {largest}, which is beyond {vocabulary}"
+            raise ValueError(f"{beyond}; name the tokenizer of the model with --tokenizer-model")
         return ids
 
     def _encode(self, text: str) -> list[int]:
@@ -430,11 +431,11 @@ class HFTokenizer(Tokenizer):
         self.identity = f"huggingface-{self._digest(split)}{self.special_tokens}"
 
     def _digest(self, split: bool) -> str:
-        """Return a string for `identity` from the vocabulary files, eod, and the changes by transformers.
+        """Return the part of `identity` for the vocabulary, eod, and changes that transformers makes at opening.
 
         The string starts with a hash of the vocabulary files. If transformers changes the definition in tokenizer.json
-        when it opens the files, a hash of the changed parts is appended. The package's serialization of the complete
-        definition is not hashed, because it differs between versions of the package.
+        when it opens the files, a hash of the changed parts is appended. The serialization of the complete definition
+        by the package tokenizers is not hashed, because it differs between versions of this package.
 
         Args:
             split: True if the tokenizer splits the names of special tokens in a text like other text.

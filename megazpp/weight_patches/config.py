@@ -1,4 +1,4 @@
-"""The flags of weight patches."""
+"""The flags of weight patches: files with changed weights for external inference engines."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ BAD_LINES = [
     (b'{"txt": "a"}', "the field 'text' is missing"),
     (b'{"text": 5}', "'text' is 5, not a string"),
     (b'{"text": ["a"]}', 'is ["a"], not a string'),
-    (b'["text"]', '["text"], not an object'),
+    (b'["text"]', '["text"] is not a JSON object'),
     (b'{"text": "\\ud800"}', "half of a surrogate pair, which is not valid text"),
     (b'{"text": ' + b"[" * 100_000, "not JSON: maximum recursion depth"),
     (b'{"text": ' + b"9" * 5000, "not JSON: Exceeds the limit"),
@@ -228,7 +228,7 @@ def test_texts_and_records_are_numbered_and_bad_lines_go_to_the_caller(tmp_path)
 def test_bad_record_is_rejected_by_file_and_line(tmp_path):
     rows = [
         ("a.jsonl", b'{"a": 1}\n{"a": \n', "a.jsonl, line 2: not JSON"),
-        ("a.jsonl", b'{"a": 1}\n[1]\n', "a.jsonl, line 2: [1], not an object"),
+        ("a.jsonl", b'{"a": 1}\n[1]\n', "a.jsonl, line 2: [1] is not a JSON object"),
         ("a.jsonl", b'{"a": "\xff"}\n', "a.jsonl, line 1: not UTF-8"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9)[:-12], "the file cannot be read from here on"),
         ("a.txt", b"words", "a.txt cannot be read: it is plain text, neither JSON lines nor Parquet"),
