@@ -340,7 +340,7 @@ def write_checkpoint(
         if owns:
             folder.abandon(iteration)
         raise ValueError(f"{folder.name}: iteration {iteration} could not be saved: {error}") from error
-    # ---- describe the result
+    # ---- return a line for the log with the size and the duration
     size, seconds = sum(part.size for sums in parts for part in sums.values()), time.perf_counter() - started
     return (
         f"  successfully saved checkpoint at iteration {iteration:7d} to {folder.path}"

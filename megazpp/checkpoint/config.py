@@ -56,7 +56,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         check_positive(self, "save_interval", "keep_last", "save_retain_interval")
         check_not_negative(self, "ckpt_step")
-        # ---- flags that have no effect without --save or --load
+        # ---- reject flags that have no effect without --save or --load
         for name in ("keep_last", "save_retain_interval", "async_save"):
             if getattr(self, name) and not self.saves:
                 raise ValueError(f"{spelling(self, name)} needs --save: without it, the run saves no checkpoints")
@@ -64,7 +64,7 @@ class CheckpointConfig:
             value = getattr(self, name)
             if value is not None and value is not False and self.load is None:
                 raise ValueError(f"{spelling(self, name)} needs --load: without it, the run loads no checkpoint")
-        # ---- flags that contradict each other
+        # ---- reject flags that contradict each other
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             raise ValueError(
                 "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one"

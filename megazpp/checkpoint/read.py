@@ -147,7 +147,7 @@ def choose_source(
         ValueError: --save has checkpoints of another run, --finetune has the same folder for --save and --load, or
             --load has no checkpoint and --exit-on-missing-checkpoint is set.
     """
-    # ---- check --save
+    # ---- if --save has checkpoints already, resume from them or raise an error
     choices: dict[str, Any] = {"fallback": config.load_fallback, "opener": opener}
     if config.save is not None:
         own = CheckpointFolder(config.save, "--save")

@@ -148,7 +148,7 @@ def export(
         if HEAD in model.tensors and SCORE_PAD in record.flags:  # a reward model that was converted from Hugging Face
             ids["pad_token_id"] = record.flags[SCORE_PAD]
         elif HEAD in model.tensors and ids.get("pad_token_id") in (None, *ends):
-            # With eos as padding token, transformers would take the score at the token before eos.
+            # With eos as padding token, transformers would take the score at the token before eos, not at the last one.
             ids["pad_token_id"] = None
             say("note: no token serves for padding only, so transformers scores one text at a time (pad_token_id)")
         write_model(folder, model, token_ids=ids)
@@ -192,7 +192,7 @@ def bring_in(model: Model, target: Path, given: TokenizerConfig, say: Callable[[
     """
     for line in model.notes:
         say(f"note: {line}")
-    # ---- tokenizer
+    # ---- open the tokenizer, and compare its size with the model's vocabulary
     found = given if names_tokenizer(given) else model.tokenizer
     found = dataclasses.replace(found, add_special_tokens=given.add_special_tokens, eos_token=given.eos_token)
     tokenizer = load_tokenizer(found)
@@ -209,7 +209,7 @@ def bring_in(model: Model, target: Path, given: TokenizerConfig, say: Callable[[
         for note in (special_tokens_note(tokenizer), *find_differences(tokenizer)):
             if note is not None:
                 say(f"note: {note}")
-    # ---- metadata
+    # ---- build the metadata of the checkpoint, and write it with the weights
     schedule = build_schedule(  # run.json must contain a schedule, although no run resumes this checkpoint's training
         ScheduleConfig(lr=0.0), weight_decay=0.0, train_iters=1, train_samples=None, global_batch_size=1
     )

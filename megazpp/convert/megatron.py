@@ -82,7 +82,7 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
     Raises:
         ValueError: a file is missing, damaged or unsafe, or the model is not supported.
     """
-    # ---- files and arguments
+    # ---- open the files of all ranks, and read the arguments of the Megatron-LM run
     files = _rank_files(find_checkpoint(folder, iteration))
     ranks, where = [load_file(file) for file in files], str(files[0])
     arguments, version = ranks[0].get("args"), ranks[0].get("checkpoint_version", 0)
@@ -97,7 +97,7 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
     if settings.count(name, len(ranks)) != len(ranks):
         raise ValueError(f"{settings.where}: {name} is {settings.count(name)}, but there are {len(ranks)} ranks")
     config = model_config(_read_config(settings), where)
-    # ---- tensors
+    # ---- join the tensors of all ranks
     parts = [our_tensors(rank["model"], str(file)) for rank, file in zip(ranks, files, strict=True)]
     shapes = [{name: tuple(tensor.shape) for name, tensor in part.items()} for part in parts]
     for found, file in zip(shapes, files, strict=True):
@@ -115,7 +115,7 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
         raise ValueError(f"{where}: args: use_rope_scaling True is not supported here with the legacy model")
     if config.tied:
         tensors.pop(OUTPUT, None)  # with tied embeddings, the stored output matrix is a copy of the embedding matrix
-    # ---- progress and tokenizer
+    # ---- find the training progress and the tokenizer
     done, consumed = ranks[0].get("iteration"), getattr(arguments, "consumed_train_samples", 0)
     names = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if name in settings]
     tokenizer: dict[str, Any] = {name: settings.text(name) for name in names}

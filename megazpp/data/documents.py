@@ -269,7 +269,8 @@ def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T]
                 value = text.decode().replace("\r\n", "\n").replace("\r", "\n") if plain else _json_value(text.decode())
             yield number, read(value)
         except UnicodeDecodeError as error:
-            inside = error.object.count(b"\n", 0, error.start)  # lines of a plain text before the malformed byte
+            # A plain text has lines before the malformed byte, which the line number of the message counts.
+            inside = error.object.count(b"\n", 0, error.start)
             where = f"byte {error.object[error.start]:#04x} in position {error.start}, {error.reason}"
             advice = "iconv -f WINDOWS-1252 -t UTF-8 converts Latin-1 and Windows text"
             yield BadLine(block.path, number + inside, f"not UTF-8: {where} ({advice})")

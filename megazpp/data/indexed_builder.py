@@ -99,7 +99,7 @@ class IndexedDatasetBuilder:
 
     def finalize(self) -> None:
         """Write the .idx file, sync both files of the pair to disk, and rename them to their final names."""
-        # ---- content of the .idx
+        # ---- compute the content of the .idx
         sizes = np.asarray(self._lengths, dtype="<i4")
         pointers = np.zeros(len(sizes), dtype="<i8")
         np.cumsum(sizes[:-1], dtype="<i8", out=pointers[1:])

@@ -147,7 +147,7 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int, **options: An
         ValueError: the text does not support `vocab_size` pieces.
         Exception: an error that reading `documents` raised.
     """
-    # ---- lines of limited length
+    # ---- cut the documents into lines of limited length
     model, has_coverage = io.BytesIO(), "character_coverage" in options
     defaults: dict[str, Any] = {"model_type": "bpe", "num_threads": 1, "minloglevel": 2}
     options = defaults | options
@@ -165,7 +165,7 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int, **options: An
             failure = error
             raise
 
-    # ---- training
+    # ---- train the model
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=lines(),

@@ -140,7 +140,7 @@ def _open(files: Mapping[str, bytes], name: str, config: TokenizerConfig) -> HFT
         return HFTokenizer(files, eos_token=config.eos_token, add_special_tokens=config.add_special_tokens)
 
 
-# ---- kinds ---------------------------------------------------------------------------------------------------------
+# ---- kinds of tokenizers --------------------------------------------------------------------------------------------
 
 
 class EncodedText(NamedTuple):

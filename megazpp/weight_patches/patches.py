@@ -92,7 +92,7 @@ class WeightPatches:
         self._step = step
         if self._dims.replicate.rank > 0:
             return
-        # ---- changes and buffers
+        # ---- compute the changes since the last step, and copy the buffers to host memory
         changes: dict[str, torch.Tensor] = {}
         for name, shard in self._shards():
             new = shard.detach().to(self._dtype, copy=True)
@@ -100,7 +100,7 @@ class WeightPatches:
                 changes[name] = encode_change(new, self._last[name])
             self._last[name] = new.cpu()
         buffers = {name: buffer.cpu() for name, buffer in self._model.named_buffers() if self._file == 0}
-        # ---- files
+        # ---- write the files
         weights, base = self._last | buffers, self._chain
         if first:
             self._chain = checksum(weights)
