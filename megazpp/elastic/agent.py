@@ -25,7 +25,7 @@ FETCH_SECONDS = 10.0  # limit for each read and write of a connection between tw
 
 
 class OutError(RuntimeError):
-    """This group cannot continue the run, because the coordinator has refused it, or has declared it out.
+    """This job's group cannot continue the elastic run, because the coordinator has refused or removed the group.
 
     The group's job has to start again.
     """
@@ -51,7 +51,7 @@ class Agent:
         version, id: version of this rank's outer state. The training loop sets this and the following attributes, and
             the reports to the coordinator contain them.
         fingerprint: version and fingerprint of this rank's outer state; None before the first commit.
-        steps: training steps since the last published contribution.
+        steps: number of training steps since the group's last published contribution.
         seconds: smoothed seconds per training step; None before the first step.
         wants: number of cells of samples for which the group has asked so far.
         joined: True once the group has outer weights of the run and can take part.
@@ -249,10 +249,11 @@ class Agent:
             time.sleep(RETRY_SECONDS)
 
     def _take_in(self, state: Record) -> None:
-        """Store a new state from the coordinator, and drop messages that no group needs any more.
+        """Store a new state of the run from the coordinator, and drop messages that no group needs any more.
 
         Raises:
-            OutError: this group is out, or has a version that the run does not have any more.
+            OutError: the coordinator has removed this group from the run, or the run has gone back to a version before
+                this group's.
         """
         with self._changed:
             if state["status"] == "out":

@@ -50,7 +50,7 @@ class Journal:
             try:
                 self._file = self._path(self.term).open("x")
             except FileExistsError:
-                continue  # another coordinator has created the journal of this term first, so take the next term
+                continue  # another coordinator was faster and has created this term's journal, so take the next term
         self.records = self._read(self.term - 1)
         self.append(self.records)
 

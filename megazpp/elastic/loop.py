@@ -76,18 +76,23 @@ class ElasticLoop:
         self.outer, self._rules, self._batches, self._objective, self._axis = outer, rules, batches, objective, axis
         self._connect, self._save, self._validate, self._seed = connect, save, validate, seed
         self._stopped, self._say, self._counter = stopped, say, counter
-        self._counted = 0, 0  # messages and bytes sent to other groups, as far as `counter` has counted them
+        self._counted = 0, 0  # messages and bytes that were sent to other groups before the last synchronization
         self.version, self.id, self.merged = 0, NO_COMMIT, 0
-        self._cell: Cell | None = None  # the steps of the leased cell that are not taken yet; None without a lease
-        self._cells: list[Cell] = []  # the samples of the steps since the last published contribution
+        self._cell: Cell | None = None  # rest of the leased cell: its steps that are not trained yet; None without one
+        self._cells: list[
+            Cell
+        ] = []  # cells of the steps since the last published contribution, which the next one names
         self._steps = 0  # number of steps since the last published contribution
         self._granted = 0  # number of cells that the coordinator has leased to this group
         # By fragment: tokens of the steps that are not published to this fragment
         self._tokens = torch.zeros(outer.plan.fragments, dtype=torch.float64, device=outer.sharding.device)
-        self._published: int | None = None  # base version of the published contribution; None once it is merged
-        self._published_steps = 0  # steps of that contribution
-        self._live = rules.groups  # number of live groups, at most the nominal number
-        self._last_step_at = 0.0  # time at which the last step ended, or the interval began
+        # version on which the published contribution is based; None if no contribution waits for its commit
+        self._published: int | None = None
+        self._published_steps = (
+            0  # number of steps of the published contribution, which progress counts until its commit
+        )
+        self._live = rules.groups  # number of live groups at the last step, at most the nominal number; scales progress
+        self._last_step_at = 0.0  # time at which the last step ended or the interval began, to measure the next step
 
     # ---- hooks of the trainer -----------------------------------------------------------------------------------
 
@@ -138,7 +143,7 @@ class ElasticLoop:
         if goes_on:
             return self._progress(progress), False
         launched.check()
-        if self._published is not None:  # the group leaves, and its last contribution is not merged
+        if self._published is not None:  # the group leaves before the commit of its last contribution has come
             self._say(f"{self._steps} steps of this group are not published; others will train their samples again")
             return self._progress(progress), True
         self._publish()

@@ -28,17 +28,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-Cell = list[int]  # block, column, first step, step after the last one
+# A range of training steps in the run's table of samples: block, column, first step, and step after the last one
+Cell = list[int]
 Record = dict[str, Any]
 
-BLIP_SECONDS = 0.5  # a group is declared out when the connection of a rank is lost for longer than this
-HEARTBEAT_SECONDS = 10.0  # a group is declared out when a rank sends no report for longer than this
-# A group is declared out when it takes no step for HEARTBEAT_SECONDS and the usual time of this many steps
-HANGING_STEPS = 20
+# The coordinator removes a group from the run ("out") when a rank's connection is lost for BLIP_SECONDS, when a rank
+# sends no report for HEARTBEAT_SECONDS, or when the group has samples but takes no training step for HEARTBEAT_SECONDS
+# plus the time that HANGING_STEPS steps usually take
+BLIP_SECONDS, HEARTBEAT_SECONDS, HANGING_STEPS = 0.5, 10.0, 20
 ASSEMBLY_SECONDS = 60.0  # limit of the wait for all ranks of a new group, and for all groups at the start of a run
-# Number of commits to each fragment whose messages all groups keep, so that a slow or a new group can apply them
+# Number of latest commits of each model fragment whose messages all groups keep, so that a slow or new group can fetch
+# and apply them
 KEPT_VERSIONS = 8
-WHOLE = 0.8  # fraction of an interval's steps from which on a contribution counts for the quorum
+WHOLE = 0.8  # a contribution counts for the quorum of a round if it has at least this fraction of an interval's steps
 NO_COMMIT = "0" * 16  # id of version 0, the initial weights
 
 
@@ -58,12 +60,12 @@ class Rules(NamedTuple):
     """The settings of an elastic run that its coordinator needs, from the flags that all groups have in common."""
 
     groups: int  # G: nominal number of groups, which is the number of columns of the table of samples
-    interval: int  # training steps of a group between two synchronizations: H / P
+    interval: int  # training steps of a group between two synchronizations: --diloco-steps / --diloco-fragments
     fragments: int  # P: number of fragments of the model, which synchronize in turn
     iterations: int  # steps of the run if all groups take part from its start to its end
     ranks: int  # number of ranks per group
-    quorum: int | None  # groups whose whole intervals must arrive before the grace begins; None: half of the live ones
-    grace: float | None  # seconds to wait for more groups after the quorum; None: 3 % of an interval, at least 1 s
+    quorum: int | None  # contributions of whole intervals after which the grace begins; None: half of the live groups
+    grace: float | None  # seconds that a round waits for more groups; None: 3 % of an interval, at least 1 s
     min_groups: int  # least number of live groups with which the run continues; fewer groups wait
     save_interval: int | None  # iterations of merged samples between two checkpoints; None: only at the end
     eval_interval: int | None  # iterations of merged samples between two evaluations; None: no evaluation
@@ -76,19 +78,21 @@ class Group:
     The fields up to `cell` follow from records, so a restarted coordinator knows them again.
     """
 
-    slot: int  # number that no other group of the run has; it decides the column and the order of sums
+    slot: int  # number that no other group has; selects the preferred column of samples, and orders sums
     incarnation: str  # identifier of this start of the group's job
-    status: str = "joining"  # "joining", "member" or "out"
-    granted: int = 0  # number of cells that the coordinator has leased to the group
-    cell: Cell | None = None  # the cell that was leased to the group last
-    version: int | None = None  # version of the outer weights with which it connected; None if of another run
-    saves: bool = False  # whether the group can write checkpoints, that is, whether it was started with --save
-    since: float = 0.0  # time of the group's first connection
-    deadline: float = math.inf  # time at which a group that has lost a connection is declared out
-    was_whole: bool = False  # whether all ranks of the group have been connected at the same time
-    moved: tuple[Any, float] = (None, 0.0)  # position of its training loop, and the time at which it last changed
-    leaves: bool = False  # whether a rank of the group has caught a stop signal, or the run is over
-    addresses: dict[int, Any] = field(default_factory=dict)  # by connected rank: where it serves messages
+    status: str = "joining"  # "joining" (fetches the outer weights), "member" (takes part) or "out" (removed for good)
+    granted: int = 0  # number of cells of samples that the coordinator has leased to the group so far
+    cell: Cell | None = None  # the cell that was leased to the group last; None before the first lease
+    version: int | None = None  # version of the outer weights that it had when it connected; None if not of this run
+    saves: bool = False  # True if the group can write checkpoints, because its job was started with --save
+    since: float = 0.0  # time at which the first rank of the group connected
+    deadline: float = (
+        math.inf
+    )  # time at which the group is out unless all ranks are connected; set by a lost connection
+    was_whole: bool = False  # True once all ranks of the group were connected at the same time
+    moved: tuple[Any, float] = (None, 0.0)  # progress in rank 0's last report, and when it last changed; to find hangs
+    leaves: bool = False  # True once a rank has reported that the group leaves: by a stop signal, or at the run's end
+    addresses: dict[int, Any] = field(default_factory=dict)  # by connected rank: host and port for other groups
     reports: dict[int, Record] = field(default_factory=dict)  # by connected rank: its last report
     heard: dict[int, float] = field(default_factory=dict)  # by connected rank: time of its last report
 
@@ -111,15 +115,16 @@ class Rounds:
         records: records of the coordinator's journal, from the start of the run; none for a new run.
         now: current time in seconds, of the same clock as the times of all later events.
     Attributes:
-        facts: flags, versions and data of the first group that connected, which all groups must share; None before.
-        rules: settings of the run, from the same group.
+        facts: flags, package versions and data of the run, by name, as the first group that connected has reported
+            them. Other groups must have the same. None until a rank has connected.
+        rules: settings of the run, as the first group that connected has reported them.
         groups: by name: the newest incarnation of each group that has ever connected.
         commits: the record of each committed outer step; the last one made the current version.
         pool: by id: published contributions that no commit has merged yet.
         leases: by group that is not out: the cells that it trains.
-        free: cells of opened blocks that nobody trains and no commit has merged.
-        opened_blocks: number of blocks of samples from which a cell was leased.
-        waited_for: names of the groups for whose contributions the current round waits.
+        free: cells of opened blocks that are neither leased, nor in a published contribution, nor merged.
+        opened_blocks: number of blocks of samples that are opened; the first lease of a cell opens its block.
+        waited_for: names of the groups for whose contributions the current round waits: the members at its start.
         news: records, lines and rows since the last call of `take_news`.
         closed: ids of the contributions that were chosen for the next commit; None while the round waits for more.
     """
@@ -136,12 +141,17 @@ class Rounds:
         self.waited_for: set[str] = set()
         self.news = News([], [], [])
         self.closed: list[str] | None = None
-        self._published: set[str] = set()  # ids of all contributions that were ever published
-        self._quorum_at: float | None = None  # time at which a quorum of contributions had arrived in this round
-        self._held_at: float | None = None  # time at which a quorum of groups held all chosen contributions
-        self._assembled_at: float | None = None  # time at which the first group could start the run
-        self._fingerprints: dict[tuple[int, int], int] = {}  # by version and rank: fingerprint of the outer state
-        self._published_at: dict[str, float] = {}  # by id of a contribution: when it was published
+        # ids of all contributions that were ever published, because ranks report a contribution more than once
+        self._published: set[str] = set()
+        # time at which a quorum of whole intervals had arrived in this round, when the grace began; None before
+        self._quorum_at: float | None = None
+        # time at which a quorum of groups had fetched all chosen contributions of this round; None before
+        self._held_at: float | None = None
+        # time at which all ranks of one group had connected, from which the start waits for other groups; None before
+        self._assembled_at: float | None = None
+        # by version and rank: fingerprint of the outer state that a group reported first, to find groups that differ
+        self._fingerprints: dict[tuple[int, int], int] = {}
+        self._published_at: dict[str, float] = {}  # by id: when a contribution was published, for the waiting times
         self._events: list[str] = []  # lines about groups since the last commit, for the next row of rounds.jsonl
         self._returned = 0  # steps since the last commit whose samples will be trained again
         for record in records:
@@ -159,7 +169,7 @@ class Rounds:
 
     @property
     def members(self) -> set[str]:
-        """The names of the groups whose status is "member"."""
+        """The names of the groups that take part in the run: their status is "member"."""
         return {name for name, group in self.groups.items() if group.status == "member"}
 
     @property
@@ -311,7 +321,7 @@ class Rounds:
             return
         self._end_lost_groups(now)
         if now < self._hold_until and self.live != self.members:
-            return  # the coordinator has just restarted, and the members need time to connect again
+            return  # the coordinator has just restarted: decide nothing until its members have connected again
         if not self.members:
             self._begin_if_assembled(now)
         for name, group in self.groups.items():
@@ -332,7 +342,7 @@ class Rounds:
     # ---- decisions --------------------------------------------------------------------------------------------------
 
     def _end_lost_groups(self, now: float) -> None:
-        """Declare groups out that have lost a rank, send no reports, or take no steps although they have samples."""
+        """Remove groups from the run that have lost a rank, send no reports, or take no steps for their samples."""
         for name, group in list(self.groups.items()):
             if group.status == "out":
                 continue
@@ -356,7 +366,7 @@ class Rounds:
         return now > group.moved[1] + HEARTBEAT_SECONDS + HANGING_STEPS * report["seconds"]
 
     def _end(self, name: str, why: str) -> None:
-        """Declare a group out for the reason `why`, so that other groups can train the samples of its leases."""
+        """Remove a group from the run for the reason `why`, so that other groups can train its leased samples."""
         steps = sum(stop - first for _, _, first, stop in self.leases.get(name, []))
         self._decide({"out": name})
         why = "it has left" if self.groups[name].leaves else why
@@ -364,9 +374,11 @@ class Rounds:
         self._say(f"group {name} is out: {why}{returned}", returned=steps)
 
     def _begin_if_assembled(self, now: float) -> None:
-        """Start the run, or continue from the newest version that a joining group has, when no member is left.
+        """Start the run with the groups that have connected; call this while the run has no member.
 
-        The start waits up to ASSEMBLY_SECONDS for the nominal number of groups.
+        A run that all members have left continues from the newest version of the outer weights that a connected group
+        has, for example from a checkpoint. From the first complete group on, the start waits up to ASSEMBLY_SECONDS for
+        the nominal number of groups.
         """
         whole = {name: group for name, group in self.groups.items() if group.status == "joining" and group.was_whole}
         starts = {name: group.version for name, group in whole.items() if group.version is not None}
@@ -414,9 +426,10 @@ class Rounds:
             self._decide({"lease": cell, "group": name})
 
     def _end_if_state_is_lost(self) -> None:
-        """Declare all members out if none of them has, or can compute, the outer weights of the current version.
+        """Remove all members from the run if none of them has, or can compute, the current version's outer weights.
 
-        This case occurs if the groups that held the messages of a commit died before any other group fetched them.
+        This case occurs if the groups that had the messages of a commit died before any other group had fetched them.
+        The jobs of the members then have to start again.
         """
         live = self.live
         newest = max((self.groups[name].reports[0]["version"] for name in live), default=self.version)
@@ -428,7 +441,10 @@ class Rounds:
                 self._end(name, f"the messages of version {newest + 1} died with other groups")
 
     def _drop_lost(self) -> None:
-        """Drop contributions from the pool whose groups died before any other group had fetched the messages."""
+        """Drop published contributions whose groups died before any other group had fetched the messages.
+
+        Their samples become free, so that other groups train them again.
+        """
         lost = [] if self.live != self.members else [e for e in self.pool.values() if not self._can_be_fetched(e)]
         if lost:
             self._decide({"drop": [entry["cid"] for entry in lost]})
@@ -453,14 +469,17 @@ class Rounds:
         missing = {name for name in self.waited_for & self.members if not self._is_idle(name)} - arrived
         if missing and (self._quorum_at is None or now < self._quorum_at + self._grace()):
             return
-        if safe or self.closing:  # a closing run also commits versions without contributions, which change nothing
+        if safe or self.closing:  # at the run's end, fragments without contributions also get a last commit
             safe.sort(key=lambda entry: (entry["slot"], entry["base"], entry["cid"]))  # ranks sum in this order
             self.closed = [e["cid"] for e in safe if (self.version - e["base"]) % self.rules.fragments == 0]
             if missing:
                 self._say(f"version {self.version + 1} does not wait for {', '.join(sorted(missing))}")
 
     def _commit_if_held(self, now: float) -> None:
-        """Commit the chosen contributions once all live groups hold them, or a quorum does and the grace is over."""
+        """Commit the chosen contributions once all live groups have them, or a quorum has them and the grace is over.
+
+        Chosen contributions that were lost meanwhile are left out. If none is left, the round chooses again.
+        """
         assert self.closed is not None
         live = self.live
         chosen = [cid for cid in self.closed if cid in self.pool]
@@ -640,21 +659,21 @@ class Rounds:
         return all(cid in report["have"] for report in self.groups[name].reports.values())
 
     def _is_safe(self, entry: Record) -> bool:
-        """Return True if a contribution would survive its group: another live group holds the contribution.
+        """Return True if a contribution would survive the loss of its group, because another live group has fetched it.
 
-        If there is no other live group, the contribution's own group is enough.
+        If there is no other live group, it is enough that the contribution's own group has the messages.
         """
         others = self.live - {entry["group"]}
         return any(self._holds(name, entry["cid"]) for name in others or self.live)
 
     def _can_be_fetched(self, entry: Record) -> bool:
-        """Return True if a live group holds the contribution, or its own group is still a member and may come back."""
+        """Return True if a live group has the contribution, or its own group is a member that may connect again."""
         origin = self.groups[entry["group"]]
         alive = origin.status == "member" and entry["cid"].startswith(origin.incarnation)
         return alive or any(self._holds(name, entry["cid"]) for name in self.live)
 
     def _is_idle(self, name: str) -> bool:
-        """Return True if a round need not wait for a group: it has nothing to publish, and gets no samples."""
+        """Return True if a round need not wait for a group: it has no steps to publish, and no samples are free."""
         report = self.groups[name].reports.get(0)
         if report is None or report["version"] != self.version:
             return False
@@ -663,7 +682,10 @@ class Rounds:
         return self.exhausted and report["wants"] > self.groups[name].granted and not report["unsent"]
 
     def _seconds_to_quorum(self, now: float) -> float | None:
-        """Return the seconds until this round's quorum is expected to arrive; None if too few groups have a speed."""
+        """Return the seconds until a quorum of contributions is expected in this round, by the speed of the groups.
+
+        The result is 0 once the contributions are chosen, and None if too few groups have reported their speed.
+        """
         if self.closed is not None:
             return 0.0
         found, sent = [], {entry["group"] for entry in self.pool.values() if entry["base"] == self.version}

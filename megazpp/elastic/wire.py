@@ -63,7 +63,7 @@ class Channel:
             own = os.urandom(NONCE_BYTES)
             sock.sendall(GREETING + own)
             if self._read(len(GREETING)) != GREETING:
-                raise WireError("the peer speaks another protocol than elastic DiLoCo of this version")
+                raise WireError("the peer speaks another protocol, or another version of elastic DiLoCo")
             other = self._read(NONCE_BYTES)
             nonces = other + own if accepted else own + other  # both sides use the same order
             sides = (b"accepted", b"connected") if accepted else (b"connected", b"accepted")
@@ -130,7 +130,9 @@ class Channel:
             raise WireError(f"the peer wants to send {message['bytes']} bytes, at most {most_bytes} are expected")
         data = self._read(message["bytes"])
         if hashlib.sha256(data).hexdigest() != message["sha256"]:
-            raise WireError("the received data was damaged on the way: its SHA-256 differs from the announced one")
+            raise WireError(
+                f"{message['bytes']} bytes from the peer were damaged on the way: their SHA-256 is not as announced"
+            )
         return message, data
 
     def close(self) -> None:
@@ -145,7 +147,7 @@ class Channel:
         while done < length:
             count = self._sock.recv_into(view[done:])
             if count == 0:
-                raise ConnectionError("the peer closed the connection")
+                raise ConnectionError(f"the peer closed the connection after {done} of {length} expected bytes")
             done += count
         return data
 
