@@ -168,18 +168,17 @@ class ElasticLoop:
 
     # ---- an interval --------------------------------------------------------------------------------------------
 
-    @property
-    def has_samples(self) -> bool:
-        """True if the coordinator has leased samples to this group that it has not trained yet."""
-        return self._cell is not None
-
     def first_sample(self) -> int:
-        """Return the number of consumed samples at which a loader finds the samples of this group's next step.
+        """Return the number of consumed samples at which a loader finds the samples of this group's next leased step.
 
         At the samples of a whole step, the loader of this job reads column 0 of the run's table of samples. So the
         leased column is added as an offset.
+
+        Raises:
+            StopRequested: a stop signal came, or the run ended, while the group waited for samples.
         """
-        assert self._cell is not None
+        if self._cell is None:
+            raise StopRequested("a stop signal")
         block, column, step, _ = self._cell
         batches, rules = self._batches, self._rules
         share = batches.data_parallel_size // rules.groups * batches.micro_batch_size
@@ -469,8 +468,6 @@ class LeasedLoader:
         Raises:
             StopRequested: a stop signal came, or the run ended, while the group waited for samples.
         """
-        if not self._loop.has_samples:
-            raise StopRequested("a stop signal")
         batches = self._loader.step(self._loop.first_sample(), global_batch_size)
         self.wait_seconds = self._loader.wait_seconds
         return batches

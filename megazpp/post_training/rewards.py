@@ -175,10 +175,7 @@ def _load(value: str) -> Callable[..., Any]:
     module_name, _, name = value.rpartition(":")
     path = find_file(module_name)
     with _importing(value):
-        if path.suffix == ".py":
-            module = _load_file(path)
-        else:
-            module = importlib.import_module(module_name)
+        module = _load_file(path) if path.suffix == ".py" else importlib.import_module(module_name)
         if not callable(function := getattr(module, name, None)):
             raise AttributeError(f"the module has no function {name}")
     return function
