@@ -94,7 +94,7 @@ def find_compiler() -> list[str]:
         words = shlex.split(command)
         if words and shutil.which(words[0]):
             return words
-    raise CLibraryError(f"CC={asked} is not found" if asked else "no C compiler found (cc, gcc or clang)")
+    raise CLibraryError(f"the compiler CC={asked} is not found" if asked else "no C compiler found (cc, gcc or clang)")
 
 
 def _run(command: list[str], output: Path) -> Path:
@@ -118,11 +118,11 @@ def _run(command: list[str], output: Path) -> Path:
                 env={**os.environ, "LC_ALL": "C"},
             )
         except subprocess.TimeoutExpired as error:
-            raise CLibraryError(f"{command[0]} took longer than {SECONDS} s") from error
+            raise CLibraryError(f"the compiler {command[0]} took longer than {SECONDS} s, and was stopped") from error
     if done.returncode:
         lines = log.read_text(errors="replace").splitlines()
         complaint = next((line for line in lines if "error:" in line), lines[0] if lines else f"exit {done.returncode}")
-        raise CLibraryError(f"{command[0]} failed: {complaint[:120]}")
+        raise CLibraryError(f"the compiler {command[0]} failed: {complaint[:120]}")
     return output
 
 

@@ -63,7 +63,7 @@ class BlockFormat:
         return -(-n // self.block_size)
 
     def payload_bytes(self, n: int) -> int:
-        """Return the bytes of a segment's quantized integers, with padding to whole blocks; n is its elements."""
+        """Return the bytes of the quantized integers of a segment of n elements, padded to whole blocks."""
         return self.num_blocks(n) * self.block_bytes
 
     def scale_bytes(self, n: int) -> int:
@@ -71,7 +71,10 @@ class BlockFormat:
         return self.num_blocks(n) * SCALE_BYTES
 
     def bits_per_element(self, n: int) -> float:
-        """Return the bits that a message takes per element of a segment, with scales and padding; n is its elements."""
+        """Return how many bits a message takes per element of a segment of n elements, with scales and padding.
+
+        The result is 0.0 for an empty segment.
+        """
         return 8 * (self.payload_bytes(n) + self.scale_bytes(n)) / n if n else 0.0
 
 

@@ -204,7 +204,10 @@ def backend(device_type: str) -> tuple[str, str, str]:
 
 
 def _implementation(tensor: Tensor) -> ModuleType | None:
-    """Return the module of kernels for the tensor's device; None for a FakeTensor, for which nothing is computed."""
+    """Return the module that quantizes tensors on this tensor's device: native (C), reference (torch) or triton.
+
+    None for a FakeTensor, for which nothing is computed.
+    """
     device_type = tensor.device.type
     if isinstance(tensor, FakeTensor):
         return None
@@ -258,9 +261,10 @@ def _check_data(name: str, x: Tensor, table: RangeTable) -> None:
     if x.dtype not in DATA_DTYPES:
         raise ValueError(f"{name} is {x.dtype}; expected fp32, bf16 or fp16")
     if not 1 <= x.ndim <= 3:
-        raise ValueError(f"{name} {tuple(x.shape)} has {x.ndim} dims; expected 1 to 3")
+        raise ValueError(f"{name} {tuple(x.shape)} has {x.ndim} dims; expected 1 to 3: rows with up to 2 leading dims")
     if x.shape[-1] != table.layout.size:
-        raise ValueError(f"{name} {tuple(x.shape)} has rows of the wrong size; expected {table.layout.size} elements")
+        size = table.layout.size
+        raise ValueError(f"{name} {tuple(x.shape)} has rows of the wrong size; expected {size} elements in the last dim")
     _check_rows(name, x)
 
 
@@ -300,9 +304,10 @@ def _check_rows(name: str, x: Tensor) -> None:
 
 
 def _two_leads(x: Tensor, *, after: int = 0) -> Tensor:
-    """Return a view of `x` with exactly two leading dims A and B, inserting dims of size 1, as the kernels expect.
+    """Return a view of `x` with exactly two leading dims A and B, because the quantization kernels expect two.
 
-    The first `after` dims stay in front, so the result is [A, B, last], or [K, A, B, last] with `after` = 1.
+    Missing dims are inserted with size 1. The first `after` dims stay in front, so the result is [A, B, n], or
+    [K, A, B, n] with `after` = 1.
     """
     while x.ndim < after + 3:
         x = x.unsqueeze(after)

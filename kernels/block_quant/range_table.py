@@ -58,7 +58,10 @@ class RangeTable:
 
     @cached_property
     def of_errors(self) -> RangeTable:
-        """The table for error feedback's buffer, which stores the quantization errors of this table's messages."""
+        """The table of segments in error feedback's buffer for the messages of this table.
+
+        The buffer stores the quantization errors of these messages, and is itself laid out as a message.
+        """
         return range_table(feedback_layout(self.layout), torch.float32)
 
     def tiles(self, device: torch.device, size: int) -> torch.Tensor:
@@ -112,7 +115,10 @@ def range_table(layout: MessageLayout, dtype: torch.dtype) -> RangeTable:
 
 
 def _row(part: ByteRange) -> tuple[int, int, int, int]:
-    """Return the four integers of a segment in the kernels' table: start, size, payload, scales (-1 if unquantized)."""
+    """Return a segment's row in the table that kernels read: start, size, payload, scales (-1 if unquantized).
+
+    The columns are described at the top of this file.
+    """
     return part.start, part.stop - part.start, part.payload[0], -1 if part.scales is None else part.scales[0]
 
 

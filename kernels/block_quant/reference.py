@@ -135,7 +135,8 @@ def _integers_and_scale(values: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tenso
     """Quantize fp32 blocks [.., blocks, block_size] without packing the integers into bytes.
 
     Returns:
-        The integers in fp32, in the shape of `values`, and the scales [.., blocks] in fp32, exact in bf16.
+        The integers in fp32, in the shape of `values`, and the scales of the blocks, [.., blocks] in fp32 but exact in
+        bf16.
     """
     scale = _scale(values, fmt)
     usable = scale.isfinite() & (scale != 0)
@@ -173,7 +174,10 @@ def _constant(value: float, like: Tensor) -> Tensor:
 
 
 def _round_up_to_bf16(x: Tensor) -> Tensor:
-    """Return the smallest bf16 that is at least x >= 0, as fp32."""
+    """Round x >= 0 up to the next number that is exact in bf16, and return it in fp32.
+
+    Rounding int8's scales up ensures that quantization clips nothing.
+    """
     return ((x.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
 
 

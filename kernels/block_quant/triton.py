@@ -171,7 +171,7 @@ def _pack_kernel(
 
 @triton.jit
 def _pack_exact(x, messages, start, left, payload, EXACT: tl.constexpr, WHOLE: tl.constexpr):
-    """Copy one tile of unquantized elements into its message, converted to the dtype EXACT."""
+    """Copy one tile of elements that are not quantized into the message, converted to the dtype EXACT."""
     out = (messages + payload).to(tl.pointer_type(EXACT))
     for first in tl.range(0, _TILE, tiles.STRIP):
         values = tiles.load_elements(x + start + first, left - first, WHOLE)
@@ -184,7 +184,11 @@ def _quantize(
     BLOCK: tl.constexpr, BASE: tl.constexpr, FEEDBACK: tl.constexpr, AVERAGE: tl.constexpr, CLIP: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one tile of x into its message, and replace its quantization errors in the buffer if FEEDBACK."""
+    """Quantize one tile of x into the message.
+
+    With FEEDBACK the tile's errors of the last quantization are added first, and then replaced in error feedback's
+    buffer by the new errors.
+    """
     # ---- load the elements of x, subtract the base, and add the stored quantization errors
     low, high = tiles.load_data(x + start, left, BLOCK, WHOLE)
     if BASE:
@@ -283,13 +287,17 @@ def _sum_quantized(
 
 @triton.jit
 def _row():
-    """Return the indices (a, b) of this program's row in the leading dims, as int64: offsets may exceed 2^31."""
+    """Return this program's indices (a, b) in the two leading dims of the data, as int64: offsets may exceed 2^31."""
     return tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
 
 
 @triton.jit
 def _place(table):
-    """Load this program's row of the table of tiles: start, elements left in the segment, payload, scales."""
+    """Load this program's row of the table of tiles, which tells where the tile is in the data and in the message.
+
+    Returns the index of the tile's first element, the number of elements left in the segment, and the offsets in bytes
+    of the integers and of the scales in the message.
+    """
     row = table + tl.program_id(0) * _COLUMNS
     return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
 

@@ -179,13 +179,13 @@ def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.co
 
 @triton.jit
 def _magnitude(x):
-    """Return the bits of the absolute value of an fp32 tensor as int32."""
+    """Return the bits of the absolute value of an fp32 tensor as int32, which have the order of the values."""
     return _bits(x) & 0x7FFFFFFF
 
 
 @triton.jit
 def _bits(x):
-    """Return the bits of an fp32 tensor as int32."""
+    """Reinterpret an fp32 tensor as int32, because maxima of floats drop NaN and maxima of their bits do not."""
     return x.to(tl.int32, bitcast=True)
 
 

@@ -123,7 +123,7 @@ def _place_kernel(
 
 @triton.jit
 def _take_kernel(x, order, rows, copies, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Copy the token of one row into the row; a program of `take`."""
+    """Copy the vector of one token into one row for an expert; row i gets token order[i] // copies."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(order + row) // copies
     for start in range(0, WIDTH, COLUMNS):

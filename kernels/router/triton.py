@@ -119,7 +119,11 @@ def _route_kernel(
     GIVEN: tl.constexpr, BIASED: tl.constexpr, SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of one block of tokens, and write choices, factors of outputs, and sums for the losses."""
+    """Choose the experts of one block of tokens, and write the choices and the factors of the experts' outputs.
+
+    The kernel also writes this block's sums over tokens, from which `_sum_kernel` computes losses and metrics. With
+    GIVEN the choices are read instead of made, for a recomputation in backward.
+    """
     x, token, expert, there, _ = _load(logits, tokens, num_experts, BLOCK, EXPERTS)
     softmax, logsumexp = _softmax(x)
     scores = _sigmoid(x) if SIGMOID else softmax
@@ -230,7 +234,10 @@ def _backward_kernel(
     logits, choice, chosen, of_weight, of_loss, found, tokens, num_experts, batch, stride, scaling, balance, z,
     SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of the router's logits for one block of tokens."""
+    """Compute the gradient of the router's logits for one block of tokens.
+
+    It comes from the gradients of the factors of experts' outputs (`of_weight`) and of the router losses (`of_loss`).
+    """
     x, token, expert, there, index = _load(logits, tokens, num_experts, BLOCK, EXPERTS)
     softmax, logsumexp = _softmax(x)
     scores = _sigmoid(x) if SIGMOID else softmax

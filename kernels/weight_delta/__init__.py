@@ -137,7 +137,10 @@ def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], dev
 
 
 def _implementation(tensor: Tensor) -> ModuleType | None:
-    """Return the module of kernels for the tensor's device; None for a FakeTensor and for an empty tensor."""
+    """Return the module that encodes deltas on this tensor's device: native (C), reference (torch) or triton.
+
+    None for a FakeTensor and for an empty tensor, for which nothing is computed.
+    """
     if isinstance(tensor, FakeTensor) or tensor.numel() == 0:
         return None
     if tensor.device.type == "cpu":

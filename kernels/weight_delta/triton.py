@@ -84,7 +84,10 @@ def _load(new, old, size, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.con
 
 @triton.jit
 def _parameters(c, exponent):
-    """Return the Rice parameters, 0 to 15, of weights with these exponents in a block with the exponent `c`."""
+    """Return the Rice parameters k, 0 to 15, of weights with these exponents in a block with the exponent `c`.
+
+    A lossless delta stores the low k bits of a weight's change as they are, and the rest in unary.
+    """
     return tl.minimum(tl.maximum(c - exponent, 0), 15)
 
 
@@ -99,7 +102,7 @@ def _bit_length(x):
 
 @triton.jit
 def _bytes(bits):
-    """Return the number of bytes that hold `bits` bits."""
+    """Return the number of bytes that hold a given number of bits."""
     return (bits + 7) // 8
 
 
@@ -199,7 +202,7 @@ def _put(words, bit, value, width, mask):
 def _place_kernel(
     new, old, plan, words, size, num_blocks, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr
 ):  # fmt: skip
-    """Write the body of one block, its encoded changes, into the message, unless the block is left out."""
+    """Write the body of one block, its encoded changes, into the message, unless the block does not fit into it."""
     plan += tl.program_id(0)
     start = tl.load(plan + 4 * num_blocks).to(tl.int64)
     kind, c, length = tl.load(plan), tl.load(plan + num_blocks), tl.load(plan + 2 * num_blocks)

@@ -62,7 +62,7 @@ def test_missing_compiler_is_named_in_the_error(cache, source, monkeypatch):
     monkeypatch.setenv("PATH", str(source.parent))
     assert reason(source) == "no C compiler found (cc, gcc or clang)"
     monkeypatch.setenv("CC", "icx-2042 -O3")
-    assert reason(source) == "CC=icx-2042 -O3 is not found"
+    assert reason(source) == "the compiler CC=icx-2042 -O3 is not found"
     assert not cache.exists()
 
 
@@ -77,7 +77,7 @@ def test_compiler_error_is_reported_and_no_file_is_kept(cache, source, capfd):
 def test_hanging_compiler_is_stopped_with_an_error(cache, source, monkeypatch):
     monkeypatch.setenv("CC", "sh -c 'exec sleep 60'")
     monkeypatch.setattr(c_library, "SECONDS", 0.2)
-    assert reason(source) == "sh took longer than 0.2 s"
+    assert reason(source) == "the compiler sh took longer than 0.2 s, and was stopped"
 
 
 @needs_compiler

@@ -225,7 +225,7 @@ def test_missing_compiler_is_named(monkeypatch):
         ("cpu", "CXX", "ls", True, None, "None"),
         ("cuda", "CC", "ls", None, H100, "there is no Triton"),
         ("cuda", "CC", "ls", True, (6, 1), "Triton needs compute capability 7.0, not 6.1"),
-        ("cuda", "CC", "no-such-compiler", True, H100, "CC=no-such-compiler is not found"),
+        ("cuda", "CC", "no-such-compiler", True, H100, "the compiler CC=no-such-compiler is not found"),
         ("cuda", "CC", "ls", True, H100, "None"),
     ):
         monkeypatch.setenv(variable, compiler)
