@@ -147,7 +147,8 @@ class ScheduleConfig:
         if self.lr is not None and self.lr < self.min_lr:
             raise ValueError(f"--min-lr {self.min_lr} is above --lr {self.lr}: lower --min-lr or raise --lr")
         if self.lr is not None and not 0.0 <= self.lr_warmup_init <= self.lr:
-            raise ValueError(f"--lr-warmup-init {self.lr_warmup_init} is not between 0 and --lr {self.lr}")
+            init = f"--lr-warmup-init {self.lr_warmup_init}"
+            raise ValueError(f"{init} is not between 0 and --lr {self.lr}: the warm-up rises from it to --lr")
         check_positive(self, "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
         check_not_negative(self, "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
         for name in ("lr_warmup_iters", "lr_warmup_samples"):
@@ -158,7 +159,9 @@ class ScheduleConfig:
         start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
         for name in ("start_weight_decay", "end_weight_decay"):
             if style == "constant" and (value := getattr(self, name)) is not None:
-                raise ValueError(f"{spelling(self, name)} {value} needs --weight-decay-incr-style linear or cosine")
+                raise ValueError(
+                    f"{spelling(self, name)} {value} needs --weight-decay-incr-style linear or cosine, not constant"
+                )
         if style != "constant" and (start is None or end is None):
             needed = f"--start-weight-decay and --end-weight-decay (given: {start}, {end})"
             raise ValueError(f"--weight-decay-incr-style {style} needs {needed}")

@@ -128,7 +128,7 @@ class Orthogonalizer:
         return text + (f"; the last node holds no rows of {', '.join(thin)}" if thin else "")
 
     def buffer_bytes(self, iteration: int) -> int:
-        """Return the bytes of this rank's buffers in the training step `iteration`, for the memory plan.
+        """Return the bytes that Muon's buffers take on this rank in the training step `iteration`, for `--plan`.
 
         They hold the rows that the rank sends, the matrices that it owns, and in a full step the messages of all nodes.
         """
@@ -215,9 +215,9 @@ class Orthogonalizer:
             yield shard if index is None else shard[index]
 
     def _index(self, block: MatrixBlock, node: int, device: torch.device) -> torch.Tensor | None:
-        """Return which rows of the shard of this rank's peer on `node` belong to a block; None for all rows.
+        """Return which rows of a peer's shard belong to the matrix of a block; None if all rows do.
 
-        The peer is the rank with the same local and tensor-parallel index on that node. The row indices are int64 on
+        The peer is the rank on `node` with this rank's local and tensor-parallel index. The row indices are int64 on
         `device`, and are cached.
         """
         parameter = self.parameters[block.parameter]
@@ -323,7 +323,7 @@ class JointOrthogonalizer:
         return "; experts: ".join(part.describe() for part in self._parts)
 
     def buffer_bytes(self, iteration: int) -> int:
-        """Return the bytes of this rank's buffers in the training step `iteration`, for the memory plan.
+        """Return the bytes that Muon's buffers take on this rank in the training step `iteration`, for `--plan`.
 
         This is the larger number of the dense matrices' and the experts' buffers, which are not in use at once.
         """

@@ -72,7 +72,7 @@ class Schedule:
     ramp_style: str
 
     def learning_rate(self, consumed_samples: int) -> float:
-        """Return the learning rate of the training step that starts after this number of samples of the schedule."""
+        """Return the learning rate of the next training step after `consumed_samples` samples of the schedule."""
         if self.warmup_samples > 0 and consumed_samples <= self.warmup_samples:
             return self.init_lr + (self.max_lr - self.init_lr) * consumed_samples / self.warmup_samples
         if self.decay_style == "constant":
@@ -92,7 +92,7 @@ class Schedule:
         return self.min_lr + height * (self.max_lr - self.min_lr)
 
     def weight_decay(self, consumed_samples: int) -> float:
-        """Return the weight decay of the training step that starts after this number of samples of the schedule.
+        """Return the weight decay of the next training step after `consumed_samples` samples of the schedule.
 
         It applies to parameter groups with a "wd_mult" of 1; groups of biases and norms have no weight decay.
         """
@@ -110,7 +110,8 @@ class Schedule:
     def stretched(self, ratio: Fraction) -> Schedule:
         """Return the schedule with every length in samples multiplied by `ratio`.
 
-        Lengths that are integers are rounded down; the warm-up may be fractional.
+        A run with --train-iters that resumes with another global batch size needs this. Lengths that are integers are
+        rounded down; the warm-up may be fractional.
         """
         if ratio == 1:
             return self
@@ -176,13 +177,18 @@ def build_schedule(
     warmup = getattr(config, f"lr_warmup_{unit}") if fraction is None else fraction * decay
     warmup_flag = f"--lr-warmup-{unit} {warmup}" if fraction is None else f"--lr-warmup-fraction {fraction}"
     if not warmup < decay:
-        raise ValueError(f"{warmup_flag}: the warm-up must be shorter than the decay, {decay_flag}")
+        raise ValueError(
+            f"{warmup_flag}: the warm-up must be shorter than the decay, {decay_flag}, which includes the warm-up"
+        )
     anneal = getattr(config, f"lr_wsd_decay_{unit}")
     if config.lr_decay_style == "WSD":
         if anneal is None:
             raise ValueError(f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of the final decay")
         if not 0 < anneal <= decay - warmup:
-            raise ValueError(f"--lr-wsd-decay-{unit} {anneal} does not fit between {warmup_flag} and {decay_flag}")
+            raise ValueError(
+                f"--lr-wsd-decay-{unit} {anneal} does not fit between {warmup_flag} and {decay_flag}: shorten the final"
+                " decay"
+            )
 
     # ---- convert all lengths to samples, and build the schedule
     samples = 1 if train_iters is None else global_batch_size
