@@ -282,9 +282,9 @@ def yarn_frequencies(frequency: torch.Tensor, config: GPTConfig) -> torch.Tensor
     half, original = len(frequency), config.yarn_original_max_position_embeddings
 
     def channel(turns: float) -> float:
-        """Return the index, as a real number, of the rotary channel that turns `turns` times over YaRN's context.
+        """Return the index, as a real number, of the rotary channel that turns `turns` times over the original context.
 
-        YaRN's context is the original one, --yarn-original-max-position-embeddings tokens.
+        The original context has --yarn-original-max-position-embeddings tokens.
         """
         return half * math.log(original / (turns * 2.0 * math.pi)) / math.log(config.rotary_base)
 

@@ -204,9 +204,10 @@ class GPTModel(nn.Module):
         return self._whole(x).transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
     def _multiplied(self, x: torch.Tensor, head: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
-        """Call head(x, weight) with the output layer's weight and hidden states x, and return the result.
+        """Return head(x, weight) for hidden states x and the weight of the output layer.
 
-        x is divided by --logits-scaling first. With tied embeddings the weight is the word embedding's.
+        The head computes logits or losses from them. x is divided by --logits-scaling first. With tied embeddings the
+        weight is that of the word embedding.
         """
         if self.config.logits_scaling != 1.0:
             x = x / self.config.logits_scaling
@@ -354,7 +355,10 @@ class TransformerLayer(nn.Module):
         return checkpoint(self._marked_and_run, *arguments, use_reentrant=False, context_fn=contexts)
 
     def _kept(self) -> tuple[Any, ...]:
-        """Return further arguments of `_run`: objects that forward fills in and full recomputation reads."""
+        """Return further arguments of `_run` for full recomputation: () here, and router decisions in `MixtureLayer`.
+
+        The forward fills these objects in, and the recomputation in backward reads them.
+        """
         return ()
 
     def _marked_and_run(
@@ -379,9 +383,10 @@ class TransformerLayer(nn.Module):
 
     @functools.cached_property
     def places(self) -> list[tuple[dict[str, Any], str]] | None:
-        """Modules' dicts and names of the DTensor parameters that a compiled layer reads as local tensors.
+        """The DTensor parameters of this layer that compiled code must read as local tensors.
 
-        `local_parameters` uses them. None if the layer is not compiled, or if there is no tensor parallelism.
+        Each is given by the dict of the module that holds the parameter, and its name. `local_parameters` replaces them
+        during the layer's run. None if the layer is not compiled, or if there is no tensor parallelism.
         """
         return places_of(self) if self.settings.compiled and self.settings.tp.size > 1 else None
 
@@ -423,9 +428,10 @@ class MixtureLayer(TransformerLayer):
 
     @functools.cached_property
     def places(self) -> list[tuple[dict[str, Any], str]] | None:
-        """Modules' dicts and names of the DTensor parameters of attention and norms, as in `TransformerLayer.places`.
+        """The DTensor parameters of attention and norms that compiled code must read as local tensors.
 
-        The experts are left out: they are another sharding unit, which FSDP2 gathers later.
+        Their form is that of `TransformerLayer.places`. The experts are left out: they are another sharding unit, which
+        FSDP2 gathers later.
         """
         if not (self.settings.compiled and self.settings.tp.size > 1):
             return None

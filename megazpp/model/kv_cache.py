@@ -83,7 +83,11 @@ class KVCache:
         return (mask if window is None else mask & (places > own - window)).unsqueeze(1)
 
     def add(self, counts: Sequence[int]) -> None:
-        """Add `counts[row]` to the length of each row after a forward, whose further tokens in the row were padding."""
+        """Record after a forward how many tokens it has added to each row of the cache.
+
+        Args:
+            counts: number of new tokens by row. The row's further tokens in the forward were padding.
+        """
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         if len(set(counts)) == 1:  # equal counts: adding one Python number needs no copy from host to device
             self._next += counts[0]
@@ -99,7 +103,7 @@ class KVCache:
             layer.keep(index)
 
     def _rounded(self, length: int) -> int:
-        """Return `length` rounded up to a multiple of `mask_multiple`."""
+        """Round a number of keys up to a multiple of `mask_multiple`, so that tensor shapes change rarely."""
         return -(-length // self._multiple) * self._multiple
 
 

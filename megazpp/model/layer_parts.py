@@ -112,7 +112,12 @@ class Norm(nn.Module):
             self.specs["bias"] = ParameterSpec(partial=partial)
 
     def forward(self, x: torch.Tensor, weights: tuple[torch.Tensor, ...] | None = None) -> torch.Tensor:
-        """Normalize x with `weights`, a result of `read_weights`; None reads the weights of this module."""
+        """Normalize x [..., size] over its last dimension.
+
+        Args:
+            x: tensor to normalize.
+            weights: result of `read_weights`, for a checkpoint inside compiled code; None to read the module's weights.
+        """
         weight, *bias = self.read_weights() if weights is None else weights
         if self.kind == "RMSNorm":
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
@@ -317,7 +322,12 @@ class Dropout(nn.Module):
         self.rate, self.shared = rate, shared
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply dropout to x with `mask`, a result of `draw`; None samples a new mask."""
+        """Apply dropout to x.
+
+        Args:
+            x: tensor of any shape.
+            mask: mask for x that `draw` has sampled; None samples a new mask.
+        """
         if not self._agrees():
             return F.dropout(x, self.rate, self.training)
         return x * (_draw(x, self.rate, self.shared) if mask is None else mask)

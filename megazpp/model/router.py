@@ -202,16 +202,16 @@ class Router(nn.Module):
         return totals
 
     def add_summed_totals(self, totals: torch.Tensor) -> None:
-        """Add a training step's totals [2 E + 2], summed over ranks, to those that `take_summed_totals` returns.
+        """Add this router's totals of a training step, [2 E + 2] summed over ranks, to its sum for the metrics.
 
-        The metrics use these sums if the expert bias has already consumed the totals of `take_totals`.
+        The update of the expert bias calls this in each step, because `take_totals` has reset the router's own totals.
         """
         self._summed = totals if self._summed is None else self._summed + totals
 
     def take_summed_totals(self) -> torch.Tensor | None:
-        """Return the sum of all totals [2 E + 2] that `add_summed_totals` got since the last call, and reset it.
+        """Return the sum [2 E + 2] of the totals that `add_summed_totals` has got since the last call, and reset it.
 
-        None if `add_summed_totals` was not called.
+        None if `add_summed_totals` was not called since, as for routers without an expert bias.
         """
         summed, self._summed = self._summed, None
         return summed

@@ -1,4 +1,4 @@
-"""Flags that say where and in how many bits the weights of a model are stored that is not trained."""
+"""Flags for the weights of a model that is not trained: the memory that stores them, and their bits per element."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class Placed(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The byte of the message after the weight's last row."""
+        """Index of the byte after the weight's last row in a message."""
         return self.start + (self.part_rows * self.rows.row_bytes if self.rows else 4 * math.prod(self.shape))
 
     def rows_in(self, messages: torch.Tensor) -> torch.Tensor:

@@ -85,8 +85,8 @@ def freeze(
         for name in shapes:
             if any(module not in inside for module, _ in slots[name]):
                 raise ValueError(
-                    f"{name} is used in several units: leave its modules out of `units`, so that the unit of the whole "
-                    "model takes it"
+                    f"{name} is used in several units: leave the modules that use this weight out of `units`, so that "
+                    "it belongs to the unit of the whole model"
                 )
         taken.update(shapes)
         groups.append((modules, shapes))
@@ -180,7 +180,7 @@ class FrozenUnits:
                 self.reshard()
 
     def reshard(self) -> None:
-        """Free the unpacked weights of all units."""
+        """Free the memory of the unpacked weights of all frozen units; the packed weights stay in memory."""
         for unit in self.units:
             unit.free()
 
