@@ -264,7 +264,7 @@ def _check_data(name: str, x: Tensor, table: RangeTable) -> None:
         raise ValueError(f"{name} {tuple(x.shape)} has {x.ndim} dims; expected 1 to 3: rows with up to 2 leading dims")
     if x.shape[-1] != table.layout.size:
         size = table.layout.size
-        raise ValueError(f"{name} {tuple(x.shape)} has rows of the wrong size; expected {size} elements in the last dim")
+        raise ValueError(f"{name} {tuple(x.shape)} has rows of the wrong size; expected {size} elements per row")
     _check_rows(name, x)
 
 
