@@ -77,7 +77,7 @@ def load_c_library(source: Path) -> CLibrary:
             version = re.search(r'__VERSION__ "\D*([\d.]+)', known)
             name = "clang" if "__clang__" in known else "gcc"
             return CLibrary(ctypes.CDLL(str(library)), f"{name} {version[1] if version else 'of unknown version'}")
-    except (OSError, RuntimeError) as error:  # Path.home raises RuntimeError if the user has no home directory
+    except (OSError, RuntimeError) as error:  # RuntimeError: Path.home, if the user has no home directory
         raise CLibraryError(f"{source.name}: {error}") from error
 
 

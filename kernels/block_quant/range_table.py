@@ -146,9 +146,9 @@ class Feedback(NamedTuple):
         return cls(torch.zeros(*lead, kept.layout.message_bytes, dtype=torch.uint8, device=device), kept)
 
     def segments(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the stored quantization errors of each quantized segment, as views of this buffer.
+        """Return error feedback's stored quantization errors of each quantized segment, as views of this buffer.
 
-        The views of a segment are (payload [..., bytes] uint8, scales [..., blocks] bf16).
+        The views of a segment are the int8 integers [..., bytes] uint8 and the blocks' scales [..., blocks] bf16.
         """
         spans = [(part.payload, part.scales) for part in self.table.layout.ranges if part.scales is not None]
         return [(span_of(self.messages, p), span_of(self.messages, s).view(torch.bfloat16)) for p, s in spans]

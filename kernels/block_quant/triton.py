@@ -125,7 +125,7 @@ def _constants(table: RangeTable) -> dict[str, object]:
 
 # In the kernels below, name_a, name_b and name_k are the strides of the tensor `name`, in bytes for messages. `left` is
 # the number of elements from the start of the tile to the end of the segment. BITS is 0 if nothing is quantized. WHOLE
-# selects accesses without masks. It is set for a tile that lies completely in its segment and starts at a multiple of
+# selects accesses without masks. It is True for a tile that lies completely in its segment and starts at a multiple of
 # 16 elements.
 
 
@@ -141,7 +141,7 @@ def _pack_kernel(
     With AVERAGE the error that is stored for the next call is `rest` times the new error plus `beta` times the earlier
     one.
     """
-    # ---- move all pointers to this program's row, and load the place of its tile
+    # ---- move all pointers to this program's row, and load where its tile is in the data and in the message
     a, b = _row()
     x += a * x_a + b * x_b
     base += a * base_a + b * base_b

@@ -138,7 +138,7 @@ def _body(z: Tensor, exponents: Tensor) -> tuple[int, Tensor]:
         The kind of the body, and its bytes. The kind is RAW, with bytes that the caller replaces, if the block is too
         irregular for both bodies.
     """
-    # ---- c, the exponent that determines the Rice parameters, from the mean change of the block
+    # ---- the exponent c, which determines the Rice parameters, from the mean change of the block
     highest = int(exponents.where(exponents < 255, 0).max())
     total = int(((z.long() << 6) >> (highest - exponents).clamp(0, 31)).sum())
     c = min(max(highest + ((total >> 3) * 5).bit_length() - 14, DENSE), RAW - 1)

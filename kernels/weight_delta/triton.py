@@ -30,7 +30,8 @@ _CHUNK = tl.constexpr(1024)  # blocks of weights per iteration of the prefix sum
 def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor, numbers: Tensor) -> None:
     """Encode the lossless delta from old to new weights, in Triton; see `reference.encode`."""
     num_blocks = len(kinds)
-    # Rows of `plan`, with one number per block: kind, c, bytes of the body, changed elements, start of the body
+    # Each row of `plan` has one number per block of weights: the kind of the body with the encoded changes, the
+    # exponent c, the bytes of the body, the number of changed elements, and the body's start in the message.
     plan = torch.empty(5, num_blocks, dtype=torch.int32, device=new.device)
     data = (new.view(torch.int16), old.view(torch.int16), plan)
     constants = _constants(new.dtype)
@@ -114,7 +115,7 @@ def _measure_kernel(
 
     Writes the body's kind, c, the body's bytes, and the number of changed elements into `plan`.
     """
-    # ---- c, the exponent that determines the block's Rice parameters, and these parameters
+    # ---- the exponent c of this block, and from it the Rice parameter k of each weight
     z, exponent, _ = _load(new, old, size, SHIFT, MASK, ABOVE)
     changed = z != 0
     count = tl.sum(changed.to(tl.int32))
@@ -213,7 +214,7 @@ def _place_kernel(
         if kind == _RAW:
             _put(words, begin + 16 * lane, after & 0xFFFF, 16, 2 * lane < length)
         else:
-            # ---- in a sparse body, write c and the positions of the changed elements
+            # ---- in a sparse body, write the exponent c and the positions of the changed elements
             sparse = kind <= _MOST_POSITIONS
             taken = z + tl.where(sparse, 0, 1) > 0
             if sparse:
@@ -251,7 +252,7 @@ def _decode_kernel(
         high = tl.load(body + 2 * lane + 1, mask=lane < valid, other=0).to(tl.int32)
         tl.store(weights + lane, ((low | high << 8) << 16 >> 16).to(tl.int16), mask=lane < valid)
     elif length > 0:
-        # ---- the parts of a sparse or dense body: c, positions, remainders, quotients
+        # ---- find the parts of a sparse or dense body: the exponent c, positions, remainders and quotients
         sparse = kind <= _MOST_POSITIONS
         c, count, head = kind, _BLOCK, 0
         if sparse:
