@@ -218,7 +218,7 @@ def compiles_layers(config: GPTConfig, device_type: str) -> tuple[bool, str]:
     if config.compile is None:
         return (False, f"cannot be compiled: {missing}") if missing else (True, "the default on CUDA: see --no-compile")
     if missing:
-        raise ValueError(f"--compile: {missing}. Leave out --compile to run the layers eagerly")
+        raise ValueError(f"--compile cannot be used: {missing}. Leave out --compile to run the layers eagerly")
     return True, "--compile"
 
 

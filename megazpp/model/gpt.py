@@ -367,11 +367,19 @@ class TransformerLayer(nn.Module):
         """Sample the layer's two dropout masks, tell torch.compile which sizes vary, and run the layer.
 
         Compiled code cannot use the generator that tensor-parallel ranks share, so the masks are sampled outside of it.
-        The other arguments and the result are those of `_run`.
+
+        Args:
+            x: residual stream before this layer.
+            inputs: attention mask, rotary angles and documents.
+            cache: key-value cache of this layer, for generation; None in training.
+            kept: objects from `_kept`, which full recomputation needs.
+
+        Returns:
+            The result of `_run`.
         """
         masks = self.dropout.draw(x), self.dropout.draw(x)
         if self.settings.compiled:
-            mark_varying(inputs.document_starts, 0)  # the number of documents differs between batches
+            mark_varying(inputs.document_starts, 0)  # the number of documents differs between micro-batches
         if self.settings.compiled and (self.settings.varying_sizes or cache is not None):
             inputs.mark_varying()
             for tensor in (x, *masks, *(cache.kept or () if cache is not None else ())):

@@ -253,7 +253,8 @@ def plan_routes(
     def copy() -> HostCopy:
         return HostCopy(torch.cat([counts.sum(dim=1), received.sum(dim=1), received.sum(dim=0)]))
 
-    # An all-to-all of rows needs their numbers on the host, so with several ep ranks the copy starts here already.
+    # The all-to-all of rows needs the numbers of rows on the host. So with several ep ranks their copy starts here, and
+    # overlaps with the kernels that are launched until then.
     copied = copy() if kept.sizes is None and ep.size > 1 else None
 
     def sizes() -> Sizes:

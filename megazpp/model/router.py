@@ -209,9 +209,10 @@ class Router(nn.Module):
         self._summed = totals if self._summed is None else self._summed + totals
 
     def take_summed_totals(self) -> torch.Tensor | None:
-        """Return the sum [2 E + 2] of the totals that `add_summed_totals` has got since the last call, and reset it.
+        """Return this router's totals over ranks and over training steps since the last call, and reset them.
 
-        None if `add_summed_totals` was not called since, as for routers without an expert bias.
+        The totals [2 E + 2] are those of `take_totals`, as `add_summed_totals` has collected them. None if it was not
+        called since, as for routers without an expert bias.
         """
         summed, self._summed = self._summed, None
         return summed
@@ -283,7 +284,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _count(self, choice: torch.Tensor, shares: torch.Tensor, counted: torch.Tensor | None) -> None:
-        """Add a micro-batch to this router's totals, which `take_totals` describes.
+        """Add a micro-batch to this router's totals: choices and scores by expert, tokens, and entropies.
 
         Args:
             choice: [S, B, K] int64, chosen experts.
@@ -395,7 +396,7 @@ def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], t
         model: model whose routers are read. Their totals are reset.
         sum_over_ranks_: function that sums a tensor in place over all ranks, and returns it.
     """
-    # ---- the totals of all routers, summed over ranks; for an expert bias, each step has already summed them
+    # ---- get the totals of all routers, and sum them over ranks; the update of an expert bias has already done so
     routers = [(name, module) for name, module in model.named_modules() if isinstance(module, Router)]
     summed = {name: totals for name, router in routers if (totals := router.take_summed_totals()) is not None}
     found = summed or {name: totals for name, router in routers if (totals := router.take_totals()) is not None}

@@ -79,9 +79,9 @@ class DynamicLossScale(LossScaler):
         return {"scale": self.scale, **trackers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the loss scale and its two counters from a checkpoint.
+        """Restore the dynamic loss scale and its counters of steps and overflows from a checkpoint.
 
-        A checkpoint of a run with a constant loss scale has no counters; they then start as in a new run.
+        A checkpoint of a run with a constant loss scale has no counters, which then start as in a new run.
         """
         self.scale = float(state["scale"])
         self._growth_tracker = int(state.get("growth_tracker", 0))

@@ -215,7 +215,7 @@ class Orthogonalizer:
             yield shard if index is None else shard[index]
 
     def _index(self, block: MatrixBlock, node: int, device: torch.device) -> torch.Tensor | None:
-        """Return which rows of a peer's shard belong to the matrix of a block; None if all rows do.
+        """Return which rows of a parameter's shard on a peer belong to the matrix of `block`; None if all rows do.
 
         The peer is the rank on `node` with this rank's local and tensor-parallel index. The row indices are int64 on
         `device`, and are cached.

@@ -94,7 +94,8 @@ def freeze(
     *of_units, rest = groups
     frozen = FrozenUnits(axis, outermost=bool(rest[1]))
     with torch.inference_mode(False), torch.no_grad():
-        for modules, shapes in (rest, *of_units):  # the unit of the whole model first, because its use surrounds all
+        # The unit of the whole model comes first, because its use surrounds the use of all other units.
+        for modules, shapes in (rest, *of_units):
             if shapes:
                 title = ", ".join(titles[module] or "the rest" for module in modules)
                 plan = plan_message(title, shapes, axis.size, *stored, vectors=dtype, align=16, exact=exact)
@@ -240,7 +241,7 @@ class FrozenUnit:
             self.weights.append((placed, whole, whole[: math.prod(placed.shape)].view(placed.shape)))
             if self._packs:
                 whole.untyped_storage().resize_(0)
-        self.is_unpacked = False  # True from `unpack` to `free`, while the unpacked weights have memory
+        self.is_unpacked = False  # True between `unpack` and `free`, while the unpacked weights take memory
         # True once a forward has returned an output that requires a gradient, until the end of the next backward: the
         # backward will need the unit.
         self.expects_backward = False
@@ -252,7 +253,10 @@ class FrozenUnit:
         self._forward = object()  # an object that identifies the current forward; each forward gets a new one
 
     def unpack(self) -> None:
-        """Gather and unpack the unit's weights unless they are unpacked, and start to gather the next unit."""
+        """Gather and unpack the weights of this frozen unit, and start to gather the weights of the next unit.
+
+        Nothing happens if the weights are unpacked already.
+        """
         if self.is_unpacked:
             return
         received = self._received or self._start_gather()
@@ -266,7 +270,7 @@ class FrozenUnit:
         done.wait()
 
     def free(self) -> None:
-        """Free the memory of the unit's unpacked weights; the packed weights stay in memory."""
+        """Free the memory of this frozen unit's unpacked weights; the packed weights stay in memory."""
         if self.is_unpacked:
             self.is_unpacked = False
             for _, whole, _ in self.weights:
@@ -312,7 +316,10 @@ class FrozenUnit:
             module.register_forward_hook(self._after_forward)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Unpack the unit's weights before a module's forward, and register a hook for the end of its backward."""
+        """Unpack the frozen weights that a module uses before its forward, and register a hook for its backward's end.
+
+        This is a forward pre-hook of each module of the unit.
+        """
         # The module starts a new forward of the unit in two cases. It has already run in the current forward; or no
         # module of the current forward has finished, because an exception has interrupted that forward. (Activation
         # recomputation may stop a forward by an exception.)
@@ -325,7 +332,10 @@ class FrozenUnit:
             register_multi_grad_hook(inputs, functools.partial(self._finish_backward, self._forward))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Free the unit's weights after its last module's forward; register hooks for the start of its backward."""
+        """Free the unit's unpacked weights if its last module has run, and register hooks for its backward's start.
+
+        This is a forward hook of each module of the frozen unit.
+        """
         self._to_run.discard(module)
         if not self._to_run:
             self.free_unless_used()

@@ -198,7 +198,10 @@ def spell_checksum(total: int) -> str:
 
 
 def wrapped(total: int) -> int:
-    """Return the number in the range of int64 that equals `total` modulo 2^64, so that a tensor can hold it."""
+    """Return the number in the range of int64 that equals `total` modulo 2^64.
+
+    Sums for the checksum of weights are Python ints without limit; a tensor that is all-reduced holds an int64.
+    """
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 

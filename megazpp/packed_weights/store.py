@@ -59,8 +59,8 @@ class WeightStore:
         while count := os.preadv(self._file.fileno(), [view[done : done + _AT_ONCE]], self.starts[index] + done):
             done += count
         if index not in self._verified:
-            if zlib.crc32(view) != self._sums[index]:
-                raise self._damaged(f"message {index} does not have the CRC-32 that the file states")
+            if (found := zlib.crc32(view)) != self._sums[index]:
+                raise self._damaged(f"layer message {index} has CRC-32 {found:08x} instead of {self._sums[index]:08x}")
             self._verified.add(index)
         return buffer
 

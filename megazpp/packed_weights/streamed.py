@@ -155,7 +155,10 @@ class StreamedUnits:
 
     @contextmanager
     def keep_unsharded(self) -> Iterator[None]:
-        """Return a context that has no effect, because each use of a streamed layer fetches the weights again."""
+        """Return a context that has no effect; for frozen units it keeps weights unpacked during a generation.
+
+        Each use of a streamed layer fetches the layer's weights again.
+        """
         yield
 
     def reshard(self) -> None:

@@ -216,7 +216,9 @@ def test_layers_are_compiled_by_default_on_cuda(monkeypatch):
     monkeypatch.setattr(backends, "missing_compiler", lambda device_type: "there is no Triton")
     rows = model_backends(GPT2_STYLE, device=GPU, dtype=torch.float32, documents=False)
     assert rows[-1] == ("layers", "eager", "cannot be compiled: there is no Triton")
-    assert not not_refused([(True, device, "--compile: there is no Triton") for device in ("cuda", "cpu")], choice)
+    assert not not_refused(
+        [(True, device, "--compile cannot be used: there is no Triton") for device in ("cuda", "cpu")], choice
+    )
 
 
 def test_missing_compiler_is_named(monkeypatch):
