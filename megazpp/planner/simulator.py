@@ -505,13 +505,6 @@ class SimulatedCodec(Codec):
     def __init__(self, layout: MessageLayout, dtype: torch.dtype, touch: Callable[[int], None]) -> None:
         super().__init__(layout, dtype)
         self._touch = touch
-        # Messages by their number: meta tensors have no content, so one tensor per number is enough.
-        self._empty: dict[tuple[int, ...], torch.Tensor] = {}
-
-    def empty(self, *peers: int, device: torch.device) -> torch.Tensor:
-        if peers not in self._empty:
-            self._empty[peers] = _empty(*peers, self.message_bytes, dtype=torch.uint8)
-        return self._empty[peers]
 
     def pack(
         self,
