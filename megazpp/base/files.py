@@ -122,7 +122,8 @@ def check_writable(path: Path, flag: str, *, overwrite: bool) -> None:
         reason = "cannot be written to" if path.parent.is_dir() else "is no directory"
         raise ValueError(f"{flag}: {path} cannot be made: {path.parent} {reason}")
     if path.is_dir() or (path.exists() and not overwrite):
-        raise ValueError(f"{flag}: {path} exists" + ("" if path.is_dir() else " (--overwrite replaces it)"))
+        hint = "and is a folder: choose another path" if path.is_dir() else "(--overwrite replaces it)"
+        raise ValueError(f"{flag}: {path} exists {hint}")
 
 
 def first_free(name: Callable[[int], Path]) -> Path:

@@ -182,14 +182,15 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
     tokens = own.tokens / own.micro_batches / gpus
     if device.calibration is None:
         yield (
-            f"warning: no run on {device.name} was compared, so take the times as lower bounds; if one of the "
-            f"calibrations {', '.join(CALIBRATIONS)} is for this device, name it in the cluster file's "
+            f"warning: the planner was compared with no run on {device.name}, so take the times as lower bounds; if "
+            f"one of the calibrations {', '.join(CALIBRATIONS)} is for this device, name it in the cluster file's "
             "device.calibration"
         )
     elif tokens < calibration.tokens:
         yield (
-            f"warning: a rank's micro-batch has {tokens:.0f} tokens, and runs were compared only with at least "
-            f"{calibration.tokens:.0f}, so take the times as lower bounds; a larger --micro-batch-size has more tokens"
+            f"warning: a rank's micro-batch has {tokens:.0f} tokens, and the planner was compared only with runs of at "
+            f"least {calibration.tokens:.0f}, so take the times as lower bounds; a larger --micro-batch-size has more "
+            "tokens"
         )
     if own.config.model.fp8_format is not None:
         yield (

@@ -40,7 +40,7 @@ def read_rounds(file: Path) -> list[Row]:
     rows = [row for row in map(_row, lines) if row is not None]
     if not rows:
         raise ValueError(
-            f"--rounds {file}: no line is about a version; give FOLDER/rounds.jsonl of tools/coordinate.py"
+            f"--rounds {file}: no line is about a version of an elastic run; give tools/coordinate.py's rounds.jsonl"
         )
     return rows
 

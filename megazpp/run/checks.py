@@ -281,7 +281,7 @@ def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int
             raise ValueError(f"{in_use(model, name, size)} is not divisible by --tensor-model-parallel-size {tp_size}")
     if model.heads % (cp_size * tp_size):
         degrees = f"--context-parallel-size {cp_size} x --tensor-model-parallel-size {tp_size}"
-        raise ValueError(f"--num-attention-heads {model.heads} is not divisible by {degrees}")
+        raise ValueError(f"--num-attention-heads {model.heads} is not divisible by {degrees}: change one of them")
 
     # ---- sequence length
     longest, scaled = model.max_position_embeddings, ""
@@ -318,7 +318,7 @@ def check_experts(model: GPTConfig, layout: Layout, *, zero_stage: int) -> None:
     if layout.tp > layout.cluster.local_domain_size:
         raise ValueError(
             f"{experts} with --tensor-model-parallel-size {layout.tp}, more than the "
-            f"{layout.cluster.local_domain_size} ranks of a node, is not supported"
+            f"{layout.cluster.local_domain_size} ranks of a node, is not supported: use a smaller size"
         )
     if zero_stage == 0 and layout.ep != layout.tp:
         raise ValueError(

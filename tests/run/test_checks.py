@@ -21,11 +21,11 @@ REFUSED = """
 1 | --use-rope-scaling | --use-rope-scaling needs --position-embedding-type rope
 1 | --window-size 62 | --window-size 62 is not LEFT,0
 1 | --window-attn-skip-freq 2 | --window-attn-skip-freq 2 needs --window-size
-1 | --window-size 7,0 --window-attn-skip-freq 0 | --window-attn-skip-freq 0 is neither a number N nor a list
-1 | --window-size 7,0 --window-attn-skip-freq [1,2] | --window-attn-skip-freq [1,2] is neither a number N nor
-1 | --window-size 7,0 --window-attn-skip-freq [1,1,1,1,1,1,1] | [1,1,1,1,1,1,1] does not have one entry for each of
+1 | --window-size 7,0 --window-attn-skip-freq 0 | --window-attn-skip-freq 0 is neither a positive number N
+1 | --window-size 7,0 --window-attn-skip-freq [1,2] | --window-attn-skip-freq [1,2] is neither a positive number
+1 | --window-size 7,0 --window-attn-skip-freq [1,1,1,1,1,1,1] | [1,1,1,1,1,1,1] does not have one entry
 1 | --no-rope-freq 4 | --no-rope-freq 4 needs --position-embedding-type rope
-1 | --position-embedding-type rope --no-rope-freq -1 | --no-rope-freq -1 is neither a number N nor
+1 | --position-embedding-type rope --no-rope-freq -1 | --no-rope-freq -1 is neither a positive number N
 1 | --rope-type yarn | --rope-type yarn needs --position-embedding-type rope
 1 | --rotary-scaling-factor 2 | --rotary-scaling-factor 2.0 needs --rope-type yarn or dynamic
 1 | --position-embedding-type rope --rope-type yarn --rotary-scaling-factor 0.5 | --rotary-scaling-factor 0.5 is not
