@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
 from typing import TYPE_CHECKING
 
 from megazpp.run.arguments import RunConfig
@@ -38,10 +38,13 @@ class WeightPatchesFeature(Feature):
         flags = parts.config.section(PatchesConfig)
         if flags.save_weight_patches is None:
             return Attached()
+        from megazpp.parallel.dims import raise_on_all_ranks
+        from megazpp.training.context import make_writable
         from megazpp.training.loop import AfterStep
         from megazpp.weight_patches.patches import WeightPatches
 
-        folder, interval = Path(flags.save_weight_patches), flags.weight_anchor_interval
+        make = functools.partial(make_writable, flags.save_weight_patches, "--save-weight-patches")
+        folder, interval = raise_on_all_ranks(parts.run.dims.world, make), flags.weight_anchor_interval
         dtype = parts.config.precision.param_dtype
         patches = WeightPatches(folder, interval, *parts.built, parts.run.dims, dtype=dtype)
         return Attached(after_step=(AfterStep(patches.write, interval=1),))

@@ -37,6 +37,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megazpp.base.files import first_free, renamed_when_done
+from megazpp.base.program import errors_as, user_errors
 from megazpp.convert.huggingface import choose_architecture
 from megazpp.convert.model import HEAD, held
 from megazpp.convert.safetensors_file import write_tensors
@@ -143,7 +144,8 @@ class WeightPatches:
         name = f"{kind}-{self._step:06d}-{self._file:05d}-of-{self._num_files:05d}.safetensors"
         path = self._chain_folder / name
         about = {"step": str(self._step), "chain": f"{self._chain:08x}", **about}
-        with renamed_when_done(path.with_suffix(".unfinished"), path) as unfinished:
+        failure = errors_as(f"--save-weight-patches: {path} cannot be written", OSError)
+        with user_errors(), failure, renamed_when_done(path.with_suffix(".unfinished"), path) as unfinished:
             write_tensors(unfinished, {name: held(tensor) for name, tensor in tensors.items()}, about)
 
 

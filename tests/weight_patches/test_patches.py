@@ -5,6 +5,7 @@ import json
 import math
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,16 +13,19 @@ import torch
 from helpers.program import run_forked
 from helpers.ranks import ranks
 from helpers.refusals import not_refused
-from helpers.small_run import ROOT, SMALL, check
+from helpers.small_run import ROOT, SMALL, check, parse
 from helpers.tiers import slow
 from helpers.training import BIASED_STYLE, GPT2_STYLE, LLAMA_STYLE, MIXTURE_STYLE, Case, build_step
 from safetensors.torch import load_file
 
 from megazpp.base.files import DamagedError
+from megazpp.base.program import UserError
 from megazpp.convert.huggingface import choose_architecture, to_files
 from megazpp.convert.model import OUTPUT, WORDS, held, split_all
 from megazpp.convert.safetensors_file import read_metadata
 from megazpp.optim.schedule import TrainingProgress
+from megazpp.parallel.axis import MeshAxis
+from megazpp.weight_patches.feature import FEATURE
 from megazpp.weight_patches.patches import WeightPatches
 from megazpp.weight_patches.reader import PatchReader, newest_step
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
@@ -204,6 +208,22 @@ def test_unsupported_weights_are_rejected_by_flag():
     ]
     flags = [(f"--save-weight-patches patches {flags}", message) for flags, message in rows]
     assert not_refused(flags, lambda flags: check(flags, nodes=2, ranks_per_node=2)) == []
+
+
+def test_folder_that_cannot_be_written_to_is_named_before_training(tmp_path):
+    (tmp_path / "file").touch()
+    config = parse(f"{SMALL} --bf16 --save-weight-patches {tmp_path}/file/patches").config
+    parts: Any = SimpleNamespace(config=config, run=SimpleNamespace(dims=SimpleNamespace(world=MeshAxis("world"))))
+    with pytest.raises(ValueError, match="--save-weight-patches .*/file/patches is not a folder that can be written"):
+        FEATURE.attach(parts)
+
+
+def test_file_that_cannot_be_written_ends_the_run_with_its_name(tmp_path):
+    axis = MeshAxis("alone")
+    patches = WeightPatches(tmp_path, 1, *[SimpleNamespace(shard=axis, tp=axis)] * 3, dtype=torch.bfloat16)
+    patches._chain_folder, patches._step = tmp_path / "gone", 1
+    with pytest.raises(UserError, match="--save-weight-patches: .*/gone/patch-000001.* cannot be written: "):
+        patches._write("patch", {"x": torch.zeros(1)}, {})
 
 
 @pytest.mark.slow
