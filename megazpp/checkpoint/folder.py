@@ -108,15 +108,23 @@ class CheckpointFolder:
         Raises:
             DamagedError: the tracker file has no iteration, or the checkpoint of its iteration is missing.
         """
-        tracker = self.path / TRACKER
-        text = read_tracker(tracker)
-        if text is None:
+        iteration = self.tracked()
+        if iteration is None:
             return max(self.iterations(), default=None)
-        named = self.of(int(text))
+        named = self.of(iteration)
         if not named.is_dir():
             aside = "".join(f"; {path} may be it" for path in self.path.glob(f"{named.name}.replaced-*"))
-            raise DamagedError(f"{tracker} names iteration {int(text)}, but {named} is missing{aside}")
-        return int(text)
+            raise DamagedError(f"{self.path / TRACKER} names iteration {iteration}, but {named} is missing{aside}")
+        return iteration
+
+    def tracked(self) -> int | None:
+        """Return the iteration in the tracker file, whether it has a checkpoint or not; None without a tracker file.
+
+        Raises:
+            DamagedError: the tracker file cannot be read, or has no iteration.
+        """
+        text = read_tracker(self.path / TRACKER)
+        return None if text is None else int(text)
 
     def check_not_inside(self) -> None:
         """Raise ValueError if the path is a single checkpoint (`iter_...`) instead of its parent folder."""

@@ -94,6 +94,10 @@ class LoadSource(NamedTuple):
             try:
                 wanted = self.folder.latest()
             except DamagedError:
+                # Checkpoints after the missing one may belong to a branch that the run has left by --ckpt-step.
+                with contextlib.suppress(DamagedError):  # a damaged tracker file names no iteration
+                    tracked = self.folder.tracked()
+                    found = [iteration for iteration in found if tracked is None or iteration < tracked]
                 if not self.fallback or not found:
                     raise
                 wanted = found[-1]

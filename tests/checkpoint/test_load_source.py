@@ -133,6 +133,16 @@ def test_newest_is_loaded_without_a_tracker_but_a_bad_one_needs_fallback(used):
         assert candidates(load=str(used), load_fallback=True) == [30, 20, 10]
 
 
+def test_fallback_from_a_missing_checkpoint_takes_no_later_one(used):
+    """After --ckpt-step 20 has set the tracker, iteration 30 is of a branch that the run has left."""
+    for missing, expected in ((25, [20, 10]), (15, [10])):
+        (used / TRACKER).write_text(str(missing))
+        assert candidates(load=str(used), load_fallback=True) == expected
+    (used / TRACKER).write_text("5")
+    with pytest.raises(DamagedError, match=r"names iteration 5, but .*iter_0000005 is missing"):
+        candidates(load=str(used), load_fallback=True)
+
+
 def test_restarted_job_resumes_its_own_save_or_starts_as_flags_say(used, tmp_path):
     own = choose(restarted=True, save=str(used), load=str(tmp_path / "base"), finetune=True, save_rng=False)
     assert (own.folder.path, *own[1:6]) == (used, None, True, True, False, False)

@@ -214,7 +214,7 @@ def test_folder_that_cannot_be_written_to_is_named_before_training(tmp_path):
     (tmp_path / "file").touch()
     config = parse(f"{SMALL} --bf16 --save-weight-patches {tmp_path}/file/patches").config
     parts: Any = SimpleNamespace(config=config, run=SimpleNamespace(dims=SimpleNamespace(world=MeshAxis("world"))))
-    with pytest.raises(ValueError, match="--save-weight-patches .*/file/patches is not a folder that can be written"):
+    with pytest.raises(ValueError, match=r"--save-weight-patches .*/file/patches is not a folder that can be written"):
         FEATURE.attach(parts)
 
 
@@ -222,7 +222,7 @@ def test_file_that_cannot_be_written_ends_the_run_with_its_name(tmp_path):
     axis = MeshAxis("alone")
     patches = WeightPatches(tmp_path, 1, *[SimpleNamespace(shard=axis, tp=axis)] * 3, dtype=torch.bfloat16)
     patches._chain_folder, patches._step = tmp_path / "gone", 1
-    with pytest.raises(UserError, match="--save-weight-patches: .*/gone/patch-000001.* cannot be written: "):
+    with pytest.raises(UserError, match=r"--save-weight-patches: .*/gone/patch-000001.* cannot be written: "):
         patches._write("patch", {"x": torch.zeros(1)}, {})
 
 
