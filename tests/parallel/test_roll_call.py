@@ -9,13 +9,17 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megazpp.base.launcher import LOOPBACK
 from megazpp.base.program import LAUNCHER_PID, UserError
 from megazpp.parallel import roll_call, worker
+from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.launch import RankInfo, listen_on_loopback, loopback_store
 from megazpp.parallel.roll_call import call_roll, show_once, tell
+from megazpp.parallel.watchdog import Watchdog
+from megazpp.parallel.worker import Worker
 
 HOSTS = ("alpha", "alpha", "beta", "beta")
 EQUAL = {"--lr": "0.001", "the version of torch": "2.13"}
@@ -70,6 +74,22 @@ def test_each_different_fact_is_named_with_values_hosts_and_ranks(capfd):
     ]
     assert found == ["\n".join(lines)] * 4
     assert printed(capfd) == sorted([lines[1], lines[1], f"[alpha] {lines[0]}", f"[beta] {lines[0]}"])
+
+
+def test_watchdog_sees_a_rank_that_waits_for_the_facts_of_another():
+    """A rank that cannot read its data, on a file system that does not answer, still has a heartbeat."""
+    watchdogs = dict[int, Watchdog]()
+
+    def compare(store: dist.Store, place: RankInfo, host: str) -> str:
+        own = watchdogs[place.rank] = Watchdog(store, place, LaunchConfig(), restarts=0)  # not started
+        seen, until = "", time.monotonic() + 10.0
+        while place.rank == 1 and not seen and time.monotonic() < until:  # begins only when rank 0 waits
+            seen = watchdogs[0]._state().describe() if 0 in watchdogs and watchdogs[0]._activity.now() else ""
+        Worker(**vars(place), device=torch.device("cpu"), store=store, watchdog=own).compare(EQUAL, name="data")
+        return seen
+
+    assert on_ranks(compare, compare) == ["", "world compare data for 0 s"]
+    assert [watchdogs[rank]._activity.now() for rank in (0, 1)] == [[], []]
 
 
 def test_long_lists_of_differences_are_cut():
