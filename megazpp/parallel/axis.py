@@ -176,7 +176,7 @@ class MeshAxis:
         """Sum `x`, [size * n, ...] on each rank, over the axis, and return this rank's slice of the sum, [n, ...].
 
         Args:
-            x: this rank's summand for the slices of all ranks, in axis order.
+            x: this rank's contribution to the slices of all ranks, in axis order.
             out: optional [n, ...] buffer for the result.
             of: name of the reduced tensor in the timeline.
         """
@@ -271,8 +271,8 @@ class MeshAxis:
         slices = x.view(self.size, *out.shape)
         successor, predecessor = self.ranks[(self.rank + 1) % self.size], self.ranks[self.rank - 1]
         partial = slices[self.rank - 1]
-        # The partial sum of each slice goes around the ring, and every rank adds its summand. The partial sum ends at
-        # the rank that owns the slice.
+        # The partial sum of each slice goes around the ring, and every rank adds its contribution. The partial sum ends
+        # at the rank that owns the slice.
         for hop in range(2, self.size + 1):
             incoming = torch.empty_like(partial)
             received = dist.irecv(incoming, predecessor, group=self.group)

@@ -104,11 +104,11 @@ class Cluster:
         return self.order is None or self.order == tuple(range(self.world_size))
 
     def rank_at(self, position: int) -> int:
-        """Return the rank at a position."""
+        """Return the rank at a position of the cluster, see `order`."""
         return position if self.order is None else self.order[position]
 
     def position_of(self, rank: int) -> int:
-        """Return the position of a rank."""
+        """Return the position of a rank in the cluster. Positions are numbered node by node and domain by domain."""
         return rank if self.order is None else self._positions[rank]
 
     def node_of(self, rank: int) -> int:

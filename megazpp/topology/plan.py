@@ -119,7 +119,7 @@ def layout_from_record(record: Mapping[str, Any]) -> Layout:
     layout = Layout(cluster=cluster, **of_layout)
     if min(of_layout.values()) < 1 or layout.data * layout.cp * layout.tp != cluster.world_size:
         sizes = " x ".join(map(str, of_layout.values()))
-        raise ValueError(f"axes of {sizes} ranks do not match the {cluster.world_size} ranks of the cluster")
+        raise ValueError(f"a layout with axes of {sizes} ranks does not fit a cluster of {cluster.world_size} ranks")
     return layout
 
 

@@ -53,7 +53,7 @@ class LossHistory:
 
 
 class NotFiniteError(JobError):
-    """An error that ends the job because the loss or a gradient of a step is NaN or Inf."""
+    """The error that ends the job because the loss or a gradient of a training step is NaN or Inf."""
 
 
 class Evidence(NamedTuple):
@@ -62,7 +62,7 @@ class Evidence(NamedTuple):
     A rank keeps them until it knows whether the step is finite. They include no gradients.
     """
 
-    losses: torch.Tensor  # [number of micro-batches] this rank's summands of the step's loss
+    losses: torch.Tensor  # [number of micro-batches] this rank's contributions to the step's loss
     norm: GradNorm  # gradient norm of the step, with the norms of single parameters
     own: Mapping[str, torch.Tensor] | None  # sums of this rank's gradients before reduction; None with ZeRO stage 0
 
@@ -76,7 +76,7 @@ class StepReport:
         iteration: iteration of the step. None if all steps of this rank's replica group were finite; then the other
             fields are empty.
         loss, norm: loss and gradient norm of the global batch.
-        losses: this rank's summands of the loss, one per micro-batch.
+        losses: this rank's contributions to the loss, one per micro-batch.
         suspects: names of the parameters in the sharding units in which this rank's gradients were not finite before
             their reduction. None with ZeRO stage 0, where FSDP2 offers no gradients of a single rank.
         norms: gradient norm of each parameter, by name.
@@ -146,7 +146,7 @@ class Guard:
         """Return the values with which `allows` can explain a failure of this step; call this after the backward.
 
         Args:
-            local_losses: [number of micro-batches] this rank's summands of the step's loss.
+            local_losses: [number of micro-batches] this rank's contributions to the step's loss.
             norm: gradient norm of the step.
         """
         return Evidence(local_losses, norm, self.sharding.own_gradients())

@@ -76,9 +76,10 @@ class BatchPlan:
     start_samples: int = 0  # samples that the steps before this plan consumed
 
     def resumed_at(self, progress: TrainingProgress) -> BatchPlan:
-        """Return the plan of a run that resumes from `progress`.
+        """Return this plan for a run that resumes from `progress`.
 
-        The plan starts at iteration 0 if the batch sizes never changed, and at `progress` otherwise.
+        If all steps before `progress` had the batch sizes of this plan, the result starts at iteration 0. Otherwise it
+        starts at `progress`.
         """
         whole = dataclasses.replace(self, start_iteration=0, start_samples=0)
         if whole.consumed_samples_at(progress.iteration) == progress.consumed_samples:
@@ -108,7 +109,7 @@ class BatchPlan:
         return self.start_batch_size + consumed_samples * num_increments // self.rampup_samples * self.increment
 
     def num_micro_batches_at(self, consumed_samples: int) -> int:
-        """Return the micro-batches per rank of the step that starts after `consumed_samples` samples."""
+        """Return the number of micro-batches per rank of the step that starts after `consumed_samples` samples."""
         return self.batch_size_at(consumed_samples) // (self.micro_batch_size * self.data_parallel_size)
 
     def consumed_samples_at(self, iteration: int) -> int:

@@ -95,12 +95,12 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
 
 
 def mfu_convention(flops_per_token: int, name: str, peak: float | None) -> str:
-    """Return one line that defines the FLOP/s and MFU of the log; it is printed once per run.
+    """Return the log line that defines FLOP/s and MFU. It is printed once per run.
 
     Args:
-        flops_per_token: model FLOPs per token.
-        name: name from `device_name`.
-        peak: peak FLOP/s of the device; None if not known.
+        flops_per_token: model FLOPs per token, see `model_flops_per_token`.
+        name: name of the device from `device_name`.
+        peak: peak FLOP/s of the device; None if the peak is not known, so that the log has no MFU.
     """
     model = f"model FLOPs: {flops_per_token:.4E} per token (forward + backward, causal half, no recomputation)"
     if peak is None:

@@ -140,7 +140,7 @@ def train(
             iteration, batch_size = progress.iteration + 1, plan.batch_size_at(progress.consumed_samples)
             began, cpu_began, waited = time.perf_counter(), time.process_time(), loader.wait_seconds
 
-            # ---- load the batch and launch the step
+            # ---- load this rank's micro-batches, and launch the training step
             with ExitStack() as around:
                 for observer in observers:
                     around.enter_context(observer(iteration))
@@ -173,7 +173,7 @@ def train(
                     final = plan.is_complete(after_it)
             collect_garbage(iteration)
 
-            # ---- advance the progress, and decide whether to stop
+            # ---- advance the progress of the run, and decide whether to stop
             micro_batches = plan.num_micro_batches_at(progress.consumed_samples)
             progress = after_it._replace(
                 scheduled_samples=after_it.scheduled_samples

@@ -28,8 +28,8 @@ ALWAYS = ("grad_norm", "max_grad_norm", "peak_memory_bytes")
 class StepRecord:
     """The numbers of one optimizer step.
 
-    `TrainStep` fills in the fields up to `metrics`, and the training loop adds the others. All fields except the times
-    are equal on all ranks.
+    `TrainStep` fills in the fields up to `metrics`, and the training loop adds the others. All fields are equal on all
+    ranks, except the times and, until the next log line, `tokens`.
 
     Attributes:
         iteration: index of the step, counted from 1.
@@ -272,7 +272,7 @@ class Meter:
             for name, value in step.metrics.items():
                 by_name.setdefault(name, []).append(value)
         norms = [step.grad_norm for step in steps if step.grad_norm is not None]
-        # ---- speed, and remaining time of the run
+        # ---- speed in the interval, and remaining time of the run
         speed = tokens / seconds if seconds else 0.0
         flops = speed * self.flops_per_token / self.world_size
         samples_left = max(0, self.total_samples - last.consumed_samples)

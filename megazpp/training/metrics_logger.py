@@ -85,7 +85,7 @@ class MetricsRecorder:
 
     def step(self, record: StepRecord, *, last: bool) -> None:
         """Record a training step. If a log interval ends with the step, or the step is the `last` one, log a line."""
-        # ---- numbers that only a log line has
+        # ---- for a log line, compute the numbers that no other step has
         run, dims, log = self.run, self.run.dims, last or self.logs(record.iteration)
         sent = self._sent_bytes_per_node() if log else NOTHING_SENT  # the parameter norm below sends further bytes
         if log and self.config.log_params_norm:
@@ -97,7 +97,7 @@ class MetricsRecorder:
             with dims.counter.paused():
                 record.metrics = {**record.metrics, **router_metrics(self.sharding.model, dims.world.all_reduce_)}
 
-        # ---- the record of the step
+        # ---- add the record of the step to the meter, and write it to wandb and TensorBoard
         self.meter.add(record)
         if not self.meter.whole_samples:
             self._uneven.append(record)
@@ -114,7 +114,7 @@ class MetricsRecorder:
         if not log:
             return
 
-        # ---- the log line of the interval, the timers, and the record of the interval
+        # ---- print the log line of the interval and the timers, and write the record of the interval
         first, peak = self.last_interval is None, peak_memory_bytes(run.device)
         interval = self.last_interval = self.meter.interval(sent, peak_memory_bytes=peak)
         run.log(interval.line, short=interval.short_line)

@@ -2,7 +2,7 @@
 
 Every loss is a sum over the complete global batch. Before the first micro-batch, an objective computes the loss's
 denominators from all micro-batches of all data ranks. The loss of a micro-batch, divided by them, is the micro-batch's
-summand of the step's loss. The step's loss therefore depends neither on the number of ranks nor on the size of
+contribution to the step's loss. The step's loss therefore depends neither on the number of ranks nor on the size of
 micro-batches.
 """
 
@@ -32,7 +32,7 @@ class Objective(Protocol):
         """
 
     def loss(self, model: GPTModel, batch: Any) -> torch.Tensor:
-        """Return a micro-batch's summand of the step's loss, a scalar.
+        """Return a micro-batch's contribution to the step's loss, a scalar.
 
         The sum over all micro-batches and data ranks is the loss of the global batch.
         """
@@ -70,7 +70,7 @@ def add_router_gradient(
     Routers of a mixture of experts thus train with the model, but the logged loss does not include their losses.
 
     Args:
-        loss: the micro-batch's summand of the step's loss, a scalar.
+        loss: the micro-batch's contribution to the step's loss, a scalar.
         router_loss: [B] losses of routers, one per sequence, that a forward has given to its head; None without them.
         num_rows: number of sequences in the global batch, over which the losses of routers are averaged.
     """
@@ -108,7 +108,7 @@ class LanguageModelLoss:
         self._sequences = own_sequences * dims.data_size // dims.replica_group.size
 
     def loss(self, model: GPTModel, batch: MicroBatch) -> torch.Tensor:
-        """Return the micro-batch's summand of the mean loss over the global batch, a scalar."""
+        """Return the micro-batch's contribution to the mean loss over the global batch, a scalar."""
 
         def head(
             model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor | None

@@ -51,7 +51,7 @@ def record_results(
         unigram_entropy: entropy of the validation text's single tokens, in nats per token; None if unknown.
         zero3: function from the run's number of micro-batches per rank to the bytes that ZeRO-3 would have sent.
     """
-    # ---- the last evaluations
+    # ---- run the last evaluations
     run, meter, metric = recorder.run, recorder.meter, recorder.metric
     if evaluate and (recorder.last_validation is None or recorder.last_validation[0] != progress.iteration):
         recorder.validate(progress)
@@ -60,7 +60,7 @@ def record_results(
         where, how = f"iteration {progress.iteration} on test set", {"has_perplexity": recorder.has_perplexity}
         for line in validation_lines(where, test_loss, metric=metric, **how):
             run.log(line)
-    # ---- the results, combined over ranks
+    # ---- combine the results of all ranks
     measured = None if recorder.last_validation is None else recorder.last_validation[1]
     used = torch.tensor(meter.cpu_seconds, dtype=torch.float64, device=run.device)
     peak = torch.tensor(float(peak_memory_bytes(run.device)), dtype=torch.float64, device=run.device)
@@ -75,19 +75,19 @@ def record_results(
     }
     if metric != "lm_loss" and measured is not None:
         summary[f"validation_{metric}"] = measured
-    # ---- the bytes that all training steps have sent, compared with ZeRO-3
+    # ---- collect the bytes that all training steps have sent, and compare them with ZeRO-3
     rows, compared = collect_traffic(run.dims, run.device), zero3(meter.micro_batches)
     if rows:
         run.log(traffic_table(rows, compared), short=traffic_in_words(rows, compared))
     summary |= {"traffic": [row._asdict() for row in rows], "zero3": None if compared is None else compared._asdict()}
-    # ---- the last lines of the log, and summary.json
+    # ---- print the last lines of the log, and write summary.json
     run.log(closing_lines(summary, trained=recorder.last_interval is not None))
     if recorder.tracker is not None:
         recorder.tracker.summary(summary)
 
 
 class TrafficRow(NamedTuple):
-    """The traffic of one collective on one mesh axis and one wire, over all training steps."""
+    """The number of calls of one collective on one mesh axis and wire in all training steps, and the bytes sent."""
 
     collective: str
     axis: str
@@ -99,8 +99,8 @@ class TrafficRow(NamedTuple):
 class Zero3Traffic(NamedTuple):
     """The bytes that ZeRO-3 would have sent between nodes in the steps of the run."""
 
-    weight_bytes: int  # M_w: weights of the whole model in the compute dtype, with the padding of the shards
-    gradient_bytes: int  # M_g: gradients of the whole model in the reduction dtype, with the same padding
+    weight_bytes: int  # M_w: bytes of the unsharded weights in the compute dtype, with the padding of the shards
+    gradient_bytes: int  # M_g: bytes of the unsharded gradients in the reduction dtype, with the padding of the shards
     micro_batches: int  # number of micro-batches per rank in all steps together
     cross_bytes: int  # bytes that ZeRO-3 would have sent over one node's uplink
     formula: str  # calculation of `cross_bytes` in words, for the log

@@ -145,11 +145,11 @@ class WandbSink:
         self._run.log({**scalars, "iteration": iteration, "samples": consumed_samples}, step=iteration)
 
     def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
-        """Add values to the summary of the wandb run."""
+        """Add the results of the run, by name, to the summary of the wandb run."""
         self._run.summary.update(dict(values))
 
     def close(self, *, exit_code: int) -> None:
-        """Finish the wandb run."""
+        """Finish the wandb run, which counts as failed if `exit_code` is not 0."""
         self._run.finish(exit_code=exit_code)
 
 
@@ -190,18 +190,18 @@ class TensorBoardSink:
         return self._tensorboard.SummaryWriter(log_dir=str(self._folder), max_queue=1000, purge_step=self._purge_step)
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
-        """Record scalars against the iteration and against the consumed samples."""
+        """Record scalars in TensorBoard's events, against the iteration and against the consumed samples."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)
             self._writer.add_scalar(f"{name}{SAMPLES}", value, consumed_samples)
 
     def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
-        """Write the results of the run as a text table."""
+        """Write the results of the run as a text table to TensorBoard's events."""
         rows = [f"| {name} | {value} |" for name, value in values.items()]
         self._writer.add_text("summary", "\n".join(["| | value |", "| --- | --- |", *rows]), iteration)
 
     def close(self, *, exit_code: int) -> None:
-        """Flush and close the event file."""
+        """Flush and close TensorBoard's event file. `exit_code` has no effect."""
         self._writer.close()
 
 

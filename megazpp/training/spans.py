@@ -84,7 +84,7 @@ def align(
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge intervals that overlap or touch, and return the disjoint result sorted by start."""
+    """Return the time that is in at least one of the intervals, as disjoint intervals sorted by start."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -95,7 +95,10 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Return the time that is in both `a` and `b`, as sorted, disjoint intervals. So must `a` and `b` be."""
+    """Return the time that is in both `a` and `b`, as disjoint intervals sorted by start.
+
+    The intervals of `a` must be disjoint and sorted, and so must the intervals of `b`.
+    """
     shared, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])

@@ -104,7 +104,7 @@ class TrainStep:
         local_losses, loss = self._forward_backward(micro_batches)
         named, axes, scale = list(self.model.named_parameters()), (self.dims.tp, self.dims.shard), self.scaler.scale
 
-        # ---- gradient norm, and the previous step's check
+        # ---- compute the gradient norm, and check the previous step's loss and norm
         with self._span("norm"):
             norms = self.sharding.states.norms(self.dims.tp)
             if norms is None:  # the gradients are in `.grad`, not in host memory
@@ -126,9 +126,10 @@ class TrainStep:
             self._before = step
             found_inf = None if step.waits else (~(loss.isfinite() & norm.value.isfinite())).float()
 
-        # ---- update or skip
+        # ---- update the weights, or skip the update
         taken = not step.skipped
-        # Factor that clipping and loss scale apply to the gradients. It applies to their error feedback as well.
+        # Factor that clipping has applied to the gradients, 0 if the update is skipped. The error feedback of the
+        # gradients, which the next step adds, gets the same factor.
         kept: torch.Tensor | float = 0.0
         with self._span("optimizer"):
             if taken:
@@ -144,7 +145,7 @@ class TrainStep:
                 update_expert_bias_(self._routers, self.dims.world.all_reduce_, factor=factor)
             self.optimizer.zero_grad(set_to_none=True)
 
-        # ---- loss scale, error feedback and metrics
+        # ---- adapt the loss scale, scale the error feedback, and add the metrics to the step's record
         self.scaler.update(found_inf=step.overflow)
         self.sharding.end_step(kept * (self.scaler.scale / scale), iteration=iteration)
         step.record.metrics = {**self._objective.metrics(), **self.sharding.metrics()}
@@ -154,7 +155,7 @@ class TrainStep:
         """Run forward and backward of all micro-batches of a step, so that their gradients add up.
 
         Returns:
-            [number of micro-batches] this rank's summands of the loss, and the loss of the global batch, an fp64
+            [number of micro-batches] this rank's contributions to the loss, and the loss of the global batch, an fp64
             scalar.
         """
         self._objective.begin_step(micro_batches)

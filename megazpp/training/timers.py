@@ -106,7 +106,7 @@ class StepRecorder:
             self._write_timeline(spans, [] if before is None else before.spans())
 
     def close(self) -> None:
-        """Stop recording spans; call this after the last step."""
+        """Stop the recording of the last step's spans. Call this after the last training step."""
         if self._recording is not None:
             self._run.dims.timeline.detach(self._recording)
 
@@ -134,14 +134,14 @@ class StepRecorder:
             spans: this rank's spans of the step.
             in_flight: this rank's spans of the previous step, some of which may extend into this step.
         """
-        # ---- the spans within the step, outer spans before inner ones
+        # ---- select the spans within the step, and sort outer spans before inner ones
         (whole,) = (span for span in spans if span.track == STEP)
         inside = clip([*in_flight, *spans], whole.start_seconds, whole.end_seconds)
         inside.sort(key=lambda span: (span.start_seconds, -span.seconds))
-        # ---- an identifier of the host's clock, because spans of different hosts have to be aligned
+        # ---- identify the host's clock, because spans of different hosts have to be aligned
         boot = Path("/proc/sys/kernel/random/boot_id")  # equal for processes that share a monotonic clock
         clock = boot.read_text().strip() if boot.exists() else platform.node()
-        # ---- one file with the spans of all ranks
+        # ---- write one file with the spans of all ranks
         dims, folder = self._run.dims, self._run.folder
         gathered = dims.world.gather_objects((inside, clock, self._barrier_end))
         if folder is None or not gathered:

@@ -152,7 +152,7 @@ class Tracker(AbstractContextManager["Tracker"]):
                 self._warn(sink.name, error, "it records no more values")
 
     def _warn(self, what: str, error: Exception, consequence: str) -> None:
-        """Print a warning that `what`, a file or a sink, has failed, unless there was one about it before."""
+        """Print a warning that records could not be written to `what`, a file or a sink; once per file and sink."""
         if what not in self._failed:
             self._failed.add(what)
             print(f"warning: {what}: {error}; {consequence}, and training continues", flush=True)
