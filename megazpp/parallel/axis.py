@@ -62,11 +62,14 @@ class TrafficCounter:
 
     @property
     def is_paused(self) -> bool:
-        """True inside the context that `paused` returns."""
+        """True inside the context of `paused`, in which this counter ignores all traffic."""
         return self in _paused.get()
 
     def add(self, wire: str, axis: str, collective: str, sent_bytes: int, *, calls: int = 1) -> None:
-        """Add `calls` calls of `collective`, in which this rank sent `sent_bytes` bytes in total, unless paused."""
+        """Count `calls` calls of a collective on one wire and axis, and the bytes that this rank sent in all of them.
+
+        While the counter is paused, nothing is counted.
+        """
         if self.is_paused:
             return
         before, total = self._traffic[wire, axis, collective]
@@ -81,7 +84,7 @@ class TrafficCounter:
         return sum(t.sent_bytes for (_, a, _), t in self._traffic.items() if a == axis)
 
     def table(self) -> dict[tuple[str, str, str], Traffic]:
-        """Return a copy of all counts, by (wire, axis, collective)."""
+        """Return a copy of all numbers of calls and bytes, by (wire, axis, collective)."""
         return dict(self._traffic)
 
 
@@ -299,7 +302,7 @@ class MeshAxis:
         return full.numel() * full.element_size() * (self.size - 1) // self.size
 
     def count(self, collective: str, sent_bytes: int, *, calls: int = 1) -> None:
-        """Add `calls` calls of `collective` along this axis to the traffic counter, with the bytes sent in total."""
+        """Count `calls` calls of a collective along this axis, and the bytes that this rank sent in all of them."""
         self.counter.add(self.wire, self.name, collective, sent_bytes, calls=calls)
 
 

@@ -172,7 +172,13 @@ class ParallelDims:
         return self._dense is not None and axis not in EXPERT_NAMES
 
     def _axis(self, axis: str, name: str, group: dist.ProcessGroup | None) -> MeshAxis:
-        """Return the `MeshAxis` with this rank along the layout's axis `axis`, named `name`, over the process group."""
+        """Return this rank's `MeshAxis` for the layout's axis `axis`.
+
+        Args:
+            axis: name of the axis in the layout.
+            name: name of the result in the log and the timeline.
+            group: process group of the ranks along the axis; None for one rank.
+        """
         if self._is_shared(axis):
             return getattr(self._dense, axis)
         rank = dist.get_rank()

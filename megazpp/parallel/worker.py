@@ -235,7 +235,10 @@ def _report_once(error: BaseException, worker: Worker, *, alone: bool) -> int:
 
 
 def _say_who_failed(worker: Worker) -> None:
-    """Print which rank has failed first if that rank is on another host, and why; called because this rank ends too."""
+    """Print which rank of another host has failed first, and why, as the reason why this rank ends too.
+
+    Nothing is printed if the first failure was on this host, where the failed rank has printed its error.
+    """
     here = socket.gethostname()
     try:
         worker.store.set_timeout(timedelta(seconds=2 * REPORT_SECONDS))

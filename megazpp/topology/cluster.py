@@ -75,7 +75,8 @@ class Cluster:
             if missing or len(self.order) != self.world_size:
                 absent = f"; rank {min(missing)} is missing" if missing else ""
                 raise ValueError(
-                    f"rank_order lists {len(self.order)} ranks, but the cluster has {self.world_size}{absent}"
+                    f"rank_order lists {len(self.order)} ranks, but the cluster has {self.world_size}{absent}: "
+                    "list each rank once"
                 )
 
     @property

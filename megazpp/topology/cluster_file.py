@@ -255,7 +255,7 @@ def _cluster(content: Any, *, source: str) -> Cluster:
     if not isinstance(order, list) or not all(isinstance(ranks, list) for ranks in order):
         raise ValueError(f"rank_order {shown(order)} is not block, cyclic or one list of ranks for each node")
     if len(order) != nodes:
-        raise ValueError(f"rank_order has lists for {len(order)} node(s), but nodes is {nodes}")
+        raise ValueError(f"rank_order has lists for {len(order)} node(s), but nodes is {nodes}; give a list per node")
     for node, ranks in enumerate(order):
         if len(ranks) != per_node or any(type(rank) is not int for rank in ranks):
             raise ValueError(
@@ -325,7 +325,7 @@ def _mapping(where: str, value: Any, keys: Collection[str], *, needed: Collectio
             )
     for key in needed:
         if key not in value:
-            raise ValueError(f"key {key if where == 'the file' else f'{where}.{key}'} is missing")
+            raise ValueError(f"key {key if where == 'the file' else f'{where}.{key}'} is missing, but required")
     return value
 
 

@@ -181,7 +181,8 @@ def make_writable(path: str | Path, flag: str) -> Path:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        raise ValueError(f"{flag} {path} is not a folder that can be written to: {error.strerror}") from error
+        problem = f"is not a folder that can be written to: {error.strerror}; choose another folder"
+        raise ValueError(f"{flag} {path} {problem}") from error
     return path
 
 
