@@ -67,7 +67,7 @@ class LocalSteps:
             launched.record.metrics = {**launched.record.metrics, INNER_LOSS: losses / world.size}
             self._losses, self._steps = torch.zeros(()), 0
             if self._guard.resolve(failed=failed > 0, back=back > 0):
-                return progress, True  # all groups have reloaded a checkpoint
+                return progress, True  # all groups have reloaded a checkpoint, so no synchronization is due
         with self._dims.timeline.span(COMPUTE, "synchronize"):
             if last:
                 replica_groups.finish()

@@ -73,7 +73,7 @@ class ReplicaGroupState(StatePart):
     def __init__(self, replica_groups: ReplicaGroups, model: GPTModel, values: RunValues) -> None:
         self.replica_groups, self.model, self._values, self.axis = replica_groups, model, values, replica_groups.axis
         self._own = f"{REPLICA_GROUP}{self.axis.rank}."
-        # All three are set while a checkpoint loads.
+        # `targets` and `accept` set these three while a checkpoint loads.
         self.source = 0  # index of the replica group in the checkpoint whose moments this group loads
         self.same = True  # True if the checkpoint has as many replica groups as this run
         self.restored = False  # True if inner weights and R were loaded from the checkpoint

@@ -207,8 +207,8 @@ class _Installed(NamedTuple):
     """The handle that `zeropp` has created for a model, and the arguments of that call."""
 
     handle: Handle
-    ranks_per_node: int  # number of ranks per node, from the caller or discovered
-    asked: dict[str, Any]  # arguments of the call by name, with one entry per field of the config
+    ranks_per_node: int  # number of ranks per node, from the caller of `zeropp` or discovered from the hosts
+    asked: dict[str, Any]  # arguments of the `zeropp` call by name, with one entry per field of the config
 
     def check(self, asked: Mapping[str, Any]) -> None:
         """Raise ValueError if a later `zeropp` call for the same model passes other arguments than the first call.
@@ -389,7 +389,7 @@ def _check_model(model: nn.Module) -> None:
                 f"megazpp.zeropp was already called for another module that holds the parameter {unit.key}: call it "
                 "once, for the outermost module"
             )
-    # ---- other wrappers than FSDP2's on the root module are not supported
+    # ---- raise an error for FSDP1, DDP and torch.compile, and if only submodules are wrapped with FSDP2
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
             raise TypeError(

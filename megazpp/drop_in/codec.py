@@ -55,7 +55,7 @@ class MixedCodec(Codec):
 
         # ---- for each dtype: its byte ranges in the flat shard, its codec, and its bytes in the message
         self._parts: list[tuple[list[tuple[int, int]], Codec | None, slice]] = []
-        self._segments = list(chosen.values())  # the segments of each dtype
+        self._segments = list(chosen.values())  # for each entry of `_parts`, the segments with its dtype
         for key, places in spans.items():
             own = None if key == torch.uint8 else codec(tuple(chosen[key]), fmt, key)
             size = align(sum(b - a for a, b in places)) if own is None else own.message_bytes

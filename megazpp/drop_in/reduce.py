@@ -122,7 +122,8 @@ class ProgramReduce(SummingReduce):
     def __init__(self, unit: ProgramUnit, context: ProgramContext) -> None:
         super().__init__(unit, context)
         self._group = context.shard.group
-        # The running reduction's sum, while FSDP2 sets `.grad` from zeros; None at all other times, and without overlap
+        # With overlap, the sum of the reduction that FSDP2 is running for this unit, until `end` has recorded `.grad`;
+        # None at all other times
         self._late: LateSum | None = None
         self._late_sums = 0  # number of `LateSum`s that were not added to `.grad` yet
 
@@ -280,7 +281,7 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         # feedback of gradients that the program has cleared.
         self._errors_settled = True
         self._present: set[int] = set()  # indices of the parameters of which this rank has a gradient to reduce
-        self._used_flags: dict[tuple[bool, ...], torch.Tensor] = {}  # the cache of `_flags_of`
+        self._used_flags: dict[tuple[bool, ...], torch.Tensor] = {}  # the cache of `_flags_of` by its result as bools
         self._unused = UnusedParameters(unit)
         self._accumulation = context.accumulation
         self._accumulation.sums.append(self)
@@ -366,7 +367,7 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         sent = _empty(codec, hop, num_local, num_nodes, device=device)
         codec.pack(gradients.view(num_nodes, num_local, -1).transpose(0, 1), sent[..., : codec.message_bytes])
         sent[..., codec.message_bytes :][..., : len(hop.indices)] = hop.used
-        received = self._local.all_to_all(sent, of=self.unit.name)  # [L, N, M]
+        received = self._local.all_to_all(sent, of=self.unit.name)  # [L, N, M]: N messages from each of L ranks
         flags = received[..., codec.message_bytes :][..., : len(hop.indices)].amax(0)
         # ---- add this backward's gradients to the partial sums of earlier backwards that wait
         if self._node_sums is None:
@@ -393,7 +394,7 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         errors = self._errors_for(hop.indices, result.device)
         codec.pack(sums, sent[..., : codec.message_bytes], errors=errors, beta=self._beta)
         sent[:, codec.message_bytes :][:, : len(hop.indices)] = hop.node_flags
-        received = self._cross.all_to_all(sent, of=self.unit.name)  # [N, M]
+        received = self._cross.all_to_all(sent, of=self.unit.name)  # [N, M]: one message from each of N nodes
         messages = received[:, : codec.message_bytes]
         codec.unpack_sum(messages.unsqueeze(1), result.unsqueeze(0), accumulate=False)
         hop.flags.append(received[:, codec.message_bytes :][:, : len(hop.indices)].amax(0))

@@ -200,11 +200,11 @@ class ProgramUnit(Unit):
         Args:
             held: `id`s of the tensors in the optimizer's parameter groups; None means all parameters.
         """
-        shards = [p.sharded_param for p in self._group.fsdp_params]
-        return tuple([
-            (tensor.requires_grad or tensor.grad is not None) and (held is None or id(tensor) in held)
-            for tensor in shards
-        ])  # fmt: skip
+        found = []
+        for shard in [p.sharded_param for p in self._group.fsdp_params]:
+            may_change = shard.requires_grad or shard.grad is not None
+            found.append(may_change and (held is None or id(shard) in held))
+        return tuple(found)
 
     def padded_shards(self) -> list[torch.Tensor]:
         """Return this rank's shard of each parameter of the unit, as 1-D tensors with FSDP2's padding.

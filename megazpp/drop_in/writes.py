@@ -349,8 +349,8 @@ class WriteWatch:
         self._root: nn.Module | None = None  # outermost FSDP2 module whose forward is running; None between forwards
         # All-gathers of the units on which ranks have voted at the start of the running forward; empty between forwards
         self._decided: Sequence[WatchedGather] = ()
-        self._inside: dict[nn.Module, set[nn.Module]] = {}  # cache: for an outermost module, all its modules
-        self._below: dict[nn.Module, list[WatchedGather]] = {}  # cache: for an outermost module, its gathers
+        self._inside: dict[nn.Module, set[nn.Module]] = {}  # cache: for an outermost FSDP2 module, all its submodules
+        self._below: dict[nn.Module, list[WatchedGather]] = {}  # cache: for such a module, its all-gathers
         self._ballot: Ballot | None = None  # the votes of the running forward; None between forwards
         self._had_gradients = False  # True if gradients were enabled in the last forward, as in a training step
         # Comparisons of checksums that the host has not read yet: the votes of that forward, the indices of the
@@ -369,7 +369,8 @@ class WriteWatch:
         If the program gathers the unit outside of a forward, the ranks first vote on it. This method may wait for the
         votes of other ranks.
         """
-        if not (in_backward() or gather in self._decided):  # the program called `FSDPModule.unshard` itself
+        # If the program has called `FSDPModule.unshard` outside of a forward, ranks have not voted on this unit yet.
+        if not (in_backward() or gather in self._decided):
             self._decide([gather])
         yield from self.undone(gather)
 

@@ -444,7 +444,8 @@ class HostedUnit(Unit):
         """Return the unreduced, unsharded gradients of the parameters with these indices, and clear them in FSDP2."""
         found = []
         for p in [self.fsdp_parameters[index] for index in indices]:
-            in_grad = isinstance(getattr(type(p), "unsharded_accumulated_grad", None), property)  # True in torch 2.15
+            # In torch 2.15 this attribute is a property, and accumulated gradients are in `.grad`.
+            in_grad = isinstance(getattr(type(p), "unsharded_accumulated_grad", None), property)
             if not in_grad and p.unsharded_accumulated_grad is not None:
                 found.append(p.unsharded_accumulated_grad_data)
                 p.unsharded_accumulated_grad = None

@@ -57,7 +57,7 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return parameter
     if torch.compiler.is_compiling():
-        return parameter.to_local()  # torch.compile can trace this method
+        return parameter.to_local()  # torch.compile can trace `to_local`
     if parameter.requires_grad and torch.is_grad_enabled():
         return _Locals.apply(parameter)[0]
     return parameter._local_tensor
@@ -109,10 +109,11 @@ class _Locals(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
         # `DTensor.__new__` skips `__init__`, which does nothing but takes host time in two wrappers.
-        return tuple([
+        found = [
             None if grad is None else DTensor.__new__(DTensor, grad.contiguous(), spec, requires_grad=False)
             for grad, spec in zip(grads, ctx.specs, strict=True)
-        ])  # fmt: skip
+        ]
+        return tuple(found)
 
 
 def model_state(model: nn.Module) -> dict[str, torch.Tensor]:

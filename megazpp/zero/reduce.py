@@ -90,7 +90,7 @@ class TwoHopReduce(SummingReduce):
         num_nodes, num_local, device = self._cross.size, self._local.size, gradients.device
         sent = codec.empty(num_local, num_nodes, device=device)
         codec.pack(gradients.view(num_nodes, num_local, -1).transpose(0, 1), sent)
-        received = self._local.all_to_all(sent, of=self.unit.name)  # [L, N, M]
+        received = self._local.all_to_all(sent, of=self.unit.name)  # [L, N, M]: N messages from each of L ranks
         sums, accumulate = self._partial_sums, self._partial_sums is not None
         if sums is None:
             sums = torch.empty(num_nodes, codec.layout.size, dtype=self._partial_dtype, device=device)
@@ -109,7 +109,7 @@ class TwoHopReduce(SummingReduce):
         partial_sums = inside.join()
         sent = codec.empty(self._cross.size, device=result.device)
         codec.pack(partial_sums, sent, errors=self.errors(result.device), beta=self._beta)
-        received = self._cross.all_to_all(sent, of=self.unit.name)  # [N, M]
+        received = self._cross.all_to_all(sent, of=self.unit.name)  # [N, M]: one message from each of N nodes
         codec.unpack_sum(received.unsqueeze(1), result.unsqueeze(0), accumulate=False)
         return result
 

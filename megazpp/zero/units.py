@@ -370,7 +370,7 @@ def _parameters(
         seen.add(tensor)
         shape = list(tensor.shape)
         for mesh_dim, placement in enumerate(tensor.placements[data_dims:], data_dims):
-            if isinstance(placement, Shard):  # the dim is split over tensor-parallel ranks
+            if isinstance(placement, Shard):  # tensor-parallel ranks split this dim, so each has only a fraction of it
                 shape[placement.dim] //= tensor.device_mesh.size(mesh_dim)
         yield UnitParameter(
             name=f"{names[root]}.{attribute}".lstrip("."),
