@@ -104,12 +104,12 @@ def main(argv: list[str]) -> int:
         return start_workers(place, config.launch, main)
     facts = facts_of(parsed)  # flags, versions and variables that must be equal on all ranks
     with worker_process(place, config.launch, facts) as worker, open_run(worker, parsed, announced, source) as run:
-        # ---- build
+        # ---- build the data, the model and the trainer
         with user_errors():
             tokenizer, data = open_data(run)
             parts = pretraining(run, tokenizer, data)
         trainer = Trainer(run, parts)
-        # ---- train and evaluate
+        # ---- train, and evaluate held-out data
         progress = trainer.train(trainer.load())
         entropy = None if data.valid is None else unigram_entropy(data.valid, tokenizer.vocab_size)
         trainer.finish(progress, unigram_entropy=entropy)
@@ -182,7 +182,7 @@ def pretraining(run: OpenRun, tokenizer: Tokenizer, data: Splits[Samples | None]
     samples = describe_samples(data, count_samples(run)) if run.needs_samples else {}
     run.compare_data(tokenizer, samples)
 
-    # ---- the model
+    # ---- build the sharded model
     config, batches, dims, device = run.config, run.plan.batches, run.context.dims, run.context.device
     built = build_model(config.model_spec(tokenizer.vocab_size, run.plan.wire), dims, device)
 

@@ -182,15 +182,15 @@ class FlagParser:
             ValueError: flags are wrong. The message has one line per problem, with the origin of the flag.
             SystemExit: the command line has --help or --help-all.
         """
-        # ---- expand, split, help
+        # ---- expand flag files, split into flags, answer --help
         flags = split_into_flags(expand_flag_files(argv, script_dir))
         asked = {given.name for given in flags} & {*HELP, HELP_ALL}
         if asked:
             print(self.help_text(everything=HELP_ALL in asked), end="")
             raise SystemExit(0)
-        # ---- sift
+        # ---- sift flags that only Megatron-LM has
         kept, notices, problems = sift_flags(flags, self.spellings, megatron_flags)
-        # ---- values and paths with characters that files in the locale's encoding, such as records, cannot contain
+        # ---- reject characters that files in the locale's encoding, such as the records of a run, cannot contain
         texts = [(f"{given.origin}: {given.name}", value) for given in flags for value in given.values]
         texts = [*texts, ("the working directory", str(Path.cwd()))]
         problems += [f"{what} {problem}" for what, text in texts if (problem := encoding_problem(text))]

@@ -321,7 +321,7 @@ class AxisCost:
         cluster = layout.cluster
         known = {} if cluster.links is None else cluster.links.known
         self._size, self._byte_seconds = layout.axis_size(axis), 0.0
-        # ---- seconds per byte, on the slowest link
+        # ---- seconds per byte that each rank sends, on the slowest kind of link of the axis
         for kind, count in layout.links(axis).items():
             assert kind in known, f"axis {axis} uses links.{kind}, whose speed is unknown"
             link, is_network = known[kind], kind == "network"
@@ -335,7 +335,7 @@ class AxisCost:
                 byte_seconds = senders / (rate * getattr(efficiency, kind))
             self._byte_seconds = max(self._byte_seconds, 1e-9 * byte_seconds)
 
-        # ---- latency of a ring and of a tree
+        # ---- latency of a ring and of a tree over the axis's ranks
         def latency(kind: LinkKind, default: dict[str, float]) -> float:
             """Return the seconds of a message on a kind of link; `default` is for cluster files without latency."""
             microseconds = known[kind].microseconds

@@ -210,7 +210,7 @@ class Estimator:
         The estimate is None if none was computed, or if it was computed for another cluster or another load of the
         experts than this estimator's.
         """
-        # ---- cases without an estimate
+        # ---- return at once if there is no choice, or if fp32 compute decides it
         if not config.zero.chooses_weight_delta:
             return None, None
         plan = plan_run(config, self.cluster, device_type=self._device_type)
@@ -219,12 +219,12 @@ class Estimator:
         default = default_weight_delta(config.precision.param_dtype)
         if not default.lossless:
             return default, None
-        # ---- the cluster; compute on a device of unknown speed counts as 0 seconds
+        # ---- complete the cluster: compute on a device of unknown speed counts as 0 seconds
         device = self.cluster.device or Device("unknown", math.inf, gigabytes or math.inf, math.inf)
         cluster = dataclasses.replace(self.cluster, device=device, links=known_links(plan.layout))
         if cluster.links is None and math.isinf(device.gigabytes):
             return default, None
-        # ---- estimates of both formats, at an even load of experts
+        # ---- estimate the run with both formats, at an even load of experts
         even = Estimator(cluster, device_type=self._device_type, elastic=self.elastic)
         is_own = cluster == self.cluster and self.expert_load == even.expert_load
 

@@ -146,7 +146,7 @@ def _memory_by_load(even: Estimator, loaded: Estimator, own: Estimate) -> Iterat
 
 def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
     """Yield the report's lines about the communication and the time of the user's run: per step, exposed, total."""
-    # ---- communication
+    # ---- bytes sent per optimizer step
     sent = ", ".join(f"{WIRE_NAMES[wire]} {own.wires[wire] / MEGA:.3f} MB" for wire in WIRES)
     yield f"rank 0 sends per optimizer step: {sent}; a node sends {own.node_cross_bytes / MEGA:.3f} MB to other nodes"
     if own.host_bytes:
@@ -173,7 +173,7 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
             f"fetches {snapshot / GIGA:.3f} GB, and a rank keeps {messages / MEGA:.3f} MB in host memory for each "
             "version that other groups may still fetch"
         )
-    # ---- times and their calibration
+    # ---- calibration of the times, and seconds per optimizer step
     if own.seconds is None or device is None:
         yield "no times: the cluster file does not describe the device and the links that the run uses"
         return
@@ -213,7 +213,7 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
         busy = own.busy.get(axis, 0.0)
         rows.append((axis, f"{busy:.3f} s", f"{max(busy - exposed, 0.0):.3f} s", f"{max(exposed, 0.0):.3f} s"))
     yield from aligned(rows)
-    # ---- whole run
+    # ---- days and price of the complete run
     price = device.price_per_hour
     cost = "" if price is None else f", {24 * price * gpus * own.days:,.0f} at {price:g} a GPU-hour"
     yield (
@@ -233,7 +233,7 @@ def _contexts(estimator: Estimator, own: Estimate) -> Iterator[str]:
         "longest context",
     )
     rows: list[tuple[str, ...]] = [titles]
-    # ---- a row for each size
+    # ---- a row of the table for each context-parallel size
     cluster, size, length = estimator.cluster, own.plan.batches.micro_batch_size, own.config.data.seq_length or 0
     inside = max(cluster.local_domain_size // own.plan.layout.tp, 1)
     for cp in sorted({*nested_sizes(inside, inside), own.plan.layout.cp}):
@@ -266,7 +266,7 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
 
     All schemes have the run's batch. On several nodes the table has a row for local steps (DiLoCo) as well.
     """
-    # ---- a row for each scheme
+    # ---- a row of the table for each sharding scheme
     rows: list[tuple[str, ...]] = [("scheme", *COLUMNS)]
     named, diloco = schemes(config), local_steps(config, estimator.cluster)
     device, found = estimator.cluster.device, dict[str, Estimate]()
@@ -292,7 +292,7 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
             label += " (auto: lossless)" if gather.differences else " (auto: int8)"
         rows.append((label, f"{estimate.node_cross_bytes / MEGA:.1f}", size, *times))
     yield from aligned(rows)
-    # ---- notes and verdict
+    # ---- notes on the table, and the sentence on ZeRO++
     note = "* per-node bandwidth, each way, above which the network is no longer the bottleneck"
     for name in diloco:
         if name in found and (plan := found[name].plan.of(DilocoPlan)) is not None:

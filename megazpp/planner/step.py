@@ -123,7 +123,7 @@ class StepSimulator:
     ) -> None:
         self._zero, self._precision = zero, precision = spec.zero, spec.precision
         self.trace, self._layout, self._on_cpu = trace, layout, on_cpu
-        # ---- axes
+        # ---- simulated mesh axes, with a communication queue each
         self._moments, self._costs = moments, costs or Costs()
         self._simulation = Simulation(self._costs)
         segments = {id(segment): segment for segment in self.trace.segments.values()}  # equal layers share a segment
@@ -141,7 +141,7 @@ class StepSimulator:
             for name in (*AXES, NODE, *EXPERT_AXES)
         }
         self._shard, self._replicate = self._axes["shard"], self._axes["replicate"]
-        # ---- gathers and reductions of the units
+        # ---- simulated sharding units, with their gathers and reductions
         self._context = CommContext(
             *(self._axes[name] for name in HOP_AXES),
             plan=spec.wire,
@@ -165,11 +165,11 @@ class StepSimulator:
             self.units.append(unit)
             self._groups += [] if expert else [[]]
             self._groups[-1].append(unit)
-        # ---- states in host memory
+        # ---- training states in host memory (--optimizer-cpu-offload)
         self._on_host = zero.optimizer_cpu_offload
         self._sums_on_host = zero.zero_offload_partial_sums and spec.wire.reduce is not None
         self._uploads, self._downloads = (self._simulation.new_clock() for _ in range(2))
-        # ---- optimizer and local steps
+        # ---- Muon, and the outer weights of DiLoCo
         self.muon: JointOrthogonalizer | None = None
         if muon is not None and self.trace.matrices:
             settings: dict[str, Any] = {
@@ -329,12 +329,12 @@ class StepSimulator:
             first: True for the first micro-batch of the step.
             last: True for the last micro-batch of the step.
         """
-        # ---- order of the units
+        # ---- order of the sharding units in backward
         tied, groups, segment = self.trace.tied, self._groups, self.trace.num_segments - 1
         for unit in self.units:
             unit.is_sharded = False
         order = [groups[0], *groups[:0:-1]] if tied else groups[::-1]
-        # ---- units
+        # ---- gather, compute and reduce each unit
         for group, following in zip(order, [*order[1:], None], strict=True):
             reached = self._has_backward(segment)
             after = following[0] if following is not None and self._has_backward(segment - 1) else None
@@ -408,18 +408,18 @@ class StepSimulator:
 
     def _optimizer(self) -> None:
         """Simulate the end of a step: sum gradients over tp, compute their norm, and update all weights."""
-        # ---- all-reduce over tp of the gradients to which each tp rank contributes a summand
+        # ---- all-reduce gradients over tp to which each tp rank contributes a summand
         partial = sum(map(math.prod, own_shapes(self.trace.partial, self._shard.size, self._shard.rank)))
         if self._axes["tp"].size > 1 and partial:
             flat = self._axes["tp"].all_reduce_(torch.empty(partial, device=META))
             self.ledger.pass_through(Memory.BUFFERS, flat.nbytes)
             self._touch(4 * flat.nbytes)
-        # ---- gradient norm
+        # ---- gradient norm, and the orthogonalization of Muon
         for name in ("tp", "shard"):
             self._axes[name].all_reduce_(torch.empty((), dtype=torch.float64, device=META))
         if self.muon is not None:
             self.orthogonalize(iteration=1)
-        # ---- update; the norm reads the gradient, and AdamW reads and writes weight, gradient and both moments
+        # ---- update: the norm reads gradients, AdamW reads and writes weights, gradients and both moments
         passes = 1 + 8
         if not self._on_host:
             self._touch(passes * 4 * sum(unit.size for unit in self.units))
@@ -595,7 +595,7 @@ class StepSimulator:
             first: True for the first micro-batch of the step.
             last: True for the last micro-batch of the step.
         """
-        # ---- reshard
+        # ---- free the gathered parameters of the unit
         if unit.reduce is None:
             return
         stage = self._stage_of(unit)
@@ -607,7 +607,7 @@ class StepSimulator:
         if stage <= 1 and not last:
             self.ledger.add(Memory.WHOLE_GRADIENTS, (accumulated if first else 0) - computed)
             return
-        # ---- copy gradients into the buffer of the reduction
+        # ---- copy the unit's gradients into the buffer of the reduction
         simulation, compute, whole, result = self._simulation, self._simulation.compute, unit.gradients, unit.sum
         reductions, copies = (compute, compute) if self._on_cpu else (self._reductions, self._copies)
         compute.wait_until(reductions.now)
@@ -616,7 +616,7 @@ class StepSimulator:
         self.ledger.add(Memory.WHOLE_GRADIENTS, -computed - (accumulated if stage <= 1 and not first else 0))
         self._touch(2 * whole.nbytes)
         reductions.wait_until(compute.now)
-        # ---- memory of the reduction
+        # ---- account for the memory of the reduction
         partial = 0 if self._partial_sums_wait else unit.partial_bytes
         # With partial sums in host memory, only the first micro-batch allocates them; later ones use a staging slot.
         first_sums = unit.partial_bytes if self._sums_on_host and first else partial
@@ -636,7 +636,7 @@ class StepSimulator:
             with simulation.on(self._uploads):
                 self._copy(UPLOAD, unit.partial_bytes)
             reductions.wait_until(self._uploads.now)
-        # ---- reduction
+        # ---- simulate the reduction, and copies of its result to host memory
         if unit.axis.size > 1:
             with simulation.on(reductions):
                 unit.reduce(result, whole, unit.axis.group, dist.ReduceOp.SUM)  # type: ignore[arg-type]

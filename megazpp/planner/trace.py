@@ -171,7 +171,7 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
     Raises:
         ValueError: only some layers have experts, and layers differ in recomputation or in frozen parameters as well.
     """
-    # ---- a model of at most three layers
+    # ---- configs of models with at most three layers, which represent all layers
     again = 1 if config.recompute_method == "block" else None  # of the traced layers, only layer 0 is recomputed
     # Layers with and without a window or rotary embeddings have the same parameters, and count as alike here.
     alike: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None}
@@ -188,14 +188,14 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
     most = 3 if inputs.prepare is not None else 2 if mixed or again is not None else 1
     shape = dataclasses.replace(config, num_layers=min(config.layers, most), recompute_num_layers=again, **alike)
     keys = sum(keys_per_token(inputs.seq_length, span) for span in config.attention_span) / config.layers
-    # ---- forward and backward of a micro-batch
+    # ---- trace the embedding and the head, and then the layers
     share = keys / inputs.seq_length
     # With experts, the trace of the head has two layers, so that it includes the sum of two routers' losses.
     few = min(config.layers, max(most, 2 if config.expert_layers else 1))
     without = dataclasses.replace(shape, num_layers=few, **NO_RECOMPUTE)
     ends, _ = record_segments(without, inputs._replace(ep=1, expert_load=1.0), share, with_head=True)
     layers, model = record_segments(shape, inputs, share, with_head=False)
-    # ---- extend the trace from the layers that were run to all layers
+    # ---- extend the trace from the traced layers to all layers of the model
     # For each layer of the model, the traced layer that has the same parameters
     kinds = [int(mixed and config.has_experts(index)) for index in range(config.layers)]
     (units, experts), (frozen, _) = (_units(model, kinds, trained=trained) for trained in (True, False))
@@ -246,7 +246,7 @@ def record_segments(
     Returns:
         the recorded segments by (FORWARD or BACKWARD, index), and the model.
     """
-    # ---- model
+    # ---- build the model on the meta device
     recorder, documents, size = TraceRecorder(), inputs.documents, inputs.micro_batch_size
     attention = FusedAttention(recorder, repeats_groups=documents == "mask", share=share)
     tp, cp, ep = inputs.tp, inputs.cp, inputs.ep
@@ -283,7 +283,7 @@ def record_segments(
             loss = x.sum()
         return loss if router_loss is None else loss + router_loss.sum()
 
-    # ---- forward and backward
+    # ---- run forward and backward under the recording modes
     recorder.watch(model)
     with recorder, attention, FusedNorm(recorder):
         trained = any(parameter.requires_grad for parameter in model.parameters())
@@ -332,7 +332,7 @@ def _units(model: GPTModel, kinds: Sequence[int], *, trained: bool) -> tuple[tup
             units += found
             experts.append(False)
             continue
-        # ---- units of all layers of the planned model, from the units of the traced layers
+        # ---- repeat the units of the traced layers for all layers of the planned model
         traced = first.split(".")[1]
         layers[traced] = found
         if len(layers) == len(model.layers):

@@ -316,12 +316,12 @@ def parse_run_config(
         ValueError: a flag or its value is wrong; the message has one line per problem.
         SystemExit: the command line has --help or --help-all.
     """
-    # ---- default flag file
+    # ---- add the default flag file if no flag describes a model
     implied = None if any(text.startswith(("@", "--num-layers")) for text in argv) else default_file
     if implied is not None:
         argv = [implied, *argv]
 
-    # ---- parse
+    # ---- parse the command line into one config per class
     kinds, sections = run_configs(), section_configs(features)
     from_checkpoint = {field.name for name in taken for field in dataclasses.fields(kinds[name])} - OF_THE_DEVICE
     classes = [*extra, *kinds.values(), *sections, ShowConfig]

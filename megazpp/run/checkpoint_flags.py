@@ -45,7 +45,7 @@ def with_checkpoint_flags(
     others = {other for name, other in MUTUALLY_EXCLUSIVE if asks(given.get(name))}
     free = {name: value for name, value in record.flags.items() if name not in {*given, *others, *OF_THE_DEVICE}}
 
-    # ---- update the configs
+    # ---- put the selected flags into the configs
     where = folder.of(record.progress.iteration) / RECORD
     parts: dict[str, Any] = {name: _updated(getattr(config, name), free, where) for name in taken}
     names = {f.name for name in taken for f in dataclasses.fields(parts[name])} & free.keys()
@@ -143,7 +143,7 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, fol
         record: metadata of the checkpoint.
         folder: folder that contains the checkpoint.
     """
-    # ---- find the tokenizer
+    # ---- find the tokenizer: the one that flags name, or else the one in the checkpoint folder
     given = found = parsed.config.tokenizer
     notices, names, named = list[str](), {"add_special_tokens"}, names_tokenizer(given)
     if record.tokenizer_folder is not None and not named:

@@ -108,7 +108,7 @@ def plan_model(
         sizes += [f"--tensor-model-parallel-size {split}, which --sequence-parallel needs"] if split > 1 else []
         raise ValueError(f"--seq-length {seq_length} is not divisible by {' x '.join(sizes)}: change one of them")
 
-    # ---- communication
+    # ---- formats of communicated weights and gradients
     lossless = weight_delta is not None and weight_delta.lossless
     wire = plan_comm(config.zero, layout, config.precision.param_dtype, lossless=lossless)
     wire_backends(wire, device_type)  # called for its ValueError: the device may not support block quantization
@@ -178,7 +178,7 @@ def plan_run(
     problems.raise_all()
     assert layout is not None
 
-    # ---- notices
+    # ---- notices about flags without effect
     notices += observed
     if config.optimizer.muon_full_interval and layout.cross == 1:
         notices += (
@@ -194,7 +194,7 @@ def plan_run(
             f"{batches.batch_size_at(batches.total_samples)}, and no step takes them",
         )
 
-    # ---- optional features
+    # ---- plans of the optional features, which also check their flags
     if config.zero.optimizer_cpu_offload and config.states() is None:
         raise ValueError(
             "--optimizer-cpu-offload needs the optional feature megazpp/host_states, which this installation lacks: "
@@ -283,7 +283,7 @@ def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int
         degrees = f"--context-parallel-size {cp_size} x --tensor-model-parallel-size {tp_size}"
         raise ValueError(f"--num-attention-heads {model.heads} is not divisible by {degrees}: change one of them")
 
-    # ---- sequence length
+    # ---- length of a sample
     longest, scaled = model.max_position_embeddings, ""
     if model.rope_type == "dynamic":
         if cp_size > 1:

@@ -81,13 +81,13 @@ def introduce(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:
         + f"tensor-model-parallel size: {layout.tp}, pipeline-model-parallel size: 1"
     )
 
-    # ---- notices and flags
+    # ---- notices, and flags that differ from their defaults
     for notice in (*parsed.notices, *plan.notices):
         run.log(f"note: {notice}")
     where = "" if run.folder is None else f", all in {run.folder.path / 'args.txt'}"
     run.log(render_arguments_block(parsed.parts, parsed.origins), short=f"{len(parsed.origins)} flags are set{where}")
 
-    # ---- layout and communication
+    # ---- layout of the ranks, links and wire formats
     run.log(f"{layout.describe()}; ZeRO stage {config.zero.stage}")
     if layout.cluster.links is not None:
         run.log(layout.cluster.links.describe())
@@ -95,7 +95,7 @@ def introduce(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:
     for feature in plan.features:
         run.log(feature.describe())
 
-    # ---- back ends
+    # ---- table of the implementations that this run uses
     device_type = run.device.type
     model = model_backends(
         config.model, device=run.device, dtype=config.precision.param_dtype, documents=config.data.reset_attention_mask
@@ -137,7 +137,7 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool
         stopped: True if the run ended early.
         generates: True if the trained model can generate text.
     """
-    # ---- an interrupted run
+    # ---- a run that ended early: how to resume it
     save, home = parsed.config.checkpoint.save, Path(megazpp.__file__).parents[1]
 
     def tool(name: str) -> str:
@@ -162,7 +162,7 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool
             return command
         return f"{command}\ntorchrun may wait minutes for a node that was interrupted; Ctrl-C ends it, nothing is lost"
 
-    # ---- a complete run
+    # ---- a complete run: what to do with its model
     lines = [f"see its curves: {tool('report')} {shlex.quote(str(folder))}"]
     if save is not None and generates:
         lines.append(f"generate text: {tool('generate')} --load {shlex.quote(save)} --prompt 'Call me'")

@@ -162,7 +162,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
         weight_delta = choose_weight_delta(config, cluster, dims, worker.device)
         plan = plan_run(config, cluster, device_type=worker.device.type, start=start, weight_delta=weight_delta)
 
-    # ---- the records
+    # ---- the records of the run: run folder, log and tracker
     with contextlib.ExitStack() as opened:
         tracker, folder = None, None
         if worker.rank == 0:
@@ -363,7 +363,7 @@ class Trainer:
             rewind=(lambda: self.checkpoints.rewind().iteration) if rewinds else None,
         )
 
-        # ---- optional features
+        # ---- attach the optional features
         open_parts = TrainerParts(
             config=config,
             plan=plan,
@@ -414,7 +414,7 @@ class Trainer:
         with user_errors():
             self.checkpoints.check_space()
 
-        # ---- step
+        # ---- the optimizer step
         self.step = TrainStep(
             model,
             sharding,
@@ -489,7 +489,7 @@ class Trainer:
         if self.parts.batches is None or run.config.stop.skip_train:
             return start.progress
 
-        # ---- kernels, actions after steps, observers of steps
+        # ---- compile kernels, and collect actions after steps and observers of steps
         if context.device.type == "cuda":  # on the CPU, the kernels are already compiled
             context.log("loading the communication kernels; Triton compiles them once per machine, which takes seconds")
             self.parts.built.sharding.compile_kernels(context.device)
@@ -508,7 +508,7 @@ class Trainer:
         if run.config.timing.records_steps:
             observers.append(self.step_recorder.step)
 
-        # ---- training loop
+        # ---- run the training loop
         with self.parts.batches as batches, run.profiler:
             loader: Loader = batches
             progress = start.progress
