@@ -29,7 +29,7 @@ DIGITS = 6  # significant digits of a curve's coordinates in the page
 NOTHING = "-"  # cell of a table for an unknown value
 COMPLETIONS = 16  # number of completions that the report shows per run
 DIFFERENCES = 3  # number of differing flags that the legend shows per run
-PLACES = ("--save", "--load", "--data-cache-path")  # flags left out of the legend, because paths say little about a run
+PLACES = ("--save", "--load", "--data-cache-path")  # flags that the legend leaves out: paths say little about a run
 
 
 class Chart(NamedTuple):
@@ -77,7 +77,7 @@ def times(run: Run) -> np.ndarray:
         iteration = row["iteration"]
         steps = _finite(row.get("steps")) or max(1, iteration - before if iteration > before else 1)
         total += steps * max(0.0, _finite(row.get("step_seconds")))
-        tokens += _finite(row.get("tokens"))  # recorded, instead of "consumed_tokens", if samples differ in length
+        tokens += _finite(row.get("tokens"))  # instead of "consumed_tokens" if samples differ in length
         sent += steps * _finite(row.get("cross_bytes"))
         places.append([iteration, _finite(row.get("consumed_tokens", tokens)), total, sent])
         before = iteration
@@ -355,7 +355,7 @@ def _decimal(value: Any, digits: int) -> str:
 
 
 def _flag(value: Any) -> str:
-    """Return the recorded value of a flag as text."""
+    """Return the recorded value of a flag as a cell of the report's table of flags."""
     if value is None:
         return "none"
     return value if isinstance(value, str) and value else json.dumps(value)

@@ -46,7 +46,10 @@ def read_rounds(file: Path) -> list[Row]:
 
 
 def states(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Return the states of each replica group, one key of STATES per version, by the name of the group."""
+    """Return the states of each replica group of an elastic DiLoCo run, by the name of the group.
+
+    The states of a group are a list with one key of STATES for each version of the outer weights.
+    """
     names = sorted({name for row in rows for name in (*row["sent_bytes"], *(g["group"] for g in row["groups"]))})
     found: dict[str, list[str]] = {name: [] for name in names}
     for row in rows:
@@ -60,7 +63,7 @@ def states(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 
 def groups_table(rows: Sequence[Row]) -> Table:
-    """Return the report's table of an elastic run, with a row of totals over all versions for each replica group."""
+    """Return the report's table of an elastic DiLoCo run, with a row of totals for each replica group."""
     head = ["group", "versions", "steps", "of these late", "times out", "waiting, s", "MB sent"]
     table = [head]
     for name, of_group in states(rows).items():
@@ -76,7 +79,7 @@ def groups_table(rows: Sequence[Row]) -> Table:
 
 
 def groups_line(rows: Sequence[Row]) -> str:
-    """Return the report's sentence about all groups of an elastic run: versions, speed, late and repeated steps."""
+    """Return the report's sentence about an elastic DiLoCo run: versions, merged tokens per second, late steps."""
     groups = [group for row in rows for group in row["groups"]]
     steps, late = (sum(g["steps"] for g in groups if g["late"] >= least) for least in (0, 1))
     seconds = rows[-1]["time"] - rows[0]["time"]
