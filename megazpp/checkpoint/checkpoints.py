@@ -315,7 +315,7 @@ def write_checkpoint(
             write_durably(partial / INDEX, index)
         write_checksums(partial, sums)
         aside = folder.complete(iteration)
-        return f" | of the branch that this run has left: {', '.join(map(str, aside))}" if aside else ""
+        return f" | renamed checkpoints of the abandoned branch: {', '.join(map(str, aside))}" if aside else ""
 
     def delete_old() -> None:
         if keep_last is not None or retain_interval is not None:

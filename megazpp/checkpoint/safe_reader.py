@@ -182,7 +182,7 @@ class SafeReader:
         return content
 
     def _place_of(self, chunk: Chunk) -> MetadataIndex:
-        """Return the key of a chunk in the index `.metadata`, where the offset of a scalar is ()."""
+        """Return the key of a chunk in the index `.metadata`, which has () as offset of a scalar instead of (0,)."""
         key, begins = chunk
         return MetadataIndex(key, begins if self.tensors()[key].size else ())
 

@@ -130,7 +130,7 @@ class Mixture(Relative):
 
 
 def of_experts(names: Sequence[str], *, transposed: bool) -> ForeignTensors:
-    """Return the mapping between the concatenated matrices of all experts in `GPTModel` and one tensor per expert.
+    """Return the `ForeignTensors` for a tensor of `GPTModel` that concatenates one matrix of each expert.
 
     Args:
         names: names of the experts' tensors in Hugging Face's model, in the order of experts.

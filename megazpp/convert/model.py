@@ -159,12 +159,12 @@ def checked_model(config: GPTConfig, tensors: Mapping[str, Deferred], where: str
 
 
 def same(name: str) -> ForeignTensors:
-    """Return the mapping of a tensor of `GPTModel` to an equal tensor with the name `name` in the other format."""
+    """Return the `ForeignTensors` for a tensor of `GPTModel` that is equal to the other format's tensor `name`."""
     return ForeignTensors((name,), lambda parts: parts[0], lambda ours: [ours])
 
 
 def transposed(name: str) -> ForeignTensors:
-    """Return the mapping of a matrix of `GPTModel` to its transpose with the name `name` in the other format."""
+    """Return the `ForeignTensors` for a matrix of `GPTModel` whose transpose is the other format's tensor `name`."""
     return ForeignTensors((name,), lambda parts: parts[0].t(), lambda ours: [ours.t()], transposed=True)
 
 
@@ -191,7 +191,7 @@ def split_qkv(fused: torch.Tensor, *, groups: int, head_size: int) -> list[torch
 
 
 def qkv_rows(names: Sequence[str], config: GPTConfig, *, transposed: bool = False) -> ForeignTensors:
-    """Return the mapping of the fused queries, keys and values of `GPTModel` to the tensors of another format.
+    """Return the `ForeignTensors` for a layer's fused matrix (or bias) of queries, keys and values in `GPTModel`.
 
     Args:
         names: names of the other format's three tensors for queries, keys and values, or the name of one tensor that

@@ -113,7 +113,7 @@ class Settings:
         return Settings(value, self.where, f"{key}.")
 
     def _get(self, key: str, default: Any) -> Any:
-        """Return the value of `key`, or `default` if it is missing; raise ValueError if both are missing."""
+        """Return the value of `key`, or `default` if it is missing; raise ValueError if `default` is None as well."""
         value = self.values.get(key)
         value = default if value is None else value
         if value is None:

@@ -78,7 +78,7 @@ def fit_for_split(sources: Iterable[DataSource], split: Sequence[tuple[float, fl
     """Return the sources, and set `by_tokens` on each one that has too few sequences to divide them by --split.
 
     A source has too few sequences if training, validation or test would get none although its proportion is above 0.
-    This also counts a split that this run does not use, so that all runs with the same --split divide a source equally.
+    Splits that this run does not use count as well, so that all runs with the same --split divide a source alike.
 
     Args:
         sources: sources to divide.
@@ -218,7 +218,7 @@ def _count(chosen: np.ndarray, num_datasets: int) -> npt.NDArray[np.int64]:
 
 
 class TokenRange:
-    """The token ids `start` to `stop` - 1 of the concatenation of all sequences of a source, again as sequences.
+    """New sequences with the token ids `start` to `stop` - 1 of the concatenation of all sequences of a source.
 
     A split consists of such a range if its source has too few documents to divide them. The first and the last
     sequence of the range may be parts of the source's sequences.

@@ -153,5 +153,6 @@ def test_run_that_went_back_resumes_there_after_a_restart(tmp_path):
     names = sorted(path.name for path in tmp_path.glob("iter_*"))
     aside = ["iter_0000002.replaced-1", "iter_0000003.replaced-1"]
     assert names == sorted(["iter_0000001", "iter_0000002", *aside])
-    assert f" | of the branch that this run has left: {tmp_path}/{aside[0]}, {tmp_path}/{aside[1]}" in again.lines[-1]
+    renamed = " | renamed checkpoints of the abandoned branch: "
+    assert f"{renamed}{tmp_path}/{aside[0]}, {tmp_path}/{aside[1]}" in again.lines[-1]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2\n"
