@@ -1,4 +1,8 @@
-"""Test checkpoints of models with `megazpp.zeropp`: they have nothing of it, and its own state is saved beside them."""
+"""Test checkpoints of models with `megazpp.zeropp`.
+
+They have the same contents as without ZeRO++. The state of ZeRO++, such as error feedback, is saved in files beside
+them.
+"""
 
 import contextlib
 import gc
@@ -35,7 +39,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class Words(nn.Module):
-    """A model that predicts the next word from the current one by calling its children in order."""
+    """A model that predicts the next word from the current one; its forward calls its children in order."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -47,14 +51,20 @@ class Words(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         for child in self.children():
             ids = child(ids)
-        return ids.clone()  # FSDP2 warns of views
+        return ids.clone()  # FSDP2 warns if a module returns a view
 
 
 class Run:
-    """A training of a small model on FSDP2; with `kind` on ZeRO++ too.
+    """A training of a small model on FSDP2 on this rank.
+
+    Args:
+        kind: key of KINDS, the settings of ZeRO++; None for plain FSDP2.
+        ranks_per_node: ranks per emulated node.
+        seed: seed of the initial weights.
+        frozen: part of the names of frozen parameters; "" freezes none.
 
     Attributes:
-        said: the log lines of this rank so far.
+        said: text that `zeropp` and the training have printed on this rank so far.
     """
 
     def __init__(self, kind: str | None, *, ranks_per_node: int = 2, seed: int = 0, frozen: str = "") -> None:
@@ -73,7 +83,10 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def steps(self, first: int, last: int) -> list[float]:
-        """Train, and return the losses; all layouts have the same global batches of four samples."""
+        """Train from step `first` to step `last` - 1, and return the mean loss of each step.
+
+        Each step has the same four samples in every layout of ranks.
+        """
         losses, size = [], dist.get_world_size()
         for step in range(first, last):
             mean = torch.zeros(())
@@ -104,7 +117,7 @@ class Run:
             self.handle.save(folder)
 
     def load(self, folder: str, *, handle: str = "after") -> None:
-        """Load the checkpoint by DCP, and the handle's state before it, after it or not at all."""
+        """Load the checkpoint by DCP, and the state of ZeRO++ "before" it, "after" it, or "not at all" (`handle`)."""
         for moment in ("before", "", "after"):
             if moment == handle:
                 with contextlib.redirect_stdout(self.said):
@@ -130,7 +143,8 @@ def uses_of_a_model() -> None:
             assert [name for name, _ in model.named_children()] == ["words", "blocks", "output"]
         assert {name: type(each) for name, each in model.named_modules()} == names
         assert list(model.state_dict()) == list(get_model_state_dict(model)) == keys
-        # a feature extractor, parameter groups by children, copies of all weights, a strict load of these copies
+        # Uses of the model that additional modules or parameters would break: a feature extractor, parameter groups by
+        # children, copies of all weights, and a strict load of these copies
         features = nn.Sequential(*list(model.children())[:-1])
         assert sum(1 for _ in features.parameters()) == len(keys) - 2
         head = list(list(model.children())[-1].parameters())
@@ -146,7 +160,10 @@ def test_zeropp_adds_nothing_to_modules_or_state_dict():
 
 
 def step_hooks() -> None:
-    """Check that deleted models, wrapped by `zeropp` or before, leave no further hooks for the steps of optimizers."""
+    """Check that deleted models leave no global hooks for the steps of optimizers.
+
+    One model was wrapped by `fully_shard` before the call of `zeropp`, the other one by `zeropp`.
+    """
     counts = list[int]()
     for _ in range(3):
         Run("lossless").steps(0, 1)
@@ -189,7 +206,14 @@ LOADS = {load.__name__: load for load in (load_by_dcp, load_in_place, load_whole
 
 
 def exchange_checkpoints(folder: str, saved_by: str | None, loaded_by: str | None, load: str) -> None:
-    """Compare the steps after a checkpoint with the same steps of the run that has written it."""
+    """Load a run's checkpoint into another run, and compare the next steps of both.
+
+    Args:
+        folder: folder for the checkpoint.
+        saved_by: key of KINDS of the run that saves; None for plain FSDP2.
+        loaded_by: key of KINDS of the run that loads; None for plain FSDP2.
+        load: key of LOADS, the way to load.
+    """
     run = Run(saved_by)
     run.steps(0, 2)
     run.save(folder)
@@ -199,7 +223,8 @@ def exchange_checkpoints(folder: str, saved_by: str | None, loaded_by: str | Non
     dist.barrier()
     expected, again = run.steps(2, 4), Run(loaded_by, seed=1)
     LOADS[load](again, folder)
-    # the checkpoint's first forward has the same weights; later ones differ by the rounding that a format has
+    # The first forward after the load has the checkpoint's weights. Later losses differ by the rounding of the wire
+    # formats
     found = again.steps(2, 4)
     assert found[0] == pytest.approx(expected[0], rel=1e-5)
     assert found[1] == pytest.approx(expected[1], rel=1e-2)
@@ -221,9 +246,9 @@ def resume(folder: str, kind: str, moment: str) -> None:
     run.steps(0, 2)
     run.save(folder)
     expected, again = run.steps(2, 5), Run(kind, seed=1)
-    again.steps(0, 1)  # the state of a run in the same process is replaced
+    again.steps(0, 1)  # loading must replace the state of ZeRO++ that this step has left
     again.load(folder, handle=moment)
-    again.handle.save(f"{folder}/again")  # state that was loaded and not used yet is saved again
+    again.handle.save(f"{folder}/again")  # a loaded state can be saved again before the first step uses it
     assert again.steps(2, 5) == expected
     third = Run(kind, seed=2)
     third.load(folder, handle="not at all")
@@ -247,7 +272,10 @@ def save_from(folder: str, kind: str) -> list[float]:
 
 
 def load_into(folder: str, kind: str, ranks_per_node: int) -> tuple[list[float], str]:
-    """Return the losses after the checkpoint and the log, and compare with a run that loads no state."""
+    """Resume from the checkpoint in another layout, and return the losses after it and the printed text.
+
+    The losses must equal those of a run that does not load the state of ZeRO++.
+    """
     found = []
     for handle in ("after", "not at all"):
         run = Run(kind, seed=1, ranks_per_node=ranks_per_node)
@@ -270,7 +298,7 @@ def test_state_of_another_layout_starts_anew_with_one_line(kind, tmp_path):
 
 
 def fresh(run: Run, folder: str) -> None:
-    """Change nothing."""
+    """Leave the run as loaded, so that its state of ZeRO++ fits its weights."""
 
 
 def other_weights(run: Run, folder: str) -> None:
@@ -293,9 +321,17 @@ CHANGES: dict[str, Callable[[Run, str], None]] = {
 
 
 def load_and_change(folder: str, change: str) -> tuple[int, str]:
-    """Return the bytes of weights that cross nodes in the first step after the load, and the log."""
+    """Save a run, load it into another run, change this run, and take a step.
+
+    Args:
+        folder: folder for the checkpoint.
+        change: key of CHANGES.
+
+    Returns:
+        (bytes of weights that this rank sends across nodes in the step, printed text).
+    """
     run = Run("lossless", ranks_per_node=1)
-    run.steps(0, 4)  # the first two differences have full size
+    run.steps(0, 4)  # the first two weight deltas have room for a change of every element
     run.save(folder)
     again = Run("lossless", seed=1, ranks_per_node=1)
     again.load(folder)
@@ -306,7 +342,7 @@ def load_and_change(folder: str, change: str) -> tuple[int, str]:
 
 
 def test_state_of_other_weights_is_not_restored(tmp_path):
-    """Each case sends whole weights of the units that do not fit, on all ranks, and says which."""
+    """All ranks of a changed run send complete weights of the units whose state does not fit, and print a line."""
     found = {}
     for name in CHANGES:
         (folder := tmp_path / name).mkdir()

@@ -1,4 +1,7 @@
-"""Compare `megazpp.zeropp` with plain FSDP2 on mixtures whose experts are sharded over another mesh than the rest."""
+"""Compare `megazpp.zeropp` with plain FSDP2 on mixtures of experts.
+
+The experts are sharded over another mesh than the other layers.
+"""
 
 import functools
 import re
@@ -34,7 +37,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class GatherTokens(torch.autograd.Function):
-    """Gather the tokens of all expert-parallel ranks, from the main thread in forward and backward."""
+    """Gather the tokens of all expert-parallel ranks; the main thread calls the collectives in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -49,13 +52,13 @@ class GatherTokens(torch.autograd.Function):
 
 
 class SumTokens(torch.autograd.Function):
-    """Sum the experts' outputs over all expert-parallel ranks, and keep this rank's tokens."""
+    """Sum the experts' outputs over all expert-parallel ranks, and return the sums of this rank's tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         dist.all_reduce(x := x.clone(), group=group)
-        return x.chunk(group.size())[group.rank()].clone()  # FSDP2 warns of views
+        return x.chunk(group.size())[group.rank()].clone()  # FSDP2 warns if a module returns a view
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -65,9 +68,9 @@ class SumTokens(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """Experts of which each expert-parallel rank computes a part. A part without tokens is not computed."""
+    """Experts that are split over expert-parallel ranks; a rank skips those of its experts that get no tokens."""
 
-    mesh: DeviceMesh  # of expert parallelism
+    mesh: DeviceMesh  # mesh of one dim over the expert-parallel ranks
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +84,8 @@ class Experts(nn.Module):
         parts = [torch.empty_like(choice) for _ in range(group.size())]
         dist.all_gather(parts, choice, group=group)
         up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
-        total, choice = 0.0 * (x + weight), torch.cat(parts)  # all ranks have the same graph
+        # every expert-parallel rank has this graph, even without tokens for its experts
+        total, choice = 0.0 * (x + weight), torch.cat(parts)
         for number in range(len(up)):
             mine = choice == group.rank() * len(up) + number
             if mine.any():
@@ -120,11 +124,11 @@ class Mixture(nn.Module):
 
 
 def use_local(module: nn.Module) -> None:
-    """Let a module compute with local tensors, as torchtitan's do whose parameters are DTensors on all mesh dims."""
+    """Let a module compute with its local tensors, as in torchtitan's modules with DTensors on all mesh dims."""
     forward = module.forward
 
     def call(*args: Any) -> Any:
-        """Run the module's own forward. Gradients of the data-parallel ranks are summed by FSDP2."""
+        """Run the module's own forward on local tensors; FSDP2 sums their gradients over the data-parallel ranks."""
         own = dict(module.named_parameters(recurse=False))
         parts = {name: [Partial() if p.is_replicate() else p for p in own[name].placements] for name in own}
         whole = {name: own[name].to_local(grad_placements=parts[name]) for name in own}
@@ -136,20 +140,23 @@ def use_local(module: nn.Module) -> None:
 
 @functools.cache
 def meshes(ep: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """Return the meshes of dense layers and of experts, once per process: `fully_shard` compares their identity."""
+    """Return (mesh of the dense layers, mesh of the experts) for `ep` expert-parallel ranks.
+
+    Each mesh is made once per process, because `fully_shard` compares meshes by identity.
+    """
     dense = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fsdp",))
     return dense, init_device_mesh("cpu", (RANKS // ep, ep), mesh_dim_names=("efsdp", "ep"))
 
 
 def wrap(model: Mixture, recipe: str, ep: int, **fsdp: Any) -> None:
-    """Shard a model by the recipe of a framework.
+    """Shard the mixture as a framework shards its models.
 
     Args:
-        model: the model.
+        model: unsharded mixture.
         recipe: "apart" for transformers, which calls `fully_shard` for the experts; "together" for torchtitan with
             `partial_dtensor`; "spmd" for torchtitan's default, `spmd_types`, where all parameters are DTensors on all
             mesh dims.
-        ep: expert-parallel degree.
+        ep: number of expert-parallel ranks.
         fsdp: further arguments of `fully_shard`.
     """
     dense, sparse = meshes(ep)
@@ -195,11 +202,12 @@ def wrap(model: Mixture, recipe: str, ep: int, **fsdp: Any) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             several = recipe != "apart" or not isinstance(module, Experts) or ep < RANKS
-            module.set_force_sum_reduction_for_comms(several)  # forced sums of one rank are divided twice
+            # with a forced sum, FSDP2 divides the gradients of one rank twice
+            module.set_force_sum_reduction_for_comms(several)
 
 
 def clip(model: nn.Module) -> None:
-    """Clip by the norm of all gradients; `clip_grad_norm_` cannot span two meshes."""
+    """Clip the gradients by the norm of all of them; torch's `clip_grad_norm_` cannot span two meshes."""
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -212,7 +220,7 @@ def clip(model: nn.Module) -> None:
 def build(kind: str | None, case: dict[str, Any]) -> tuple[Any, Any, torch.optim.Optimizer]:
     model: Any = Mixture()
     model.checkpointing = case.get("checkpointing", False)
-    if case.get("lora"):  # freezes all other weights
+    if case.get("lora"):  # LoRA freezes all weights but its adapters
         from peft import LoraConfig, inject_adapter_in_model
 
         config = LoraConfig(r=4, target_modules=["dense", "router"], init_lora_weights=False)
@@ -268,7 +276,7 @@ def like_fsdp2(case: dict[str, Any], tolerance: float) -> None:
     assert handle.counter.sent_bytes("cross") > 0 or case.get("ranks_per_node") == RANKS
 
 
-# torch 2.13 is the first version with several meshes in a unit
+# Only torch 2.13 and newer can have parameters on several meshes in one unit
 RECIPES = ("apart", "together") if hasattr(torch.distributed.fsdp, "DataParallelMeshDims") else ("apart",)
 
 
@@ -292,7 +300,7 @@ RECIPES = ("apart", "together") if hasattr(torch.distributed.fsdp, "DataParallel
     ids=str,
 )
 def test_experts_train_as_in_plain_fsdp2(case, tolerance, recipe):
-    """Sums run in another order."""
+    """The tolerance covers sums in another order."""
     ranks(RANKS).run(like_fsdp2, {**case, "recipe": recipe}, tolerance)
 
 
@@ -300,7 +308,7 @@ def test_experts_train_as_in_plain_fsdp2(case, tolerance, recipe):
 @pytest.mark.skipif(len(RECIPES) == 1, reason="needs torch 2.13")
 @pytest.mark.parametrize("case", [{"accumulate": 2, "signal": "sync"}, {"accumulate": 2}, {"idle": True}], ids=str)
 def test_experts_train_as_in_plain_fsdp2_with_parameters_on_all_mesh_dims(case):
-    """torchtitan's default, `spmd_types`, makes all parameters DTensors on all mesh dims."""
+    """In torchtitan's default, `spmd_types`, all parameters are DTensors on all mesh dims."""
     ranks(RANKS).run(like_fsdp2, {**case, "recipe": "spmd"}, 1e-5)
 
 
@@ -312,13 +320,14 @@ def crossed_bytes(kind: str, case: dict[str, Any]) -> tuple[int, list[str]]:
 
 
 def test_shards_of_experts_cross_nodes_once_per_step():
-    """Each rank sends its quarter of the parameters to the other node, as weights and as gradients."""
+    """Each rank sends its quarter of the parameters to the other node twice per step: as weights and as gradients."""
     each = ranks(RANKS).run(crossed_bytes, "exact", {})
     micro_batches = ranks(RANKS).run(crossed_bytes, "exact", {"accumulate": 3, "signal": "accumulate"})
     default = ranks(RANKS).run(crossed_bytes, "default", {})
     parameters = sum(parameter.numel() for parameter in Mixture().parameters())
     for (sent, axes), (several, _), (quantized, _) in zip(each, micro_batches, default, strict=True):
-        assert sent == pytest.approx(4 * 2 * 4 * parameters / RANKS, rel=0.03)  # 4 steps of fp32; padding and flags
+        # 4 steps in fp32; the tolerance covers padding and the flags of used parameters
+        assert sent == pytest.approx(4 * 2 * 4 * parameters / RANKS, rel=0.03)
         assert several == sent
         assert quantized < sent / 4
         assert not any("experts" in axis for axis in axes)
@@ -347,10 +356,11 @@ def test_training_of_experts_resumes_bit_for_bit(kind, tmp_path):
 
 
 def resumed(kind: str | None, case: dict[str, Any], folder: str, *, trained: bool = False) -> dict[str, torch.Tensor]:
-    """Resume from a checkpoint, and return the losses of two steps and the weights after them.
+    """Resume from a checkpoint, train two steps, and return their losses and the weights after them.
 
-    With `trained`, the model has trained on other data before, so that all of its states differ from the checkpoint's,
-    and the state of ZeRO++ is loaded, which is of another degree. Otherwise this state is new.
+    With `trained`, the model has trained on other data before, so that all of its states differ from the checkpoint's.
+    It also loads the state of ZeRO++, which belongs to another expert-parallel degree. Otherwise the model and the
+    state of ZeRO++ are new.
     """
     model, handle, optimizer = build(kind, case)
     if trained:
@@ -372,7 +382,7 @@ def resume_with_another_degree(folder: str, kind: str, saved_ep: int, ep: int, r
     case |= {"ep": ep, "ranks_per_node": ranks_per_node}
     fresh = resumed(kind, case, folder)
     torch.testing.assert_close(resumed(kind, case, folder, trained=True), fresh, rtol=0, atol=0)
-    if kind == "exact":  # sums run in another order than in plain FSDP2
+    if kind == "exact":  # ZeRO++ sums in another order than plain FSDP2
         torch.testing.assert_close(fresh, resumed(None, case, folder), rtol=1e-5, atol=1e-5)
     if kind == "lossless":
         torch.testing.assert_close(fresh, resumed("exact", case, folder), rtol=0, atol=0)
@@ -382,7 +392,7 @@ def resume_with_another_degree(folder: str, kind: str, saved_ep: int, ep: int, r
 @pytest.mark.parametrize(("saved_ep", "ep", "ranks_per_node"), [(2, 1, 2), (1, 2, 2), (2, 4, 4)])
 @pytest.mark.parametrize("kind", ["exact", "lossless", "feedback"])
 def test_training_of_experts_resumes_with_another_degree(kind, saved_ep, ep, ranks_per_node, tmp_path):
-    """The state of lossless deltas and of error feedback starts anew; weights and moments are the checkpoint's."""
+    """Lossless deltas and error feedback start anew, while weights and moments are those of the checkpoint."""
     ranks(RANKS).run(resume_with_another_degree, str(tmp_path), kind, saved_ep, ep, ranks_per_node)
 
 

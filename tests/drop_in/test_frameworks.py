@@ -1,4 +1,4 @@
-"""Compare ZeRO++ without quantization in popular training frameworks with plain FSDP2."""
+"""Compare ZeRO++ without quantization with plain FSDP2 in popular training frameworks, such as accelerate and TRL."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,11 @@ pytestmark = pytest.mark.slow
 
 
 def cases() -> Iterator[Any]:
-    """Yield all pairs of framework and scenario. The slow tier has two scenarios in all frameworks, others in two."""
+    """Yield all pairs of framework and scenario as test parameters.
+
+    The slow tier runs two scenarios in all frameworks, and each other scenario in two frameworks. The nightly tier runs
+    all remaining pairs.
+    """
     for number, scenario in enumerate(SCENARIOS):
         for place, framework in enumerate(FRAMEWORKS):
             chosen = scenario in ("LoRA", "discarded batch") or place % 3 == number % 3
@@ -22,7 +26,7 @@ def cases() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[dict[int, Ranks]]:
-    """Return workers by their number. They end with this module, because the imported frameworks take much memory."""
+    """Yield worker processes by world size. They end with this module, because imported frameworks take much memory."""
     found: dict[int, Ranks] = {}
     yield found
     for each in found.values():
@@ -31,7 +35,7 @@ def workers() -> Iterator[dict[int, Ranks]]:
 
 @pytest.mark.parametrize(("framework", "scenario"), [*cases()])
 def test_framework_training_matches_plain_fsdp2(framework, scenario, workers):
-    """Results are bit-identical on two nodes of one rank, except in our own loop, which sums in another order."""
+    """Results are bit-identical on two nodes of one rank, except in the plain loop, which sums in another order."""
     if not is_installed(framework):
         pytest.skip(f"{framework} is not installed, or not for torch {torch.__version__}")
     for size in (2, 4) if framework == "own loop" else (2,):
@@ -46,7 +50,7 @@ def test_framework_training_matches_plain_fsdp2(framework, scenario, workers):
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", nightly("FULL_STATE_DICT")])
 @pytest.mark.parametrize("framework", CHECKPOINTS)
 def test_framework_checkpoints_load_with_and_without_zeropp(framework, kind, tmp_path):
-    """A run with lossless deltas resumes bit for bit, from the state that it saves beside the framework's files."""
+    """A run with lossless deltas resumes bit-identically, because it saves its state beside the framework's files."""
     if not is_installed(framework):
         pytest.skip(f"{framework} is not installed")
     workers = ranks.__wrapped__(2)

@@ -29,14 +29,14 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH, bias=False)
-        self.scale = nn.Parameter(torch.ones(1, WIDTH))  # one row, so most ranks have an empty shard
+        self.scale = nn.Parameter(torch.ones(1, WIDTH))  # only one row, so all ranks but one have an empty shard
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.scale * self.down(torch.tanh(self.up(x)))
 
 
 class Net(nn.Module):
-    """Three blocks, each a sharding unit, and two heads in the root's unit."""
+    """A model of three blocks, each of which is a sharding unit, and two heads in the unit of the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,19 @@ class Net(nn.Module):
 
 
 class Run:
-    """One training run on this rank; `mode` is "plain" or the name of a setting of `zeropp`."""
+    """One training run on this rank, on plain FSDP2 or with ZeRO++.
+
+    Args:
+        mode: "plain" for plain FSDP2; "exact" or "exact, no overlap" for `zeropp` without quantization.
+        prepare: function that changes the model before it is sharded.
+        evaluate_first: True to run a forward before the call of `zeropp`.
+        fsdp: further arguments of `fully_shard`.
+
+    Attributes:
+        unused: names of the parameters without a gradient at each step.
+        norms: gradient norm of each step.
+        handle: handle of `zeropp`; None for plain FSDP2.
+    """
 
     def __init__(
         self,
@@ -73,7 +85,7 @@ class Run:
         if mode == "plain":
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):
-                    module.set_force_sum_reduction_for_comms(True)  # gloo does not support mean reductions
+                    module.set_force_sum_reduction_for_comms(True)  # gloo does not support reductions that divide
         else:
             self.connect(mode)
 
@@ -85,11 +97,14 @@ class Run:
 
     @staticmethod
     def adam(model: nn.Module, **how: Any) -> torch.optim.Optimizer:
-        """Return AdamW whose weight decay and moments change every parameter with a gradient that is not None."""
+        """Return AdamW, whose weight decay and moments change each parameter that has a gradient, even of zeros."""
         return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.5, **how)
 
     def accumulating(self, on: bool = True) -> AbstractContextManager[None]:
-        """Return the context of a backward before the last one of its step; plain FSDP2 has none."""
+        """Return the context for a backward that is not the last one of its step.
+
+        The context delays reductions with ZeRO++ and does nothing with plain FSDP2, or if `on` is False.
+        """
         return self.handle.accumulate() if on and self.handle is not None else nullcontext()
 
     def discard(self) -> None:
@@ -135,12 +150,12 @@ def scenario(function: Scenario) -> Scenario:
     return function
 
 
-# ---- trained parameters-------------------------------------------------------------------------------------------
+# ---- trained parameters -------------------------------------------------------------------------------------------
 
 
 @scenario
 def unfrozen_halfway(mode: str) -> Run:
-    """Freeze a whole unit and a part of another before `zeropp` is called, and unfreeze them halfway."""
+    """Freeze one whole unit and half of another before the call of `zeropp`, and unfreeze both after two steps."""
     run = Run(mode, lambda model: (model.blocks[0].requires_grad_(False), model.blocks[1].up.requires_grad_(False)))
     for step in range(4):
         if step == 2:
@@ -164,7 +179,7 @@ def frozen_halfway_with_zeroed_gradients(mode: str) -> Run:
 
 @scenario
 def swapped_blocks(mode: str) -> Run:
-    """Train another block in each step with its own optimizer (block-coordinate training)."""
+    """Train one block in each step, in turn, with an optimizer of its own (block-coordinate training)."""
     run = Run(mode)
     optimizers = [run.adam(block) for block in run.model.blocks]
     for step in range(5):
@@ -177,7 +192,7 @@ def swapped_blocks(mode: str) -> Run:
 
 @scenario
 def swapped_matrices_of_a_block_while_accumulating(mode: str) -> Run:
-    """Freeze parameters between micro-batches; their earlier gradients of the step are kept."""
+    """Freeze parameters between the micro-batches of a step; gradients of earlier micro-batches must be kept."""
     run = Run(mode)
     for step in range(3):
         for micro_batch in range(3):
@@ -190,7 +205,10 @@ def swapped_matrices_of_a_block_while_accumulating(mode: str) -> Run:
 
 
 def backwards_of_a_forward(mode: str, *, accumulates: bool) -> Run:
-    """Run two backwards for two losses of one forward, after a gradient with respect to the input only."""
+    """Run two backwards for two losses of one forward, after computing a gradient with respect to the input only.
+
+    `accumulates` puts the first backward into the context that delays reductions.
+    """
     run = Run(mode)
     for step in range(3):
         generator = torch.Generator().manual_seed(4 * step + dist.get_rank())
@@ -213,7 +231,10 @@ SCENARIOS["several backwards of a forward, the first one waits"] = lambda mode: 
 
 @scenario
 def announced_last_backward(mode: str) -> Run:
-    """Announce the last backward, after which alone FSDP2 waits for its streams; gradients are used in between."""
+    """Announce each step's last backward by `set_is_last_backward`, and use the gradients between the backwards.
+
+    FSDP2 waits for its streams only after the announced backward.
+    """
     run = Run(mode)
     for step in range(3):
         run.model.set_is_last_backward(False)
@@ -229,7 +250,7 @@ def announced_last_backward(mode: str) -> Run:
 
 @scenario
 def called_between_passes(mode: str) -> Run:
-    """Call `zeropp` between a forward and its backward, when gradients of another backward exist."""
+    """Call `zeropp` between a forward and its backward, while gradients of an earlier backward exist."""
     run = Run("plain")
     run.backward(0)
     losses = run.model(torch.ones(1, WIDTH)).square().mean()
@@ -277,7 +298,7 @@ def a_block_twice(mode: str) -> Run:
 
 @scenario
 def used_in_some_micro_batches(mode: str) -> Run:
-    """Use blocks in the first, middle or last micro-batch, and leave two blocks out of the second step."""
+    """Use some blocks only in the first, the middle or the last micro-batch, and only block 0 in the second step."""
     run = Run(mode)
     for step in range(3):
         for micro_batch, order in enumerate([(0,), (0, 1), (2,)]):
@@ -304,7 +325,10 @@ def used_in_some_micro_batches_without_communication(mode: str) -> Run:
 
 @contextmanager
 def failing(module: nn.Module, *, backward: bool) -> Iterator[None]:
-    """Raise on every rank when the forward enters `module`, or when the backward leaves it."""
+    """Raise ArithmeticError on every rank when a forward enters `module`, or when a backward leaves it.
+
+    The context ignores the exception.
+    """
 
     def fail(*_: Any) -> None:
         raise ArithmeticError
@@ -319,7 +343,14 @@ def failing(module: nn.Module, *, backward: bool) -> Iterator[None]:
 
 
 def given_up(mode: str, *, last: bool, to_none: bool = True) -> Run:
-    """Discard the gradients of a first micro-batch, which wait unless it is the `last` of its step."""
+    """Discard the gradients of an additional micro-batch before two of the steps.
+
+    Args:
+        mode: "plain", "exact" or "exact, no overlap", as for `Run`.
+        last: True if the discarded micro-batch is announced as the last of a step, so that its gradients are reduced at
+            once; False to delay the reduction.
+        to_none: False to set discarded gradients to zero instead of None.
+    """
     run = Run(mode)
     for step in range(4):
         if step in (1, 3):
@@ -340,7 +371,10 @@ SCENARIOS["given up, zeroed"] = lambda mode: given_up(mode, last=True, to_none=F
 
 @scenario
 def one_rank_discards(mode: str) -> Run:
-    """Call `discard` on one rank, or leave `accumulate` by an exception on one rank, after the same backwards."""
+    """After equal backwards, discard their gradients by a call of only one rank.
+
+    In two steps the rank calls `discard`. In two others it leaves `accumulate` by an exception.
+    """
     run = Run(mode)
     for step in range(4):
         run.backward(3 * step, last=False, factor=5.0)
@@ -359,7 +393,7 @@ def one_rank_discards(mode: str) -> Run:
 
 @scenario
 def gradients_wait_beside_complete_ones(mode: str) -> Run:
-    """Accumulate on top of complete gradients, which the program scales meanwhile."""
+    """Delay the reduction of gradients beside reduced gradients, which the program scales meanwhile."""
     run = Run(mode)
     for step in range(3):
         run.backward(3 * step, order=(0, 1))
@@ -367,7 +401,7 @@ def gradients_wait_beside_complete_ones(mode: str) -> Run:
         for p in run.model.parameters():
             if p.grad is not None:
                 p.grad.mul_(-0.25)
-        if run.handle is None:  # the sums that wait are not scaled
+        if run.handle is None:  # the scaling does not affect sums that wait, so plain FSDP2 adds them after it
             run.backward(3 * step + 1)
         run.backward(3 * step + 2)
         run.step()
@@ -389,7 +423,7 @@ def skipped_steps(mode: str) -> Run:
 
 @scenario
 def given_up_without_communication(mode: str) -> Run:
-    """Discard gradients that FSDP2 has not reduced: FSDP2 keeps them and adds them to the next step's."""
+    """Discard gradients that FSDP2 has not reduced. FSDP2 keeps them, and adds them to the next step's gradients."""
     run = Run(mode)
     for step in range(3):
         run.model.set_requires_gradient_sync(False)
@@ -402,7 +436,14 @@ def given_up_without_communication(mode: str) -> Run:
 
 
 def aborted(mode: str, *, backward: bool, first: bool, clear: bool = True) -> Run:
-    """Raise an exception in a forward or a backward, in the first or the last micro-batch of a step."""
+    """Raise an exception in a forward or a backward of every second step, and go on training.
+
+    Args:
+        mode: "plain", "exact" or "exact, no overlap", as for `Run`.
+        backward: True to raise in the backward; False to raise in the forward.
+        first: True to interrupt a first micro-batch; False to interrupt one that is announced as the last.
+        clear: True to discard the step's earlier gradients after the exception.
+    """
     run = Run(mode)
     for step in range(4):
         run.backward(2 * step, last=not clear)
@@ -410,7 +451,7 @@ def aborted(mode: str, *, backward: bool, first: bool, clear: bool = True) -> Ru
             with failing(run.model.blocks[1].up, backward=backward):
                 run.backward(100 + step, last=not first, factor=50.0)
             run.model.reset_iter_state()
-            for module in run.model.modules():  # FSDP2 also keeps the unsharded gradients
+            for module in run.model.modules():  # after an exception, FSDP2 also keeps the unsharded gradients
                 if isinstance(module, FSDPModule):
                     for p in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
                         p._unsharded_param.grad = None
@@ -433,7 +474,7 @@ SCENARIOS["aborted in backward, kept"] = lambda mode: aborted(mode, backward=Tru
 
 
 class Adapted(nn.Module):
-    """A frozen bf16 linear layer with a trained fp32 adapter, like PEFT's."""
+    """A frozen bf16 linear layer with a trained fp32 low-rank adapter, as in PEFT."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -454,7 +495,7 @@ def adapt(model: Net) -> None:
 
 @scenario
 def adapters_in_fp32_on_a_base_in_bf16(mode: str) -> Run:
-    """Train adapters on a frozen base; one block has only bf16 parameters, so dtypes differ between units."""
+    """Train fp32 adapters on a frozen bf16 base, so that each block has parameters of two dtypes."""
     run = Run(mode, adapt)
     for step in range(3):
         run.backward(2 * step, last=False)
@@ -464,7 +505,7 @@ def adapters_in_fp32_on_a_base_in_bf16(mode: str) -> Run:
 
 
 def with_odd_parameters(model: Net) -> None:
-    """Add integer (as in a QLoRA base), fp64 and empty parameters to each block."""
+    """Add an integer parameter (as in a QLoRA base), an fp64 parameter and an empty parameter to each block."""
     for index, block in enumerate(model.blocks):
         block.codes = nn.Parameter(torch.arange(13 + index).to(torch.uint8), requires_grad=False)
         block.table = nn.Parameter(torch.arange(7.0, dtype=torch.float64), requires_grad=False)
@@ -519,7 +560,7 @@ def made_on_meta_and_cast_after_the_call(mode: str) -> Run:
 
 @scenario
 def called_after_an_evaluation(mode: str) -> Run:
-    """Call `zeropp` while the root's parameters are still gathered."""
+    """Call `zeropp` after a forward without gradients, while the root's parameters are still gathered."""
     run = Run(mode, evaluate_first=True)
     for step in range(3):
         run.backward(step)
@@ -529,10 +570,10 @@ def called_after_an_evaluation(mode: str) -> Run:
 
 @scenario
 def under_other_defaults(mode: str) -> Run:
-    """Change torch's default device and dtype, as programs do with "cuda" and bf16."""
+    """Train while torch's default device and dtype differ from those of the model, as in programs that set bf16."""
     run = Run(mode)
     run.backward(0)
-    run.step()  # AdamW creates its state on the default device
+    run.step()  # the first step lets AdamW create its state on the default device
     torch.set_default_dtype(torch.float16)
     try:
         with torch.device("meta"):
@@ -550,14 +591,17 @@ def results(name: str, modes: tuple[str, ...]) -> list[Result]:
 
 
 def assert_alike(found: Result, expected: Result) -> None:
-    """Compare two results. Gradients are None for the same parameters; sums in another order differ by up to 1e-4."""
+    """Assert that two results of `Run.result` agree.
+
+    Gradients must be None for the same parameters and steps. Sums in another order change numbers by up to 1e-4.
+    """
     assert found[0] == expected[0]
     assert found[1] == pytest.approx(expected[1], rel=1e-4)
     torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=1e-5)
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    """Return marks that skip the scenario if this torch's FSDP2 does not support it."""
+    """Return marks that skip the test of a scenario that the FSDP2 of the installed torch does not support."""
     reset = [needs_reset] if name.startswith("aborted") else []
     return reset + ([needs_integers] if name.startswith("odd") else [])
 
@@ -588,7 +632,7 @@ ON_FOUR_RANKS = (
 
 
 def cases(first: Sequence[str], first_tier: Any, other_tier: Any) -> list[Any]:
-    """Return all scenarios, those in `first` with other marks."""
+    """Return all scenarios as test parameters; those in `first` get the marks `first_tier`, the others `other_tier`."""
     tiers = {name: first_tier if name in first else other_tier for name in SCENARIOS}
     return [pytest.param(name, marks=[*marks_of(name), *tier]) for name, tier in tiers.items()]
 
@@ -607,7 +651,10 @@ def test_training_loop_matches_plain_fsdp2(name):
 
 
 def gradients_between_backwards() -> None:
-    """Check `.grad` after each backward of three steps, of which the middle one accumulates on complete gradients."""
+    """Compare `.grad` with plain FSDP2 after each backward of three steps.
+
+    The middle step accumulates on top of reduced gradients.
+    """
     plain, exact = Run("plain"), Run("exact")
     for sample in range(9):
         kept = {name: p.grad for name, p in exact.model.named_parameters()}
@@ -633,7 +680,7 @@ def test_gradients_are_untouched_while_sums_wait_and_complete_afterwards():
 
 
 def message_of(action: Callable[[], object]) -> str:
-    """Return the message of the RuntimeError that the action raises, or an empty string."""
+    """Return the message of the RuntimeError that the action raises, or "" if it raises none."""
     try:
         action()
     except RuntimeError as error:
@@ -642,7 +689,10 @@ def message_of(action: Callable[[], object]) -> str:
 
 
 def misuse() -> dict[str, str]:
-    """Return the error messages of wrong uses of `accumulate` on this rank; training goes on after each of them."""
+    """Use `accumulate` wrongly in several ways, and return this rank's error message by the name of each way.
+
+    After each error, training must go on.
+    """
     run, said = Run("exact"), {}
     run.backward(6)
     run.step()
@@ -715,13 +765,20 @@ def test_misuse_of_accumulate_is_rejected_on_all_ranks():
 
 
 def use_by_rank() -> list[tuple[bool, ...]]:
-    """Return per step if the heads' gradients are None. Odd ranks use the second head first, then all use the same."""
+    """Train steps in which ranks use different heads of the model.
+
+    In step 1, odd ranks use the second head and even ranks the first. Then all ranks use the first head, and in step 3
+    all use the second.
+
+    Returns:
+        For each step and head, True if the head's gradient is None.
+    """
     run = Run("exact")
     found = []
     for heads in ((0, 1), (0, 0), (1, 1)):
         run.backward(0, head=heads[dist.get_rank() % 2])
         found.append(tuple(head.weight.grad is None for head in run.model.heads))
-        if heads == (0, 1):  # the mean over ranks; one rank contributes zeros
+        if heads == (0, 1):  # the gradient is the mean over ranks, of which one contributes zeros
             mine = run.model.heads[0].bias.grad.full_tensor()
             assert mine.abs().sum() > 0
         run.step()
@@ -734,9 +791,9 @@ def test_gradient_on_some_ranks_exists_on_all_ranks():
 
 
 def bytes_of_steps(order: tuple[int, ...]) -> tuple[int, int]:
-    """Return the bytes that this rank sends inside the node and across nodes in the second step.
+    """Return the bytes that this rank sends inside the node and across nodes in the second step of a training.
 
-    A step has two micro-batches.
+    A step has two micro-batches. `order` lists the blocks that each forward uses.
     """
     run = Run("exact")
     counts = []
@@ -751,17 +808,22 @@ def bytes_of_steps(order: tuple[int, ...]) -> tuple[int, int]:
 @pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_unused_block_sends_nothing_and_flags_take_16_bytes(world_size):
     whole, without = (ranks(world_size).run(bytes_of_steps, order)[0] for order in ((0, 1, 2), (0, 2)))
-    # a rank's rows of a block: up [7, 10] and its bias, down [10, 7], scale [1, 10], elements of four bytes
+    # A rank has these rows of a block, with elements of four bytes: of up [7, 10] and its bias, down [10, 7], scale [1,
+    # 10]
     up, down, local = -(-7 // world_size), -(-10 // world_size), world_size // 2
     message = -(-4 * (up * 10 + up + down * 7 + 10) // 16) * 16
     weights, gradients = message, message + 16
-    # each micro-batch has two uses and one reduction: one message to the other node, two to each rank in the node
+    # Each micro-batch uses a block twice and reduces it once. Across nodes, each rank sends one message to the other
+    # node per step; inside the node, it sends two messages to each other rank
     assert whole[1] - without[1] == weights + gradients
     assert whole[0] - without[0] == 2 * (local - 1) * (2 * 2 * weights + 2 * gradients)
 
 
 def feedback_after_giving_up(clear: str) -> tuple[Weights, Weights]:
-    """Return the gradients of a backward, without and with a discarded backward before it."""
+    """Return the gradients by name of a backward, once without and once with a discarded backward before it.
+
+    `clear` is "none" or "zeroed": how the discarded gradients are cleared.
+    """
     found = []
     for give_up in (False, True):
         torch.manual_seed(0)

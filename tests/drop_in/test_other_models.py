@@ -1,4 +1,4 @@
-"""Compare `megazpp.zeropp` on models from elsewhere with the same training in one process."""
+"""Compare `megazpp.zeropp` on models of several kinds with the same training in one process."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -53,7 +53,7 @@ class Words(nn.Module):
 
 
 def llama() -> nn.Module:
-    import transformers  # takes half a second per rank, and only the slow tier needs it
+    import transformers  # the import takes half a second per rank, and only the slow tier needs it
 
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 36, "max_position_embeddings": 16}
@@ -78,11 +78,17 @@ def train(
     bare: bool = False,
     divisor: float | None = None,
 ) -> tuple[list[float], int]:
-    """Train and return the losses of `STEPS` steps and the bytes sent across nodes.
+    """Train, and return (losses of `STEPS` steps, bytes that this rank has sent across nodes).
 
-    Each step takes 4 samples x `accumulate`. Without `config`, train in one process. `signal` is the method of the
-    model that announces a step's last backward, or "accumulate" for the handle's context. A `bare` model is not wrapped
-    beforehand. `divisor` replaces the number of ranks by which the summed gradients are divided.
+    Args:
+        config: fields of ZeroConfig; None trains in one process.
+        kind: model or feature: "llama", "tied", "checkpointing", "frozen", "tp" or "clips"; "" for the plain model.
+        accumulate: micro-batches per step, of 4 samples each.
+        signal: name of the model's method that announces a step's last backward, or "accumulate" for the handle's
+            context; "" announces nothing.
+        bf16: True to compute in bf16.
+        bare: True to let `zeropp` wrap the model.
+        divisor: number by which the summed gradients are divided; None for the number of ranks.
     """
     model = llama() if kind == "llama" else Words(tied=kind == "tied")
     model.checkpointing = kind == "checkpointing"
@@ -104,7 +110,7 @@ def train(
         if divisor:
             for module in (*model.blocks, model):
                 module.set_gradient_divide_factor(divisor)
-    # SGD's steps are proportional to gradients, so wrong scales show; Adam and clipping would hide them
+    # SGD's steps are proportional to gradients, so that wrong scales show. Adam and clipping would hide them
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
     scale = RANKS / divisor if divisor and sharding is None else 1.0
     losses = []
@@ -146,7 +152,7 @@ def train(
     ids=str,
 )
 def test_exact_hops_change_no_loss(case):
-    """Sums run in another order, which changes losses by up to 1e-5 over 4 steps in fp32."""
+    """ZeRO++ sums in another order, which changes losses by up to 1e-5 over 4 steps in fp32."""
     expected, _ = train(**case)
     for losses, sent in ranks(RANKS).run(train, EXACT, **case):
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -154,25 +160,27 @@ def test_exact_hops_change_no_loss(case):
 
 
 def test_gradients_cross_nodes_once_per_step_if_they_accumulate():
-    """Otherwise they cross nodes in every backward; weights cross once per step in both cases."""
+    """Without accumulation, gradients cross nodes in every backward. Weights cross once per step in both cases."""
     once, kept, each = (
         sum(sent for _, sent in ranks(RANKS).run(train, EXACT, **case))
         for case in ({}, {"accumulate": 3, "signal": "accumulate"}, {"accumulate": 3})
     )
     assert kept == once
-    flags = STEPS * RANKS * 3 * 16  # each of three units' gradient messages has 16 bytes more
-    assert each == 2 * once + flags  # weights cross once, gradients three times
+    # each message with gradients of the three units has 16 bytes more than one with weights
+    flags = STEPS * RANKS * 3 * 16
+    assert each == 2 * once + flags  # the weights cross once, and the gradients three times
 
 
 @pytest.mark.slow
 def test_quantized_training_of_an_unwrapped_bf16_model_sends_fewer_bytes():
-    """`zeropp` finds the blocks itself. 8-bit weights and 8- and 4-bit gradients change losses by at most 0.5 %."""
+    """`zeropp` finds the blocks itself. 8-bit weights and 8-bit and 4-bit gradients change losses by at most 0.5 %."""
     expected, _ = train()
     exact = ranks(RANKS).run(train, EXACT, bf16=True)
     quantized = ranks(RANKS).run(train, {"zero_error_feedback": False}, bf16=True, bare=True)
     for losses, _ in [*exact, *quantized]:
         assert losses == pytest.approx(expected, rel=5e-3)
-    assert sum(sent for _, sent in quantized) < 0.62 * sum(sent for _, sent in exact)  # (0.51 + 2 x 0.26) of 2 x 16
+    # (0.51 + 2 x 0.26) of 2 x 16 bits
+    assert sum(sent for _, sent in quantized) < 0.62 * sum(sent for _, sent in exact)
 
 
 def first_block_apart(**how: Any) -> Callable[[nn.Module], None]:
@@ -203,7 +211,8 @@ def on_two_meshes(model: nn.Module) -> None:
 
 
 def on_a_mesh_by_parameter(model: nn.Module) -> None:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult  # not in torch 2.11
+    # torch 2.11 does not have these names
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
     pairs = FSDPMeshInfo(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"], shard_mesh_dim=0)
 
@@ -221,7 +230,7 @@ def shared_by_two_blocks(model: nn.Module) -> None:
 
 
 class Gathered(TwoTensor):
-    """A tensor with its own all-gather, like float8 weights."""
+    """A tensor subclass that defines its own all-gather for FSDP2, like float8 weights."""
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any: ...
 
@@ -273,7 +282,7 @@ def refuse_all() -> None:
         "config.zero_weight_bits was": with_sixteen_bits,
         "the outermost module": lambda model: megazpp.zeropp(first_block_of(model), ranks_per_node=2) and None,
     }
-    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.13
+    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.13 and newer
         refused["belong to two FSDP2 units: wrap their modules together"] = shared_by_two_blocks
         refused["words.weight is sharded over ranks [0, 1, 2, 3], blocks.0.norm.weight over ["] = on_a_mesh_by_parameter
     said = {}
@@ -293,7 +302,7 @@ def test_unsupported_models_are_rejected_on_every_rank():
 
 
 def compiled_after_fully_shard() -> None:
-    """Use a model that was compiled after `fully_shard`, whose hooks are on the inner module."""
+    """Call `zeropp` with a model that was compiled after `fully_shard`, so that the inner module has FSDP2's hooks."""
     model = Words()
     fully_shard(model)
     compiled = torch.compile(model, backend="eager")

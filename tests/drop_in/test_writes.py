@@ -1,4 +1,7 @@
-"""Test writes to weights under `megazpp.zeropp`: on two ranks, results are bit-identical to FSDP2's."""
+"""Test writes of a program to the weights of a model with `megazpp.zeropp`.
+
+ZeRO++ must notice each write before the next forward. On two ranks, losses are bit-identical to those of plain FSDP2.
+"""
 
 import threading
 from collections.abc import Callable
@@ -19,7 +22,7 @@ from megazpp.drop_in.checksum import checksum, mixed_sum
 from megazpp.drop_in.writes import WriteWatch
 
 WIDTH = 12
-# keep FSDP2's own reduction, because the two hops add gradients in another order
+# FSDP2's own reduction of gradients, because the two hops of ZeRO++ would add gradients in another order
 EXACT: dict[str, Any] = {"zero_weight_bits": 16, "zero_quantized_gradients": False}
 TWO_HOPS: dict[str, Any] = {"zero_weight_bits": 16, "zero_gradient_bits": (16, 16)}
 LOSSLESS: dict[str, Any] = {"zero_weight_delta": "lossless", "zero_quantized_gradients": False}
@@ -29,7 +32,17 @@ Write = Callable[[nn.Module, dict[str, Any]], Any]
 def build(
     config: dict[str, Any] | None, *, frozen: tuple[str, ...] = (), bf16: bool = False, adam: bool = False
 ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    """Build three blocks; parameters whose names contain one of `frozen` are frozen."""
+    """Build a model of three blocks on plain FSDP2 or with ZeRO++.
+
+    Args:
+        config: fields of ZeroConfig; None for plain FSDP2.
+        frozen: parts of names; a parameter whose name contains one of them is frozen.
+        bf16: True to compute in bf16.
+        adam: True for AdamW; False for SGD.
+
+    Returns:
+        (model, optimizer, handle of `zeropp` or None).
+    """
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
@@ -44,7 +57,7 @@ def build(
     if config is None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo does not support mean reductions
+                module.set_force_sum_reduction_for_comms(True)  # gloo does not support reductions that divide
     else:
         zero = megazpp.ZeroConfig(zeropp=True, zero_error_feedback=False, **config)
         handle = megazpp.zeropp(model, ranks_per_node=dist.get_world_size() // 2, config=zero)
@@ -90,7 +103,7 @@ def local_of_detach(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def local_of_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
-    for name, tensor in list(model.state_dict().items())[:12]:  # without the entries that `zeropp` adds
+    for name, tensor in list(model.state_dict().items())[:12]:  # only the model's 12 parameters
         tensor.to_local().copy_(saved[name].to_local())
 
 
@@ -110,14 +123,14 @@ def merged(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def flipped(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Write the same values in reverse order."""
+    """Write the weights of each parameter back in reverse order, which keeps their sum."""
     for parameter in model.parameters():
         local = parameter.detach().to_local().view(-1)
         local.copy_(local.flip(0).clone())
 
 
 def one_sign(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Flip a single sign bit on the last rank."""
+    """Flip the sign bit of a single weight, on the last rank only."""
     local = model[1][2].weight.detach().to_local().view(-1)
     if dist.get_rank() == dist.get_world_size() - 1:
         local[-1:].neg_()
@@ -162,7 +175,14 @@ WRITES = {
 
 
 def write_and_train(config: dict[str, Any] | None, name: str, folder: str, options: dict[str, Any]) -> list[float]:
-    """Return all losses of a sequence of steps, writes to the weights and evaluations."""
+    """Run steps, evaluations and writes to the weights in turn, and return all losses.
+
+    Args:
+        config: fields of ZeroConfig; None for plain FSDP2.
+        name: key of WRITES.
+        folder: folder for the checkpoint that "read_in_place" reads.
+        options: further arguments of `build`.
+    """
     model, optimizer, _ = build(config, **options)
     saved: dict[str, Any] = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     if name == "read_in_place":
@@ -173,7 +193,7 @@ def write_and_train(config: dict[str, Any] | None, name: str, folder: str, optio
     losses += [evaluate(model), evaluate(model), step(model, optimizer, 2)]
     WRITES[name](model, saved)
     losses += [step(model, optimizer, sample) for sample in (3, 4)]
-    loss_of(model, 5).backward()  # a forward with gradients that follows another one
+    loss_of(model, 5).backward()  # the write follows a forward with gradients whose step never comes
     model.reshard()
     WRITES[name](model, saved)
     return [*losses, step(model, optimizer, 6), evaluate(model)]
@@ -186,7 +206,11 @@ def same_as_fsdp2(name: str, folder: str, options: dict[str, Any], configs: tupl
 
 
 def assert_same(losses: list[float], expected: list[float]) -> None:
-    """Compare losses. Two ranks add gradients in one order only; more ranks add them in another order than gloo."""
+    """Assert equal losses.
+
+    Two ranks can add gradients in one order only, so that losses are bit-identical. More ranks add in another order
+    than gloo.
+    """
     rel = 0.0 if dist.get_world_size() == 2 else 1e-4
     assert losses == pytest.approx(expected, rel=rel, abs=0.0)
 
@@ -224,7 +248,10 @@ def test_write_reaches_the_next_forward_of_a_partly_frozen_model(name, part, wor
 
 
 def average_weights(config: dict[str, Any] | None) -> list[float]:
-    """Swap in an exponential moving average for each evaluation, through views that share no version counter."""
+    """Evaluate with an exponential moving average of the weights after each step, and return all losses.
+
+    The average is swapped with the weights by views that share no version counter with the parameters.
+    """
     model, optimizer, _ = build(config, adam=True)
     average = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -257,7 +284,11 @@ def test_swapped_weight_average_is_evaluated_and_swapped_back():
 
 
 def votes_of(kind: str) -> list[int]:
-    """Count votes in each of three forwards of a root without parameters; the second one is under `torch.no_grad`."""
+    """Return the number of votes in each of three forwards, of which the second one is under `torch.no_grad`.
+
+    The root of the model has no parameters of its own. `kind` "of a block" calls one block instead, and returns its
+    votes.
+    """
     votes: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         exchange = WriteWatch._exchange
@@ -341,7 +372,7 @@ def alone_as_fsdp2(name: str, acting: int) -> None:
 
 
 def find_late() -> None:
-    """Pretend that the last rank detects a write one forward late, as on CUDA, and check that all ranks raise."""
+    """Let the last rank report a write one forward too late, as CUDA may, and check that all ranks raise."""
     model, optimizer, _ = build(EXACT)
     losses = [step(model, optimizer, sample) for sample in (1, 2)]
     with pytest.MonkeyPatch.context() as patch:
@@ -360,7 +391,7 @@ def test_late_detection_on_one_rank_raises_on_all_ranks():
 
 
 def interrupt(module: nn.Module, model: nn.Module) -> None:
-    """Raise KeyboardInterrupt in a forward of `module`, which makes torch call no forward hooks."""
+    """Raise KeyboardInterrupt in a forward of `module`; torch then calls no forward hooks."""
 
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -375,7 +406,7 @@ def interrupt(module: nn.Module, model: nn.Module) -> None:
 
 
 def interrupted(config: dict[str, Any] | None) -> list[float]:
-    """Return the losses of a training that goes on after a forward of the model, or of a block, was interrupted."""
+    """Interrupt a forward of the model or of a block between steps, and return all losses of the training."""
     model, optimizer, _ = build(config)
     losses = [step(model, optimizer, 0)]
     for sample, module in enumerate((model, model[1], model), start=1):
@@ -405,7 +436,7 @@ def test_checksum_changes_with_any_bit_and_with_element_order(function, dtype, s
     generator = torch.Generator().manual_seed(1)
     shards = [torch.randint(-100, 100, (size,), generator=generator).to(dtype) for size in sizes]
     before = int(function(shards))
-    # the same data at another alignment
+    # The same data at another alignment has the same checksum
     assert int(function([torch.cat([shard[:1], shard])[1:] for shard in shards])) == before
 
     def is_seen(write: Callable[[torch.Tensor], Any]) -> bool:
@@ -419,7 +450,7 @@ def test_checksum_changes_with_any_bit_and_with_element_order(function, dtype, s
             assert is_seen(lambda shard, at=index, bit=bit: shard.view(torch.uint8)[at : at + 1].bitwise_xor_(bit))
     assert is_seen(torch.Tensor.neg_)
     if len(sizes) > 1:
-        assert is_seen(lambda shard: shard[1::2].neg_())  # flips the top bit of an even number of words
+        assert is_seen(lambda shard: shard[1::2].neg_())  # this flips the top bit of an even number of words
         assert is_seen(lambda shard: shard.copy_(shard.flip(0)))
         assert is_seen(lambda shard: shard.copy_(shard.roll(2)))
         assert int(function(shards[::-1])) != before

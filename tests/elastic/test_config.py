@@ -1,3 +1,5 @@
+"""Test the flags of elastic DiLoCo: rejected combinations, and the rules of a run that follow from the flags."""
+
 import math
 
 from helpers.refusals import not_refused, table

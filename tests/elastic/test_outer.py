@@ -1,4 +1,7 @@
-"""The whole outer state in every group against the exchange of fixed replica groups: equal bits."""
+"""Compare elastic DiLoCo's outer steps with the exchange of fixed replica groups: all weights have equal bits.
+
+In elastic DiLoCo, every group has the whole outer state and computes each outer step itself.
+"""
 
 import pytest
 import torch
@@ -11,7 +14,12 @@ from megazpp.elastic.outer import WholeOuter
 
 
 def compare_exchanges(case: Case, versions: int) -> list[bool]:
-    """Train fixed replica groups; compute each of their outer steps also from the groups' messages."""
+    """Train fixed replica groups, and compute each outer step also by elastic DiLoCo from the groups' messages.
+
+    Returns:
+        For each version, True if the outer weights and R, the groups' common copy of them, are equal in both. Then a
+        last entry, True if R is not all zero.
+    """
     step, dims = build_step(case)
     fixed, groups = build_diloco(case, step, dims), dims.replica_group.size
     whole = WholeOuter(step.sharding, diloco_plan(case), case.precision, num_groups=groups, late_factor=0.5)
@@ -26,7 +34,7 @@ def compare_exchanges(case: Case, versions: int) -> list[bool]:
         if (index + 1) % plan.steps == 0:
             sent = float(fixed._tokens[0])
             mine = whole.pack(sent), sent
-            found = dims.replica_group.gather_objects(mine)  # of the ranks with the same shard
+            found = dims.replica_group.gather_objects(mine)  # of the ranks that have the same shard in all groups
             found = dims.replica_group.share_object(found)
             version = len(equal)
             entries = [{"base": version, "tokens": tokens} for _, tokens in found]
@@ -62,18 +70,23 @@ def test_outer_steps_of_all_groups_have_the_bits_of_the_fixed_exchange(world, ca
 
 
 def late_and_snapshot(case: Case) -> tuple[torch.Tensor, torch.Tensor, bool, bool]:
-    """Apply a contribution one version late, and load the state from a snapshot."""
+    """Apply two contributions, one of them late by a version, and then load the outer state from a snapshot.
+
+    Returns:
+        (smallest and largest change of a weight; True if the fingerprints of two states differ before the load; True if
+        they are equal after it).
+    """
     step, _ = build_step(case)
     plan = diloco_plan(Case(nodes=2, diloco=flags(16, diloco_outer_momentum=0.0)))
     whole, other = (WholeOuter(step.sharding, plan, case.precision, num_groups=2, late_factor=0.5) for _ in range(2))
     before = [unit.rows.clone() for unit in whole.units]
     with torch.no_grad():
         for shard in (shard for unit in step.sharding.units for shard in unit.shards()):
-            shard.sub_(1.0)  # outer gradient of 1
+            shard.sub_(1.0)  # this makes the outer gradient 1
     ahead = whole.pack(8.0)
     with torch.no_grad():
         for shard in (shard for unit in step.sharding.units for shard in unit.shards()):
-            shard.add_(1.0)  # outer gradient of 0
+            shard.add_(1.0)  # this makes the outer gradient 0
     level = whole.pack(8.0)
     whole.apply([{"base": 1, "tokens": 8.0}, {"base": 0, "tokens": 8.0}], [level, ahead], version=1)
     moved = torch.cat([(a - b.rows).flatten() for a, b in zip(before, whole.units, strict=True)])
@@ -83,7 +96,7 @@ def late_and_snapshot(case: Case) -> tuple[torch.Tensor, torch.Tensor, bool, boo
 
 
 def test_late_contribution_has_less_weight_and_a_snapshot_has_the_whole_state():
-    """The mean of gradient 0 with weight 1 and gradient 1 with weight 0.5 is 1/3; padding does not move."""
+    """The mean of gradient 0 with weight 1 and gradient 1 with weight 0.5 is 1/3. Padding may not change."""
     (found,) = ranks(1).run(late_and_snapshot, Case(steps=1))
     least, most, differ, equal = found
     assert float(least) == 0.0
@@ -92,11 +105,11 @@ def test_late_contribution_has_less_weight_and_a_snapshot_has_the_whole_state():
 
 
 def shifted(case: Case) -> tuple[float, float, float]:
-    """Merge a contribution of another group while this group has steps that it has not published.
+    """Merge a contribution while this group has trained steps that it has not published.
 
     Returns:
-        the change of R in the contribution's fragment, the distance between R and the inner weights there, and the
-        change of R in the other fragment.
+        (largest change of R, the common copy of the outer weights, in the contribution's fragment; mean distance
+        between R and this group's own weights there; largest change of R in the other fragment).
     """
     step, _ = build_step(case)
     plan = diloco_plan(Case(nodes=2, diloco=flags(16, diloco_outer_momentum=0.0, diloco_fragments=2)))

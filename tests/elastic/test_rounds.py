@@ -1,4 +1,4 @@
-"""Random schedules of elastic DiLoCo's state machine: steps, fetches, deaths, lost connections and restarts."""
+"""Play random schedules on the coordinator of elastic DiLoCo: steps, fetches, deaths, lost connections, restarts."""
 
 import itertools
 import math
@@ -27,12 +27,16 @@ FACTS = {"--seed": "1"}
 
 
 class Group:
-    """A group's job, which follows the protocol like agent.py and loop.py, with numbers in place of weights."""
+    """The job of one group of elastic DiLoCo, which follows the protocol of agent.py and loop.py without weights.
+
+    Numbers stand for weights and contributions.
+    """
 
     def __init__(self, name: str, incarnation: str, version: int, version_id: str, rules: Rules) -> None:
         self.name, self.incarnation, self.rules = name, incarnation, rules
-        self.unsent = [0] * rules.fragments  # steps that are not published, by fragment
-        self.packed: list[set[str]] = [set() for _ in range(RULES.ranks)]  # contributions that each rank has packed
+        self.unsent = [0] * rules.fragments  # steps that the group has trained but not published, by fragment
+        # ids of the contributions that each rank has packed
+        self.packed: list[set[str]] = [set() for _ in range(RULES.ranks)]
         self.start = version, version_id
         self.connected = [False] * RULES.ranks
         self.have: list[set[str]] = [set() for _ in range(RULES.ranks)]
@@ -41,7 +45,8 @@ class Group:
         self.steps, self.wants, self.granted, self.numbers = 0, 0, 0, 0
         self.cell: list[int] | None = None
         self.cells: list[list[int]] = []
-        self.trains = False  # whether the coordinator expects steps
+        # True if the group tells the coordinator that it trains, so that missing steps count as a hang
+        self.trains = False
 
     @property
     def fragment(self) -> int:
@@ -78,7 +83,7 @@ class Group:
 
 
 class World:
-    """A coordinator and its groups, whose events a test chooses."""
+    """A coordinator of elastic DiLoCo and its groups, whose events a test chooses."""
 
     def __init__(self, rules: Rules = RULES) -> None:
         self.rules = rules
@@ -131,7 +136,10 @@ class World:
             self.settle()
 
     def fetch(self, index: int, rank: int) -> None:
-        """Pack own contributions, and fetch everything that a rank of the same index in another group holds."""
+        """Pack a group's own contributions on one rank, and fetch all messages that this rank needs and can get.
+
+        They come from the ranks with the same index in other groups.
+        """
         group = self.groups.get(index)
         self.pack(index, rank)
         state = self.state(index)
@@ -142,13 +150,13 @@ class World:
         group.have[rank] |= named & there
 
     def pack(self, index: int, rank: int) -> None:
-        """Pack a group's contributions on one of its ranks."""
+        """Pack a group's published contributions on one of its ranks, which then holds their messages."""
         if (group := self.groups.get(index)) is not None:
             group.packed[rank] |= group.published.keys()
             group.have[rank] |= group.published.keys()
 
     def work(self, index: int) -> None:
-        """Take the next action of a group's training loop."""
+        """Take the next action of a group's training loop: join, merge a version, publish, ask for a cell, or train."""
         group, state = self.groups.get(index), self.state(index)
         if state is None:
             return
@@ -175,7 +183,7 @@ class World:
             and state["granted"] == group.granted
             and group.unsent[group.fragment]
         ):
-            group.wants += state["exhausted"]  # it has asked for a cell
+            group.wants += state["exhausted"]  # the group has asked for a cell and got none
             self.publish(index)
         elif group.cell is None:
             group.wants = group.granted + 1
@@ -192,7 +200,7 @@ class World:
         return any(entry["base"] == group.version for entry in group.published.values())
 
     def go(self, times: int) -> None:
-        """Let all groups fetch and work some times."""
+        """Let all groups fetch messages and take one action each, `times` times, half a second apart."""
         for _ in range(times):
             for index in list(self.groups):
                 self.fetch(index, 0)
@@ -201,7 +209,7 @@ class World:
             self.wait(0.5)
 
     def publish(self, index: int) -> None:
-        """Publish the steps so far, as a group does that is called early."""
+        """Publish the steps that a group has trained so far, even before the end of an interval."""
         group = self.groups.get(index)
         if group and group.unsent[group.fragment] and not self.has_published(group):
             cid = f"{group.incarnation}.{group.numbers}"
@@ -209,19 +217,22 @@ class World:
             entry = {"base": group.version, "tokens": 1.0, "steps": group.steps, "cells": group.cells}
             group.published[cid] = entry
             group.unsent[group.fragment] = 0
-            self.pack(index, 0)  # rank 1 packs it before its next `fetch`
+            self.pack(index, 0)  # rank 1 packs the contribution later, before its next fetch
 
     # ---- the coordinator
 
     def state(self, index: int) -> dict[str, Any] | None:
-        """Return the state that a connected group sees."""
+        """Return what the coordinator tells a group; None if the group or a connection of its ranks does not exist."""
         group = self.groups.get(index)
         if group is None or not all(group.connected):
             return None
         return self.rounds.state(group.name, 0, self.now)
 
     def settle(self) -> None:
-        """Deliver all reports, let the coordinator decide, and check what it has decided."""
+        """Deliver the reports of all groups, let the coordinator decide, and check its decisions.
+
+        A group that the coordinator has declared out ends.
+        """
         for group in self.groups.values():
             for rank, connected in enumerate(group.connected):
                 if connected and self.rounds.groups[group.name].incarnation == group.incarnation:
@@ -242,15 +253,15 @@ class World:
             found = self.rounds.groups[group.name]
             ended = found.incarnation != group.incarnation or found.status == "out"
             if ended or (all(group.connected) and self.rounds.version < group.version):
-                self.kill(index)  # its job ends, and a supervisor may start it again
+                self.kill(index)  # the job ends, and its supervisor may start it again
 
     def check_held(self, commit: dict[str, Any]) -> None:
-        """Check that some connected group holds all messages of a commit on all of its ranks."""
+        """Check that the ranks of a connected group hold all messages of the commit."""
         cids = {entry["cid"] for entry in commit["set"]}
         assert any(all(cids <= have for have in g.have) and all(g.connected) for g in self.groups.values())
 
     def check_cells(self) -> None:
-        """Check that each step of the opened blocks is in one place only: free, leased, in the pool, or merged."""
+        """Check that each step of the opened blocks is in exactly one place: free, leased, in the pool, or merged."""
         rounds = self.rounds
         merged = [cell for commit in rounds.commits for entry in commit["set"] for cell in entry["cells"]]
         pool = [cell for entry in rounds.pool.values() for cell in entry["cells"]]
@@ -265,7 +276,7 @@ class World:
         assert rounds.merged_steps == sum(stop - first for _, _, first, stop in merged)
 
 
-INDEX = st.integers(0, 3)  # one group more than the nominal number
+INDEX = st.integers(0, 3)  # index of a group; there may be one group more than the nominal number
 EVENTS = st.one_of(
     st.tuples(st.just("go"), st.integers(1, 4)),
     st.tuples(st.just("work"), INDEX),
@@ -277,7 +288,7 @@ EVENTS = st.one_of(
 
 
 def play(events: list[tuple], rules: Rules = RULES) -> World:
-    """Play events on a world of three groups, then without faults until the run is over."""
+    """Play events on a world of three groups, go on without faults until the run is over, and return the world."""
     world = World(rules)
     for index in range(3):
         world.start(index)
@@ -309,7 +320,8 @@ def check_random_schedules(examples: int, rules: Rules) -> None:
         for commit in world.rounds.commits:
             assert all((commit["commit"] - 1 - entry["base"]) % rules.fragments == 0 for entry in commit["set"])
         assert world.rounds.merged_steps == RULES.iterations * RULES.groups
-        again = Rounds(world.journal, now=world.now)  # a coordinator that starts again knows the same
+        # a coordinator that starts again from the journal must know the same
+        again = Rounds(world.journal, now=world.now)
         assert (again.commits, again.pool, again.free) == (world.rounds.commits, world.rounds.pool, world.rounds.free)
 
     check()
@@ -324,7 +336,7 @@ def test_random_schedules_merge_every_sample_once_in_one_chain(examples, fragmen
 
 @pytest.mark.parametrize(("grace", "columns"), [(1.0, {0, 1}), (math.inf, {0})])
 def test_fast_group_takes_cells_of_others_unless_it_waits_for_all(grace, columns):
-    """Group 0 has finished its cell of the last, short block before group 1 has asked for its own."""
+    """Group 0 finishes its cell of the last, short block before group 1 has asked for a cell."""
     world = World(RULES._replace(groups=2, iterations=2, grace=grace))
     world.start(0)
     world.start(1)
@@ -336,7 +348,7 @@ def test_fast_group_takes_cells_of_others_unless_it_waits_for_all(grace, columns
 
 
 def test_each_fragment_has_a_version_after_the_last_sample():
-    """Three rounds of samples change fragments 0, 1 and 0; a version without samples follows for fragment 1."""
+    """Three versions with samples change the fragments 0, 1 and 0. A version without samples follows for fragment 1."""
     world = play([], RULES._replace(fragments=2))
     steps = [[entry["steps"] for entry in commit["set"]] for commit in world.rounds.commits]
     assert steps == [[4] * 3, [4] * 3, [2] * 3, [0] * 3]
@@ -354,7 +366,7 @@ def test_calm_run_merges_whole_intervals_in_the_order_of_slots():
 
 
 def test_row_of_a_version_has_steps_lateness_waiting_and_what_happened_since():
-    """Group 0 publishes 2.5 s before group 1, and group 2 is killed with four steps of its lease."""
+    """Group 0 publishes 2.5 s before group 1. Group 2 is killed while it has four steps on lease."""
     world = world_with_contributions(3, publish=[0])
     world.wait(3)
     world.publish(1)
@@ -377,7 +389,10 @@ def test_row_of_a_version_has_steps_lateness_waiting_and_what_happened_since():
 
 
 def world_with_contributions(count: int, publish: list[int]) -> World:
-    """Return a world in which some of the groups have published a whole interval that no other group holds."""
+    """Return a world whose groups have trained an interval, which only the groups in `publish` have published.
+
+    No other group has fetched the published contributions.
+    """
     world = World()
     for index in range(count):
         world.start(index)
@@ -394,7 +409,7 @@ def world_with_contributions(count: int, publish: list[int]) -> World:
 
 
 def test_group_that_takes_no_step_although_its_ranks_report_is_out():
-    """It may take 16 s for a step: 10 s, and 20 times its seconds per step. Its samples are leased to others."""
+    """A group may take 16 s for a step here: 10 s, plus 20 times its seconds per step. Others then get its samples."""
     world = world_with_contributions(2, publish=[])
     world.groups[1].steps, world.groups[1].cell = 2, [0, 1, 2, 4]
     for group in world.groups.values():
@@ -423,7 +438,7 @@ def test_version_whose_holders_died_during_the_grace_is_not_committed():
     for index, rank in itertools.product((0, 1), (0, 1)):
         world.settle()
         world.fetch(index, rank)
-    world.wait(1.5)  # the grace after the quorum, in which group 2 has sent nothing
+    world.wait(1.5)  # longer than the grace after the quorum, in which group 2 has sent nothing
     assert world.rounds.closed is not None
     world.kill(0)
     world.kill(1)

@@ -1,4 +1,8 @@
-"""Whole runs of several jobs and a coordinator: equal results without faults, and faults that lose nothing else."""
+"""Run several jobs and a coordinator of elastic DiLoCo.
+
+Without faults, results equal those of fixed replica groups. A fault loses nothing but the work of the group that it
+hits.
+"""
 
 import json
 import os
@@ -27,7 +31,7 @@ OUTER = ("--diloco-steps", "5", "--diloco-outer-momentum", "0.6", "--diloco-oute
 
 
 class Site:
-    """A coordinator, and groups that are jobs of `nproc` ranks each."""
+    """A coordinator of elastic DiLoCo, and groups that are jobs of `nproc` ranks each."""
 
     def __init__(self, path: Path, *flags: str, groups: int = 2, nproc: int = 1) -> None:
         self.path, self.flags, self.groups, self.nproc = path, flags, groups, nproc
@@ -74,7 +78,7 @@ class Site:
 
 @pytest.fixture
 def new_site(tmp_path):
-    """Return a function that makes a `Site`, all of whose processes end with the test."""
+    """Return a function that makes a `Site`, whose processes all end with the test."""
     sites: list[Site] = []
 
     def make(*flags: str, **sizes: int) -> Site:
@@ -101,13 +105,13 @@ def finish(*programs: Program) -> None:
 
 
 def kill(program: Program) -> None:
-    """End all processes of a job at once."""
+    """Kill all processes of a job at once."""
     program.kill()
     program.process.wait()
 
 
 def planned_bytes(flags: tuple[str, ...]) -> int:
-    """Return the bytes that a job of two ranks on one node sends to the other job for one version of all fragments."""
+    """Return the bytes that a job of two ranks sends to the other job for one version of each fragment, as planned."""
     config, cluster = as_one_job(parse(shlex.join(flags)).config, Cluster(num_nodes=1, ranks_per_node=2))
     return Estimator(cluster, device_type="cpu", elastic=True).estimate(config).node_replica_group_bytes
 
@@ -116,7 +120,7 @@ def validation(path: Path) -> float:
     return json.loads((path / "summary.json").read_text())["validation_loss"]
 
 
-VOCABULARY = ("--vocab-size", "257")  # the tokenizer adds an end of document
+VOCABULARY = ("--vocab-size", "257")  # 256 tokens and the end of a document, which the tokenizer adds
 FRAGMENTS = "--num-layers 3 --diloco-steps 6 --diloco-fragments 2"
 
 
@@ -132,7 +136,7 @@ FRAGMENTS = "--num-layers 3 --diloco-steps 6 --diloco-fragments 2"
     ],
 )
 def test_run_without_faults_has_the_bits_of_fixed_replica_groups(tmp_path, new_site, flags, iterations, steps):
-    """The outer weights, their momentum and R are equal; each group has two ranks."""
+    """The outer weights, their momentum, and R (the common copy of outer weights) are equal; a group has two ranks."""
     common = (*flags.split(), "--train-iters", str(iterations), "--save")
     site = new_site(*common, str(tmp_path / "elastic"), "--diloco-wait-for-all", nproc=2)
     groups = [site.start(name) for name in ("a", "b")]
@@ -152,7 +156,7 @@ def test_run_without_faults_has_the_bits_of_fixed_replica_groups(tmp_path, new_s
         summary = json.loads((tmp_path / name / "summary.json").read_text())
         (counted,) = (row for row in summary["traffic"] if row["axis"] == "replica_group")
         assert (counted["wire"], counted["calls"]) == ("cross", len(steps))
-        assert counted["sent_bytes"] == 3 * planned > 0  # three times the whole model
+        assert counted["sent_bytes"] == 3 * planned > 0  # three versions of the whole model, or six of half of it
     rows = [json.loads(line) for line in (tmp_path / "journal" / "rounds.jsonl").read_text().splitlines()]
     assert [[group["steps"] for group in row["groups"]] for row in rows] == [[n, n] for n in steps]
     site.check_all_merged_once(iterations)
@@ -165,7 +169,7 @@ def test_killed_group_is_out_at_once_and_a_new_one_joins(tmp_path, new_site):
     kill(b)
     killed_at = time.monotonic()
     site.coordinator.wait_for("group b is out: connection lost")
-    assert time.monotonic() - killed_at < 5  # 0.5 s without load
+    assert time.monotonic() - killed_at < 5  # takes 0.5 s on an idle machine
     before = site.version()
     site.wait_for_version(before + 2, a, c)
     again = site.start("b")
@@ -192,7 +196,10 @@ def test_coordinator_that_is_killed_and_started_again_ends_no_group(tmp_path, ne
 
 
 def test_stopped_group_is_not_waited_for_and_its_return_is_refused(new_site):
-    """Two other groups hold each other's messages; with one, a version would wait until the stopped group is out."""
+    """The two other groups hold each other's messages, so they can go on.
+
+    With only one other group, a version would have to wait until the stopped group is out.
+    """
     site = new_site("--train-iters", "3000", "--diloco-grace", "0.5", groups=3)
     a, b, c = (site.start(name) for name in "abc")
     site.wait_for_version(3, a, b, c)

@@ -1,4 +1,4 @@
-"""Authenticated messages: hostile peers are refused, and the listener goes on."""
+"""Test the authenticated messages of elastic DiLoCo: hostile peers are refused, and the listener goes on."""
 
 import hashlib
 import socket
@@ -17,7 +17,7 @@ HERE = Address("127.0.0.1", 0)
 
 @pytest.fixture
 def listener() -> Iterator[AuthenticatedListener]:
-    """Yield a listener that answers each message with its double, and keeps the reasons why it refused a peer."""
+    """Yield a listener that answers each message with its double, and lists why it has refused peers in `refusals`."""
     refused: list[str] = []
 
     def serve(channel: Channel) -> None:
@@ -48,7 +48,7 @@ def raw(channel: Channel, data: bytes) -> None:
 
 
 def frame(channel: Channel, data: bytes) -> bytes:
-    """Return the next frame of a channel, without sending it."""
+    """Return `data` as the next valid frame of a channel, without sending it."""
     mac = wire._mac(channel._send_key, wire._NUMBER.pack(channel._sent), data)
     return wire._HEAD.pack(len(data)) + mac + data
 
@@ -69,7 +69,7 @@ def test_garbage_is_refused(listener, data):
 
 
 def test_proof_of_one_side_does_not_authenticate_the_other(listener):
-    """A peer without the secret sends the server's own number and proof back to it."""
+    """A peer without the secret reflects the server's own number and proof back to the server."""
     with socket.create_connection(listener.address) as sock:
         greeting = sock.recv(len(wire.GREETING) + wire.NONCE_BYTES, socket.MSG_WAITALL)
         sock.sendall(greeting)
@@ -109,7 +109,7 @@ def test_silent_peer_is_closed_after_the_handshake_limit(monkeypatch):
     with socket.create_connection(listener.address) as sock:
         listener.refusals = refused
         assert "timed out" in refusals(listener)[0]
-        assert sock.recv(1000)  # its greeting; then the connection ends
+        assert sock.recv(1000)  # the server has sent its greeting, and then ends the connection
         assert sock.recv(1000) == b""
 
 
@@ -164,5 +164,5 @@ def test_superseded_journal_writes_no_further_term_and_loses_no_record(tmp_path)
         old.append([{"n": 2}])
     new.append([{"n": 3}])
     with (tmp_path / "coordinator" / "journal-2.jsonl").open("a") as file:
-        file.write('{"n": 4')  # cut short by a crash
+        file.write('{"n": 4')  # a crash has cut this record short
     assert Journal(tmp_path).records == [{"n": 1}, {"n": 3}]

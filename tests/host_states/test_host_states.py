@@ -1,4 +1,4 @@
-"""Test states in host memory: bit-identical training, counted copies, refused flags, and too little host memory."""
+"""Test training states in host memory: bit-identical training, counted copies, rejected flags, too little memory."""
 
 import dataclasses
 import re
@@ -59,7 +59,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def both(function: Any, case: Case, world: int, **flags: bool) -> tuple[list[Any], list[Any]]:
-    """Run a function on ranks for a case without and with states in host memory."""
+    """Run a function on ranks twice; return (results with device states, results with states in host memory).
+
+    `flags` are further fields of ZeroConfig for the second run.
+    """
     assert case.zero is not None
     offloaded = dataclasses.replace(case, zero=dataclasses.replace(case.zero, optimizer_cpu_offload=True, **flags))
     return ranks(world).run(function, case), ranks(world).run(function, offloaded)
@@ -75,13 +78,14 @@ def test_training_with_states_in_host_memory_is_bit_identical(setting):
 
 
 def test_skipped_steps_and_evaluations_are_bit_identical_and_copies_are_counted():
-    """The second update is skipped on the device, and an evaluation follows each step."""
+    """The device skips the second update, and an evaluation follows each step."""
     case = Case(model=LLAMA_STYLE, nodes=2, micro_batches=2, steps=3, precision=BF16, zero=LOSSLESS)
     for plain, offloaded in zip(*both(train_with_events, case, 2), strict=True):
         copied = offloaded.pop("copied")
         assert plain.pop("copied") == {}
         assert offloaded == plain
-        # per step: gradients down, four states up and three down; weights up for the first use and after each step
+        # Per step, a rank copies gradients to the host, four states to the device and three back. It copies weights to
+        # the device for the first use and after each step
         element, steps = 4 * offloaded["elements"], 3
         assert copied == {"upload": (4 * steps + 1 + steps) * element, "download": (1 + 3) * steps * element}
 
@@ -120,7 +124,7 @@ def test_too_little_host_memory_is_an_error_with_its_numbers_before_any_allocati
 
 
 def test_the_device_is_not_taken_from_a_parameter():
-    """A parameter may be in host memory. Models of other programs (`drop_in`) are on their device."""
+    """A parameter may be in host memory, so its device may not decide. Models of other programs are on their device."""
     allowed = {"megazpp/zero/sharding.py", "megazpp/drop_in/wrap.py", "megazpp/model/gpt.py"}
     found = {
         str(path.relative_to(ROOT))

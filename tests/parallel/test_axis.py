@@ -17,7 +17,7 @@ from megazpp.topology.cluster import Cluster
 
 
 def shard_axis(nodes: int) -> MeshAxis:
-    """Return the shard axis over `nodes` nodes of two ranks."""
+    """Return the shard axis of a job on `nodes` nodes of two ranks each."""
     layout = plan_dims(ParallelConfig(), Cluster(num_nodes=nodes, ranks_per_node=2), zero_stage=3)
     return ParallelDims(layout, device_type="cpu").shard
 
@@ -31,7 +31,10 @@ def test_axis_of_one_rank_is_identity_without_process_group():
 
 
 def ring_and_gloo(dtype: torch.dtype) -> bool:
-    """Compare the ring's reduce-scatter of integers, whose sums are exact in any order, with gloo's."""
+    """Return True if the axis's own reduce-scatter, which sends around a ring, equals gloo's.
+
+    The values are integers, whose sums are exact in any order.
+    """
     axis, generator = shard_axis(2), torch.Generator().manual_seed(dist.get_rank())
     x = torch.randint(-50, 50, (4 * 63, 2), generator=generator).to(dtype)
     expected, given = torch.empty(63, 2, dtype=dtype), torch.full((63, 2), -1).to(dtype)
@@ -51,7 +54,7 @@ def check_collectives() -> None:
     assert axis.all_gather(mine).tolist() == [r for r in range(4) for _ in range(3)]
     assert axis.reduce_scatter(torch.arange(8.0)).tolist() == [8.0 * rank, 4 * (2.0 * rank + 1)]
     assert axis.all_to_all(10 * rank + torch.arange(4.0)).tolist() == [10 * sender + rank for sender in range(4)]
-    # ranks 1 and 3 send to the other node; a ring sends 3/4 of the buffer, twice that for an all-reduce
+    # Ranks 1 and 3 send to the other node in the ring. Each rank sends 3/4 of the buffer, twice that in an all-reduce
     wire, other = ("cross", "local") if rank in (1, 3) else ("local", "cross")
     sent = {"all_reduce": 2 * 12 * 3 // 4, "all_gather": 48 * 3 // 4, "reduce_scatter": 24, "all_to_all": 12}
     assert axis.counter.table() == {(wire, "shard", collective): (1, count) for collective, count in sent.items()}
@@ -68,9 +71,9 @@ def test_collectives_count_the_bytes_a_ring_sends():
 
 
 def send_under_way() -> int:
-    """Return the bytes counted for three collectives: submitted before, during and after a pause of counting.
+    """Return the counted bytes of three all-reduces: submitted before, during and after a pause of the counter.
 
-    The first is still in flight when counting is paused.
+    The first all-reduce, which counts, is still in flight when the pause begins. Only the second one may not count.
     """
     axis, paused = shard_axis(1), threading.Event()
     under_way = axis.queue.submit(lambda: (paused.wait(), axis.all_reduce_(torch.zeros(4))))
@@ -99,7 +102,7 @@ def test_thread_queue_keeps_order_and_waits_for_other_queues_tasks(queue):
     slow = ThreadQueue("local", Timeline()).submit(lambda: (gate.wait(10), done.append("slow"), 20)[-1])
     one = queue.submit(lambda: slow.join() + 1, after=(slow,))
     two = queue.submit(lambda: done.append("second"))
-    assert done == []  # the caller was not blocked
+    assert done == []  # the queue has not blocked its caller
     gate.set()
     two.wait()
     assert done == ["slow", "second"]
@@ -120,7 +123,7 @@ def test_queued_tasks_run_without_gradients_in_callers_inference_mode(queue):
     for kind in (CommQueue(), queue):
         assert not kind.submit(lambda: weight * 2).wait().requires_grad
         with torch.inference_mode():
-            out = torch.empty(2)  # an inference tensor, which only inference mode may write to
+            out = torch.empty(2)  # an inference tensor, to which only inference mode may write
             kind.submit(lambda out=out: out.copy_(weight)).wait()
             assert out.tolist() == [1.0, 1.0]
 
@@ -137,7 +140,7 @@ def test_wait_is_recorded_only_if_the_task_is_unfinished():
     queue, recording = ThreadQueue("cross", timeline), timeline.start()
     ready = queue.submit(lambda: 1)
     ready.join()
-    ready.wait()  # already finished, so nothing is recorded
+    ready.wait()  # the task has already finished, so nothing is recorded
     slow = queue.submit(lambda: gate.wait(10))
     threading.Timer(0.05, gate.set).start()
     slow.wait()
@@ -148,11 +151,11 @@ def test_wait_is_recorded_only_if_the_task_is_unfinished():
 
 @pytest.mark.gpu
 def test_cuda_task_waits_for_its_caller_and_dependencies():
-    late = 100_000_000  # cycles, about 50 ms: longer than the host needs for the launches below
+    late = 100_000_000  # clock cycles, about 50 ms, which is longer than the host needs for the launches below
     cross, local = StreamQueue(), StreamQueue(priority=-1)
     x = torch.zeros(1 << 20, device="cuda")
     torch.cuda._sleep(1)
-    x.fill_(0.0).mul(2.0)  # the first launch of a kernel loads it, which would block on the device
+    x.fill_(0.0).mul(2.0)  # load these kernels now, because loading would block on the device
     torch.cuda.synchronize()
     torch.cuda._sleep(late)
     x.fill_(1.0)
@@ -163,5 +166,5 @@ def test_cuda_task_waits_for_its_caller_and_dependencies():
 
     doubled = cross.submit(lambda: slowly(x))
     again = local.submit(lambda: slowly(doubled.join()), after=(doubled,))
-    assert not torch.cuda.current_stream().query()  # the host did not block
+    assert not torch.cuda.current_stream().query()  # the device has not finished, so the host did not block
     assert bool((again.wait() == 4.0).all())

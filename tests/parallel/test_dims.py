@@ -1,4 +1,4 @@
-"""Test process groups: their rank order equals the axes' order, and training gives the same result for any order."""
+"""Test the process groups of the mesh axes: ranks have the axes' order, and any order gives the same training."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,14 @@ CYCLIC, SHUFFLED = (0, 2, 1, 3), (3, 1, 0, 2)
 
 
 def check_groups(grid: list[tuple[tuple[int, ...] | None, int, int]]) -> list[tuple[int, int]]:
-    """Check this rank's groups in each layout of `grid`, and return its data rank and its tp rank."""
+    """Check the order of the ranks in all axes and groups of this rank, for each layout of `grid`.
+
+    Args:
+        grid: (order of the ranks, tensor-parallel size, replicas) of each layout.
+
+    Returns:
+        (data-parallel rank, tensor-parallel rank) of this rank in each layout.
+    """
     rank, places = dist.get_rank(), []
     for order, tp, replicas in grid:
         config = ParallelConfig(tensor_model_parallel_size=tp, num_distributed_optimizer_instances=replicas)
@@ -61,7 +68,8 @@ def test_every_group_numbers_its_ranks_as_its_axis_does():
 def test_training_with_any_rank_order_matches_block_order(order, case):
     expected = ranks(4).run(train_on_ranks, case)
     found = ranks(4).run(train_on_ranks, dataclasses.replace(case, order=order))
-    assert found[0]["loss"] == expected[0]["loss"]  # bit-identical: sums run over the same shards in the same order
+    # bit-identical, because sums run over the same shards in the same order
+    assert found[0]["loss"] == expected[0]["loss"]
     assert found[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-6)
     for wire in ("tp", "local", "cross"):
         assert sum(r["sent"][wire] for r in found) == sum(r["sent"][wire] for r in expected)
@@ -81,7 +89,7 @@ def test_only_rank_orders_that_torch_cannot_group_are_rejected(monkeypatch):
     with pytest.raises(ValueError, match="cannot create process groups"):
         plan_dims(ParallelConfig(), cyclic, zero_stage=3)
     plan_dims(ParallelConfig(), dataclasses.replace(cyclic, order=(0, 1, 2, 3)), zero_stage=3)
-    # tp groups {0 2} and {1 3}, shard groups {0 1} and {2 3}
+    # The tp groups {0 2} and {1 3} and the shard groups {0 1} and {2 3} are sorted, so torch can make them
     plan_dims(ParallelConfig(tensor_model_parallel_size=2), cyclic, zero_stage=3)
 
 
@@ -94,11 +102,12 @@ def timeouts() -> list[timedelta]:
 
 
 def test_timeout_of_the_first_group_reaches_all_later_ones():
-    assert ranks(4).run(timeouts) == [[timedelta(seconds=180)] * 6] * 4  # the timeout of these workers
+    # the test workers' first group has this timeout
+    assert ranks(4).run(timeouts) == [[timedelta(seconds=180)] * 6] * 4
 
 
 def groups_made(zero: ZeroConfig) -> list[str]:
-    """Train on two nodes and return the names of the axes that got process groups."""
+    """Train a step on two emulated nodes, and return the sorted names of the axes that got process groups."""
     with mock.patch("megazpp.parallel.dims.make_group", wraps=make_group) as made:
         train_on_ranks(Case(nodes=2, zero=zero, steps=1))
     return sorted(call.args[1] for call in made.call_args_list)

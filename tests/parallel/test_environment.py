@@ -1,4 +1,4 @@
-"""Test the environment variables that are set for CUDA and Triton, on a faked CUDA build."""
+"""Test the environment variables that the program sets for CUDA and Triton, with a fake CUDA build of torch."""
 
 import os
 import sys
@@ -48,7 +48,7 @@ def test_programs_unset_the_variable_before_they_query_gpus(monkeypatch, capsys,
 
 
 def test_allocator_and_triton_cache_get_defaults_unless_user_sets_them(tmp_path):
-    for _ in range(2):  # the folder exists in the second pass
+    for _ in range(2):  # the folder exists already in the second pass
         prepare_environment(env := {})
         assert env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
         folder = Path(env["TRITON_CACHE_DIR"])

@@ -1,4 +1,4 @@
-"""Test the creation of NCCL's process groups and their options, on a faked CUDA build."""
+"""Test the creation and the options of NCCL's process groups, with a fake NCCL."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,18 +22,19 @@ def layout(nodes: int = 2, tp: int = 2, ranks: int = 4, num_replica_groups: int 
 
 
 FLAGS = NcclConfig(nccl_high_priority=False, nccl_cross_max_ctas=8)
-PRIORITIES = [  # axis, nodes, flags, expected high priority, expected options
+PRIORITIES = [  # axis, number of nodes, flags, True if the group gets high priority, other options of the group
     ("tp", 2, NcclConfig(), True, {}),
     ("local", 2, NcclConfig(), True, {}),
     ("cross", 2, NcclConfig(), False, {}),
-    ("shard", 2, NcclConfig(), False, {}),  # plain ZeRO's ring, which is bound by both NVLink and the network
+    # the ring of plain ZeRO uses both NVLink and the network, so it gets no high priority
+    ("shard", 2, NcclConfig(), False, {}),
     ("shard", 1, NcclConfig(), True, {}),
     ("cross", 2, FLAGS, False, {"max_ctas": 8}),
     ("tp", 2, FLAGS, False, {}),
 ]
 
 
-@pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-lazy"])  # names of torch 2.15
+@pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-lazy"])  # "nccl2" and "nccl-lazy" are names of torch 2.15
 def test_node_groups_have_high_priority_and_flags_reach_their_axes(backend, monkeypatch):
     def options(is_high_priority_stream=False):
         return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
@@ -44,7 +45,8 @@ def test_node_groups_have_high_priority_and_flags_reach_their_axes(backend, monk
         made, another = (axis_options(axis, layout(nodes), config) for _ in range(2))
         assert (made.is_high_priority_stream, vars(made.config)) == (first, own), (axis, nodes, config)
         assert made is not another
-    assert axis_options("tp", layout(tp=1), NcclConfig()) is None  # one rank needs no options
+    # an axis of one rank has no group, so it needs no options
+    assert axis_options("tp", layout(tp=1), NcclConfig()) is None
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     assert axis_options("tp", layout(), NcclConfig()) is None
 
@@ -71,16 +73,17 @@ def test_groups_are_refused_once_cuda_has_started_with_a_single_connection(monke
         order_launches(layout(), {CONNECTIONS: "1"})
 
 
-@pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-lazy"])  # names of torch 2.15
+@pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-lazy"])  # "nccl2" and "nccl-lazy" are names of torch 2.15
 @pytest.mark.parametrize(("partition", "bound", "expected", "calls"), [
-    ([(0, 2), (1, 3)], True, "split", [[[0, 2], [1, 3]]]),  # one call for all groups of an axis
+    ([(0, 2), (1, 3)], True, "split", [[[0, 2], [1, 3]]]),  # one call makes all groups of an axis
     ([(0, 1), (2, 3)], False, [2, 3], [[0, 1], [2, 3]]),
-    ([(0, 1), (3, 2)], True, [3, 2], [[0, 1], [3, 2]]),  # split_group would sort the ranks
+    # split_group would sort the ranks, so each group needs its own call
+    ([(0, 1), (3, 2)], True, [3, 2], [[0, 1], [3, 2]]),
     ([(0,), (1,), (2,), (3,)], True, [2], [[2]]),
     ([(0, 1, 2, 3)], True, "world", []),
 ])  # fmt: skip
 def test_nccl_groups_are_split_in_one_call_if_possible(partition, bound, expected, calls, backend, monkeypatch):
-    """Checked on rank 2 of 4. One rank alone gets no communicator, and all ranks reuse the default group."""
+    """The test runs as rank 2 of 4. One rank alone gets no communicator, and all ranks reuse the default group."""
     called: list[Any] = []
 
     def split_group(*, split_ranks, timeout, pg_options, group_desc):

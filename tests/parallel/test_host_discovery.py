@@ -1,4 +1,4 @@
-"""Test host discovery: each rank describes its host and GPU, and the answers of all ranks form the cluster."""
+"""Test host discovery: each rank describes its host and GPU, and the descriptions of all ranks form the cluster."""
 
 import ctypes
 import os
@@ -27,7 +27,12 @@ CPU = torch.device("cpu")
 
 
 def survey(hosts: str, gpus: Sequence[Gpu | None] = (None,) * 4) -> list[Cluster | str]:
-    """Run the survey with one thread per rank; return each rank's cluster or error. `hosts` has one letter per rank."""
+    """Run host discovery with one thread per rank, and return each rank's cluster or error message.
+
+    Args:
+        hosts: one letter per rank, which names its host.
+        gpus: GPU of each rank; None for a rank on the CPU.
+    """
     store = dist.HashStore()
 
     def share(rank, host, gpu):
@@ -45,7 +50,7 @@ def test_all_ranks_get_the_cluster_of_a_cyclic_launcher():
     found = survey("abab")
     assert found == [Cluster(num_nodes=2, ranks_per_node=2, order=(0, 2, 1, 3))] * 4
     hosts = "hosts: a (rank 0 2), b (rank 1 3); no GPU"
-    assert found[3].notices == (hosts, "a is odd", "b is odd")  # each host's notice appears once
+    assert found[3].notices == (hosts, "a is odd", "b is odd")  # the notice of each host appears only once
 
 
 def test_invalid_host_raises_the_same_error_on_every_rank():
@@ -56,7 +61,8 @@ def test_invalid_host_raises_the_same_error_on_every_rank():
 
 def worker(rank: int, world_size: int, store: dist.Store) -> Worker:
     place = RankInfo(started=True, world_size=world_size, rank=rank, local_rank=rank)
-    watchdog = Watchdog(store, place, LaunchConfig(), restarts=0)  # not started
+    # the test does not start the watchdog, because no rank can hang here
+    watchdog = Watchdog(store, place, LaunchConfig(), restarts=0)
     return Worker(**vars(place), device=CPU, store=store, watchdog=watchdog)
 
 
@@ -66,7 +72,7 @@ def never() -> Cluster:
 
 def test_survey_overrides_the_launcher_but_not_the_flags():
     announced = Cluster(num_nodes=4, ranks_per_node=1)
-    alone = worker(0, 4, dist.HashStore())  # a survey would block, since three ranks are missing
+    alone = worker(0, 4, dist.HashStore())  # host discovery would wait for the three missing ranks
     for config in (ClusterConfig(emulate_nodes=2), ClusterConfig(cluster_file="cluster.yaml")):
         assert resolve_cluster(alone, config, announced, on_one_machine=never) is announced
     found = resolve_cluster(worker(0, 1, dist.HashStore()), ClusterConfig(), announced, on_one_machine=never)
@@ -88,7 +94,7 @@ def test_gpus_joined_by_nvlink_form_a_domain():
 
 
 class Evil:
-    """Object whose unpickling creates a folder."""
+    """An object that creates a folder when it is unpickled, which shows that a program unpickles foreign data."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -131,13 +137,15 @@ class FabricInfo(ctypes.Structure):
 
 
 def nvml(ends: Any = (), reachable: Any = (), fabric: Any = None, without: str = "") -> SimpleNamespace:
-    """Fake pynvml on a host with GPUs 0 to 3 at bus addresses 0x1b to 0x4b; a handle is the GPU's index.
+    """Return a stand-in for pynvml on a host with GPUs 0 to 3 at the bus addresses 0x1b to 0x4b.
+
+    A handle of a GPU is its index.
 
     Args:
-        ends: for each of the first NVLinks, the index of the GPU at its other end, or "switch"; others are down.
+        ends: index of the GPU at the other end of each NVLink, or "switch"; further links are down.
         reachable: pairs of GPUs that the driver reports as joined by NVLink.
-        fabric: (cluster byte, clique, state).
-        without: name of a function that this driver lacks.
+        fabric: (last byte of the cluster's UUID, clique, state) of an NVLink fabric; None for a driver without fabrics.
+        without: name of a function that the driver lacks, without its prefix "nvmlDeviceGet".
     """
 
     def answer(value, supported):
@@ -152,7 +160,8 @@ def nvml(ends: Any = (), reachable: Any = (), fabric: Any = None, without: str =
 
     functions = {
         "HandleByUUID": lambda uuid: answer(int(uuid[-1]), uuid.startswith("GPU-uuid")),
-        "HandleByIndex": lambda index: answer(index, index != 2),  # GPU 2 belongs to another job
+        # GPU 2 belongs to another job, so this process may not query it
+        "HandleByIndex": lambda index: answer(index, index != 2),
         "Count": lambda: 4,
         "PciInfo": lambda handle: SimpleNamespace(busId=f"00000000:{handle + 1}B:00.0"),
         "NvLinkState": lambda handle, link: answer(int(link < len(ends)), ends),
@@ -177,8 +186,8 @@ def nvml(ends: Any = (), reachable: Any = (), fabric: Any = None, without: str =
 
 PEERS = [
     (nvml(ends=("switch",) * 18), 0, (SWITCH,)),
-    (nvml(ends=(3, 3)), 0, ("0000:4b:00.0",)),  # a bridge to a GPU that this process cannot see
-    (  # if links do not report their other end, the driver's peer paths are used
+    (nvml(ends=(3, 3)), 0, ("0000:4b:00.0",)),  # a bridge leads to a GPU that this process cannot see
+    (  # links do not report their other end, so the peer paths of the driver are used
         nvml(ends=(1,), reachable=((0, 1), (0, 3)), without="NvLinkRemoteDeviceType"),
         0,
         ("0000:2b:00.0", "0000:4b:00.0"),
@@ -187,8 +196,8 @@ PEERS = [
 ]
 FABRICS = [
     ((7, 2, 3), "00" * 15 + "07/2"),
-    ((0, 2, 3), ""),  # a fabric inside one node
-    ((7, 2, 1), ""),  # a fabric that has not started
+    ((0, 2, 3), ""),  # the cluster's UUID is 0, so the fabric is inside one node
+    ((7, 2, 1), ""),  # the fabric has not started
     (None, ""),
 ]
 

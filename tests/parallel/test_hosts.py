@@ -1,4 +1,4 @@
-"""Test how the launchers of --nnodes find each other and end together. Threads stand for hosts."""
+"""Test how the launchers of --nnodes find each other, and end together. A thread stands for the launcher of a host."""
 
 import socket
 import time
@@ -29,7 +29,11 @@ def host(number: int, port: int, *, name: str = "", **fields) -> Hosts:
 
 
 def outcome(here: Hosts) -> str:
-    """Join the other hosts and leave; return the error as the launcher would print it, or ""."""
+    """Connect to the launchers of the other hosts and end the job.
+
+    Returns:
+        The error as the launcher would print it, or "".
+    """
     try:
         here.gather()
     except (ValueError, JobError) as error:

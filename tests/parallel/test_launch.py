@@ -1,4 +1,4 @@
-"""Test the launch of a job: which process starts the workers, and which addresses the store and gloo listen on."""
+"""Test the launch of a job: which process starts the workers, and at which addresses the store and gloo listen."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ SRUN = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}
 
 
 def mpi(prefix: str, *, rank: int = 5, size: int = 8) -> dict[str, str]:
-    """Return an MPI launcher's variables for `rank` of `size` on a node of four ranks."""
+    """Return the variables that an MPI launcher with this prefix sets for `rank` of `size` on a node of four ranks."""
     return {
         f"{prefix}_RANK": str(rank),
         f"{prefix}_SIZE": str(size),
@@ -43,9 +43,11 @@ PLACES = [
     ({"nproc": 1, "max_restarts": 2}, {}, RankInfo(started=False, world_size=1)),
     ({}, TORCHRUN, STARTED),
     ({}, SRUN, STARTED),
-    ({}, {**TORCHRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, STARTED),  # torchrun started by srun
-    ({"nproc": 2}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, RankInfo(started=False, world_size=2)),  # a batch script
-    ({"nproc": 8}, {**TORCHRUN, LAUNCHER_PID: "1"}, STARTED),  # our own worker
+    # srun has started torchrun, which has started this process
+    ({}, {**TORCHRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, STARTED),
+    # the process is a batch script of Slurm, which no srun has started
+    ({"nproc": 2}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, RankInfo(started=False, world_size=2)),
+    ({"nproc": 8}, {**TORCHRUN, LAUNCHER_PID: "1"}, STARTED),  # the process is a worker of this project's own launcher
     ({}, {**mpi("OMPI_COMM_WORLD"), **ADDRESS}, STARTED),
     ({}, {**mpi("MV2_COMM_WORLD"), "PMI_RANK": "5", "PMI_SIZE": "8", **ADDRESS}, STARTED),
     ({}, {**mpi("JSM_NAMESPACE"), **ADDRESS}, STARTED),
@@ -54,18 +56,20 @@ PLACES = [
     ({}, {**HYDRA, **ADDRESS}, STARTED),
     ({}, {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PALS_RANKID": "5", **ADDRESS}, STARTED),
     ({}, {"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1", **ADDRESS}, STARTED),
-    # mpirun on two Slurm nodes, whose daemons were started by srun
+    # mpirun on two Slurm nodes: srun has started mpirun's daemons, and leaves its own variables
     ({}, {**mpi("OMPI_COMM_WORLD"), "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", **ADDRESS}, STARTED),
     ({}, {**HYDRA, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", **ADDRESS}, STARTED),
-    ({}, {**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8", "PMIX_RANK": "5"}, STARTED),  # srun with PMI plugins
-    ({}, {**TORCHRUN, **mpi("OMPI_COMM_WORLD", rank=1, size=2)}, STARTED),  # torchrun started by mpirun
+    # srun with plugins for PMI, which set variables like an MPI launcher
+    ({}, {**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8", "PMIX_RANK": "5"}, STARTED),
+    # mpirun has started torchrun, which has started this process
+    ({}, {**TORCHRUN, **mpi("OMPI_COMM_WORLD", rank=1, size=2)}, STARTED),
     *(
         ({"nproc": 2}, env, RankInfo(started=False, world_size=2))
         for env in (
             {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1", "PMIX_RANK": "0"},
-            {"PMI_RANK": "0", "PMI_SIZE": "1"},  # a container, or a step of one task
-            {"PMI_RANK": "0"},  # a stray variable without a size
-            {"RANK": "first"},  # a variable of another program
+            {"PMI_RANK": "0", "PMI_SIZE": "1"},  # in a container, or in a step of one task
+            {"PMI_RANK": "0"},  # a stray variable without the number of ranks
+            {"RANK": "first"},  # another program has set this variable
             mpi("OMPI_COMM_WORLD", rank=0, size=1) | {"PMIX_RANK": "0"},
         )
     ),
@@ -81,12 +85,12 @@ REFUSED = [
         "mpirun has started 8 ranks (OMPI_COMM_WORLD_SIZE), and lacks MASTER_ADDR and MASTER_",
     ),
     ({}, {**HYDRA, "MASTER_ADDR": "host0"}, "mpiexec has started 8 ranks (PMI_SIZE), and lacks MASTER_PORT"),
-    # one node, but no job number from which to derive a port
+    # All ranks are on one node, but no job number is known from which all of them could derive the same port
     ({}, {**HYDRA, "MPI_LOCALNRANKS": "8"}, "unset PMI_SIZE"),
     ({}, {"PMIX_RANK": "3"}, "PMIX_RANK=3: a launcher has started this process, and no variable says how many"),
     ({}, {"ALPS_APP_PE": "0"}, "ALPS_APP_PE=0: a launcher"),
     ({}, {"MP_CHILD": "0", "MP_PROCS": "2"}, "MP_CHILD=0: a launcher"),
-    # a rank above 0 whose number of ranks is missing, or of another launcher
+    # The rank is above 0, but the number of ranks is missing or is that of another launcher
     *(
         ({}, {name: "1", **others}, f"{name}=1: a launcher has started this process, and no variable says how many")
         for name, others in {
@@ -142,7 +146,7 @@ TIMEOUT = timedelta(seconds=77)
 
 
 def listening() -> set[tuple[str, int]]:
-    """Return the addresses and ports at which this process listens."""
+    """Return the (address, port) pairs at which this process listens for TCP connections."""
     return {(c.laddr.ip, c.laddr.port) for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"}
 
 
@@ -220,7 +224,8 @@ def check_lazy_group_on_the_loopback() -> None:
     rank, before = dist.get_rank(), listening()
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-        patch.setattr(distributed_c10d, "ProcessGroupGloo", distributed_c10d.ProcessGroupGloo)  # restored afterwards
+        # share_gloo_device replaces this class, and monkeypatch restores it
+        patch.setattr(distributed_c10d, "ProcessGroupGloo", distributed_c10d.ProcessGroupGloo)
         worker.share_gloo_device(loopback=True, lazy=True)
         group = dist.new_group([0, 1, 2, 3], backend="gloo")
     ((address, _),) = listening() - before
@@ -237,7 +242,7 @@ def test_gloo_on_one_machine_listens_on_loopback_and_connects_lazily():
 
 
 def device_threads() -> list[int]:
-    names = Path("/proc/self/task").glob("*/comm")  # torch 2.11 does not name gloo's threads
+    names = Path("/proc/self/task").glob("*/comm")  # torch 2.11 does not name gloo's threads, so it yields none
     return [int(file.parent.name) for file in names if file.read_text().strip() == "gloo_tcp_loop"]
 
 
@@ -265,6 +270,7 @@ def test_kernel_without_batch_scheduling_is_no_failure(monkeypatch):
 
 def test_interface_named_in_the_environment_is_used(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
-    monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", distributed_c10d.ProcessGroupGloo)  # restored afterwards
+    # share_gloo_device replaces this class, and monkeypatch restores it
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", distributed_c10d.ProcessGroupGloo)
     with pytest.raises(RuntimeError, match="no-such-interface"):
         worker.share_gloo_device()

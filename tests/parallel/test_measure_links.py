@@ -1,4 +1,7 @@
-"""Test link measurement: the fit recovers latency and bandwidth, ranks agree, and no traffic is counted."""
+"""Test link measurement.
+
+The fit recovers latency and bandwidth, ranks agree on the results, and the counter of bytes ignores the measurement.
+"""
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ def test_fit_recovers_latency_and_bandwidth():
     for num_ranks in (2, 3, 8):
         small, large = ((size, (num_ranks - 1) * (20e-6 + size / 3e9)) for size in (4096, 1 << 20))
         assert fit_link(num_ranks, small, large) == Link(pytest.approx(3.0), pytest.approx(20.0))
-    noisy = fit_link(3, (0, 2e-3), (1 << 20, 1e-3))  # the large message was not slower
+    noisy = fit_link(3, (0, 2e-3), (1 << 20, 1e-3))  # noise: the large message takes less time than the small one
     assert noisy == Link(pytest.approx(2 * (1 << 20) / 0.5e-3 / 1e9), pytest.approx(1000.0))
     assert fit_link(3, (4096, 1e-9), (1 << 20, 1e-3)).microseconds == 0.0, "not negative"
 
@@ -42,7 +45,10 @@ def test_links_of_all_axes_are_equal_on_all_ranks_and_not_counted():
 
 
 def time_all_gather(pauses: list[float]) -> float:
-    """Time an all-gather on a fake clock, on which each call lasts `pauses` seconds, and twice that on rank 1."""
+    """Return the seconds that `_time_all_gather` measures on a fake clock.
+
+    On this clock, each all-gather takes the next of `pauses` in seconds on rank 0, and twice that on rank 1.
+    """
     dims = make_dims(Cluster(num_nodes=1, ranks_per_node=2))
     now, left = [0.0], iter(pauses)
 
@@ -73,7 +79,7 @@ def check_figures() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links_module, "_time_all_gather", times)
         links, lines = measure_links(make_dims(NODES, tp=2), CPU)
-        # both ranks of a node share the network
+        # Both ranks of a node share its network link, so the link has twice the bandwidth that one rank measures
         assert links == Links(link(4.0, "tp"), NODES.links.node, link(2 * 0.5, "cross"))
         assert "(2 ranks, slowest link: network): 0.5 GB/s per rank, 100 us;" in lines[1]
         links, _ = measure_links(make_dims(PAIRS), CPU)
@@ -90,7 +96,11 @@ def test_measurement_replaces_only_the_axis_slowest_kind_of_link():
 
 
 def measure_slow_copies(dtype: torch.dtype) -> tuple[Device, dict]:
-    """Measure the device on a fake clock, on which a timed call lasts 0.5 s on rank 0 and 2 s on rank 3."""
+    """Measure the device on a fake clock, on which each timed call lasts 0.5 s on rank 0 and 2 s on rank 3.
+
+    Returns:
+        (measured device, counted traffic).
+    """
     dims, now = make_dims(NODES), [0.0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -106,11 +116,11 @@ def test_device_has_the_speed_of_the_slowest_rank_and_is_equal_on_all_ranks():
     assert found == [found[0]] * 4
     device, table = found[0]
     assert table == {}
-    assert device.teraflops == pytest.approx(5e8 / 2.0 / 1e12, rel=0.02)  # 5e8 operations in 2 s on rank 3
+    assert device.teraflops == pytest.approx(5e8 / 2.0 / 1e12, rel=0.02)  # 5e8 FLOPs in 2 s on rank 3
     assert device.gigabytes_per_second == pytest.approx(2 * (32 << 20) / 2.0 / 1e9, rel=0.02)
     assert device.calibration == "measured"
     assert device.source == "measured: [128, 64] x [64, 256] products in float32, copies"
-    assert not device.is_cpu  # fp32 weights have no deltas
+    assert not device.is_cpu  # fp32 weights have no lossless deltas, so their encoding was not measured
     (device, _), *_ = ranks(4).run(measure_slow_copies, torch.bfloat16)
     assert device.is_cpu
     rate = pytest.approx(2 * (1 << 20) / 2.0 / 1e9, rel=0.02)
@@ -118,7 +128,10 @@ def test_device_has_the_speed_of_the_slowest_rank_and_is_equal_on_all_ranks():
 
 
 def large_sizes(gigabytes_per_second: float) -> list[int]:
-    """Return the sizes of all-gathers between two nodes on a fake clock with a link of this bandwidth."""
+    """Return the bytes per rank of the all-gathers that measure a link between two nodes.
+
+    On a fake clock, the link has this bandwidth.
+    """
     sizes = list[int]()
 
     def times(axis, world, bytes_per_rank, device):

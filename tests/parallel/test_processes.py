@@ -1,6 +1,6 @@
-"""Test that workers are started, watched and restarted, and that no process is left however a job ends.
+"""Test that workers are started, watched and restarted, and that no process remains, however a job ends.
 
-Limits in seconds are for a loaded machine; on two quiet cores, every job ends within one second.
+Limits in seconds hold on a loaded machine. On two quiet cores, every job ends within one second.
 """
 
 import os
@@ -25,7 +25,7 @@ ENDED = f"rank ? ended with exit code 1; {OVER}"
     ("args", "code", "lines"),
     [
         ("nothing 2", 0, []),
-        ("nothing 1", 0, ["sum 1"]),  # runs without a launcher
+        ("nothing 1", 0, ["sum 1"]),  # one rank runs without a launcher
         ("kill-on-1 2", 1, [KILLED.format(1) + OVER]),
         ("kill-on-0 2 1", 1, [KILLED.format(0) + "restart 1 of 1", KILLED.format(0) + OVER]),
         ("user-error 2 5", 2, ["job.py: error: --flag 3 is wrong", "job.py: error: --other 4 too"]),
@@ -33,12 +33,14 @@ ENDED = f"rank ? ended with exit code 1; {OVER}"
     ],
 )
 def test_job_ends_with_its_exit_code_and_one_reason(tmp_path, args, code, lines):
-    """A killed rank is named without tracebacks of other ranks, and a user's error is not retried."""
-    python = sys.executable if "kill" in args else str(forked_python())  # a forked interpreter hides the kill
+    """A killed rank is named without tracebacks of other ranks, and a user's error is not tried again."""
+    # the client of a forked interpreter would hide the kill
+    python = sys.executable if "kill" in args else str(forked_python())
     program = Program(JOB, *args.split(), folder=tmp_path, python=python)
     output = program.finish()
     assert program.process.returncode == code
-    found = [line for line in output.splitlines() if line != "sum 2"]  # the other rank may print it later
+    # the other rank may print it later than the error
+    found = [line for line in output.splitlines() if line != "sum 2"]
     assert [re.sub("^rank . ended", "rank ? ended", line) for line in found] == lines
     assert ("sum 2" in output) == (args != "nothing 1")
     assert program.left_behind() == program.scratch_files() == []
@@ -68,7 +70,7 @@ def test_torchrun_alone_starts_the_workers(tmp_path):
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_signal_to_the_launcher_leaves_no_process(tmp_path, signum):
-    """One rank is busy, and the other waits for it in a collective."""
+    """One rank is busy, and the other rank waits for it in a collective."""
     program = Program(JOB, "sleep-on-1", "2", folder=tmp_path)
     program.wait_for("sum 2\n")
     assert len(program.left_behind()) == 3
@@ -124,7 +126,7 @@ leave(main())
 
 
 def test_workers_are_forks_that_look_like_new_processes(tmp_path, monkeypatch):
-    """They have what the launcher imported, but their own session, signals, threads and exit code."""
+    """Forked workers have what the launcher imported, but their own session, signals, threads and exit code."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     (tmp_path / "forked.py").write_text(FORKED)

@@ -1,4 +1,4 @@
-"""Test that ranks compare their facts before they start, and that a rank's error reaches all hosts."""
+"""Test the roll call, in which ranks compare flags and versions before they start, and tell each other of errors."""
 
 import socket
 import sys
@@ -27,7 +27,14 @@ Answer = Callable[[dist.Store, RankInfo, str], Any]
 
 
 def answer(facts: dict[str, str], store: dist.Store, place: RankInfo, host: str) -> str | None:
-    """Take part with facts, and print a problem as a worker does."""
+    """Compare this rank's facts with those of all ranks, print a problem as a worker does, and return it or None.
+
+    Args:
+        facts: flags and versions of this rank, by name.
+        store: store of the job.
+        place: this rank's place in the job.
+        host: name of this rank's host.
+    """
     problem = call_roll(store, place, facts, name="a", host=host)
     if problem is not None:
         show_once(store, UserError(f"[{host}] {problem}"), name="a", host=host)
@@ -35,14 +42,17 @@ def answer(facts: dict[str, str], store: dist.Store, place: RankInfo, host: str)
 
 
 def fail(text: str, store: dist.Store, place: RankInfo, host: str) -> None:
-    """Take part with an error; the first rank of a host has printed it before."""
+    """Tell all ranks that this rank has failed; the first rank of a host has printed the error before."""
     if place.local_rank == 0:
         UserError(f"[{host}] {text}").show()
     tell(store, place, UserError(f"[{host}] {text}" if place.local_rank else text), name="a", host=host)
 
 
 def on_ranks(*work: Answer) -> list[Any]:
-    """Run the work of each rank in a thread of its own with a connection of its own, and return the results."""
+    """Run one function per rank in a thread with its own connection to the store, and return the results in rank order.
+
+    Each function gets the store, the place of its rank, and the name of its host.
+    """
     server = loopback_store(listen_on_loopback())
 
     def run(rank: int) -> Any:
@@ -65,7 +75,7 @@ def test_equal_facts_are_no_problem_and_print_nothing(capfd):
 
 
 def test_each_different_fact_is_named_with_values_hosts_and_ranks(capfd):
-    """One rank of each host prints the problem."""
+    """One rank of each host prints the lines; the other rank of the host prints nothing."""
     others = {"--lr": "0.1", "the version of torch": "2.13", "--new": "3"}
     found = on_ranks(*(partial(answer, EQUAL if host == "alpha" else others) for host in HOSTS))
     lines = [
@@ -101,7 +111,7 @@ def test_long_lists_of_differences_are_cut():
 
 @pytest.mark.parametrize("wrong", [{3}, {2, 3}, {0, 1, 2, 3}])
 def test_failed_ranks_error_is_printed_once_on_each_host(wrong, capfd, monkeypatch):
-    """The other ranks do not wait for facts of a rank that has failed, and get its error with its host."""
+    """The other ranks do not wait for the facts of a failed rank. They get its error, with the name of its host."""
     monkeypatch.setattr(roll_call, "CLAIM_SECONDS", 0.3)
     work = [partial(fail, "--lr 0x is wrong") if rank in wrong else partial(answer, EQUAL) for rank in range(4)]
     found = on_ranks(*work)
@@ -134,7 +144,7 @@ def test_first_rank_of_a_host_says_whom_it_waits_for_and_where(monkeypatch, caps
         text = capsys.readouterr().err
         assert text.startswith(f"rank {rank} on {socket.gethostname()} has waited 0.05 ") == bool(said)
         assert said in text
-    monkeypatch.setenv(LAUNCHER_PID, "1")  # all ranks are on one machine
+    monkeypatch.setenv(LAUNCHER_PID, "1")  # started by this project's launcher, so all ranks are on one machine
     with worker._say_whom_it_waits_for(RankInfo(started=True, world_size=4)):
         time.sleep(0.2)
     assert capsys.readouterr().err == ""
@@ -143,7 +153,8 @@ def test_first_rank_of_a_host_says_whom_it_waits_for_and_where(monkeypatch, caps
 def test_exception_before_the_start_is_told_to_the_other_hosts(monkeypatch, capsys):
     told: list[tuple[RankInfo, str]] = []
     monkeypatch.setattr(roll_call, "report_failure", lambda place, error, name: told.append((place, str(error))))
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # restored after the test
+    # registers the hook with monkeypatch, which restores it after the test
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     roll_call.report_tracebacks()
     two = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     missing = ModuleNotFoundError("No module named 'sentencepiece'")

@@ -1,4 +1,4 @@
-"""Test the timeline: which spans are recorded, on which thread, and the share of communication that is hidden."""
+"""Test the timeline: which spans (named intervals) it records, on which thread, and which of them block."""
 
 import contextlib
 import threading
@@ -62,7 +62,7 @@ def test_spans_of_all_threads_are_kept_and_only_the_main_ones_block():
 @pytest.mark.gpu
 def test_cuda_span_lasts_as_long_as_the_work_on_its_stream():
     timeline, side = Timeline("cuda"), torch.cuda.Stream()
-    cycles = 100_000_000  # tens of milliseconds, far more than a launch takes
+    cycles = 100_000_000  # clock cycles: tens of milliseconds, far more than the launch of a kernel takes
     torch.cuda.synchronize()
     before = time.clock_gettime(time.CLOCK_MONOTONIC)
     recording = timeline.start()
@@ -85,7 +85,7 @@ def test_cuda_times_are_tied_to_the_clock_by_one_event(monkeypatch):
     now, stream, synchronized = [5000.0], ["compute"], []
 
     def event(*, enable_timing):
-        """Fake an event of a device whose clock is `now`, in milliseconds."""
+        """Return a stand-in for a CUDA event of a device whose clock shows the last number of `now` in milliseconds."""
         assert enable_timing
         made = SimpleNamespace(synchronize=int)
         made.record = lambda: setattr(made, "at", now[-1])
@@ -106,7 +106,8 @@ def test_cuda_times_are_tied_to_the_clock_by_one_event(monkeypatch):
         stream.pop()
         now.append(5150.0)
     forward, gather = recording.spans()
-    assert synchronized == [5000.0, 5150.0]  # synchronized only at both ends of the recording
+    # the device is synchronized only at the start and at the end of the recording
+    assert synchronized == [5000.0, 5150.0]
     assert (forward.name, forward.blocking, gather.name, gather.blocking) == ("forward", True, "all_gather", False)
     assert (forward.seconds, gather.seconds) == pytest.approx((0.05, 0.03))
     assert gather.start_seconds == forward.start_seconds == pytest.approx(started + 0.1, abs=0.05)
@@ -145,7 +146,7 @@ def test_activity_shows_each_threads_innermost_open_span(monkeypatch):
         now.append(107.0)
         with contextlib.suppress(ValueError), timeline.span("tp", "all_reduce"):
             now.append(108.0)
-            raise ValueError  # closing its span counts as progress of this thread
+            raise ValueError  # closing the span counts as progress of this thread
         now.append(109.0)
         assert activity.now() == [Doing("cross", "all_gather", 1, 9.0), Doing("compute", "forward", 1, 1.0)]
     leave.set()

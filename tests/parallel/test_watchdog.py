@@ -1,4 +1,4 @@
-"""Test the watchdog: a hanging rank is named with its stack and the waiting collective, and the job ends."""
+"""Test the watchdog: it names a hanging rank, prints its stack and the waiting collectives, and ends the job."""
 
 import os
 import signal
@@ -17,12 +17,16 @@ from megazpp.topology.cluster import Cluster
 from megazpp.topology.plan import plan_layout
 
 JOB = str(Path(__file__).parents[1] / "helpers" / "job.py")
-SECONDS = 30  # for a loaded machine; the watchdog's limit is 1.5 s, and an unresponsive rank is waited for for 5 s
+# limit on a loaded machine; the watchdog reports after 1.5 s, and waits 5 s more for a rank that does not answer
+SECONDS = 30
 
 
 @pytest.mark.slow
 def test_hanging_ranks_are_named_with_waiting_collectives_and_job_ends(tmp_path):
-    """Rank pairs 01 and 23 share tp, 02 and 13 shard. Rank 1 sleeps, 2 is stopped, 0 waits for 2 and 3 for 1."""
+    """Ranks 0 and 1, and 2 and 3, share tp groups; ranks 0 and 2, and 1 and 3, share shard groups.
+
+    Rank 1 sleeps and rank 2 is stopped. So rank 0 waits for rank 2, and rank 3 waits for rank 1.
+    """
     program = Program(JOB, "hang", "4", folder=tmp_path, cwd=tmp_path, python=str(forked_python()))
     program.wait_for("hangs")
     began = time.monotonic()
@@ -43,12 +47,12 @@ def test_hanging_ranks_are_named_with_waiting_collectives_and_job_ends(tmp_path)
 
 
 def start(kind: str, folder: Path, *, minutes: float) -> Program:
-    """Start a job of two ranks whose limit before the second step is this many minutes."""
+    """Start the job `kind` of helpers/job.py on two ranks; the watchdog reports a hang after this many minutes."""
     return Program(JOB, kind, "2", "0", str(minutes), folder=folder, cwd=folder)
 
 
 def workers(program: Program) -> list[int]:
-    """Return the processes of the two ranks, which are children of the launcher."""
+    """Return the process IDs of the two ranks, which are children of the launcher."""
     pids = [child.pid for child in psutil.Process(program.process.pid).children()]
     assert len(pids) == 2
     return pids
@@ -57,7 +61,7 @@ def workers(program: Program) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_stops_outside_of_all_spans_is_named_and_the_job_ends(tmp_path, rank):
-    """The other rank waits in a collective that no timeline shows, as in torch's own checkpoint code."""
+    """The other rank waits in a collective outside of the timeline, as in torch's own code for checkpoints."""
     program = start(f"stop-on-{rank}", tmp_path, minutes=0.05)
     program.wait_for("sum 2")
     began = time.monotonic()
@@ -73,7 +77,8 @@ def test_job_that_was_suspended_as_a_whole_continues(tmp_path):
     program = start("pause", tmp_path, minutes=0.05)
     program.wait_for("rank 0 at work")
     pids = workers(program)
-    for signum, seconds in ((signal.SIGSTOP, 15.0), (signal.SIGCONT, 0.0)):  # five times the limit
+    # the suspension lasts five times the watchdog's limit
+    for signum, seconds in ((signal.SIGSTOP, 15.0), (signal.SIGCONT, 0.0)):
         for pid in pids:
             os.kill(pid, signum)
         time.sleep(seconds)
@@ -84,7 +89,7 @@ def test_job_that_was_suspended_as_a_whole_continues(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_end_by_themselves_if_the_store_does_not_answer(tmp_path):
-    """The launcher hosts the store. While it is stopped, no rank can read an alarm."""
+    """The launcher hosts the store. While the launcher is stopped, no rank can read the watchdog's alarm."""
     program = start("sleep-on-1", tmp_path, minutes=0.05)
     program.wait_for("sum 2")
     pids = workers(program)
@@ -99,8 +104,13 @@ def test_ranks_end_by_themselves_if_the_store_does_not_answer(tmp_path):
 
 
 def report(*ranks: tuple[tuple[str, str, int], dict[str, int]]) -> str:
-    """Describe a hang on two nodes of two ranks, from each rank's current span and its span counts by track."""
-    # local groups 0 1 and 2 3, cross groups 0 2 and 1 3
+    """Return the watchdog's report about a hang on two nodes of two ranks.
+
+    Args:
+        ranks: for each rank, its open span as (track, name, number), and the number of spans that it has begun per
+            track.
+    """
+    # The local groups are 0 1 and 2 3, and the cross groups are 0 2 and 1 3
     layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=2), tp=1, replicas=1)
     states = {
         rank: RankState("a", [Doing(*doing, 9.0)], entered, "thread MainThread:\n  a stack\n")

@@ -1,4 +1,4 @@
-"""Compare the chunked output layer and cross entropy with torch's over the whole unpadded vocabulary."""
+"""Compare the chunked, vocabulary-parallel output layer and cross entropy with torch's over the unpadded vocabulary."""
 
 import functools
 import itertools
@@ -18,22 +18,32 @@ from megazpp.planner.trace import BACKWARD, FORWARD, TraceRecorder
 from megazpp.tensor_parallel import cross_entropy
 from megazpp.tensor_parallel.cross_entropy import BLOCKS, linear_cross_entropy
 
-SEQ, BATCH = 13, 3  # odd, and 39 tokens are enough for every label of the small vocabularies
+SEQ, BATCH = 13, 3  # an odd length, and 39 tokens, which are enough for every label of the small vocabularies
 TOKENS = SEQ * BATCH
-# bytes of a chunk: all columns, all columns of five tokens at a time (fp32), or 128 columns of all tokens
+# Bytes of a chunk of logits that give: all columns of all tokens; all columns, but only five tokens at a time (in
+# fp32); or 128 columns of all tokens
 WHOLE, _, SMALL = CHUNKS = 1 << 29, BLOCKS * 4 * 384 * 5, 4 * TOKENS * 128
-REAL, PADDED = 300, 384  # tokens and padded rows; with SMALL, one rank has three chunks, and two ranks have two and one
-# More sizes, for 4 ranks: no padding; padding on two ranks; ranks with only padding; a vocabulary of one token.
+# tokens and padded rows of the vocabulary; with SMALL, one rank has 3 chunks, and of two ranks one has 2 and one 1
+REAL, PADDED = 300, 384
+# Further sizes (tokens, padded rows) for 4 ranks: no padding; padding on two ranks; ranks with only padding; one token
 VOCABULARIES = [(REAL, PADDED), (16, 16), (11, 16), (7, 16), (3, 24), (1, 4)]
 
 
 def labels_of(vocab_size: int) -> torch.Tensor:
-    """Return labels [S, B], not contiguous, that cover the vocabulary as far as there are enough tokens."""
+    """Return labels [S, B] in non-contiguous memory, which cover the vocabulary as far as there are enough tokens."""
     return (torch.arange(TOKENS) * 7 % vocab_size).view(BATCH, SEQ).t()
 
 
 def compare(vocab_size: int, padded: int, chunk_bytes: int, temperature: float, fuse: bool) -> None:
-    """Compare losses, entropy (if the temperature is not 1), gradients and sent bytes of this rank with torch's."""
+    """Compare this rank's losses, gradients and sent bytes with torch's, and the entropy if the temperature is not 1.
+
+    Args:
+        vocab_size: number of tokens in the vocabulary.
+        padded: rows of the output layer over all ranks, including padding.
+        chunk_bytes: limit for the bytes of a chunk of logits.
+        temperature: number by which the logits are divided.
+        fuse: True to use compiled kernels.
+    """
     row, with_entropy = f"{vocab_size} of {padded}, {chunk_bytes} bytes, {temperature}", temperature != 1.0
     tp, labels, loss_grad = tp_axis(), labels_of(vocab_size), draw(9, SEQ, BATCH)
     whole_x, whole_weight = draw(1, SEQ, BATCH, 5).requires_grad_(), draw(2, padded, 5).requires_grad_()
@@ -49,7 +59,7 @@ def compare(vocab_size: int, padded: int, chunk_bytes: int, temperature: float, 
     sent = tp.counter.sent_bytes("tp")
     _, backward = counted(tp, losses.backward, loss_grad.float())
 
-    # logits are never gathered: per token, ranks reduce an fp32 maximum and a sum of two or three fp32 numbers
+    # Logits are never gathered: per token, ranks reduce an fp32 maximum, and a sum of two or three fp32 numbers
     assert (forward, backward) == ({"all_reduce": 2} if tp.size > 1 else {}, {}), row
     assert sent == sum(2 * (4 * numbers * TOKENS * (tp.size - 1) // tp.size) for numbers in (1, 2 + with_entropy)), row
     pairs = [(losses, expected), (tp.all_reduce_(x.grad), whole_x.grad)]
@@ -61,7 +71,8 @@ def compare(vocab_size: int, padded: int, chunk_bytes: int, temperature: float, 
         assert found.dtype == torch.float32
         assert_near(row, found.double(), exact, rtol=5e-6, atol=5e-6)
     padding = torch.arange(padded) >= vocab_size
-    assert not weight.grad[part(padding, 0, tp)].any(), row  # exactly zero, since AdamW would turn any noise into steps
+    # exactly zero, because AdamW would turn any noise into steps
+    assert not weight.grad[part(padding, 0, tp)].any(), row
 
 
 def compare_all() -> None:
@@ -74,7 +85,7 @@ def test_chunked_loss_entropy_gradients_and_bytes_match_torch(size):
     ranks(size).run(compare_all)
 
 
-@pytest.mark.slow  # waits for the compiler
+@pytest.mark.slow  # compiling the kernels takes long
 def test_fused_kernels_match_torch():
     ranks(2).run(compare, REAL, PADDED, SMALL, 0.7, fuse=True)
 
@@ -106,10 +117,10 @@ def test_fused_kernels_process_all_tokens_of_a_chunk_at_once(monkeypatch):
 def from_logits(
     full: torch.Tensor, labels: torch.Tensor, vocab_size: int, chunk_bytes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return losses of the given logits and the gradient of this rank's columns.
+    """Return (losses of the given logits, gradient of this rank's columns of the logits).
 
-    The input is the logits, and a patched product selects this rank's columns. An identity matrix as the weight
-    would only work for finite logits.
+    The logits are passed as the input of the output layer, and a patched matrix product selects this rank's columns.
+    With an identity matrix as the weight instead, one infinite logit would make a token's other logits NaN.
     """
     tp = tp_axis()
     x, weight = full.clone().requires_grad_(), part(torch.eye(full.shape[-1], dtype=full.dtype), 0, tp)
@@ -122,21 +133,25 @@ def from_logits(
 
 
 def special_logits() -> Iterator[tuple[str, torch.Tensor, int, tuple[float, float], tuple[float, float] | None]]:
-    """Yield name, logits, vocabulary size, and (rtol, atol) of losses and of gradients (None if not finite)."""
+    """Yield logits with rounded, extreme or non-finite values.
+
+    Each item is (name, logits, vocabulary size, (rtol, atol) of losses, (rtol, atol) of gradients). The last is None if
+    gradients are not finite.
+    """
     clean, near = draw(1, SEQ, BATCH, PADDED, dtype=torch.float32), (2e-6, 2e-6)
     for dtype in (torch.bfloat16, torch.float16):
-        # losses are as exact as from fp32 logits of the same values; gradients are rounded once to 16 bits, and
-        # fp16 subnormals are 6e-8 apart
+        # Losses are as exact as from fp32 logits of the same values. Gradients are rounded once to 16 bits, and fp16
+        # subnormals are 6e-8 apart
         yield f"{dtype}", (3 * clean).to(dtype), REAL, near, (1.01 * torch.finfo(dtype).eps / 2, 2e-6)
     for dtype in (torch.float32, torch.bfloat16):
-        # naive exponentials overflow or vanish here; exact losses range from 0 to 2e4. One fp32 step at 1e4 is 1e-3, to
-        # which both the log-normalizer and the score are rounded before their subtraction
+        # Naive exponentials of these logits overflow or vanish; exact losses range from 0 to 2e4. One fp32 step at 1e4
+        # is 1e-3, to which both the log-normalizer and the score are rounded before their subtraction
         extreme = 1e4 * draw(1, SEQ, BATCH, 16).sign()
-        extreme[0], extreme[1] = -1e4, 1e4  # all logits are equal, so the loss is log(11)
+        extreme[0], extreme[1] = -1e4, 1e4  # in these rows all logits are equal, so the loss is log(11)
         yield f"1e4 in {dtype}", extreme.to(dtype), 11, (1e-6, 2e-3), (2**-8, 2e-3)
     for where, value in (
-        ((..., 7), float("-inf")),  # an impossible token: the loss is infinite where it is the label
-        ((3, 1, 0), float("nan")),  # only this token's loss is NaN, whichever rank holds the logit
+        ((..., 7), float("-inf")),  # an impossible token: the loss is infinite where this token is the label
+        ((3, 1, 0), float("nan")),  # only this position's loss is NaN, whichever rank holds the logit
         ((3, 1, 130), float("nan")),
         ((3, 1, 299), float("inf")),
         ((2, 0), float("-inf")),
@@ -178,23 +193,23 @@ def check_labels_outside() -> None:
 
 
 def test_label_outside_the_vocabulary_gives_nan_loss_and_gradient():
-    """A wrong tokenizer or wrong data must show in the loss and in the gradient norm."""
+    """The NaN makes a wrong tokenizer or wrong data show in the loss and in the gradient norm."""
     ranks(2).run(check_labels_outside)
 
 
 def test_input_gradient_is_summed_over_chunks_in_fp32():
-    """The label's chunk adds 16 and each of 64 chunks adds 1/64, which a bf16 sum would lose."""
+    """The label's chunk adds 16, and each of 64 chunks adds 1/64, which a sum in bf16 would lose."""
     x, weight = torch.zeros(1, 1, 4, dtype=torch.bfloat16).requires_grad_(), torch.ones(8192, 4, dtype=torch.bfloat16)
     weight[-1] = -16.0
     labels = torch.tensor([[8191]])
     losses, _ = linear_cross_entropy(x, weight, labels, tp=MeshAxis("tp"), vocab_size=8192, chunk_bytes=256)
     losses.sum().backward()
-    assert weight.grad is None  # the weight is frozen
+    assert weight.grad is None  # the weight does not require a gradient
     assert x.grad.tolist() == [[[17.0] * 4]]
 
 
 def test_second_backward_gives_the_same_gradients():
-    """The first backward overwrites the stored logits with gradients."""
+    """The first backward overwrites the stored logits with gradients, so the second one must compute logits again."""
     x, weight = draw(1, 5, 2, 3).requires_grad_(), draw(2, 8, 3).requires_grad_()
     labels = torch.zeros(5, 2, dtype=torch.int64)
     losses, _ = linear_cross_entropy(x, weight, labels, tp=MeshAxis("tp"), vocab_size=7)
@@ -206,7 +221,18 @@ Products = list[tuple[int, int, int]]
 
 
 def traced(num_tokens: int, channels: int, vocab_size: int, rows: int, **changes: Any) -> tuple[Products, Any, Any]:
-    """Trace a forward and backward in bf16 on the meta device; return matrix products and both recorded segments."""
+    """Trace a forward and backward of linear_cross_entropy in bf16 on the meta device.
+
+    Args:
+        num_tokens: number of tokens.
+        channels: size of each token's input vector.
+        vocab_size: number of tokens in the vocabulary.
+        rows: rows of the output layer, including padding.
+        changes: further arguments of linear_cross_entropy.
+
+    Returns:
+        ((m, n, k) of each matrix product, recorded forward, recorded backward).
+    """
     x, weight = (
         torch.empty(size, channels, dtype=torch.bfloat16, device="meta", requires_grad=True)
         for size in (num_tokens, rows)
@@ -224,9 +250,9 @@ def traced(num_tokens: int, channels: int, vocab_size: int, rows: int, **changes
 
 
 def test_unchunked_loss_needs_three_products_and_memory_for_16_bit_logits():
-    """The backward's peak also holds the weight gradient of the whole padded vocabulary, which is subtracted."""
+    """The peak of the backward includes the weight gradient of the padded vocabulary, which the test subtracts."""
     for num_tokens, channels, vocab_size, rows in (
-        (16384, 768, 50257, 50304),  # configs/gpt_125m.args
+        (16384, 768, 50257, 50304),  # the shape of configs/gpt_125m.args
         (8192, 4096, 128256, 128256),
         (8192, 1024, 151665, 151936),
     ):
@@ -239,7 +265,7 @@ def test_unchunked_loss_needs_three_products_and_memory_for_16_bit_logits():
 
 @pytest.mark.slow
 def test_chunks_end_at_multiples_of_128_columns():
-    """One chunk at a time is in memory, and all but the last are recomputed in the backward."""
+    """One chunk of logits is in memory at a time, and the backward recomputes all chunks but the last one."""
     for num_tokens in (66, 96):
         products, forward, _ = traced(num_tokens, 64, 50257, 50304, chunk_bytes=1 << 21)
         widths = [n for m, n, k in products if k == 64]

@@ -1,4 +1,4 @@
-"""Compare tensor-parallel layers with torch's full layers: outputs, all gradients and documented collectives."""
+"""Compare tensor-parallel layers with torch's unsharded layers: outputs, gradients and documented collectives."""
 
 import functools
 import itertools
@@ -16,7 +16,7 @@ from megazpp.tensor_parallel.layers import (
     column_parallel,
 )
 
-S, B, NARROW, WIDE = 8, 3, 7, 12  # S and WIDE are divisible by 4 ranks, B and NARROW are not
+S, B, NARROW, WIDE = 8, 3, 7, 12  # S and WIDE are multiples of 4 ranks; B and NARROW are not
 ENTER = {False: ({}, {"all_reduce": 1}), True: ({"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1})}
 LEAVE = {False: ({"all_reduce": 1}, {}), True: ({"reduce_scatter": 1}, {"all_gather": 1})}
 
@@ -61,14 +61,17 @@ def check_what_columns_keep() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_columns_sharing_an_input_communicate_once_and_save_its_slice(size):
-    """If all their weights are frozen, the backward does not gather the input again."""
+    """If all weights of the layers are frozen, the backward does not gather the common input again."""
     ranks(size).run(check_what_columns_keep)
 
 
 def check_embedding() -> None:
-    """Compare the embedding with torch's. Row 0 is infinite, so a lookup of it on another rank would show."""
-    rows, vocab_size = 16, 11  # on 4 ranks: 4 + 4 + 3 tokens, and one rank with only padding
-    # some tokens occur twice
+    """Compare the embedding with torch's, with and without sequence parallelism.
+
+    Row 0 of the table is infinite, so that a lookup of row 0 for a token of another rank would show.
+    """
+    rows, vocab_size = 16, 11  # 4 ranks have 4 + 4 + 3 tokens, and one rank has only padding
+    # Some tokens occur twice, so that their gradients are sums
     tokens = torch.cat([torch.arange(vocab_size), torch.tensor([10, 10, 3, 3, 7])]).view(8, 2)
     tp, table, y_grad = tp_axis(), draw(5, rows, NARROW), draw(6, 8, 2, NARROW)
     table[0] = float("inf")
@@ -80,7 +83,8 @@ def check_embedding() -> None:
         layer.weight.data = part(table.detach(), 0, tp)
         y, forward = counted(tp, layer, tokens)
         _, backward = counted(tp, y.backward, part(y_grad, sequence, tp))
-        assert torch.equal(y, part(whole.detach(), sequence, tp))  # the sum has one nonzero term, so it is exact
+        # bit-identical, because only one of the summed terms is nonzero
+        assert torch.equal(y, part(whole.detach(), sequence, tp))
         torch.testing.assert_close(layer.weight.grad, part(table.grad, 0, tp), rtol=1e-12, atol=1e-12)
         assert (forward, backward) == (LEAVE[split] if tp.size > 1 else ({}, {}))
 

@@ -1,4 +1,4 @@
-"""Test initial weights, parameter specs, and FSDP2's flat parameter order."""
+"""Test initial weights, the specs that describe parameters, and the order of FSDP2's flat parameter list."""
 
 import contextlib
 import dataclasses
@@ -50,7 +50,10 @@ def weights_on_ranks(case: Case) -> dict[str, torch.Tensor]:
     slow(4, "gpt2", 1, 1, 1, 8),
 ])  # fmt: skip
 def test_initial_weights_match_one_process(size, style, tp, stage, replicas, blocks):
-    """Weights are bit-identical for any tp size, stage, number of data ranks and padding; padding rows are zero."""
+    """Weights are bit-identical for any tp size, ZeRO stage, number of data-parallel ranks and padding.
+
+    Rows that pad the vocabulary are zero.
+    """
     model = dataclasses.replace(STYLES[style], make_vocab_size_divisible_by=blocks)
     expected = one_process_weights(STYLES[style])
     case = Case(model=model, tp=tp, stage=stage, replicas=replicas)
@@ -64,7 +67,7 @@ def test_initial_weights_match_one_process(size, style, tp, stage, replicas, blo
 
 
 def experts_on_ranks(case: Case) -> tuple[dict[str, torch.Tensor], list[tuple[str, tuple[int, ...]]]]:
-    """Return the whole weights, and the name and shape of each expert's matrix that this rank drew."""
+    """Return the unsharded weights by name, and the (name, shape) of each expert's matrix that this rank has drawn."""
     with mock.patch.object(initialize, "draw_parameter", side_effect=draw_parameter) as draw:
         weights = weights_on_ranks(case)
     return weights, [call.args[:2] for call in draw.call_args_list if ".experts." in call.args[0]]
@@ -80,7 +83,10 @@ def experts_on_ranks(case: Case) -> tuple[dict[str, torch.Tensor], list[tuple[st
     ],
 )
 def test_ranks_draw_only_experts_of_which_they_hold_rows(size, layout, num_drawn):
-    """The matrices of 4 experts have 20 rows each, so 3 ranks hold parts of two experts. Weights match one process."""
+    """The matrices of the 4 experts have 20 rows each, so each of 3 ranks holds rows of two experts.
+
+    All weights equal those that one process draws.
+    """
     model = dataclasses.replace(MIXTURE_STYLE, make_vocab_size_divisible_by=1)
     expected = one_process_weights(model)
     for weights, drawn in ranks(size).run(experts_on_ranks, Case(model=model, **layout)):
@@ -105,23 +111,24 @@ def test_weights_depend_on_seed_and_name_not_on_default_generator():
     assert torch.equal(torch.get_rng_state(), state)
     one, other = one_process_weights(GPT2_STYLE), one_process_weights(GPT2_STYLE, seed=6)
     firsts = [tuple(weight.flatten()[:8].tolist()) for weight in drawn(one).values()]
-    # weights differ by more than a factor too
+    # After division by the first element, all weights must still differ, so none is a multiple of another
     scaled = [tuple(round(x / abs(first[0]), 4) for x in first) for first in firsts]
     assert len(set(scaled)) == len(firsts) == 10
     for name, parameter in model.named_parameters():
         assert one[name].isfinite().all()
         assert torch.equal(parameter, one[name])
         changed = (parameter != other[name]).float().mean()
-        assert changed > 0.9 if parameter.dim() == 2 else changed == 0.0, name  # constants do not depend on the seed
+        # constants, such as norms, do not depend on the seed
+        assert changed > 0.9 if parameter.dim() == 2 else changed == 0.0, name
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"init_method_std": 0.01, "swiglu": True, "untie_embeddings_and_output_weights": True}], ids=str
 )
 def test_initial_weights_are_normal_with_megatrons_standard_deviation(changes):
-    """Weights that write to the residual stream of 3 layers are scaled by 1/sqrt(2 x 3).
+    """Megatron-LM scales weights that write to the residual stream of 3 layers by 1/sqrt(2 x 3).
 
-    Tolerance: 5 standard errors.
+    The tolerances are 5 standard errors.
     """
     inputs = changes.get("init_method_std", 0.02)
     outputs = inputs / math.sqrt(6)
@@ -134,7 +141,7 @@ def test_initial_weights_are_normal_with_megatrons_standard_deviation(changes):
         n = values.numel()
         assert float(values.mean()) == pytest.approx(0.0, abs=5 * std / math.sqrt(n)), name
         assert float(values.std()) == pytest.approx(std, rel=5 / math.sqrt(2 * n)), name
-        beyond = float((values.abs() > 2 * std).float().mean())  # 4.55 % for a normal distribution
+        beyond = float((values.abs() > 2 * std).float().mean())  # for a normal distribution the fraction is 4.55 %
         assert beyond == pytest.approx(0.0455, abs=5 * math.sqrt(0.0455 / n)), name
     constants = {name: set(weight.tolist()) for name, weight in weights.items() if weight.dim() == 1}
     assert {name for name, value in constants.items() if value == {1.0}} == {
@@ -154,7 +161,7 @@ def test_padding_rows_and_constants_follow_their_spec():
 
 
 def test_every_parameter_has_a_spec_and_is_on_a_leaf_module():
-    """FSDP2's flat order equals that of `named_parameters()` only if no parameter is on a module with children."""
+    """FSDP2 orders parameters like `named_parameters()` only if no parameter is on a module with children."""
     for style in STYLES.values():
         model = GPTModel(style, vocab_size=VOCAB)
         owned = list(owned_parameters(model))
@@ -168,7 +175,7 @@ def test_every_parameter_has_a_spec_and_is_on_a_leaf_module():
 
 
 def units_on_ranks(case: Case) -> list[list[str]]:
-    """Return the parameter names of each sharding unit in FSDP2's flat order."""
+    """Return the parameter names of each sharding unit, in the order in which FSDP2 lists them."""
     _, sharding, _ = build_on_ranks(case)
     return [[parameter.name for parameter in unit.parameters] for unit in sharding.units]
 
@@ -184,14 +191,18 @@ def test_fsdp2_flat_order_equals_named_parameters(style, tp):
 
 
 def gradients_through(read: Callable[[DTensor], torch.Tensor]) -> list[tuple[bool, Any, torch.Tensor]]:
-    """Return for each placement: if the gradient is contiguous, its placements, and its local tensor."""
+    """Run backwards through `read`, which returns the local tensor of a parameter.
+
+    Returns:
+        For Shard(0), Shard(1) and Replicate(): (True if the gradient is contiguous, its placements, its local tensor).
+    """
     found = []
     for placement in (Shard(0), Shard(1), Replicate()):
         wrapped = nn.Parameter(DTensor.from_local(torch.arange(6.0).view(2, 3), tp_mesh(), [placement]))
-        for _ in range(2):  # the second backward adds to the gradient of the first
+        for _ in range(2):  # the second pass adds to the gradient of the first
             inside = read(wrapped)
             assert not isinstance(inside, DTensor)
-            # one gradient is expanded, the other transposed
+            # One gradient is an expanded tensor, the other one a transposed tensor, so neither is contiguous
             (inside.sum() + (inside.t() @ torch.full((2, 3), 4.0)).sum()).backward()
             inside[0].sum().backward()
         found.append((wrapped.grad._local_tensor.is_contiguous(), wrapped.grad.placements, wrapped.grad.to_local()))
@@ -203,7 +214,7 @@ def gradients_through(read: Callable[[DTensor], torch.Tensor]) -> list[tuple[boo
 
 
 def registered(parameter: DTensor) -> torch.Tensor:
-    """Return a module's parameter inside `local_parameters`, and check that it is restored after an error."""
+    """Return a module's parameter inside `local_parameters`, and check that an error restores the DTensor."""
     module = nn.Module()
     module.inner = nn.Module()
     module.inner.bias = None
@@ -227,9 +238,10 @@ def test_local_returns_the_local_tensor_with_gradients_of_to_local(read):
 
 
 def weights_of_another_device_on_each_rank(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, int], bool]:
-    """Build weights on ranks whose devices generate different numbers, and verify them.
+    """Build weights on ranks whose devices draw different random numbers, and verify the gathered weights.
 
-    Returns local shards by name, this rank's coordinates, and True if verification counted no traffic.
+    Returns:
+        (this rank's shards by name, this rank's coordinates on tp and shard, True if verification counted no traffic).
     """
 
     def draw(name: str, shape: tuple[int, ...], spec: ParameterSpec, *, seed: int, device: torch.device) -> Any:
@@ -239,14 +251,14 @@ def weights_of_another_device_on_each_rank(case: Case) -> tuple[dict[str, torch.
         model, sharding, dims = build_on_ranks(case)
     place = {name: getattr(dims, name).rank for name in ("tp", "shard")}
     shards = {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
-    verify_weights(sharding, dims)  # raises if the ranks' gathered weights differ
+    verify_weights(sharding, dims)  # raises an error if the ranks' gathered weights differ
     return shards, place, not dims.counter.table()
 
 
 SHARING = {
     "stage 0": (2, Case(stage=0, model=GPT2_STYLE)),
-    "HSDP": (4, Case(replicas=2, model=GPT2_STYLE)),  # 101 rows over 2 ranks
-    "tp": (2, Case(tp=2, model=GPT2_STYLE)),  # learned positions are replicated over tp ranks
+    "HSDP": (4, Case(replicas=2, model=GPT2_STYLE)),  # the 101 rows of the vocabulary are sharded over 2 ranks
+    "tp": (2, Case(tp=2, model=GPT2_STYLE)),  # learned positions are replicated over the tp ranks
     "tp, HSDP": (4, Case(tp=2, replicas=2, model=LLAMA_STYLE)),
 }
 

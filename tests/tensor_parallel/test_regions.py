@@ -1,6 +1,6 @@
-"""Compare each region with its formula over all ranks, forward and backward.
+"""Compare each tensor-parallel region with its formula over all ranks, in forward and backward.
 
-Values are small integers, so sums are exact in any order and every comparison is bitwise.
+Values are small integers, so that sums are exact in any order, and every comparison is bitwise.
 """
 
 import itertools
@@ -27,7 +27,13 @@ def integers(seed: int, *shape: int) -> torch.Tensor:
 
 
 def formula(collective: str, given: list[torch.Tensor], tp: MeshAxis) -> tuple[torch.Tensor, dict[str, int]]:
-    """Return this rank's result of `collective` on all ranks' inputs, and the expected calls."""
+    """Return this rank's result of a collective, and the expected number of calls.
+
+    Args:
+        collective: "identity", "all_reduce", "all_gather" or "reduce_scatter".
+        given: inputs of all ranks, in rank order.
+        tp: tensor-parallel axis.
+    """
     match collective:
         case "identity":
             return given[tp.rank], {}
@@ -46,7 +52,7 @@ def check_regions() -> None:
         xs = [integers(rank, *(sliced if forward == "all_gather" else shape)) for rank in range(tp.size)]
         grads = [integers(100 + rank, *(sliced if backward == "all_gather" else shape)) for rank in range(tp.size)]
         x, grad = xs[tp.rank].clone(), grads[tp.rank].clone()
-        if strided:  # the same values in a non-contiguous layout
+        if strided:  # the same values in a non-contiguous memory layout
             x, grad = x.mT.contiguous().mT, grad.mT.contiguous().mT
         x.requires_grad_()
         given = x.clone(memory_format=torch.contiguous_format) if name.endswith("_") else x
@@ -57,7 +63,7 @@ def check_regions() -> None:
             expected, call = formula(collective, of_ranks, tp)
             assert torch.equal(result, expected), (name, shape, strided)
             assert called == call, (name, shape, strided)
-        assert torch.equal(x, xs[tp.rank])  # unchanged
+        assert torch.equal(x, xs[tp.rank])  # a region may not change its input
         assert torch.equal(grad, grads[tp.rank])
 
 
@@ -67,7 +73,10 @@ def test_region_communicates_as_its_row_in_the_table(size):
 
 
 def check_two_branches() -> None:
-    """Sum `a`, a region of 2 `a`, and `b`; autograd passes one gradient tensor to all three."""
+    """Add `a`, a region of 2 `a`, and `b`, and check the sum and all gradients.
+
+    Autograd passes the same gradient tensor to all three addends, so a region may not change it in place.
+    """
     tp = tp_axis()
     for name in ("copy_to_region", "reduce_from_region_"):
         inputs, grads = ([integers(first + rank, 8, 3) for rank in range(2)] for first in (0, 20))
@@ -84,7 +93,7 @@ def check_two_branches() -> None:
 
 
 def test_region_leaves_inputs_and_gradients_of_other_branches_unchanged():
-    """An in-place all-reduce must change neither the other branch's gradient nor its input."""
+    """An in-place all-reduce may change neither the gradient of another addend nor the region's input."""
     ranks(2).run(check_two_branches)
 
 

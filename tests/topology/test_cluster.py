@@ -1,4 +1,4 @@
-"""Test that a cluster maps ranks to nodes and domains, and rejects sizes and orders that do not fit."""
+"""Test that a cluster maps ranks to nodes and fast domains, and rejects domain sizes and orders that do not fit."""
 
 from helpers.refusals import not_refused
 

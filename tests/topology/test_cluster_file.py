@@ -1,4 +1,7 @@
-"""Test cluster detection from a file, an emulation or the launcher, and the errors and round trip of cluster files."""
+"""Test how a run finds its cluster: from a cluster file, an emulation or the launcher.
+
+Also test the errors about cluster files, and that a written file reads back as the same cluster.
+"""
 
 import os
 import textwrap
@@ -133,7 +136,7 @@ def test_shipped_cluster_files_name_device_network_and_sources():
     assert (rack.ranks_per_node, rack.local_domain_size, pairs.ranks_per_domain) == (4, 72, 2)
 
 
-WHOLE_FILES = [  # text | words of the message
+WHOLE_FILES = [  # (text of a file, a piece of the error message)
     ("ranks_per_node: 2", "key nodes is missing"),
     ("nodes: 0\nranks_per_node: 2", "nodes 0 is not a positive whole number"),
     ("nodes: 1000000000000\nranks_per_node: 8\nrank_order: cyclic", "nodes 1000000000000 x ranks_per_node 8"),
@@ -194,7 +197,8 @@ def test_shipped_cluster_file_is_found_from_every_folder(tmp_path, monkeypatch):
     Path(own).parent.mkdir(parents=True)
     Path(own).write_text("nodes: 3\nranks_per_node: 5")
     assert (ranks % 8, read_cluster(own).world_size, read_cluster(shipped).world_size) == (0, 15, ranks)
-    Path(shipped).write_text("nodes: 3\nranks_per_node: 7")  # the working directory comes first
+    # a file in the working directory takes precedence over a shipped file
+    Path(shipped).write_text("nodes: 3\nranks_per_node: 7")
     assert read_cluster(shipped).world_size == 21
 
 
@@ -216,7 +220,7 @@ def test_cluster_text_round_trips(path):
 
 @pytest.mark.slow
 def test_message_about_a_hostile_file_is_short(path):
-    """Nested aliases have few bytes and a huge value."""
+    """YAML aliases of aliases have few bytes, but a huge value that a message must not quote."""
     aliases = "\n".join(f"  - &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
     rows = [
         ("[" * 100_000, "its brackets are nested too deeply"),

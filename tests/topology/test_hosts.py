@@ -1,4 +1,4 @@
-"""Test how a cluster is built from the ranks' reports about their machines."""
+"""Test how a cluster is built from the descriptions that all ranks send of their hosts and GPUs."""
 
 import functools
 import itertools
@@ -40,7 +40,10 @@ def hosts(names: str, size: int, make: Callable[[str, int], HostInfo]) -> list[H
 
 
 def racks(numbers: str) -> list[HostInfo]:
-    """Return two ranks per node, where the i-th character of `numbers` is the rack of node i."""
+    """Return the descriptions of ranks in NVLink racks, two ranks per node.
+
+    The i-th character of `numbers` names the rack of node i.
+    """
     placed = itertools.product(enumerate(numbers), (0, 1))
     return [switched(f"n{node}", index, fabric=f"cluster/{number}") for (node, number), index in placed]
 
@@ -59,7 +62,7 @@ CLUSTERS: dict[str, tuple[list[HostInfo], Cluster]] = {
     ),
     "two machines of the same name": ([replace(cpu(name), host="localhost") for name in "ab"], cluster(2, 1)),
     "without a boot id the host name decides": ([replace(cpu(name), boot_id="") for name in "aabb"], cluster(2, 2)),
-    # every task sees one GPU as device 0, and the launcher assigned the GPUs from the last to the first
+    # Every rank sees only one GPU, as device 0, and the launcher has assigned the GPUs from the last to the first
     "isolated GPUs are sorted by bus address": (
         [gpu("a", index, peers=(SWITCH,), local_rank=0) for index in (3, 2, 1, 0)],
         cluster(1, 4, order=(3, 2, 1, 0)),

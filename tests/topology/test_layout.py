@@ -20,7 +20,10 @@ CYCLIC = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
-    """Generate up to 48 ranks in block, cyclic or random order, with domains below, equal to or above a node."""
+    """Generate clusters of up to 48 ranks in block, cyclic or random order.
+
+    Their fast domains are smaller than a node, equal to it, or larger.
+    """
     num_nodes, ranks_per_node = draw(st.integers(1, 6)), draw(st.integers(1, 8))
     world = num_nodes * ranks_per_node
     cyclic = tuple(index * num_nodes + node for node in range(num_nodes) for index in range(ranks_per_node))
@@ -34,7 +37,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Generate layouts with every valid tensor-parallel size, context-parallel size and number of replicas."""
+    """Generate layouts with all valid tensor-parallel sizes, context-parallel sizes and numbers of replicas."""
     cluster = draw(clusters())
     tp = draw(st.sampled_from(nested_sizes(cluster.local_domain_size, cluster.world_size)))
     per_domain, data = max(cluster.local_domain_size // tp, 1), cluster.world_size // tp
@@ -48,7 +51,8 @@ def layouts(draw: st.DrawFn) -> Layout:
 def test_axis_groups_partition_ranks_and_differ_in_one_coordinate(layout):
     world = range(layout.cluster.world_size)
     place = {rank: {axis: layout.axis_ranks(axis, rank).index(rank) for axis in AXES} for rank in world}
-    others = {  # cross and replica peers share tp and local index, so they are on one rail
+    # axes on which all ranks of a group have the same coordinate; so cross and replica peers are on one rail
+    others = {
         "tp": ("cp", "local", "cross", "replicate"),
         "cp": ("tp",),
         "local": ("tp", "cross", "replicate"),
@@ -64,7 +68,7 @@ def test_axis_groups_partition_ranks_and_differ_in_one_coordinate(layout):
             assert len(group) == layout.axis_size(axis)
             assert {layout.axis_ranks(axis, rank) for rank in group} == {group}
             assert len({tuple(place[rank][other] for other in others[axis]) for rank in group}) == 1
-    # the mesh is [replicate, shard, tp], and shard is cross x local
+    # The mesh is [replicate, shard, tp], and the dim shard is cross x local
     coordinates = itertools.product(*map(range, (layout.replicate, layout.shard, layout.tp)))
     for rank, expected in zip(layout.mesh_ranks(), coordinates, strict=True):
         at = place[rank]
@@ -108,8 +112,8 @@ def test_layout_docstring_example():
 
 def test_local_axis_fills_nodes_or_racks_and_replicas_are_even_parts():
     for nodes, ranks_per_node, domain, tp, replicas, sizes in (
-        (2, 8, 2, 2, 1, (1, 2, 4)),  # tensor parallelism within pairs
-        (36, 4, 72, 8, 1, (1, 2, 9)),  # domains that are racks of 18 nodes
+        (2, 8, 2, 2, 1, (1, 2, 4)),  # tensor parallelism fits into NVLink pairs
+        (36, 4, 72, 8, 1, (1, 2, 9)),  # domains are racks of 18 nodes
         (3, 4, None, 4, 1, (1, 3, 1)),
         (1, 4, None, 1, 2, (2, 1, 2)),
         (4, 2, None, 1, 2, (2, 2, 2)),
@@ -129,7 +133,7 @@ def test_tensor_parallelism_beyond_fastest_links_adds_a_priced_notice():
     assert (layout.local, layout.cross, layout.links("tp")) == (1, 2, {"domain": 12, "network": 4})
     [notice] = layout.notices
     assert notice.startswith("warning: --tensor-model-parallel-size 8 spans 2 nodes of 4 ranks")
-    sent = 4 * 2 * 7 / 8 * 2  # four ring all-reduces over 8 ranks, of two bytes per channel and token
+    sent = 4 * 2 * 7 / 8 * 2  # four ring all-reduces over 8 ranks, with two bytes per channel and token
     assert f"each rank sends {sent:g} x --hidden-size bytes per token and layer in 16 bit" in notice
 
 
@@ -139,11 +143,12 @@ def test_context_parallelism_stays_in_a_node_unless_allowed_across():
     assert "tensor parallel 2, context parallel 2, shards 4 (2 across" in SPLIT.describe()
     across = plan_layout(SPLIT.cluster, tp=2, replicas=1, cp=4, cp_across=True)
     assert across.links("cp") == {"domain": 4, "network": 4}
-    sent = 2 * 4 * 2 * 3 / 4 / 2  # queries, keys, values and outputs; both directions; two bytes; to 3 of 4 ranks; tp 2
+    # queries, keys, values and outputs; forward and backward; two bytes; to 3 of 4 ranks; half the heads with tp 2
+    sent = 2 * 4 * 2 * 3 / 4 / 2
     assert f"each rank sends {sent:g} x --hidden-size bytes per layer and local token" in across.notices[0]
 
 
-# nodes | ranks per node | tp | replicas | cp | message
+# Columns: nodes | ranks per node | tp | replicas | cp | piece of the error message
 REFUSED = """
     2 | 4 | 3  | 1 | 1 | --tensor-model-parallel-size 3 must divide the 4 ranks of a node
     2 | 4 | 3  | 1 | 1 | 1, 2, 4, 8 would fit, or a mult
@@ -174,7 +179,7 @@ def test_sizes_suggested_by_the_error_are_exactly_the_valid_ones(cluster, tp):
 
 def test_layout_of_131072_ranks_in_any_order_is_planned():
     world = 131_072
-    # the factor is odd and the number of ranks a power of two, so this is a permutation
+    # The factor is odd and the number of ranks a power of two, so that this order is a permutation
     order = tuple(rank * 48_271 % world for rank in range(world))
     layout = plan_layout(Cluster(num_nodes=world // 8, ranks_per_node=8, order=order), tp=4, replicas=16)
     assert sum(map(len, layout.axis_groups("local"))) == len(layout.mesh_ranks()) == world

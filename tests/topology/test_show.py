@@ -1,4 +1,4 @@
-"""Test the printed topology: it lists every rank with its coordinates, and the links of every axis."""
+"""Test the text about a topology: it lists every rank with its coordinates, and the links of every axis."""
 
 from megazpp.topology.cluster import Cluster, Link, Links
 from megazpp.topology.plan import plan_layout
