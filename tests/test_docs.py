@@ -287,7 +287,7 @@ def test_example_tests_in_contributing_occur_in_the_tests():
     assert [example for example in examples if example not in tests or example.count("\n") > 12] == []
 
 
-# ---- Python ----
+# ---- Python code on the pages ----
 
 
 def run_python(code: str) -> bool:
@@ -311,7 +311,7 @@ def test_python_code_of_pages_runs_on_four_ranks():
         assert all(ranks(4).run(run_python, code))
 
 
-# ---- files for clouds, and the site ----
+# ---- files for clouds, and the web site ----
 
 
 def test_cloud_files_start_a_run_whose_flags_parse():
@@ -343,7 +343,7 @@ def test_charts_match_the_tables_next_to_them(tmp_path):
         assert path.read_text() == (ROOT / "docs/pictures" / path.name).read_text(), path.name
 
 
-# ---- README and releases ----
+# ---- README and release files ----
 
 
 def test_readme_is_short_and_its_badges_are_true():
@@ -379,7 +379,7 @@ def test_every_file_names_the_version_and_the_address_of_the_project():
             assert address == project["urls"]["Repository"], name
 
 
-# ---- figures ----
+# ---- figures on the pages ----
 
 
 @functools.cache
@@ -432,7 +432,7 @@ def test_zeropp_pages_example_and_formulas_match_the_planner():
         assert kinds[kind] == close(factor * parameters / 8)
 
 
-# ---- words ----
+# ---- messages, fields and flags on the pages ----
 
 
 @functools.cache

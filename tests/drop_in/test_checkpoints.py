@@ -131,7 +131,7 @@ class Run:
         return sum(row.sent_bytes for key, row in self.handle.counter.table().items() if key[2] == "all_gather")
 
 
-# ---- nothing is added to the model ----------------------------------------------------------------------------------
+# ---- `zeropp` adds nothing to the model -----------------------------------------------------------------------------
 
 
 def uses_of_a_model() -> None:
@@ -180,7 +180,7 @@ def test_deleted_models_leave_no_optimizer_hooks():
     ranks(2).run(step_hooks)
 
 
-# ---- checkpoints of plain FSDP2, both ways --------------------------------------------------------------------------
+# ---- checkpoints that plain FSDP2 and ZeRO++ exchange ---------------------------------------------------------------
 
 
 def load_by_dcp(run: Run, folder: str) -> None:
@@ -238,7 +238,7 @@ def test_checkpoints_load_with_and_without_zeropp(kind, load, tmp_path):
         ranks(2).run(exchange_checkpoints, str(folder), *kinds, load)
 
 
-# ---- the state beside a checkpoint ----------------------------------------------------------------------------------
+# ---- the state of ZeRO++, saved beside a checkpoint -----------------------------------------------------------------
 
 
 def resume(folder: str, kind: str, moment: str) -> None:

@@ -150,7 +150,7 @@ def scenario(function: Scenario) -> Scenario:
     return function
 
 
-# ---- trained parameters -------------------------------------------------------------------------------------------
+# ---- scenarios that change which parameters are trained -----------------------------------------------------------
 
 
 @scenario
@@ -275,7 +275,7 @@ def shards_kept_gathered_after_backward(mode: str) -> Run:
     return run
 
 
-# ---- parameters without a gradient --------------------------------------------------------------------------------
+# ---- scenarios in which parameters get no gradient ----------------------------------------------------------------
 
 
 @scenario
@@ -320,7 +320,7 @@ def used_in_some_micro_batches_without_communication(mode: str) -> Run:
     return run
 
 
-# ---- discarded gradients ----------------------------------------------------------------------------------
+# ---- scenarios that discard gradients ---------------------------------------------------------------------
 
 
 @contextmanager
@@ -470,7 +470,7 @@ for backward in (False, True):
 SCENARIOS["aborted in backward, kept"] = lambda mode: aborted(mode, backward=True, first=False, clear=False)
 
 
-# ---- unusual parameters ------------------------------------------------------------------------------------------
+# ---- scenarios with unusual parameters ---------------------------------------------------------------------------
 
 
 class Adapted(nn.Module):
@@ -647,7 +647,7 @@ def test_training_loop_matches_plain_fsdp2(name):
     compare_with_plain(name, 4, ("exact", "exact, no overlap"))
 
 
-# ---- gradients that wait --------------------------------------------------------------------------------------------
+# ---- gradients that wait for their reduction ------------------------------------------------------------------------
 
 
 def gradients_between_backwards() -> None:

@@ -310,7 +310,7 @@ def test_forward_has_one_vote_even_if_the_root_has_no_parameters():
     assert ranks(2).run(votes_of, "of a block") == [[1]] * 2
 
 
-# ---- actions on one rank --------------------------------------------------------------------------------------------
+# ---- writes and steps on only one rank ------------------------------------------------------------------------------
 
 
 def probe(model: nn.Module, optimizer: torch.optim.Optimizer, handle: Any) -> None:
@@ -426,7 +426,7 @@ def test_votes_go_on_after_an_interrupted_forward():
     ranks(2).run(interrupted_as_fsdp2)
 
 
-# ---- checksums ------------------------------------------------------------------------------------------------------
+# ---- checksums, which detect writes to weights ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("function", [checksum, mixed_sum])

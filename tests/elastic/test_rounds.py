@@ -94,7 +94,7 @@ class World:
         self.ids: dict[int, str] = {0: NO_COMMIT}
         self.rows, self.lines = list[dict[str, Any]](), list[str]()
 
-    # ---- events
+    # ---- events that a schedule plays
 
     def start(self, index: int) -> None:
         if index not in self.groups:
@@ -219,7 +219,7 @@ class World:
             group.unsent[group.fragment] = 0
             self.pack(index, 0)  # rank 1 packs the contribution later, before its next fetch
 
-    # ---- the coordinator
+    # ---- the coordinator's decisions, and their checks
 
     def state(self, index: int) -> dict[str, Any] | None:
         """Return what the coordinator tells a group; None if the group or a connection of its ranks does not exist."""

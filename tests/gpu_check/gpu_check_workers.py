@@ -273,7 +273,7 @@ def train(side: str, words: list[str]) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-# ---- optimizers ----
+# ---- the worker program "optimizers" ----
 
 # Each entry has flags, and the largest relative difference of losses and gradient norms between the device and the CPU
 # that rounding can cause. On a GPU the layers are compiled unless the flags say otherwise.
@@ -323,7 +323,7 @@ def _steps(config: RunConfig, device: torch.device) -> list[float]:
     return [float("nan") if number is None else number for number in numbers]
 
 
-# ---- streams ----
+# ---- the worker program "streams" ----
 
 
 def disturb() -> None:

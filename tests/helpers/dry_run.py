@@ -171,7 +171,7 @@ def count_step(
     Returns:
         ((traffic of the step, traffic of a DiLoCo synchronization), bytes of all tensors at the memory peak).
     """
-    # ---- model
+    # ---- build the model and the mesh of one rank
     vocab_size = config.tokenizer.vocab_size
     assert vocab_size is not None
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -185,7 +185,7 @@ def count_step(
         if task.objective is not None:
             task.objective.metrics = dict  # type: ignore[method-assign]
         with fake, FusedNorm(), AttentionDropout(), FakeScalars(), PeakBytes() as live:
-            # ---- training step
+            # ---- build the optimizer and the training step
             replica_groups = None
             if (diloco := plan.of(DilocoPlan)) is not None:
                 replica_groups = ReplicaGroups(task.built.sharding, dims, diloco, config.precision)
@@ -214,7 +214,7 @@ def count_step(
                 task.before_step()
                 step([task.batch] * count, learning_rate=1.0, weight_decay=0.0, iteration=1)
                 sent.append(traffic_between(before, dims.counter.table()))
-            # ---- synchronization of DiLoCo's replica groups
+            # ---- count the synchronization of DiLoCo's replica groups
             before = dims.counter.table()
             if replica_groups is not None:
                 replica_groups.finish()

@@ -39,7 +39,7 @@ EXACT = megazpp.ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=
 Connect = Callable[[nn.Module], Any]
 
 
-# ---- scenarios ------------------------------------------------------------------------------------------------------
+# ---- scenarios: additional actions around the steps of a training ---------------------------------------------------
 
 
 class Training:
@@ -255,7 +255,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "evaluation between": EvaluationBetween,
 }
 
-# ---- models and data ------------------------------------------------------------------------------------------------
+# ---- models and data that the frameworks train ----------------------------------------------------------------------
 
 
 def llama() -> nn.Module:
@@ -332,7 +332,7 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
 
 
-# ---- frameworks -----------------------------------------------------------------------------------------------------
+# ---- frameworks: functions that train, one per framework ------------------------------------------------------------
 
 
 @contextmanager
@@ -586,7 +586,7 @@ FRAMEWORKS: dict[str, tuple[Callable[[Scenario, Connect], Training], tuple[str, 
     "TRL DPO": (trl_dpo, ("trl", "peft")),
 }
 
-# ---- checkpoints of the frameworks ----------------------------------------------------------------------------------
+# ---- checkpoints that the frameworks save and load ------------------------------------------------------------------
 
 DELTAS = megazpp.ZeroConfig(zeropp=True, zero_weight_delta="lossless", zero_error_feedback=False)
 
@@ -702,7 +702,7 @@ CHECKPOINTS: dict[str, Callable[[str, str], None]] = {
     "Trainer": trainer_checkpoints,
 }
 
-# ---- the comparison -------------------------------------------------------------------------------------------------
+# ---- the comparison of ZeRO++ with plain FSDP2 ----------------------------------------------------------------------
 
 
 def plainly(model: nn.Module) -> None:

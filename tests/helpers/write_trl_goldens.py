@@ -232,7 +232,7 @@ def grpo(*, off_policy: bool = True, **changed: Any) -> Values:
         off_policy: True to give the trainer the log-probabilities of an older policy.
         changed: settings of this record that replace the values in the first lines of the function.
     """
-    # ---- settings and inputs
+    # ---- choose settings and inputs
     settings: Values = {
         "loss_type": "",
         "beta": 0.0,
@@ -247,21 +247,21 @@ def grpo(*, off_policy: bool = True, **changed: Any) -> Values:
     (tokens, mask), old = rows(), random_logits()
     rewards = torch.tensor([[1.0, 0.5], [0.0, torch.nan], [2.0, -1.0], [torch.nan, torch.nan]])
     ref, logits = old + random_logits(0.3), leaf(old + random_logits(0.3))
-    # ---- trainer
+    # ---- make the trainer
     model, before = GivenLogits(logits, temperature=0.7), GivenLogits(old, temperature=0.7)
     trainer = stub("GRPOTrainer", model, beta=beta, loss_type=loss_type, scale_rewards=settings["scale"])
     trainer.ref_model = GivenLogits(ref, temperature=0.7)
     trainer.epsilon_low, trainer.epsilon_high, trainer.max_completion_length = 0.2, settings["epsilon_high"], C + 3
     trainer.importance_sampling_level = settings["level"]
     trainer.args.delta, trainer.args.use_bias_correction_kl = settings["delta"], settings["bias_correction"]
-    # ---- advantages and loss
+    # ---- compute advantages and loss
     inputs = generated(trainer, tokens, rewards, None, None, {}, None, None)
     if off_policy:
         old_logps, *_ = trainer._get_per_token_logps_and_entropies(before, tokens, tokens != PAD, C)
         inputs["old_per_token_logps"] = old_logps
     loss = trainer._compute_loss(model, inputs)
     loss.backward()
-    # ---- record
+    # ---- return the record
     given: Values = {"tokens": tokens, "mask": mask, "rewards": nan_to_none(rewards), "weights": [1.0, 0.5]}
     given |= {"old_logits": old if off_policy else None, "ref_logits": ref, "logits": logits.detach()}
     metrics = trainer._metrics["train"]

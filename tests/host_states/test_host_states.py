@@ -90,7 +90,7 @@ def test_skipped_steps_and_evaluations_are_bit_identical_and_copies_are_counted(
         assert copied == {"upload": (4 * steps + 1 + steps) * element, "download": (1 + 3) * steps * element}
 
 
-# ---- refused before anything is allocated -------------------------------------------------------------------------
+# ---- rejections before anything is allocated ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

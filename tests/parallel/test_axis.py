@@ -89,7 +89,7 @@ def test_paused_counter_ignores_only_collectives_submitted_meanwhile():
     assert ranks(2).run(send_under_way) == [16 + 32] * 2
 
 
-# ---- queues ---------------------------------------------------------------------------------------------------------
+# ---- communication queues -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def timeouts() -> list[timedelta]:
 
 
 def test_timeout_of_the_first_group_reaches_all_later_ones():
-    # the test workers' first group has this timeout
+    # the timeout of the test workers
     assert ranks(4).run(timeouts) == [[timedelta(seconds=180)] * 6] * 4
 
 

@@ -117,7 +117,7 @@ def test_invalid_text_in_the_store_is_rejected_and_never_unpickled(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-# ---- one host ---------------------------------------------------------------------------------------------------
+# ---- the description of one host --------------------------------------------------------------------------------
 
 
 def test_host_description_holds_boot_id_and_network_namespace_if_known(tmp_path):

@@ -140,7 +140,7 @@ def test_first_ctrl_c_is_passed_to_workers_and_second_ends_the_job():
     assert sent == passed == [signal.SIGTERM, signal.SIGINT]
 
 
-# ---- listening addresses ---------------------------------------------------------------------------------------------
+# ---- addresses at which the store and gloo listen --------------------------------------------------------------------
 
 TIMEOUT = timedelta(seconds=77)
 

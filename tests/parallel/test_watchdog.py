@@ -100,7 +100,7 @@ def test_ranks_end_by_themselves_if_the_store_does_not_answer(tmp_path):
     assert "watchdog: the store of rank 0 has not answered for 3 s (127.0.0.1:" in output
 
 
-# ---- the report ----------------------------------------------------------------------------------------------------
+# ---- the report about a hang ---------------------------------------------------------------------------------------
 
 
 def report(*ranks: tuple[tuple[str, str, int], dict[str, int]]) -> str:

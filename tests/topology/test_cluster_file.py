@@ -30,7 +30,7 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-# ---- detection ----------------------------------------------------------------------------------------------------
+# ---- choice between cluster file, emulation and launcher ----------------------------------------------------------
 
 
 def detect(world: int = 8, file: Any = None, nodes: Any = None, env: Any = {}, *, tp: int = 1) -> Cluster:  # noqa: B006
@@ -88,7 +88,7 @@ def test_cluster_that_does_not_match_the_jobs_ranks_is_rejected(path):
     assert not not_refused(rows, detect)
 
 
-# ---- files ------------------------------------------------------------------------------------------------------
+# ---- contents of cluster files ----------------------------------------------------------------------------------
 
 
 def test_cluster_file_docstring_example(path):

@@ -167,7 +167,7 @@ def test_blocks_without_room_are_delayed_equally_on_all_ranks():
     assert all(sums == answers[0][1] for _, sums in answers)
 
 
-# ---- choice of message ----------------------------------------------------------------------------------------------
+# ---- choice between no message, weight delta and keyframe -----------------------------------------------------------
 
 
 def see_what_crosses_next(case: Case) -> None:
@@ -242,7 +242,7 @@ def test_non_finite_weights_are_sent_and_later_replaced():
     ranks(2).run(with_a_bad_weight, lossless())
 
 
-# ---- corruption and checkpoints -------------------------------------------------------------------------------------
+# ---- corrupted weights, and checkpoints of the secondary partition --------------------------------------------------
 
 
 def with_a_flipped_bit(case: Case) -> None:

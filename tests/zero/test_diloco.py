@@ -273,7 +273,7 @@ def test_evaluation_uses_the_outer_weights_and_restores_own():
     assert len({*ranks(4).run(look_at_outer_weights, case)}) == 1
 
 
-# ---- flags and plan -------------------------------------------------------------------------------------------------
+# ---- flags of DiLoCo, and the plan that follows ---------------------------------------------------------------------
 
 
 def plan(*, iterations: int = 60, **flags: Any) -> DilocoPlan:

@@ -149,7 +149,7 @@ def reference(config: GPTConfig) -> tuple[list[float], list[float], dict[str, to
     return losses, norms, first, {name: x.detach() for name, x in (*model.named_parameters(), *model.named_buffers())}
 
 
-# ---- the program ----
+# ---- training with the package's own code ----
 
 
 def full(x: torch.Tensor) -> torch.Tensor:

@@ -197,7 +197,7 @@ def test_cuda_use_starts_two_cross_hops_and_a_step_cancels_pending_ones():
     assert [gather.start_early.called for gather in gathers] == [False, True, True, False, False]
 
 
-# ---- models from elsewhere ----------------------------------------------------------------------------------------
+# ---- a model that leaves out layers -------------------------------------------------------------------------------
 
 
 class Skipping(nn.Module):

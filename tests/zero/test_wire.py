@@ -65,7 +65,7 @@ def test_1d_and_tiny_parameters_are_sent_unquantized():
     assert exact == [(0, 4096 + 32)]  # adjacent exact segments are sent as one range
 
 
-# ---- the codec ----
+# ---- packing and unpacking by `Codec` ----
 
 SHAPES = [("norm", (10,)), ("weight", (12, 33)), ("bias", (7,)), ("head", (5, 129)), ("scalar", ())]
 

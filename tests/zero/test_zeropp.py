@@ -28,7 +28,7 @@ def run(world: int, **case: Any) -> dict[str, Any]:
     return results[0]
 
 
-# ---- exactness ----------------------------------------------------------------------------------------------------
+# ---- equality with plain FSDP2 ------------------------------------------------------------------------------------
 
 RECOMPUTE = dataclasses.replace(GPT2_STYLE, recompute_granularity="full")
 LLAMA = {"model": LLAMA_STYLE, "micro_batches": 1}
@@ -85,7 +85,7 @@ def test_replicas_communicate_once_per_optimizer_step():
     assert once == four > 0
 
 
-# ---- secondary partition ------------------------------------------------------------------------------------------
+# ---- secondary partition (hpZ) ------------------------------------------------------------------------------------
 
 
 def train_with_evaluation_and_load(case: Case) -> list[float]:
@@ -115,7 +115,7 @@ def test_hpz_is_bit_identical_to_no_hpz(quantized, micro_batches):
     assert expected[7] > expected[5]  # loading has restored the old weights, so the loss is higher again
 
 
-# ---- bytes --------------------------------------------------------------------------------------------------------
+# ---- bytes on each axis -------------------------------------------------------------------------------------------
 
 
 class Sent(NamedTuple):
@@ -199,7 +199,7 @@ def test_cross_hop_flags_change_its_bytes():
     assert sent(zero_accumulate_in_bf16=True) == pytest.approx(once / 2, rel=0.01)
 
 
-# ---- ahead-of-time compilation -----------------------------------------------------------------------------------
+# ---- ahead-of-time compilation of kernels ------------------------------------------------------------------------
 
 
 def traits(x: Any) -> Any:
