@@ -72,7 +72,7 @@ def folder(module: str) -> str | None:
 
 def read(path: Path) -> File:
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    # kernels/ is the package megazpp.kernels by a link
+    # a link makes the folder kernels/ the package megazpp.kernels
     name = f"megazpp.{name}" if path.is_relative_to(ROOT / "kernels") else name
     nodes = list(ast.walk(ast.parse(path.read_text())))
     imports = [(alias.name, node) for node in nodes if isinstance(node, ast.Import) for alias in node.names]
@@ -202,7 +202,7 @@ PROGRAMS = ("convert_checkpoint", "evaluate", "generate", "plan", "post_train", 
 
 @pytest.mark.parametrize("path", ["pretrain_gpt.py", *(slow(f"tools/{name}.py") for name in PROGRAMS)])
 def test_flags_are_read_without_torch(path):
-    """Importing torch takes seconds, but a typo in a flag must be reported at once."""
+    """`import torch` fails in these runs: it takes seconds, but a typo in a flag must be reported at once."""
     code = f"import runpy, sys; sys.modules['torch'] = None; runpy.run_path('{path}', run_name='__main__')"
 
     def answer(*flags: str) -> tuple[int, str]:

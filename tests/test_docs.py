@@ -68,7 +68,7 @@ INSTEAD = [
     (
         r"^(python tools/convert_checkpoint.py .*--output) checkpoints/",
         r"\1 $(mktemp -d)/checkpoints/",
-    ),  # the page's own output folder already exists
+    ),  # a temporary folder, because the page's own output folder already exists
     (r"^python \S+ @configs/post_training/.*", r"\g<0> --nproc 1 --train-iters 1 --lr-warmup-iters 0"),
     # a learning rate for a model of 0.7M parameters
     (r"(^python tools/post_train.py --objective (?:sft|dpo) .*--lr) (?:5e-5|1e-6)", r"\1 3e-3"),
@@ -148,7 +148,10 @@ def instead(command: str) -> str:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """Make a folder like a checkout, in which `python` forks, and launchers such as `torchrun` only check flags."""
+    """Make a folder like a checkout for the pages' commands, and put test programs first on PATH.
+
+    `python` starts as a fork of a process that has imported torch. `torchrun`, `srun` and `sbatch` only check flags.
+    """
     folder, programs = (tmp_path_factory.mktemp(name) for name in ("checkout", "programs"))
     (folder / "home").mkdir()
     for name in ("pretrain_gpt.py", "configs", "kernels", "megazpp", "tests", "tools"):
@@ -465,7 +468,7 @@ def test_quoted_messages_and_log_fields_occur_in_the_source():
 def test_zeropp_pages_table_lists_every_zeropp_flag():
     table = "".join(re.findall(r"^\| (`--.*?) \| ", text_of("docs/concepts/zeropp.md"), re.M))
     fields = {field.name.replace("_", "-") for field in dataclasses.fields(ZeroConfig)}
-    # the page has the flags of plain ZeRO in its table of stages
+    # these two flags are in the page's table of ZeRO stages instead
     for name in fields - {"zero-stage", "use-distributed-optimizer"}:
         assert re.search(rf"`--(no-)?{name}`", table), name
 

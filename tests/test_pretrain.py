@@ -91,7 +91,8 @@ def test_metrics_summary_and_log_agree_and_have_plausible_values(main_job):
         assert min(row["step_seconds"], row["grad_norm"], row["learning_rate"]) > 0
         # one gather and one reduce-scatter of a million fp32 parameters send more than this
         assert row["local_bytes"] > 1e6
-        assert row["tp_bytes"] == row["cross_bytes"] == row["skipped"] == 0  # the only node has no links to other nodes
+        # without tensor parallelism and without a second node, these two wires carry nothing
+        assert row["tp_bytes"] == row["cross_bytes"] == row["skipped"] == 0
         assert f" | tokens/s per rank: {row['tokens_per_second'] / 2:.1f} | " in main_job.output
     assert rows[0]["lm_loss"] == pytest.approx(7.62, abs=0.1)  # ln 2048, the loss of a uniform guess
     assert rows[2]["lm_loss"] < rows[0]["lm_loss"] - 0.3
@@ -155,7 +156,7 @@ def test_tensor_parallel_run_from_another_folder_gives_the_same_losses(main_job,
     assert "data-parallel size: 1, tensor-model-parallel size: 2" in run.output
     assert run.values() == pytest.approx(main_job.values()[:3], rel=REDUCTION_ORDER)
     assert all(row["tp_bytes"] > 1e6 for row in run.metrics)
-    assert list(tmp_path.iterdir()) == []  # the program wrote nothing into the working directory
+    assert list(tmp_path.iterdir()) == []  # the program may write nothing into its working directory
 
 
 @pytest.mark.slow

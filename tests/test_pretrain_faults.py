@@ -53,7 +53,7 @@ class Runs:
 
 @pytest.mark.parametrize(
     ("kills", "diloco"), [(2, ""), nightly(1, "--diloco-steps 4 --diloco-fragment-sync-delay 2")]
-)  # more kills take too long for a test; 30 kills passed once
+)  # few kills, so that the test is short; 30 kills were tried once, and passed
 def test_killed_ranks_lose_only_the_steps_since_the_last_checkpoint(tmp_path, kills, diloco):
     """Ranks are killed at the start, while loading, in steps and in saves.
 

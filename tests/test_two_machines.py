@@ -27,7 +27,8 @@ from emulate_cluster import EmulatedCluster
 PAGE = ROOT / "docs/guides/two_machines.md"
 SMALL = "--global-batch-size 6 --eval-iters 1 --sample-tokens 2 --log-interval 1"
 LONG, LIMITS = "--train-iters 3000", "--distributed-timeout-minutes 0.5 --distributed-timeout-seconds-after-init 8"
-# Largest time from the reason until a machine has ended, on loaded cores. On two quiet cores every case takes a third.
+# Seconds that a machine may take to end after a fault, and to start, on loaded cores. On two quiet cores every case
+# needs a third of them.
 SECONDS_TO_END, SECONDS_TO_START = 60, 240
 
 
@@ -102,7 +103,7 @@ def pull_cable(cluster: EmulatedCluster, *, out: bool) -> None:
 
 
 def commands() -> list[str]:
-    """Return the commands of the page that start pretrain_gpt.py on both machines."""
+    """Return the commands of docs/guides/two_machines.md that start pretrain_gpt.py on both machines."""
     blocks = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [line for line in lines if line.startswith("python pretrain_gpt.py --nnodes 2")]

@@ -14,7 +14,7 @@ from helpers.program import ROOT
 from packaging.requirements import Requirement
 
 FOLDERS = {"megazpp": "megazpp", "kernels": "megazpp/kernels", "configs": "megazpp/configs", "tools": "megazpp/tools"}
-# programs that only make sense in a checkout, so the wheel does not contain them
+# programs that need a checkout, so the wheel does not contain them
 LEFT_OUT = ("tools/benchmarks/", "tools/examples/", "tools/slurm/")
 
 

@@ -345,8 +345,8 @@ def test_frozen_weights_cross_nodes_only_once():
     whole = 4 * (matrix + bias)
     for frozen, trained in {
         "": whole,
-        ".0.": whole // 2,  # half of each unit is frozen
-        "0.": matrix + bias,  # the first unit is trained, and half of the second one
+        ".0.": whole // 2,  # half of each unit is trained
+        "0.": matrix + bias,  # the first unit is frozen, and half of the second one
         "weight": 4 * bias,
         "bias": 4 * matrix,
         ".": 0,
@@ -378,13 +378,13 @@ def test_weights_frozen_with_zero_gradients_cross_nodes_while_they_change():
     for foreach in (False, True):
         for found in ranks(4).run(bytes_after_freezing, "SGD", foreach=foreach):
             assert found == [whole, whole, whole, whole // 2, whole // 2]
-    # AdamW's weight decay changes the weights in every step, even without gradients
+    # with zero gradients, AdamW's weight decay still changes the weights in every step
     for found in ranks(4).run(bytes_after_freezing, "AdamW"):
         assert found == [whole] * 5
 
 
 def test_only_the_trained_part_of_quantized_weights_crosses_nodes():
-    """In the expected bytes, an 8-bit block of 256 elements has a 2-byte scale, and biases take 4 bytes per element."""
+    """An 8-bit block of 256 elements is sent with a 2-byte scale, and biases are sent as 4 bytes per element."""
     for sent in ranks(4).run(bytes_per_step, ".0.", width=64, bits=8):
         matrix, bias = 64 * 64 // 4 // 256 * (256 + 2), 4 * 64 // 4
         assert sent[1:] == [2 * (matrix + bias)] * 3

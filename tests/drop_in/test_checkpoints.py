@@ -298,7 +298,7 @@ def test_state_of_another_layout_starts_anew_with_one_line(kind, tmp_path):
 
 
 def fresh(run: Run, folder: str) -> None:
-    """Leave the run as loaded, so that its state of ZeRO++ fits its weights."""
+    """Leave the loaded run unchanged, so that its state of ZeRO++ fits its weights and is used."""
 
 
 def other_weights(run: Run, folder: str) -> None:
@@ -331,7 +331,8 @@ def load_and_change(folder: str, change: str) -> tuple[int, str]:
         (bytes of weights that this rank sends across nodes in the step, printed text).
     """
     run = Run("lossless", ranks_per_node=1)
-    run.steps(0, 4)  # the first two weight deltas have room for a change of every element
+    # more than two deltas, because the first two have room for a change of every element and would be larger
+    run.steps(0, 4)
     run.save(folder)
     again = Run("lossless", seed=1, ranks_per_node=1)
     again.load(folder)

@@ -84,7 +84,7 @@ class Experts(nn.Module):
         parts = [torch.empty_like(choice) for _ in range(group.size())]
         dist.all_gather(parts, choice, group=group)
         up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
-        # every expert-parallel rank has this graph, even without tokens for its experts
+        # gives all ranks the same autograd graph with the same collectives, even without tokens for their experts
         total, choice = 0.0 * (x + weight), torch.cat(parts)
         for number in range(len(up)):
             mine = choice == group.rank() * len(up) + number
@@ -300,7 +300,7 @@ RECIPES = ("apart", "together") if hasattr(torch.distributed.fsdp, "DataParallel
     ids=str,
 )
 def test_experts_train_as_in_plain_fsdp2(case, tolerance, recipe):
-    """The tolerance covers sums in another order."""
+    """ZeRO++ sums gradients in another order than plain FSDP2, which the tolerance covers."""
     ranks(RANKS).run(like_fsdp2, {**case, "recipe": recipe}, tolerance)
 
 
@@ -326,7 +326,7 @@ def test_shards_of_experts_cross_nodes_once_per_step():
     default = ranks(RANKS).run(crossed_bytes, "default", {})
     parameters = sum(parameter.numel() for parameter in Mixture().parameters())
     for (sent, axes), (several, _), (quantized, _) in zip(each, micro_batches, default, strict=True):
-        # 4 steps in fp32; the tolerance covers padding and the flags of used parameters
+        # 4 steps of weights and gradients in fp32; the tolerance covers padding and flags of 16 bytes per message
         assert sent == pytest.approx(4 * 2 * 4 * parameters / RANKS, rel=0.03)
         assert several == sent
         assert quantized < sent / 4

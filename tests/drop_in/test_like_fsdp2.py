@@ -401,7 +401,8 @@ def gradients_wait_beside_complete_ones(mode: str) -> Run:
         for p in run.model.parameters():
             if p.grad is not None:
                 p.grad.mul_(-0.25)
-        if run.handle is None:  # the scaling does not affect sums that wait, so plain FSDP2 adds them after it
+        # sums that wait are not scaled, so plain FSDP2 runs this backward only now, after the scaling
+        if run.handle is None:
             run.backward(3 * step + 1)
         run.backward(3 * step + 2)
         run.step()
@@ -715,7 +716,7 @@ def misuse() -> dict[str, str]:
         run.backward(2, last=False)
         probe = nn.Parameter(torch.ones(1))
         probe.grad = torch.ones(1)
-        torch.optim.SGD([probe], lr=0.1).step()  # a step of another optimizer is allowed
+        torch.optim.SGD([probe], lr=0.1).step()  # no error: the step of an optimizer with other parameters is allowed
         run.optimizer.step()
 
     def backward_without_forward() -> None:
@@ -778,7 +779,7 @@ def use_by_rank() -> list[tuple[bool, ...]]:
     for heads in ((0, 1), (0, 0), (1, 1)):
         run.backward(0, head=heads[dist.get_rank() % 2])
         found.append(tuple(head.weight.grad is None for head in run.model.heads))
-        if heads == (0, 1):  # the gradient is the mean over ranks, of which one contributes zeros
+        if heads == (0, 1):  # one rank used this head, so the mean over ranks is not zero on the other rank either
             mine = run.model.heads[0].bias.grad.full_tensor()
             assert mine.abs().sum() > 0
         run.step()

@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Words(nn.Module):
-    """A model that predicts the next word from the current one."""
+    """A small residual model that predicts the next word from the current one."""
 
     checkpointing = False
 
@@ -211,7 +211,7 @@ def on_two_meshes(model: nn.Module) -> None:
 
 
 def on_a_mesh_by_parameter(model: nn.Module) -> None:
-    # torch 2.11 does not have these names
+    # imported here, because torch 2.11 does not have these names
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
     pairs = FSDPMeshInfo(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"], shard_mesh_dim=0)

@@ -103,7 +103,7 @@ def local_of_detach(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def local_of_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
-    for name, tensor in list(model.state_dict().items())[:12]:  # only the model's 12 parameters
+    for name, tensor in list(model.state_dict().items())[:12]:  # the first 12 entries are the model's parameters
         tensor.to_local().copy_(saved[name].to_local())
 
 
@@ -123,7 +123,7 @@ def merged(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def flipped(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Write the weights of each parameter back in reverse order, which keeps their sum."""
+    """Reverse the order of each parameter's elements on this rank, which a plain sum as checksum would not notice."""
     for parameter in model.parameters():
         local = parameter.detach().to_local().view(-1)
         local.copy_(local.flip(0).clone())
@@ -193,7 +193,7 @@ def write_and_train(config: dict[str, Any] | None, name: str, folder: str, optio
     losses += [evaluate(model), evaluate(model), step(model, optimizer, 2)]
     WRITES[name](model, saved)
     losses += [step(model, optimizer, sample) for sample in (3, 4)]
-    loss_of(model, 5).backward()  # the write follows a forward with gradients whose step never comes
+    loss_of(model, 5).backward()  # the next write follows a forward and backward without an optimizer step
     model.reshard()
     WRITES[name](model, saved)
     return [*losses, step(model, optimizer, 6), evaluate(model)]
@@ -450,7 +450,8 @@ def test_checksum_changes_with_any_bit_and_with_element_order(function, dtype, s
             assert is_seen(lambda shard, at=index, bit=bit: shard.view(torch.uint8)[at : at + 1].bitwise_xor_(bit))
     assert is_seen(torch.Tensor.neg_)
     if len(sizes) > 1:
-        assert is_seen(lambda shard: shard[1::2].neg_())  # this flips the top bit of an even number of words
+        # this flips the top bits of an even number of words, which cancel in a plain sum
+        assert is_seen(lambda shard: shard[1::2].neg_())
         assert is_seen(lambda shard: shard.copy_(shard.flip(0)))
         assert is_seen(lambda shard: shard.copy_(shard.roll(2)))
         assert int(function(shards[::-1])) != before

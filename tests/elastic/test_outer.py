@@ -34,7 +34,8 @@ def compare_exchanges(case: Case, versions: int) -> list[bool]:
         if (index + 1) % plan.steps == 0:
             sent = float(fixed._tokens[0])
             mine = whole.pack(sent), sent
-            found = dims.replica_group.gather_objects(mine)  # of the ranks that have the same shard in all groups
+            # (message, tokens) of the ranks with the same shard, one per group
+            found = dims.replica_group.gather_objects(mine)
             found = dims.replica_group.share_object(found)
             version = len(equal)
             entries = [{"base": version, "tokens": tokens} for _, tokens in found]
@@ -82,11 +83,11 @@ def late_and_snapshot(case: Case) -> tuple[torch.Tensor, torch.Tensor, bool, boo
     before = [unit.rows.clone() for unit in whole.units]
     with torch.no_grad():
         for shard in (shard for unit in step.sharding.units for shard in unit.shards()):
-            shard.sub_(1.0)  # this makes the outer gradient 1
+            shard.sub_(1.0)  # now R - weights, the outer gradient, is 1
     ahead = whole.pack(8.0)
     with torch.no_grad():
         for shard in (shard for unit in step.sharding.units for shard in unit.shards()):
-            shard.add_(1.0)  # this makes the outer gradient 0
+            shard.add_(1.0)  # now the outer gradient is 0 again
     level = whole.pack(8.0)
     whole.apply([{"base": 1, "tokens": 8.0}, {"base": 0, "tokens": 8.0}], [level, ahead], version=1)
     moved = torch.cat([(a - b.rows).flatten() for a, b in zip(before, whole.units, strict=True)])

@@ -183,7 +183,7 @@ class World:
             and state["granted"] == group.granted
             and group.unsent[group.fragment]
         ):
-            group.wants += state["exhausted"]  # the group has asked for a cell and got none
+            group.wants += state["exhausted"]  # if no cell is left, the group asks for one in vain before it publishes
             self.publish(index)
         elif group.cell is None:
             group.wants = group.granted + 1
@@ -222,7 +222,7 @@ class World:
     # ---- the coordinator's decisions, and their checks
 
     def state(self, index: int) -> dict[str, Any] | None:
-        """Return what the coordinator tells a group; None if the group or a connection of its ranks does not exist."""
+        """Return the state that the coordinator shows a group; None if one of the group's ranks is not connected."""
         group = self.groups.get(index)
         if group is None or not all(group.connected):
             return None

@@ -96,7 +96,7 @@ def difficult(lead: tuple[int, ...], n: int, dtype: torch.dtype, seed: int = 0) 
             # 4 and -4 are both the largest magnitude of a block, so its sign must be chosen as in the reference
             row[(at + 1) % n] = -4.0
         elif kind == 5:
-            # multiples of 0.5, which lie halfway between two quantized values
+            # multiples of 0.5, many of which lie halfway between two quantized values, so that rounding has ties
             row.copy_(torch.randint(-8, 8, (n,), generator=generator) * 0.5)
         else:
             row[at] = torch.nan if kind == 6 else -torch.inf
@@ -204,7 +204,7 @@ def unpack_both(
         sent = messages(lead, layout, place, swapped=True).copy_(received)
         buffer, out = placed(torch.full((1, *parts.shape[1:]), torch.nan, dtype=dtype), place, 3)
         for onto in (False, True, True):
-            # messages [K, 1, M, bytes]
+            # the K addends of each of the M sums are messages [K, 1, M, bytes]
             module.unpack_sum(sent.unsqueeze(1), table, out, onto_quantized=onto, onto_exact=onto)
             yield buffer
 

@@ -1,4 +1,4 @@
-"""Build the context of a training run, for a test of one part of the run alone."""
+"""Build a `RunContext` (mesh, device, log and run folder), for a test of one part of a training run alone."""
 
 from pathlib import Path
 from typing import Any

@@ -58,7 +58,7 @@ from megazpp.training.setup import ShardedModel, model_on_meta, shard_built
 from megazpp.training.step import TrainStep
 
 CPU = torch.device("cpu")
-LOSS_BYTES = 4  # a micro-batch's loss takes these bytes until the end of the step
+LOSS_BYTES = 4  # an fp32 loss of each micro-batch takes these bytes until the end of the step
 
 
 class DryTask(NamedTuple):
@@ -230,7 +230,7 @@ def _send_what_is_under_way(replica_groups: ReplicaGroups) -> None:
     plan = replica_groups.plan
     if plan.delay:
         _, last = most_under_way(replica_groups.fragments, plan)
-        # send each fragment once, and then again the fragments up to index `last`
+        # bring DiLoCo into its steady state: send each fragment once, and then again the fragments up to index `last`
         for turn in range(1, plan.fragments + last + 2):
             replica_groups.after_step(turn * plan.steps // plan.fragments)
 

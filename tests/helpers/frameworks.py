@@ -149,7 +149,10 @@ class UnfrozenHalfway(Scenario):
 
 
 class DroppedLayers(Scenario):
-    """All ranks skip the same layers: other layers in each micro-batch, and layer 0 in both micro-batches of a step."""
+    """Layer drop: all ranks skip the same layers, which differ from micro-batch to micro-batch.
+
+    Layer 1 is unused in the whole second step, and layer 0 in the whole third step.
+    """
 
     accumulate = 2
     dropped = ((), (0,), (1,), (1,), (0, 1), (0,), (1,), ())  # indices of the skipped layers in each micro-batch
@@ -181,7 +184,7 @@ class Dropping:
 
 
 class DroppedByRank(Scenario):
-    """Stochastic depth: all ranks call all layers, but each rank ignores the outputs of other layers."""
+    """Stochastic depth: all ranks call all layers, but each rank ignores the outputs of layers that it draws itself."""
 
     accumulate = 2
 
@@ -195,7 +198,7 @@ class DroppedByRank(Scenario):
 
 
 class SwappedAverage(Scenario):
-    """A moving average of the weights takes the place of the weights during each evaluation."""
+    """An exponential moving average of the weights is swapped with the weights for each evaluation (EMA)."""
 
     def begin(self, training: Training) -> None:
         self.average = {name: p.detach().to_local().clone() for name, p in training.model.named_parameters()}
@@ -214,7 +217,7 @@ class SwappedAverage(Scenario):
 
 
 class DiscardedBatch(Scenario):
-    """Gradients are cleared before an optimizer step: in one step after its first micro-batch, in another after all."""
+    """`zero_grad` discards gradients: those of a first micro-batch in one step, those of the whole step in another."""
 
     accumulate = 2
 
@@ -541,7 +544,7 @@ def train_by(trainer_class: Any, config_class: Any, scenario: Scenario, connect:
 
 
 def trainer(scenario: Scenario, connect: Connect) -> Training:
-    """Train with transformers' Trainer."""
+    """Train a small Llama with transformers' Trainer on random tokens, and return the training."""
     from transformers import Trainer, TrainingArguments
 
     samples = torch.randint(128, (40, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -552,7 +555,7 @@ def trainer(scenario: Scenario, connect: Connect) -> Training:
 
 
 def trl_sft(scenario: Scenario, connect: Connect) -> Training:
-    """Train with TRL's SFTTrainer."""
+    """Train a small Llama with TRL's SFTTrainer on texts about sums, and return the training."""
     from trl import SFTConfig, SFTTrainer
 
     data = texts(prompt="{} plus 1 is", completion=" {1}")

@@ -1,4 +1,4 @@
-"""Write folders of tiny transformers models with random weights, and compute their logits and those of our models."""
+"""Write folders of tiny transformers models with random weights, and compute their logits with both programs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LLAMA_SIZES = {
     "rope_theta": 5e5,
 }
 _GPT2_SIZES = {"vocab_size": VOCAB, "n_positions": SEQ, "n_embd": 32, "n_layer": 2, "n_head": 4}
-SIZES: dict[str, dict[str, Any]] = {  # by model_type
+SIZES: dict[str, dict[str, Any]] = {  # config of the tiny model of each transformers model_type
     "gpt2": _GPT2_SIZES | {"bos_token_id": 5, "eos_token_id": 5},
     "llama": _LLAMA_SIZES,
     "mistral": _LLAMA_SIZES,

@@ -22,7 +22,7 @@ def train(case: Case) -> dict[str, Any]:
         shard.
     """
     step, dims = build_step(case)
-    # make each update take longer than the next step's first hop
+    # make each update on the host take longer than the next step's first hop, to expose a hop that does not wait
     if isinstance(host := step.sharding.states, HostStates):
         submit = host.submit
         host.submit = lambda task: submit(lambda rows: (time.sleep(0.02), task(rows)))  # type: ignore[method-assign]

@@ -45,7 +45,7 @@ def work(what: str, worker: Worker) -> None:
             time.sleep(0.25)
             dist.all_reduce(total)
     if rank == str(worker.rank):
-        time.sleep(0.3)  # until the other ranks wait in the next collective
+        time.sleep(0.3)  # long enough for the other ranks to wait in the next collective, as in a real failure
         if kind == "raise":
             raise RuntimeError("injected")
         if kind == "kill":

@@ -20,8 +20,8 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 
 VOCAB, PADDED = 300, 384
-# Pieces of this project's parameter names, and the names in three generations of Megatron-LM. They are replaced in
-# this order. "/" begins a nested dict
+# Each row has a piece of this project's parameter names, and the pieces that replace it in three generations of
+# Megatron-LM, in this order. A name is a path of nested dicts with "/" between the keys
 _OURS, *_THEIRS = zip(
     *table("""
 embedding.word.     | embedding/word_embeddings/     | embedding/word_embeddings/     | embedding.word_embeddings.

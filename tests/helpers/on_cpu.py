@@ -50,7 +50,7 @@ def torchtitan_on_cpu() -> None:
     """
     from torchtitan.tools import utils
 
-    # before other modules of torchtitan import these two names
+    # set these before other modules of torchtitan copy them by an import
     utils.device_type, utils.device_module = "cpu", torch.cpu
     from torchtitan.models.common.attention import FlexAttention
 
@@ -58,7 +58,7 @@ def torchtitan_on_cpu() -> None:
 
 
 def main(mode: str, path: str) -> None:
-    """Run the example script `path` in this process, which is one rank, in a mode of this program."""
+    """Run the example script `path` in this process, which is one rank; `mode` is "default", "exact" or "off"."""
     accelerate_as_on_gpus()
     if "torchtitan" in path:
         torchtitan_on_cpu()

@@ -142,7 +142,7 @@ class Run:
                 build_schedule(rates, weight_decay=0.0, **samples),
                 self.recorder,
                 stops,
-                [self.step],  # observer
+                [self.step],  # context around each step, as profilers use it
                 start=start,
                 after=[
                     AfterStep(self.save, 3, at_end=True),

@@ -76,7 +76,7 @@ class Program:
         return [pid for pid, environment in environments.items() if (environment or {}).get(MARKER) == self._marker]
 
     def scratch_files(self) -> list[Path]:
-        """Return the files in the program's temporary folder."""
+        """Return the files that the program has left in its temporary folder (TMPDIR)."""
         return list(self._scratch.iterdir())
 
     def kill(self) -> None:
@@ -87,7 +87,7 @@ class Program:
 
 
 def run_program(*command: str, folder: Path, cwd: Path = ROOT, python: str = sys.executable) -> tuple[int, str]:
-    """Run a program to its end and return (exit code, output)."""
+    """Run a program to its end, and return (exit code, text of stdout and stderr)."""
     program = Program(*command, folder=folder, cwd=cwd, python=python)
     output = program.finish()
     return program.process.returncode, output

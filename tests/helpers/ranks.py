@@ -60,7 +60,7 @@ class Ranks:
                     self._fail(f"rank {rank} of {len(self.pipes)}:\n{failure}")
             if not ready:
                 self._fail(f"ranks {sorted(waiting)} did not answer within {SECONDS_PER_CALL} s")
-        # torch numbers process groups per process, so the ranks would hang when they make the next group
+        # torch numbers process groups per process; with unequal numbers, making the next group would hang
         if len(set(groups)) > 1:
             self._fail(f"{function.__name__} made process groups on some ranks only: ranks have {groups}")
         return results

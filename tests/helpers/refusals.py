@@ -5,7 +5,7 @@ from typing import Any
 
 
 def table(text: str) -> list[tuple[str, ...]]:
-    """Return the stripped cells of each row of a table in `text`, with ` | ` between its columns."""
+    """Return the cells of each line of `text`, a table whose columns are separated by ` | `, without blanks around."""
     return [tuple(map(str.strip, line.split(" | "))) for line in text.strip().splitlines()]
 
 

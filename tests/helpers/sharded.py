@@ -56,7 +56,7 @@ def sharded_model(tp: int, replicas: int) -> tuple[nn.Module, ParallelDims]:
     config = ParallelConfig(tensor_model_parallel_size=tp, num_distributed_optimizer_instances=replicas)
     dims = ParallelDims(plan_dims(config, Cluster(num_nodes=1, ranks_per_node=4), zero_stage=3), device_type="cpu")
     model = one_process_model()
-    # the mesh has no tp dim if tp is 1, so the parameters stay plain tensors
+    # the mesh has no tp dim if tp is 1, so the parameters then stay plain tensors
     for name, (_, placement) in PARAMETERS.items() if tp > 1 else ():
         owner, leaf = name.split(".")
         value = distribute_tensor(model.get_parameter(name).data, dims.mesh["tp"], [placement])

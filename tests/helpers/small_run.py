@@ -1,4 +1,4 @@
-"""Parse and check the flags of a small run."""
+"""Parse and check the flags of a small training run, without starting it."""
 
 import shlex
 from pathlib import Path

@@ -51,8 +51,8 @@ class Stream:
 
     def __init__(self, streams: Streams) -> None:
         self.streams, self.number, self.clock = streams, next(streams.numbers), Counter[Stream]()
-        self.left = ExitStack()  # like torch's stream, this one cannot be entered twice
-        self.freed: list[Access] = []  # empty after each allocation, which has checked them
+        self.left = ExitStack()  # restores the previous stream; like torch's stream, this one cannot be entered twice
+        self.freed: list[Access] = []  # the next allocation on this stream checks and clears them
 
     def record_event(self) -> Event:
         event = Event(self.streams)

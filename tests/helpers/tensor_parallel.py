@@ -129,7 +129,7 @@ def local_gradients(model: torch.nn.Module, tp: MeshAxis | None = None) -> dict[
     partial = partial_parameters(model)
     grads = {name: None if p.grad is None else local(p.grad).clone() for name, p in model.named_parameters()}
     parts = [SimpleNamespace(grad=grad) for name, grad in grads.items() if name in partial]
-    sum_partial_gradients_(parts, tp or model.tp)  # replaces each partial gradient by its sum over tp
+    sum_partial_gradients_(parts, tp or model.tp)  # in place: each partial gradient becomes its sum over tp
     return grads
 
 

@@ -120,7 +120,7 @@ class Case:
         """Return `count` samples of the step's global batch as a micro-batch, beginning with sample `first`."""
         generator = torch.Generator().manual_seed(1000 + step)
         uniform = torch.rand(self.global_batch, self.seq_length + 1, generator=generator)
-        # a skewed distribution of tokens, so that the model has something to learn
+        # a skewed distribution of tokens, so that the model can learn frequencies and its loss falls
         samples = (self.vocab_size * uniform**4).long()
         ends = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), self.documents)
         return make_micro_batch(samples[first : first + count], eod=EOD, **ends)

@@ -25,7 +25,7 @@ def read_records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
             continue
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # a complete record, or its last fragment
+        if kind in (1, 4):  # the fragment is a complete record, or the last one of a record
             record = wandb_internal_pb2.Record()
             record.ParseFromString(parts)
             yield record

@@ -98,12 +98,12 @@ def random_logits(scale: float = 1.0) -> torch.Tensor:
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the tensor as a leaf of autograd, whose gradient the tests record."""
+    """Return a copy of the tensor that requires a gradient, which is recorded for the tests."""
     return tensor.clone().requires_grad_()
 
 
 def accelerator() -> SimpleNamespace:
-    """Return a stand-in for Accelerate's `Accelerator` in a job with one process."""
+    """Return a stand-in for Accelerate's `Accelerator` in a job with one process, as TRL's loss functions use it."""
 
     def same(value: Any, **_: object) -> Any:
         return value

@@ -102,7 +102,7 @@ def test_thread_queue_keeps_order_and_waits_for_other_queues_tasks(queue):
     slow = ThreadQueue("local", Timeline()).submit(lambda: (gate.wait(10), done.append("slow"), 20)[-1])
     one = queue.submit(lambda: slow.join() + 1, after=(slow,))
     two = queue.submit(lambda: done.append("second"))
-    assert done == []  # the queue has not blocked its caller
+    assert done == []  # `submit` has returned although the first task still waits
     gate.set()
     two.wait()
     assert done == ["slow", "second"]
@@ -166,5 +166,5 @@ def test_cuda_task_waits_for_its_caller_and_dependencies():
 
     doubled = cross.submit(lambda: slowly(x))
     again = local.submit(lambda: slowly(doubled.join()), after=(doubled,))
-    assert not torch.cuda.current_stream().query()  # the device has not finished, so the host did not block
+    assert not torch.cuda.current_stream().query()  # the device is still busy, so the host has not waited for it
     assert bool((again.wait() == 4.0).all())

@@ -102,8 +102,7 @@ def timeouts() -> list[timedelta]:
 
 
 def test_timeout_of_the_first_group_reaches_all_later_ones():
-    # the timeout of the test workers
-    assert ranks(4).run(timeouts) == [[timedelta(seconds=180)] * 6] * 4
+    assert ranks(4).run(timeouts) == [[timedelta(seconds=180)] * 6] * 4  # the timeout of the test workers
 
 
 def groups_made(zero: ZeroConfig) -> list[str]:

@@ -48,7 +48,7 @@ def test_programs_unset_the_variable_before_they_query_gpus(monkeypatch, capsys,
 
 
 def test_allocator_and_triton_cache_get_defaults_unless_user_sets_them(tmp_path):
-    for _ in range(2):  # the folder exists already in the second pass
+    for _ in range(2):  # the second pass finds the folder that the first one has made
         prepare_environment(env := {})
         assert env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
         folder = Path(env["TRITON_CACHE_DIR"])

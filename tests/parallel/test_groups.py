@@ -75,7 +75,7 @@ def test_groups_are_refused_once_cuda_has_started_with_a_single_connection(monke
 
 @pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-lazy"])  # "nccl2" and "nccl-lazy" are names of torch 2.15
 @pytest.mark.parametrize(("partition", "bound", "expected", "calls"), [
-    ([(0, 2), (1, 3)], True, "split", [[[0, 2], [1, 3]]]),  # one call makes all groups of an axis
+    ([(0, 2), (1, 3)], True, "split", [[[0, 2], [1, 3]]]),  # split_group makes all groups of an axis in one call
     ([(0, 1), (2, 3)], False, [2, 3], [[0, 1], [2, 3]]),
     # split_group would sort the ranks, so each group needs its own call
     ([(0, 1), (3, 2)], True, [3, 2], [[0, 1], [3, 2]]),

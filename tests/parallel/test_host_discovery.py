@@ -72,7 +72,7 @@ def never() -> Cluster:
 
 def test_survey_overrides_the_launcher_but_not_the_flags():
     announced = Cluster(num_nodes=4, ranks_per_node=1)
-    alone = worker(0, 4, dist.HashStore())  # host discovery would wait for the three missing ranks
+    alone = worker(0, 4, dist.HashStore())  # three ranks are missing, so host discovery would block
     for config in (ClusterConfig(emulate_nodes=2), ClusterConfig(cluster_file="cluster.yaml")):
         assert resolve_cluster(alone, config, announced, on_one_machine=never) is announced
     found = resolve_cluster(worker(0, 1, dist.HashStore()), ClusterConfig(), announced, on_one_machine=never)
@@ -186,7 +186,7 @@ def nvml(ends: Any = (), reachable: Any = (), fabric: Any = None, without: str =
 
 PEERS = [
     (nvml(ends=("switch",) * 18), 0, (SWITCH,)),
-    (nvml(ends=(3, 3)), 0, ("0000:4b:00.0",)),  # a bridge leads to a GPU that this process cannot see
+    (nvml(ends=(3, 3)), 0, ("0000:4b:00.0",)),  # an NVLink bridge to GPU 3, which this process may not see
     (  # links do not report their other end, so the peer paths of the driver are used
         nvml(ends=(1,), reachable=((0, 1), (0, 3)), without="NvLinkRemoteDeviceType"),
         0,

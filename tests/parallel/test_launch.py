@@ -59,7 +59,7 @@ PLACES = [
     # mpirun on two Slurm nodes: srun has started mpirun's daemons, and leaves its own variables
     ({}, {**mpi("OMPI_COMM_WORLD"), "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", **ADDRESS}, STARTED),
     ({}, {**HYDRA, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", **ADDRESS}, STARTED),
-    # srun with plugins for PMI, which set variables like an MPI launcher
+    # srun has started the process; its PMI plugins also set variables like an MPI launcher
     ({}, {**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8", "PMIX_RANK": "5"}, STARTED),
     # mpirun has started torchrun, which has started this process
     ({}, {**TORCHRUN, **mpi("OMPI_COMM_WORLD", rank=1, size=2)}, STARTED),
@@ -67,9 +67,10 @@ PLACES = [
         ({"nproc": 2}, env, RankInfo(started=False, world_size=2))
         for env in (
             {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1", "PMIX_RANK": "0"},
-            {"PMI_RANK": "0", "PMI_SIZE": "1"},  # in a container, or in a step of one task
-            {"PMI_RANK": "0"},  # a stray variable without the number of ranks
-            {"RANK": "first"},  # another program has set this variable
+            # a container or a step of one task sets these, so no launcher has started ranks
+            {"PMI_RANK": "0", "PMI_SIZE": "1"},
+            {"PMI_RANK": "0"},  # without the number of ranks, the variable of rank 0 is ignored
+            {"RANK": "first"},  # not a number, so another program has set this variable
             mpi("OMPI_COMM_WORLD", rank=0, size=1) | {"PMIX_RANK": "0"},
         )
     ),
@@ -242,7 +243,8 @@ def test_gloo_on_one_machine_listens_on_loopback_and_connects_lazily():
 
 
 def device_threads() -> list[int]:
-    names = Path("/proc/self/task").glob("*/comm")  # torch 2.11 does not name gloo's threads, so it yields none
+    # with torch 2.11 the result is empty, because gloo's threads have no name there
+    names = Path("/proc/self/task").glob("*/comm")
     return [int(file.parent.name) for file in names if file.read_text().strip() == "gloo_tcp_loop"]
 
 

@@ -25,7 +25,7 @@ ENDED = f"rank ? ended with exit code 1; {OVER}"
     ("args", "code", "lines"),
     [
         ("nothing 2", 0, []),
-        ("nothing 1", 0, ["sum 1"]),  # one rank runs without a launcher
+        ("nothing 1", 0, ["sum 1"]),  # one rank runs in the first process, without a launcher
         ("kill-on-1 2", 1, [KILLED.format(1) + OVER]),
         ("kill-on-0 2 1", 1, [KILLED.format(0) + "restart 1 of 1", KILLED.format(0) + OVER]),
         ("user-error 2 5", 2, ["job.py: error: --flag 3 is wrong", "job.py: error: --other 4 too"]),

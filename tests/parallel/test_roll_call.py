@@ -75,7 +75,7 @@ def test_equal_facts_are_no_problem_and_print_nothing(capfd):
 
 
 def test_each_different_fact_is_named_with_values_hosts_and_ranks(capfd):
-    """One rank of each host prints the lines; the other rank of the host prints nothing."""
+    """One rank of each host prints the lines about all differences; the other rank prints nothing."""
     others = {"--lr": "0.1", "the version of torch": "2.13", "--new": "3"}
     found = on_ranks(*(partial(answer, EQUAL if host == "alpha" else others) for host in HOSTS))
     lines = [
@@ -153,7 +153,7 @@ def test_first_rank_of_a_host_says_whom_it_waits_for_and_where(monkeypatch, caps
 def test_exception_before_the_start_is_told_to_the_other_hosts(monkeypatch, capsys):
     told: list[tuple[RankInfo, str]] = []
     monkeypatch.setattr(roll_call, "report_failure", lambda place, error, name: told.append((place, str(error))))
-    # registers the hook with monkeypatch, which restores it after the test
+    # report_tracebacks replaces this hook, and monkeypatch restores it
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     roll_call.report_tracebacks()
     two = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

@@ -146,7 +146,7 @@ def test_activity_shows_each_threads_innermost_open_span(monkeypatch):
         now.append(107.0)
         with contextlib.suppress(ValueError), timeline.span("tp", "all_reduce"):
             now.append(108.0)
-            raise ValueError  # closing the span counts as progress of this thread
+            raise ValueError  # closes the span, which counts as progress of this thread
         now.append(109.0)
         assert activity.now() == [Doing("cross", "all_gather", 1, 9.0), Doing("compute", "forward", 1, 1.0)]
     leave.set()

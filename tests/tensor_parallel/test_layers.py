@@ -71,7 +71,7 @@ def check_embedding() -> None:
     Row 0 of the table is infinite, so that a lookup of row 0 for a token of another rank would show.
     """
     rows, vocab_size = 16, 11  # 4 ranks have 4 + 4 + 3 tokens, and one rank has only padding
-    # Some tokens occur twice, so that their gradients are sums
+    # Some tokens occur several times, so that the gradients of their rows are sums
     tokens = torch.cat([torch.arange(vocab_size), torch.tensor([10, 10, 3, 3, 7])]).view(8, 2)
     tp, table, y_grad = tp_axis(), draw(5, rows, NARROW), draw(6, 8, 2, NARROW)
     table[0] = float("inf")

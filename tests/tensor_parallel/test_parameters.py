@@ -111,7 +111,7 @@ def test_weights_depend_on_seed_and_name_not_on_default_generator():
     assert torch.equal(torch.get_rng_state(), state)
     one, other = one_process_weights(GPT2_STYLE), one_process_weights(GPT2_STYLE, seed=6)
     firsts = [tuple(weight.flatten()[:8].tolist()) for weight in drawn(one).values()]
-    # After division by the first element, all weights must still differ, so none is a multiple of another
+    # Divide by the first element, so that weights that differ only by a factor would be equal
     scaled = [tuple(round(x / abs(first[0]), 4) for x in first) for first in firsts]
     assert len(set(scaled)) == len(firsts) == 10
     for name, parameter in model.named_parameters():
@@ -199,7 +199,7 @@ def gradients_through(read: Callable[[DTensor], torch.Tensor]) -> list[tuple[boo
     found = []
     for placement in (Shard(0), Shard(1), Replicate()):
         wrapped = nn.Parameter(DTensor.from_local(torch.arange(6.0).view(2, 3), tp_mesh(), [placement]))
-        for _ in range(2):  # the second pass adds to the gradient of the first
+        for _ in range(2):  # in the second pass, gradients are added to those of the first
             inside = read(wrapped)
             assert not isinstance(inside, DTensor)
             # One gradient is an expanded tensor, the other one a transposed tensor, so neither is contiguous

@@ -136,7 +136,7 @@ def test_shipped_cluster_files_name_device_network_and_sources():
     assert (rack.ranks_per_node, rack.local_domain_size, pairs.ranks_per_domain) == (4, 72, 2)
 
 
-WHOLE_FILES = [  # (text of a file, a piece of the error message)
+WHOLE_FILES = [  # (text of a cluster file, a piece of the error message)
     ("ranks_per_node: 2", "key nodes is missing"),
     ("nodes: 0\nranks_per_node: 2", "nodes 0 is not a positive whole number"),
     ("nodes: 1000000000000\nranks_per_node: 8\nrank_order: cyclic", "nodes 1000000000000 x ranks_per_node 8"),

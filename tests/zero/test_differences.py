@@ -38,7 +38,7 @@ def take_step(step: TrainStep, case: Case, index: int) -> tuple[StepRecord, int]
 
 
 def shards_of(step: TrainStep, case: Case) -> list[torch.Tensor]:
-    """Return this rank's shard [S] of each sharding unit in the compute dtype."""
+    """Return this rank's shard of each sharding unit's weights, flat [S] in the compute dtype."""
     return [gather.unit.shard_reader(case.precision.param_dtype)() for gather in step.sharding._gathers]
 
 
@@ -96,10 +96,11 @@ def train_and_look(case: Case, evaluate_after: tuple[int, ...]) -> list[float]:
                 assert torch.equal(bits(gather.resident().weights), bits(of_nodes))
                 assert torch.equal(bits(used(gather, dims)), bits(of_all))
                 lengths.append(int(gather.lossless().recent[0]))
-        if index in evaluate_after:  # the evaluation receives the message that the next step would have received
+        # the evaluation uses the new weights first, so it gets the message that the next step would get
+        if index in evaluate_after:
             batches = FixedBatches(case.batches(0, dims))
             Evaluator(step.model, step.sharding, batches, dims, iterations=1, batch_size=1)()
-    # The step after the last one would record this number for the last step
+    # Each step records the elements that the messages before it left out, so the last step's number is added here
     assert left_out + step.sharding.metrics()["weights_left_out"] == 0
     return losses
 
@@ -152,7 +153,7 @@ def with_little_room(case: Case) -> tuple[bool, list[int]]:
         rows = [gather.resident().weights[dims.cross.rank] for gather in gathers]
         complete.append(all(torch.equal(bits(a), bits(b)) for a, b in zip(rows, shards, strict=True)))
         for gather in gathers:
-            gather.lossless()  # blocks until the counters that the next step needs have reached the host
+            gather.lossless()  # wait until the size counters that the next step needs have reached the host
         left_out.append(int(step.sharding.metrics()["weights_left_out"]))
         sums.append(sum(int(bits(used(gather, dims)).long().sum()) for gather in gathers))
     assert all([*complete[:3], complete[-1]])

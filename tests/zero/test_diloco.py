@@ -71,7 +71,7 @@ def full(tensors: Weights) -> Weights:
 
 
 class Seen(NamedTuple):
-    common: list[Weights]  # outer weights as all groups have received them, after each step
+    common: list[Weights]  # R, the groups' common copy of the outer weights, after each step
     outer: list[Weights]
     inner: list[Weights]
     losses: list[float]
@@ -189,7 +189,7 @@ def test_local_steps_match_the_simulator(given):
     ],
 )
 def test_four_bit_synchronization_keeps_replica_groups_identical(world, case):
-    """The weights that all groups share stay close to the outer weights, which are never quantized."""
+    """R, the groups' common copy of the outer weights, stays close to the outer weights, which are never quantized."""
     case = dataclasses.replace(case, steps=4, learning_rate=3e-3)
     sixteen = dataclasses.replace(case.diloco, diloco_weight_bits=16, diloco_gradient_bits=16)
     exact = ranks(world).run(seen_on_replica_groups, dataclasses.replace(case, diloco=sixteen))[0]
@@ -198,7 +198,8 @@ def test_four_bit_synchronization_keeps_replica_groups_identical(world, case):
     for seen in results:
         torch.testing.assert_close(seen.common, results[0].common, rtol=0, atol=0)
         torch.testing.assert_close(seen.inner[-1], common, rtol=0, atol=0)
-        assert seen.feeds_back[-1]  # quantization errors exist, and are added to the next outer gradients
+        # error feedback: stored quantization errors will be added to the next outer gradients
+        assert seen.feeds_back[-1]
     for name, weight in exact.outer[-1].items():
         change = (weight - exact.common[0][name]).norm()
         if weight.ndim > 1 and change:
@@ -249,7 +250,7 @@ def look_at_outer_weights(case: Case) -> float:
 
     Check that the model has DiLoCo's outer weights inside the context, and the group's own weights again after it.
     """
-    # The outer weights are sent after the second step, and still in flight at the third
+    # The loop ends after step 3, when messages that were sent after step 2 are still in flight
     *_, (step, replica_groups, _) = itertools.islice(train_replica_groups(case), 3)
     shards = [shard for unit in replica_groups.units for shard in unit.unit.shards()]
     own = [shard.clone() for shard in shards]

@@ -101,7 +101,7 @@ def test_skipped_step_and_reset_interval_clear_stored_errors(weights):
 
 def losses_with_scale(case: Case, growing: bool) -> list[tuple[float, float]]:
     step, dims = build_step(case)
-    if growing:  # the loss scale doubles after every step
+    if growing:  # a window of one step makes the loss scale double after every step
         step.scaler = build_loss_scaler(LossScaleConfig(initial_loss_scale=2.0**8, loss_scale_window=1.0), fp16=True)
     taken = [step(case.batches(index, dims), learning_rate=1e-2, weight_decay=0.0) for index in range(case.steps)]
     assert [record.loss_scale for record in taken] == [2.0 ** (8 + index) if growing else 1.0 for index in range(6)]

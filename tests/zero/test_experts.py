@@ -95,7 +95,8 @@ def every_expert(moe: nn.Module, config: GPTConfig, y: torch.Tensor, *, kept: An
     scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
     ranked = logits if moe.router.expert_bias is None else scores + moe.router.expert_bias
     chosen = torch.zeros_like(logits).scatter(-1, ranked.topk(config.moe_router_topk, -1).indices, 1.0)
-    moe.counts = chosen.sum((0, 1))  # tokens per expert; the reference computes a complete step in one call
+    # tokens per expert in the step, because the reference computes a complete step in one call
+    moe.counts = chosen.sum((0, 1))
     weight = scores * chosen
     if not config.moe_router_pre_softmax:
         weight = weight / weight.sum(-1, keepdim=True)

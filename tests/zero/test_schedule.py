@@ -180,7 +180,7 @@ def test_first_use_after_a_step_starts_all_cross_gathers_in_order():
     for (embedding, *layers, output), started in ranks(4).run(
         order_of_cross_hops, Case(nodes=2, model=LLAMA_STYLE, zero=ALL)
     ):
-        assert layers == [layers[0]] * 2  # both layers are equal, and each unit crosses once
+        assert layers == [layers[0]] * 2  # the two layers have messages of equal size, and each unit crosses once
         assert layers[0] not in (embedding, output)
         assert started == 4  # all four units have started, although only the embedding has been used so far
 

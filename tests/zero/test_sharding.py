@@ -84,7 +84,7 @@ def build(
 
 
 def train(zero: ZeroConfig | None, micro_batches: int, nodes: int = 2) -> Weights:
-    """Train with ZeRO, or in one process if `zero` is None; return the weights after the last step."""
+    """Train with ZeRO, or in one process if `zero` is None; return the final unsharded weights by name."""
     bf16 = zero is not None and zero.zero_weight_delta == "lossless"
     model, sharding, dims = build(zero, nodes=nodes, bf16=bf16) if zero else (Partly(), None, None)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.5)
@@ -133,7 +133,7 @@ def test_quantized_gradients_leave_frozen_parameters_alone_and_move_the_others_a
     assert sum(not p.requires_grad for p in start.values()) == 3 + 6
     for weights in ranks(4).run(train, zero, 3):
         for name, weight in weights.items():
-            # change of the weights in an exact training; 0 for a frozen parameter
+            # distance that the exact training moved the weights; 0 for a frozen parameter
             way = (expected[name] - start[name]).norm()
             assert (weight - expected[name]).norm() <= 0.15 * way, name
 
@@ -179,7 +179,7 @@ def one_step(replicas: int) -> None:
         for index, batch in enumerate(batches):
             sharding.begin_micro_batch(last=index == 2)
             model(batch, True).backward()
-    # the weights are resharded, because the optimizer updates the shards
+    # the last backward has resharded the weights, because the optimizer updates the shards
     assert isinstance(model.last.main.weight, DTensor)
     assert launches.found["_to_copy.default torch.bfloat16"] == len(list(model.parameters()))
     assert replicas > 1 or not any("div" in name for name in launches.found)

@@ -55,7 +55,7 @@ def corrupt(case: Case, rank: int, slot: int) -> tuple[str, str]:
     if dims.world.rank == rank:
         step.sharding._gathers[1].secondary.messages[slot, 7] ^= 16
     broken = _error(step, dims)
-    with step.sharding.weight_update():  # the update replaces all secondary partitions
+    with step.sharding.weight_update():  # after an update, new messages replace all secondary partitions
         step.optimizer.step()
     return broken, _error(step, dims)
 

@@ -138,7 +138,7 @@ def bytes_of_one_step(case: Case) -> Sent:
     return Sent(sent, (weights, sum(inside), sum(across)), elements)
 
 
-@pytest.mark.slow  # the next test covers these byte counts in the default tier
+@pytest.mark.slow  # in the default tier, the next test checks the bytes across nodes
 @pytest.mark.parametrize(("nodes", "tp", "micro_batches"), [(2, 1, 8), (2, 2, 1), (4, 1, 1), (4, 2, 8)])
 def test_bytes_follow_the_layout_and_cross_bytes_ignore_micro_batches(nodes, tp, micro_batches):
     case = Case(nodes=nodes, tp=tp, micro_batches=micro_batches, zero=ALL, model=LLAMA_STYLE, global_batch=64)
@@ -161,7 +161,7 @@ def test_wide_model_sends_three_quarters_of_its_16_bit_size_across_nodes():
     results = ranks(4).run(bytes_of_one_step, Case(nodes=2, micro_batches=4, zero=ALL, model=wide, vocab_size=512))
     of_a_node = sum(sent for result in results for (axis, _), sent in result.by.items() if axis == "cross") / 2
     share = of_a_node / (2 * results[0].elements)
-    # expected are (8.0625 + 4.125) / 16 plus a little, because 1-D parameters are not quantized
+    # (8.0625 + 4.125) / 16 = 0.762, and a little more because 1-D parameters are not quantized
     assert share / (1 / 2) == pytest.approx(0.766, abs=0.012)
 
 
