@@ -106,7 +106,7 @@ class ElasticLoop:
         while (status := self._agreed(self._membership)) == "joining" and not self._fetch_state():
             pass
         if status == "stopped":
-            return progress._replace(stop_reason="a stop signal")
+            return progress._replace(stop_reason="a stop signal before this group had joined the run")
         agent.tell(joined=True)
         self._agreed(lambda state: state["status"] == "member")
         self._catch_up(progress)
@@ -178,7 +178,7 @@ class ElasticLoop:
             StopRequested: a stop signal came, or the run ended, while the group waited for samples.
         """
         if self._cell is None:
-            raise StopRequested("a stop signal")
+            raise StopRequested("a stop signal while this group waited for samples")
         block, column, step, _ = self._cell
         batches, rules = self._batches, self._rules
         share = batches.data_parallel_size // rules.groups * batches.micro_batch_size

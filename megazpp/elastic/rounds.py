@@ -86,9 +86,8 @@ class Group:
     version: int | None = None  # version of the outer weights that it had when it connected; None if not of this run
     saves: bool = False  # True if the group can write checkpoints, because its job was started with --save
     since: float = 0.0  # time at which the first rank of the group connected
-    deadline: float = (
-        math.inf
-    )  # time at which the group is out unless all ranks are connected; set by a lost connection
+    # time at which the group is removed unless all ranks are connected; a lost connection sets it
+    deadline: float = math.inf
     was_whole: bool = False  # True once all ranks of the group were connected at the same time
     moved: tuple[Any, float] = (None, 0.0)  # progress in rank 0's last report, and when it last changed; to find hangs
     leaves: bool = False  # True once a rank has reported that the group leaves: by a stop signal, or at the run's end

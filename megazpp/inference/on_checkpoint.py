@@ -85,7 +85,7 @@ def run_on_checkpoint(
     Raises:
         ValueError: --load is missing, there is no such checkpoint, or flags cannot be used.
     """
-    # ---- the checkpoint, and its flags
+    # ---- find the checkpoint, and complete the flags from it
     features = parsed.config.features
     given = parsed.config.checkpoint
     if given.load is None:
@@ -98,7 +98,7 @@ def run_on_checkpoint(
         return 0
 
     # ---- checks before anything is allocated
-    config = dataclasses.replace(parsed.config, features=())  # optional features extend only trainings
+    config = dataclasses.replace(parsed.config, features=())  # optional features change only training runs
     parsed = parsed._replace(config=config)
     problems = Problems()
     with problems:

@@ -47,7 +47,8 @@ class WholeText:
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         """Return window `index` as [S + 1] int64 token ids. Windows after the end of the text have only `PADDING`."""
-        start = index * self._seq_length - len(self._before)  # position in the concatenated sequences
+        # position of the window in the concatenated sequences; -1 for the added eod
+        start = index * self._seq_length - len(self._before)
         stop = start + self._seq_length + 1
         parts, at = [self._before[: max(-start, 0)]], max(start, 0)
         sequence = int(np.searchsorted(self._ends, at, side="right"))

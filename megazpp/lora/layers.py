@@ -159,7 +159,7 @@ class LowRankExpertAdapter(ExpertAdapter):
         self.num_experts, self.rank, self.scale, self.dropout = num_experts, rank, scale, dropout
         self.a = nn.Parameter(torch.empty(num_experts * in_features, rank))
         self.b = nn.Parameter(torch.empty(num_experts * out_features, rank))
-        std = 1.0 / math.sqrt(3.0 * in_features)  # as in `LowRankAdapter`
+        std = 1.0 / math.sqrt(3.0 * in_features)  # variance of PEFT's initial values, as in `LowRankAdapter`
         self.specs = {name: ParameterSpec(split=0, expert=True, std=std if name == "a" else 0.0) for name in ("a", "b")}
 
     def forward(self, x: torch.Tensor, multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -61,16 +61,10 @@ _KNOWN = (
     *("qalora_group_size", "eva_config", "runtime_config", "use_dora", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("modules_to_save", "layers_to_transform", "layers_pattern", "exclude_modules"),
 )
-_INITS = (
-    True,
-    False,
-    None,
-    "gaussian",
-    "orthogonal",
-    "eva",
-)  # values of init_lora_weights that leave the base weights unchanged
+# Values of init_lora_weights that leave the base weights unchanged
+_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 _SCORES, _HEADS, _SCORE = "SEQ_CLS", ("classifier", "score"), "score.weight"  # PEFT's task and head of reward models
-_WORDS = re.compile(r"\b(lm_head|embed_tokens|wte)\.")  # modules whose tensors have a row for each token
+_WORDS = re.compile(r"\b(lm_head|embed_tokens|wte)\.")  # embeddings and output layers, with a row for each token id
 _LINEARS = ("attention.qkv", "attention.proj", "mlp.gate", "mlp.fc1", "mlp.fc2")
 
 

@@ -77,7 +77,7 @@ def load_adapted(
     Raises:
         ValueError: the adapters of --lora-load were trained on base weights with another checksum.
     """
-    # ---- base
+    # ---- frozen base weights
     settings = adapter_settings(lora, spec.config)
     dims, device = place.dims, place.device
     bits = lora.base_weight_bits
@@ -88,7 +88,7 @@ def load_adapted(
     origin = record.flags.get(IMPORTED_FROM) or str(source.folder.path.resolve())
     settings = settings._replace(base=origin, checksum=checksum)
     shared = SharedGenerator(device, seed=spec.seed, data_rank=dims.dropout_rank)
-    # ---- adapters
+    # ---- adapters, new ones or those of --lora-load
     add_adapters(model, settings, shared)
     built = fill(shard_built(model, spec, dims), spec, dims, device)
     saved = SafeReader(source.checkpoint)

@@ -195,7 +195,7 @@ class AdaptedReader(SafeReader):
         names = [name for name in self._own.tensors() if name.startswith(prefix)]
         parts = {name.removeprefix(prefix): self._own.read_whole(name) for name in names}
         if parts and is_experts:
-            return (parts["b"], parts["a"]) if matrix == "fc2" else (parts["a"], parts["b"])  # fc2 is stored transposed
+            return (parts["b"], parts["a"]) if matrix == "fc2" else (parts["a"], parts["b"])  # fc2 is transposed
         return joined_factors(parts, config.query_groups, config.heads, config.head_size) if parts else None
 
 

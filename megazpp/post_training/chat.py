@@ -156,7 +156,7 @@ class ChatTemplate:
         try:
             text, spans = self.render_spans(_PROBE)
         except ValueError:
-            return True  # the template refuses the probing conversation
+            return True  # the template refuses the probing conversation, so its end of a turn is unknown
         found = self._tokenizer.encode_spans(text, add_special_tokens=False)
         words = [
             token
@@ -196,7 +196,7 @@ def load_chat_template(config: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate
     if path is not None:
         name = f"--chat-template {path}"
         source = tokenizer.chat_template(path)
-        if source is None or source == path:  # transformers returns an unknown name unchanged; it is then a file
+        if source is None or source == path:  # the tokenizer has no template of this name, so it is a file
             with errors_as(f"{name} cannot be read", (OSError, UnicodeDecodeError)):
                 source = read_small_file(find_file(path)).decode("utf-8-sig")
         _compiled(source, name, [])

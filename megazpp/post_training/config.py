@@ -200,7 +200,7 @@ class PostTrainingConfig:
                 f"{len(self.losses)} of --loss-type {' '.join(self.losses)}: give one weight for each loss"
             )
         if self.objective == "dpo" and self.beta_or_default == 0.0:
-            raise ValueError("--beta 0.0: with --objective dpo the loss would not depend on the policy; give more")
+            raise ValueError("--beta 0.0 must be above 0: with --objective dpo the loss would not depend on the policy")
         if self.objective == "grpo" and self.num_generations == 1:
             raise ValueError("--num-generations 1: --objective grpo compares at least two completions of each prompt")
         for names, off, needed in (

@@ -143,7 +143,7 @@ def read_examples(
         if not path.exists():
             log(f"tokenizing {_names(paths)}")
         examples = Examples(*load_or_save_arrays(path, build))
-    # ---- report
+    # ---- report the numbers of examples in the log
     total, cut, empty, within, same, file, line, conversations = examples.counts.tolist()
     template.used |= conversations > 0
     if config.assistant_only_loss and not template.trains_end_of_turn():
@@ -232,7 +232,7 @@ def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormat
     if record.get("messages") is not None:
         messages = _value(record, "messages")
         if isinstance(messages, str):
-            raise ValueError("'messages' is a string, not a list of messages")
+            raise ValueError("'messages' is a string, not a list of messages: a string belongs in 'text'")
         return [(*_conversation(messages, record, template, config), False)]
     if record.get("prompt") is not None and record.get("completion") is not None:
         prompt, completion = _value(record, "prompt"), _value(record, "completion")
@@ -254,13 +254,14 @@ def _pair_texts(record: Record, template: ChatTemplate, config: DataFormatConfig
     if record.get("prompt") is not None:
         prompt = _value(record, "prompt")
     elif type(chosen) is not type(rejected):
-        raise ValueError("one of 'chosen' and 'rejected' is a string, and the other is a conversation")
+        raise ValueError("one of 'chosen' and 'rejected' is a string, the other a conversation: give the same type")
     else:
         same = _same(chosen, rejected)
         if isinstance(chosen, str) and chosen[:same].endswith(" "):
-            same -= 1  # the space belongs to the answers, as in TRL
+            same -= 1  # a space between prompt and answers belongs to the answers, as in TRL
         prompt, chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
-    config = DataFormatConfig(max_length=config.max_length)  # pairs have loss on the answers, whatever the flags say
+    # The loss of pairs is always on the answers, so drop the flags that decide where supervised examples have a loss
+    config = DataFormatConfig(max_length=config.max_length)
     answers = {"chosen": chosen, "rejected": rejected}
     return [_answer(prompt, answer, name, record, template, config) for name, answer in answers.items()]
 
@@ -290,7 +291,7 @@ def _answer(
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if answer and not any(message["role"] == "assistant" for message in answer):
-        raise ValueError(f"{name!r} has no message of the role 'assistant'")
+        raise ValueError(f"{name!r} has no message of the role 'assistant', which an answer must have")
     if answer[: len(prompt)] == prompt:
         answer = answer[len(prompt) :]  # some datasets repeat the prompt in the answer
     text, spans = _conversation([*prompt, *answer], record, template, config)
@@ -462,7 +463,7 @@ def _encode(text: str, learned: Sequence[tuple[int, int]], ends: bool, tokenizer
     mask = np.zeros(len(ids) + 1, dtype=np.uint8)
     within = False
     for start, stop in learned:
-        mask[:-1] |= (first < stop + (stop == len(text))) & (last > start)  # includes special tokens after the text
+        mask[:-1] |= (first < stop + (stop == len(text))) & (last > start)  # a range at the end includes added tokens
         within |= bool(((first < start) & (last > start)).any())
     if (
         ends

@@ -148,7 +148,7 @@ def _drawing(config: RunConfig, configs: PostConfigs, plan: RunPlan, policy: Ste
     return Counter(
         {
             Memory.GATHERED: sum(whole),
-            Memory.BUFFERS: max(copied) if shards > 1 else 0,  # buffers of one gather and of the gather before
+            Memory.BUFFERS: max(copied) if shards > 1 else 0,  # two gathers overlap, and each has buffers
             Memory.UNPACKED: policy.unpacked_bytes,
             Memory.KEYS_AND_VALUES: count * configs.form.max_length * per_token,
         }

@@ -41,7 +41,7 @@ from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.rewards import reward_metrics, total_rewards
 from megazpp.post_training.sampler import PolicySampler
 
-_KNOWN = RolloutBatch._fields[5:]  # fields of a batch that do not follow from tokens and loss mask
+_KNOWN = RolloutBatch._fields[5:]  # fields of a batch that a checkpoint stores besides tokens and loss mask
 
 
 class Buffer(NamedTuple):

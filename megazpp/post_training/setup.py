@@ -65,7 +65,8 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
         if given.load is None:
             raise ValueError("--load is missing: give the folder of checkpoints that post-training begins with")
     problems.raise_all()
-    if not saves_where_it_loads(given):  # a restarted job still prefers its own checkpoints
+    # With another --save, take only weights from --load, unless a restarted job has saved checkpoints of its own
+    if not saves_where_it_loads(given):
         given = dataclasses.replace(given, finetune=True)
     own = own_checkpoints(given, parsed.config.tracking, restarted=restarted)
     source = choose_source(own, restarted=restarted, opener=adapter_opener(parsed.config.sections))
@@ -275,9 +276,8 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
     if "seq_length" in parsed.origins:
         raise ValueError(f"--seq-length {config.data.seq_length}: post-training uses --max-length instead")
     for name in ("split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
-        if (
-            parsed.origins.get(name) == COMMAND_LINE
-        ):  # args.txt of a run has every flag, so only flags on the command line count
+        # Only a flag on the command line is refused, because args.txt of a run has every flag
+        if parsed.origins.get(name) == COMMAND_LINE:
             raise ValueError(
                 f"--{name.replace('_', '-')} is for pretraining: in post-training each sample is a document"
             )
@@ -285,7 +285,9 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
         form = dataclasses.replace(form, max_length=min(LONGEST, config.model.max_position_embeddings or LONGEST))
     longest = config.model.max_position_embeddings
     if longest is not None and form.max_length > longest:
-        raise ValueError(f"--max-length {form.max_length} is longer than --max-position-embeddings {longest}")
+        raise ValueError(
+            f"--max-length {form.max_length} is longer than --max-position-embeddings {longest}: give at most that"
+        )
     free = {
         "lr": DEFAULT_RATE[post.objective],
         "ref_load": str(source.folder.path.resolve()),
