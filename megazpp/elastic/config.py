@@ -109,7 +109,7 @@ class ElasticPlan(NamedTuple):
     notices: tuple[str, ...] = ()  # lines to show the user when the run starts; none
 
     def describe(self) -> str:
-        """Return one line that describes the plan, for the log."""
+        """Return one line for the log: the nominal number of groups, and how long a synchronization waits."""
         rules = self.rules
         grace = "3 % of an interval" if rules.grace is None else f"{rules.grace:g} s"
         quorum = "half of the live groups" if rules.quorum is None else f"{rules.quorum} groups"
@@ -157,7 +157,7 @@ def plan_elastic(config: RunConfig, plan: RunPlan) -> ElasticPlan | None:
     if flags.diloco_coordinator is None:
         return None
     asked = f"--diloco-coordinator {flags.diloco_coordinator}"
-    assert diloco.diloco_steps is not None  # see `count_jobs`
+    assert diloco.diloco_steps is not None  # `count_jobs` has refused a run without it
     minutes = config.stop.exit_duration_in_mins
     refused: Mapping[str, object] = {
         f"--exit-interval {config.stop.exit_interval} (send SIGTERM to a group to end it)": config.stop.exit_interval,

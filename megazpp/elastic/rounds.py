@@ -271,8 +271,7 @@ class Rounds:
             if group is not None and group.status != "out":
                 if self._is_whole(group):
                     raise RefusedError(
-                        f"--diloco-group {name} is in use by another job of this run: give each job another name",
-                        passes=True,
+                        f"--diloco-group {name} is in use by another job: choose another name", passes=True
                     )
                 self._end(name, "it was started again")
             taken = {other.slot for other in self.groups.values() if other.status != "out"}

@@ -130,9 +130,7 @@ class Channel:
             raise WireError(f"the peer wants to send {message['bytes']} bytes, at most {most_bytes} are expected")
         data = self._read(message["bytes"])
         if hashlib.sha256(data).hexdigest() != message["sha256"]:
-            raise WireError(
-                f"{message['bytes']} bytes from the peer were damaged on the way: their SHA-256 is not as announced"
-            )
+            raise WireError("bulk data from the peer was damaged on the way: its SHA-256 is not the announced one")
         return message, data
 
     def close(self) -> None:

@@ -117,9 +117,7 @@ def check_input(path: str) -> None:
     try:
         files = resolve_text_paths([path])
     except ValueError as error:
-        raise ValueError(
-            f"--input {path} is neither a text nor the prefix of a .bin/.idx pair: give an existing file or prefix"
-        ) from error
+        raise ValueError(f"--input {path} is neither a text nor the prefix of a .bin/.idx pair") from error
     check_texts(files, flag_name="--input")
 
 

@@ -57,7 +57,7 @@ TAKEN = ("model", "tokenizer", "precision")  # configs whose flags are taken fro
 class PostTrainingConfig:
     """Post-training.
 
-    The objective and its constants.
+    Flags for the objective and the constants of its loss.
     """
 
     objective: Literal["sft", "reward", "dpo", "grpo", "ppo"] | None = flag(

@@ -133,9 +133,7 @@ def find_frozen(
     """
     source, record = find_weights(folder, iteration, opener=opener)
     if scalar_head and not record.is_reward_model:
-        raise ValueError(
-            f"{folder.name} is not a reward model: it has no scalar head; train a reward model with --objective reward"
-        )
+        raise ValueError(f"{folder.name} is not a reward model, with a scalar head: train one with --objective reward")
     return source, record
 
 

@@ -305,7 +305,7 @@ class RolloutLoader(StatePart):
         for part in self._batches(batch):
             self.sampler.give_up()
             found.append(ask(part).cpu())
-        if found[0].dim() > 1:  # [B, s, ...] -> [B, S, ...]
+        if found[0].dim() > 1:  # pad results for tokens with 0: [B, s, ...] -> [B, S, ...]
             found = [torch.cat((x, x.new_zeros(len(x), self.max_length - x.shape[1], *x.shape[2:])), 1) for x in found]
         return torch.cat(found)
 

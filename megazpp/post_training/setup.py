@@ -102,13 +102,9 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
             "different times, but experts on other ranks need all of them; use --expert-model-parallel-size 1"
         )
     if post.update_expert_bias and not config.model.moe_router_enable_expert_bias:
-        raise ValueError(
-            "--update-expert-bias: this model has no routing biases of experts (--moe-router-enable-expert-bias)"
-        )
+        raise ValueError("--update-expert-bias: this model has no routing biases (--moe-router-enable-expert-bias)")
     if post.update_expert_bias and configs.lora.lora_r is not None:
-        raise ValueError(
-            f"--update-expert-bias: with --lora-r {configs.lora.lora_r} the base model is frozen with these biases"
-        )
+        raise ValueError(f"--update-expert-bias: --lora-r {configs.lora.lora_r} freezes the model and these biases")
     if config.data.mock_data or config.data.text_path:
         raise ValueError("--text-path and --mock-data are for pretraining: give JSON lines or Parquet by --data-path")
     if form.packing and post.objective != "sft":
@@ -117,19 +113,14 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
     check_adapters(configs.lora, config)
     if config.values().get("save_weight_patches") is not None and (lora or post.objective == "reward"):
         asked = f"--lora-r {configs.lora.lora_r}" if lora else "--objective reward"
-        raise ValueError(
-            f"--save-weight-patches does not support {asked}: patches are made only for a policy whose weights are all "
-            "trained"
-        )
+        raise ValueError(f"--save-weight-patches with {asked}: patches need a policy whose weights are all trained")
     if config.zero.optimizer_cpu_offload and (lora or post.sync_ref_model):
         given = f"--lora-r {configs.lora.lora_r}" if lora else "--sync-ref-model"
         raise ValueError(f"--optimizer-cpu-offload does not support {given}: leave one of them out")
     if lora and post.sync_ref_model:
         raise ValueError("--sync-ref-model: with --lora-r the reference model is the frozen base, which never changes")
     if post.sync_ref_model and not (config.checkpoint.save_optim and config.checkpoint.load_optim):
-        raise ValueError(
-            "--sync-ref-model: --no-save-optim and --no-load-optim would leave the reference model out of checkpoints"
-        )
+        raise ValueError("--sync-ref-model: --no-save-optim and --no-load-optim leave its reference out of checkpoints")
     if streams and (lora or post.sync_ref_model or not post.needs_reference):
         bits = f"--weight-bits {configs.weights.weight_bits}"
         given = (
@@ -142,9 +133,7 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
     if not post.draws:
         return
     if not (configs.rewards.reward_funcs or post.reward_load):
-        raise ValueError(
-            f"--objective {post.objective} needs --reward-funcs or --reward-load, which give rewards to completions"
-        )
+        raise ValueError(f"--objective {post.objective} needs --reward-funcs or --reward-load, which give the rewards")
     if config.batches.rampup_batch_size is not None:
         raise ValueError(f"--rampup-batch-size is not supported by --objective {post.objective}: leave it out")
     if config.section(SampleConfig).sample_temperature == 0.0:

@@ -109,7 +109,7 @@ class PostTraining:
             states=states,
             observers=() if synced is None else (synced.step,),
             generates=self.post.objective != "reward",
-            has_weights=adapted is not None,  # the base is loaded and adapters are initialized when the model is built
+            has_weights=adapted is not None,  # a policy with adapters has its weights since it was built
             evaluates_first=self.post.eval_on_start,
             samples=self._samples,
         )

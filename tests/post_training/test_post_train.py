@@ -451,7 +451,7 @@ def test_flags_that_experts_do_not_support_are_rejected(home, experts):
         --objective grpo --expert-model-parallel-size 2 | --expert-model-parallel-size 2 with --objective grpo: data
         --objective ppo --expert-model-parallel-size 2 | --expert-model-parallel-size 2 with --objective ppo: data
         --objective sft --lora-r 2 --expert-model-parallel-size 2 | --expert-model-parallel-size 2 with --lora-r 2
-        --objective sft --update-expert-bias | --update-expert-bias: this model has no routing biases of experts
+        --objective sft --update-expert-bias | --update-expert-bias: this model has no routing biases
         --objective sft --lora-r 2 --lora-target-modules all-linear | all-linear with --num-experts 4: only attention
     """
     fixed = f"--load {experts} --data-path prompts.jsonl --micro-batch-size 8 --train-iters 1 --nproc 2"
@@ -481,7 +481,7 @@ REFUSED = """
     --objective grpo --reward-funcs a:b --weight-bits 8 | --weight-bits 8 is for the weights of a
     --objective dpo --lora-r 2 --weights-device host | with --lora-r the reference is the base
     --objective dpo --sync-ref-model --lora-r 2 | --sync-ref-model: with --lora-r the reference model is
-    --objective dpo --sync-ref-model --no-load-optim | --no-load-optim would leave the reference model out of
+    --objective dpo --sync-ref-model --no-load-optim | --no-load-optim leave its reference out of
     --objective dpo --sync-ref-model --weight-bits 8 | with --sync-ref-model the reference is
     --objective dpo --sync-ref-model --ref-load base | --ref-load base: the reference begins as
     --objective dpo | prompts.jsonl, line 1: there is no 'chosen', only 'prompt', 'word'
