@@ -58,31 +58,26 @@ def build_optimizer(
 
 def build_orthogonalizer(
     model: nn.Module, config: OptimizerConfig, dims: ParallelDims, dtype: torch.dtype
-) -> Orthogonalizer | JointOrthogonalizer:
+) -> JointOrthogonalizer:
     """Build the object with which --optimizer muon orthogonalizes the updates of the layers' matrices.
+
+    The matrices of experts have an `Orthogonalizer` of their own, because they are sharded over other axes.
 
     Args:
         model: sharded model.
         config: flags of the optimizer.
         dims: mesh axes of the run.
         dtype: dtype in which the model computes.
-
-    Returns:
-        An `Orthogonalizer`, or for a model with experts a `JointOrthogonalizer`: dense matrices and the matrices of
-        experts are sharded over different axes.
     """
     matrices, rows = layer_matrices(model, dims.tp.size, dims.layout.ep), row_dtype(dtype)
-    dense = [matrix for matrix in matrices if not matrix.expert]
-    joined = Orthogonalizer(dense, config, dims.layout, node=dims.node, cross=dims.cross, dtype=rows)
-    if len(dense) == len(matrices):
-        return joined
-    # An expert-parallel rank has complete experts. So the rows of an expert's matrices are split only over the axes on
-    # which FSDP2 shards experts, and not over tensor-parallel ranks.
-    axes, layout = dims.experts, dataclasses.replace(dims.experts.layout, tp=1)
-    experts = [matrix for matrix in matrices if matrix.expert]
-    return JointOrthogonalizer(
-        [joined, Orthogonalizer(experts, config, layout, node=axes.local, cross=axes.cross, dtype=rows)]
-    )
+    dense, experts = ([matrix for matrix in matrices if matrix.expert is expert] for expert in (False, True))
+    parts = [Orthogonalizer(dense, config, dims.layout, node=dims.node, cross=dims.cross, dtype=rows)]
+    if experts:
+        # An expert-parallel rank has complete experts. So the rows of an expert's matrices are split only over the axes
+        # on which FSDP2 shards experts, and not over tensor-parallel ranks.
+        axes, layout = dims.experts, dataclasses.replace(dims.experts.layout, tp=1)
+        parts.append(Orthogonalizer(experts, config, layout, node=axes.local, cross=axes.cross, dtype=rows))
+    return JointOrthogonalizer(parts)
 
 
 def optimizer_backends(config: OptimizerConfig, device_type: str) -> list[tuple[str, str, str]]:
@@ -116,10 +111,7 @@ class Muon(DeviceOptimizer):
     """
 
     def __init__(
-        self,
-        named: dict[str, nn.Parameter],
-        orthogonalizer: Orthogonalizer | JointOrthogonalizer,
-        config: OptimizerConfig,
+        self, named: dict[str, nn.Parameter], orthogonalizer: JointOrthogonalizer, config: OptimizerConfig
     ) -> None:
         names = [matrix.name for matrix in orthogonalizer.parameters]
         groups = parameter_groups([(name, named[name]) for name in names], config.weight_decay)

@@ -113,7 +113,7 @@ class Orthogonalizer:
         return self._cross.size > 1 and interval > 0 and iteration % interval == 0
 
     def describe(self) -> str:
-        """Return a line for the log: the number of Muon's matrices, their split over nodes, and FLOPs per step.
+        """Return a line for `--plan`: the number of Muon's matrices, their split over nodes, and FLOPs per step.
 
         If a parameter has so few rows that the ranks of the last node hold none of them, the line names it.
         """
@@ -302,12 +302,12 @@ class Orthogonalizer:
 
 
 class JointOrthogonalizer:
-    """Muon's orthogonalization for models with experts: one `Orthogonalizer` for dense matrices, one for experts.
+    """Muon's orthogonalization of all matrices: one `Orthogonalizer` for dense matrices, and one for those of experts.
 
     The two differ in the axes over which their matrices are sharded. The methods are those of `Orthogonalizer`.
 
     Args:
-        parts: the two orthogonalizers; one without matrices is left out.
+        parts: one or two orthogonalizers; one without matrices is left out.
     """
 
     def __init__(self, parts: Sequence[Orthogonalizer]) -> None:
@@ -319,7 +319,7 @@ class JointOrthogonalizer:
         return any(part.is_full(iteration) for part in self._parts)
 
     def describe(self) -> str:
-        """Return a line for the log: the number of dense matrices and of experts' matrices, and FLOPs per step."""
+        """Return a line for `--plan`: the number of dense matrices and of experts' matrices, and FLOPs per step."""
         return "; experts: ".join(part.describe() for part in self._parts)
 
     def buffer_bytes(self, iteration: int) -> int:
