@@ -121,7 +121,7 @@ class Experts(nn.Module):
         grouped = self.grouped and has_values(received)
         if adapters or grouped:
             sizes_or_ends = by_expert.ends if grouped else routes.sizes().rows
-            rows = _adapted_products(rows, gate, fc1, fc2, sizes_or_ends, self.gated, adapters)
+            rows = _products_by_matrix(rows, gate, fc1, fc2, sizes_or_ends, self.gated, adapters)
         else:
             rows = _looped_products(rows, gate, fc1, fc2, routes.sizes().rows, self.gated)
         # ---- send the experts' outputs back to the ranks of the tokens
@@ -325,7 +325,7 @@ def _looped_products(
     return torch.cat([torch.mm(gated(F.linear(part, g), F.linear(part, u)), d) for part, g, u, d in parts])
 
 
-def _adapted_products(
+def _products_by_matrix(
     rows: torch.Tensor,
     gate: torch.Tensor,
     fc1: torch.Tensor,
@@ -368,7 +368,7 @@ class ExpertAdapter(Adapter):
     """Base class of LoRA adapters for the experts of a layer; one adapter serves one matrix of all experts.
 
     `forward` receives the rows [R, inputs] of all experts, sorted by expert, and the function `multiply` of
-    `_adapted_products`, which multiplies the rows of each expert by a matrix of this expert.
+    `_products_by_matrix`, which multiplies the rows of each expert by a matrix of this expert.
     """
 
 

@@ -149,8 +149,9 @@ def _packs(plan: MessagePlan, dtype: torch.dtype) -> bool:
 
 
 class FrozenUnits:
-    """The `WeightHandle` to a model of frozen units.
+    """The handle to a model of frozen units, by which evaluation and generation keep or free unpacked weights.
 
+    It implements `WeightHandle`, as the handle to a trained model does.
     Each unit unpacks its weights before the forward and the backward of its modules, and frees their memory afterwards.
 
     Args:

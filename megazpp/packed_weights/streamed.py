@@ -94,7 +94,9 @@ def plan_stream(
 
 
 class StreamedUnits:
-    """The `WeightHandle` to a streamed model; the constructor replaces the model's parameters by packed weights.
+    """The handle to a streamed model; the constructor replaces the model's parameters by packed weights.
+
+    It implements `WeightHandle`, the methods by which evaluation and generation keep or free a model's weights.
 
     Args:
         model: model on the meta device.

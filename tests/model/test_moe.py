@@ -14,7 +14,7 @@ from megazpp.kernels.expert_rows import Sorted, sort_rows
 from megazpp.model.backends import grouped_product_is_right, loop_reason, missing_compiler
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.model.moe import Gating, _adapted_products, _looped_products, weighted_sum
+from megazpp.model.moe import Gating, _looped_products, _products_by_matrix, weighted_sum
 from megazpp.model.router import Router, biased_routers, router_metrics, update_expert_bias_
 from megazpp.parallel.axis import MeshAxis
 from megazpp.run.checks import check_experts
@@ -32,7 +32,7 @@ def test_grouped_products_equal_looped_products_with_idle_experts():
     results = []
     ends = torch.tensor(sizes).cumsum(0).int()
     gated = Gating(compiled=False)
-    for product, *counts in ((_looped_products, sizes, gated), (_adapted_products, ends, gated, {})):
+    for product, *counts in ((_looped_products, sizes, gated), (_products_by_matrix, ends, gated, {})):
         given = [tensor.clone().requires_grad_() for tensor in tensors]
         rows, *weights = given
         found = product(rows, *(w.flatten(0, 1) for w in weights), *counts)
