@@ -66,7 +66,8 @@ def pack(
     Errors:
         |x - dequantized| <= |scale| / 2 (1 + 2^-15), except for elements that a format with `clip` clips.
     Raises:
-        ValueError: a shape, dtype, stride or device does not match, or both errors and base are given.
+        ValueError: the shape, dtype, strides or device of an argument does not match the others, or both errors and
+            base are given.
     Source: ZeRO++ sections 3.1 and 3.3 (qwZ, qgZ). Rounding is half to even.
     """
     # ---- on CUDA, repeat an earlier launch with equal shapes, strides and dtypes without checking the arguments again
@@ -118,7 +119,7 @@ def unpack(messages: Tensor, table: RangeTable, *, out: Tensor) -> None:
         table: list of the segments of a row, the same as for `pack`.
         out: [..., n] fp32, bf16 or fp16, written.
     Raises:
-        ValueError: a shape, dtype, stride or device does not match.
+        ValueError: the shape, dtype, strides or device of an argument does not match the others.
     """
     _unpack(messages.unsqueeze(0), table, out, onto_quantized=False, onto_exact=False)
 
@@ -135,7 +136,7 @@ def unpack_onto(messages: Tensor, table: RangeTable, *, out: Tensor) -> None:
         table: list of the segments of a row, the same as for `pack`.
         out: [..., n] fp32, bf16 or fp16, the base, updated in place.
     Raises:
-        ValueError: a shape, dtype, stride or device does not match.
+        ValueError: the shape, dtype, strides or device of an argument does not match the others.
     """
     _unpack(messages.unsqueeze(0), table, out, onto_quantized=True, onto_exact=False)
 
@@ -149,7 +150,7 @@ def unpack_sum(messages: Tensor, table: RangeTable, *, out: Tensor, accumulate: 
         out: [..., n] fp32, bf16 or fp16; receives the sums, which are rounded once to its dtype.
         accumulate: True if the sum starts with the values in `out`; False overwrites them.
     Raises:
-        ValueError: K is 0, or a shape, dtype, stride or device does not match.
+        ValueError: K is 0, or the shape, dtype, strides or device of an argument does not match the others.
     """
     if messages.ndim < 2 or messages.shape[0] == 0:
         raise ValueError(f"messages {tuple(messages.shape)} cannot be summed; expected the shape [K, ..., M], K >= 1")

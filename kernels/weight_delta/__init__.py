@@ -56,7 +56,7 @@ def encode(new: Tensor, old: Tensor, message: Tensor) -> None:
         old: [S] of the same dtype, contiguous, the weights that the receivers hold.
         message: [M] uint8, with M from `message_bytes`; all bytes are written.
     Raises:
-        ValueError: a shape, dtype, stride or device does not match.
+        ValueError: the shape, dtype, strides or device of an argument does not match the others.
     """
     _check("old", old, new.dtype, new.shape, new.device)
     kinds, halves, body = _parts(message.unsqueeze(0), new)
@@ -74,7 +74,7 @@ def decode(messages: Tensor, weights: Tensor) -> None:
         messages: [N, M] uint8, one message of each sender, written by `encode`.
         weights: [N, S] bf16 or fp16, the old weights that each sender has encoded against, bit for bit; updated.
     Raises:
-        ValueError: a shape, dtype, stride or device does not match.
+        ValueError: the shape, dtype, strides or device of an argument does not match the others.
     """
     _check("weights", weights, weights.dtype, (len(messages), weights.shape[-1]), messages.device)
     parts = _parts(messages, weights)

@@ -108,7 +108,7 @@ def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None
         quotients = ones.diff(prepend=ones.new_tensor([-1])) - 1
         z = torch.zeros(BLOCK, dtype=torch.int64, device=found.device)
         z[places] = (quotients << k) + torch.tensor(remainders, device=found.device) + int(sparse)
-        # ---- compute the new weights from the old weights and z
+        # ---- compute the block's new weights from its old weights and their zigzag-encoded changes z
         z = z[: len(block)]
         ordered = order(block.view(torch.int16)).int() + ((z >> 1) ^ -(z & 1))
         block.view(torch.int16).copy_(order(ordered.to(torch.int16)))
