@@ -90,16 +90,13 @@ class RangeTable:
         rows, fmt = [], self.layout.fmt
         for part in self.layout.ranges:
             start, length, payload, scales = _row(part)
-            index = torch.arange(-(-length // size), dtype=torch.int64, device="cpu")
-            step = size * self.dtype.itemsize
+            payload_step, scale_step = size * self.dtype.itemsize, 0  # unquantized tiles all have scales -1
             if scales >= 0:
                 assert fmt is not None
-                step, scale_step = fmt.payload_bytes(size), fmt.scale_bytes(size)
-                scales_of_tiles = scales + index * scale_step
-            else:
-                scales_of_tiles = torch.full_like(index, -1)
-            first = index * size
-            rows.append(torch.stack([start + first, length - first, payload + index * step, scales_of_tiles], dim=1))
+                payload_step, scale_step = fmt.payload_bytes(size), fmt.scale_bytes(size)
+            index = torch.arange(-(-length // size), dtype=torch.int64, device="cpu")
+            columns = (start + index * size, length - index * size, payload + index * payload_step)
+            rows.append(torch.stack((*columns, scales + index * scale_step), dim=1))
         return torch.cat(rows) if rows else torch.empty(0, COLUMNS, dtype=torch.int64, device="cpu")
 
 
