@@ -162,9 +162,9 @@ def open_store(place: RankInfo, timeout: timedelta, env: MutableMapping[str, str
     return store
 
 
-def store_address(env: Mapping[str, str] = os.environ) -> str:
+def store_address() -> str:
     """Return the address of the job's store for messages: "HOST:PORT", with "?" for an unset variable."""
-    return ":".join(env.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
 def is_on_one_machine(place: RankInfo, env: Mapping[str, str] = os.environ) -> bool:

@@ -113,15 +113,15 @@ class Cluster:
         return rank if self.order is None else self._positions[rank]
 
     def node_of(self, rank: int) -> int:
-        """Return the index of the node of a rank."""
+        """Return the index of the node on which a rank is."""
         return self.position_of(rank) // self.ranks_per_node
 
     def domain_of(self, rank: int) -> int:
-        """Return the index of the fast domain of a rank."""
+        """Return the index of the fast domain to which a rank belongs."""
         return self.position_of(rank) // self.ranks_per_domain
 
     def local_domain_of(self, rank: int) -> int:
-        """Return the index of the local domain (node or fast domain, whichever is larger) of a rank."""
+        """Return the index of the local domain (node or fast domain, whichever is larger) to which a rank belongs."""
         return self.position_of(rank) // self.local_domain_size
 
     def link_between(self, rank: int, other: int) -> LinkKind:
@@ -167,7 +167,7 @@ class Link(NamedTuple):
 
     @property
     def is_measured(self) -> bool:
-        """True if the bandwidth was measured, False if it comes from a data sheet."""
+        """True if --measure-links measured the bandwidth, False if the bandwidth comes from a data sheet."""
         return self.source.startswith(MEASURED)
 
     def __str__(self) -> str:
@@ -184,7 +184,7 @@ class Links(NamedTuple):
 
     @property
     def known(self) -> dict[LinkKind, Link]:
-        """The known links by kind, fastest kind first."""
+        """The kinds of links whose bandwidth is known, with the links' figures, fastest kind first."""
         return {kind: link for kind, link in zip(LINK_KINDS, self, strict=True) if link is not None}
 
     def describe(self) -> str:

@@ -212,7 +212,7 @@ def cyclic_order(nodes: int, ranks_per_node: int) -> tuple[int, ...]:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that rejects repeated keys. The standard loader would silently use the last one."""
+    """A YAML loader for cluster files that rejects repeated keys. PyYAML's loader would use the last value silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Convert a YAML mapping to a dict, and raise a ConstructorError if a key is repeated."""

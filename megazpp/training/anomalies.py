@@ -244,7 +244,11 @@ class Guard:
         raise NotFiniteError(world.share_object(message))
 
     def _go_back(self) -> str:
-        """Reload the last checkpoint after a loss spike, and return the end of the sentence that logs the spike."""
+        """Reload weights and moments from the last checkpoint after a loss spike.
+
+        Returns:
+            The end of the log line about the spike: the iteration of the checkpoint, or why there is none.
+        """
         assert self.rewind is not None
         losses = self.history.state_dict()  # `rewind` loads an older history, without the latest losses
         try:

@@ -97,7 +97,10 @@ class AfterStep(NamedTuple):
     at_end: bool = False
 
     def due(self, iteration: int, *, last: bool) -> bool:
-        """Return True if the action follows the step of `iteration`. `last` is True for the last step of the run."""
+        """Return True if this action, for example a save, follows the step of `iteration`.
+
+        `last` is True for the last step of the run.
+        """
         return (last and self.at_end) or (self.interval is not None and iteration % self.interval == 0)
 
 
@@ -297,6 +300,7 @@ def catching_signals(stops: StopConditions, *, answers: bool = False) -> Iterato
     """
 
     def catch(signum: int, frame: FrameType | None) -> None:
+        """Handle a stop signal: store its number, so that the training loop stops after a step."""
         stops.caught = signum
         if signum == signal.SIGINT:
             signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process even in a blocked collective
@@ -322,6 +326,7 @@ def collect_garbage_between_steps() -> Iterator[Callable[[int], None]]:
     enabled, freezes, started = gc.isenabled(), gc.get_freeze_count() == 0, False
 
     def after_step(iteration: int) -> None:
+        """Collect garbage after the first step and after every `GARBAGE_INTERVAL` iterations."""
         nonlocal started
         if not started:
             gc.collect()

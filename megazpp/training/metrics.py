@@ -240,7 +240,7 @@ class Meter:
         self._inner_losses: list[float] = []
 
     def add(self, step: StepRecord) -> None:
-        """Add the record of one step."""
+        """Add the record of one step to the sums over the log interval and over the run."""
         self._steps.append(step)
         self._first = self._first or step
         self._inner_losses += [step.metrics[INNER_LOSS]] if INNER_LOSS in step.metrics else []

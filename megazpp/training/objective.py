@@ -113,6 +113,7 @@ class LanguageModelLoss:
         def head(
             model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor | None
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            """Return the loss of each token from the last layer's output `x`, and pass on the losses of routers."""
             return model.token_losses(x, batch.labels)[0], router_loss
 
         losses, router_loss = model(
@@ -172,6 +173,7 @@ class Evaluator:
         """
 
         def steps() -> Iterator[Sequence[Any]]:
+            """Yield this rank's micro-batches of each global batch, after a call of `between_batches`."""
             for start in range(0, self.iterations * self.batch_size, self.batch_size):
                 between_batches()
                 yield self.loader.step(start, self.batch_size)

@@ -220,12 +220,18 @@ class LaunchedStep:
 
     @property
     def skipped(self) -> bool:
-        """True if the host has decided to skip the update. If the device decides, False, without a wait."""
+        """True if the host has decided to skip the update of this step.
+
+        False if the device decides, because the host does not wait for the device's decision.
+        """
         return self.waits and not self.check()
 
     @property
     def overflow(self) -> bool:
-        """True if the gradient norm is not finite, for the loss scale. If the device decides, False, without a wait."""
+        """True if the gradient norm of this step is not finite, so that a dynamic loss scale has to decrease.
+
+        False if the device decides about the update, because the host does not wait for the norm then.
+        """
         return self.waits and not math.isfinite(self.numbers.wait()[1])
 
     def wait(self) -> StepRecord:
