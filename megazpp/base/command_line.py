@@ -201,7 +201,7 @@ class FlagParser:
         for given in kept:
             try:
                 for name, value in self._read(given).items():
-                    words.pop(name, None)  # a repeated flag moves to its last position
+                    words.pop(name, None)  # a flag that is given again counts at its last position
                     values[name], words[name] = value, given
             except ValueError as error:
                 problems.append(f"{given.origin}: {error}")
@@ -304,7 +304,7 @@ def _read_words(path: Path) -> Iterator[Word]:
         ValueError: the file cannot be read, or a quote is not closed. The message names the file and the line.
     """
     try:
-        lines = read_small_file(path).decode("utf-8-sig").split("\n")  # keeps line breaks inside quotes
+        lines = read_small_file(path).decode("utf-8-sig").split("\n")  # quoted values keep other line breaks
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{_shown(path)}: cannot be read: {cause(error)}") from None
     first = 0  # first line of a group of lines that is split as one text, because a quoted word may span lines
@@ -504,7 +504,7 @@ def _one_value(parts: Sequence[Any], optional: bool, metavar: str | None) -> dic
             raise argparse.ArgumentTypeError(f"{text!r} does not fit 64 bits")
         return value
 
-    read.__name__ = " or ".join([convert.__name__, *words])  # argparse shows this name in its messages
+    read.__name__ = " or ".join([convert.__name__, *words])  # argparse's errors show this name as the type
     kind = (metavar or {"int": "N", "float": "X", "str": "TEXT"}[convert.__name__]) if types_ else ""
     shown = [kind, *words] if types_ else allowed
     return {"type": read, "metavar": f"{{{','.join(shown)}}}" if words else kind}

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-HOME = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent  # folder with configs/, also in a wheel
+# The folder that contains configs/: the package in a wheel, or its parent in a checkout
+HOME = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent
 # Seconds to wait for a lock whose holder may be about to end, before a line about the wait is printed
 LOCK_SECONDS = 5.0
 MOST_BYTES = 64 << 20  # largest flag file or other text file that `read_small_file` reads
@@ -201,7 +202,7 @@ def locked(path: Path) -> Iterator[None]:
     """
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # closing the file releases the lock
+        yield  # leaving the `with` block closes the file, which releases the lock
 
 
 def lock_for_this_job(

@@ -64,11 +64,11 @@ class _Names(NamedTuple):
     """Names of a launcher's environment variables. If a field has several names, the first set variable counts."""
 
     launcher: str  # command of the launcher
-    rank: str
-    size: str  # number of ranks
-    local_rank: tuple[str, ...]
-    local_size: tuple[str, ...] = ()  # number of ranks on this node
-    nodes: tuple[str, ...] = ()  # number of nodes
+    rank: str  # variable with the rank
+    size: str  # variable with the number of ranks
+    local_rank: tuple[str, ...]  # variables with the rank among the ranks of this node
+    local_size: tuple[str, ...] = ()  # variables with the number of ranks on this node
+    nodes: tuple[str, ...] = ()  # variables with the number of nodes
 
 
 def _of_prefix(launcher: str, prefix: str) -> _Names:

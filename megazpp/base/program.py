@@ -37,7 +37,7 @@ EXIT_ERROR, EXIT_USER_ERROR, EXIT_SECONDARY, EXIT_HANG = 1, 2, 3, 4
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # shells report death by signal n as 128 + n
 EXIT_READER_GONE = 128 + signal.SIGPIPE
 LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"  # environment variable of the workers that a launching process of MegaZ++ starts
-_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+_SET_PARENT_DEATH_SIGNAL = 1  # option PR_SET_PDEATHSIG of Linux's prctl
 MEGA, GIGA, TERA = 1e6, 1e9, 1e12
 
 
@@ -145,7 +145,7 @@ def answer_flags(parse: Callable[[list[str]], T], answers: Callable[[T], bool] =
     try:
         is_one_of_many = LAUNCHER_PID in os.environ or "RANK" in os.environ or find_launcher(os.environ) is not None
         is_one_of_many |= any(word.partition("=")[0] == "--nnodes" for word in sys.argv)
-    except ValueError:  # `detect_rank_info` reports it later
+    except ValueError:  # a variable is wrong, which `detect_rank_info` reports later
         return
 
     @program
@@ -167,7 +167,7 @@ def launched_rank(env: Mapping[str, str] = os.environ) -> int:
         if "RANK" in env:
             return int(env["RANK"])
         launched = find_launcher(env)
-    except ValueError:  # `detect_rank_info` reports it later
+    except ValueError:  # a variable is wrong, which `detect_rank_info` reports later
         return 0
     return 0 if launched is None else launched.rank
 

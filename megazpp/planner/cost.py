@@ -55,7 +55,7 @@ CALL_MICROSECONDS = 8.4  # microseconds that every collective takes in addition 
 
 
 class Efficiency(NamedTuple):
-    """Fractions of a GPU's and its links' data-sheet rates that programs reach, between 0 and 1, for the planner.
+    """Fractions of the data-sheet rates of a GPU and its links that programs reach, and two values of the hardware.
 
     Attributes:
         matrix: fraction of the peak FLOP/s that a matrix product of full tiles reaches.

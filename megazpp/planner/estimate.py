@@ -108,7 +108,7 @@ class Estimate(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second on which all ranks together train; 0 if `seconds` is None."""
+        """Training tokens per second of all ranks together; 0 if `seconds` is None."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
@@ -205,7 +205,7 @@ class Estimator:
         return self._choose(config, gigabytes)[0]
 
     def _choose(self, config: RunConfig, gigabytes: float | None = None) -> tuple[WeightDelta | None, Estimate | None]:
-        """Return the choice of `choose_weight_delta`, and the estimate of the run with the chosen format.
+        """Choose the format of weights between nodes; return the choice, and the estimate of the run with it.
 
         The estimate is None if none was computed, or if it was computed for another cluster or another load of the
         experts than this estimator's.

@@ -375,7 +375,7 @@ class SimulatedUnit(Unit):
         shapes: shapes of the simulated rank's shards, without padding.
         axis: axis over whose ranks the parameters are sharded.
         version: number of simulated optimizer steps, by which gathers detect that the weights have changed.
-        reduced: True from the first reduction of a step on, when the rank's shard of the gradients is in memory.
+        reduced: True once a reduction of this step has put the rank's shard of the gradients into memory.
         gathered: True while the unsharded parameters are in memory, from FSDP2's copy out of a gather to its reshard.
         shard: meta tensor with the size of the rank's shard of the parameters, in the dtype of gathers.
         whole: meta tensor with the size of the gathered parameters.
@@ -394,7 +394,7 @@ class SimulatedUnit(Unit):
         updated: simulated time in seconds at which the last update of a shard in host memory ends.
     """
 
-    # `Unit` is a frozen dataclass; the simulation assigns attributes without its check.
+    # `Unit` is a frozen dataclass, which forbids assignments. Simulated units change their state by assignments.
     __setattr__ = object.__setattr__
     is_sharded = True
     is_frozen = False
@@ -415,7 +415,7 @@ class SimulatedUnit(Unit):
             for name, shape in parameters
         )
         super().__init__(modules=(), parameters=found, segments=segments, num_shards=num_ranks)
-        self.size = segments[-1].stop if segments else 0  # no segments: all parameters of the unit are frozen
+        self.size = segments[-1].stop if segments else 0  # there are no segments if all parameters are frozen
         self.elements = sum(math.prod(shape) for _, shape in parameters)
         self.axis, self.shapes = axis, tuple(own_shapes(parameters, num_ranks, axis.rank))
         self.version, self.gathered, self.reduced = 0, False, False
@@ -442,7 +442,7 @@ class SimulatedUnit(Unit):
             self.gather_buffer = (peers * received if peers > 1 else 0) + (0 if wire.gather.keep else received)
         if isinstance(self.reduce, TwoHopReduce):
             inside, across = self.reduce.message_bytes
-            self.reduce_buffer = (2 if peers > 1 else 1) * peers * nodes * inside  # sent and received messages
+            self.reduce_buffer = (2 if peers > 1 else 1) * peers * nodes * inside  # messages to send, and received ones
             self.cross_buffer = 2 * nodes * across
             self.partial_bytes = nodes * self.size * (2 if context.zero.zero_accumulate_in_bf16 else 4)
             errors = self.reduce.errors(META)

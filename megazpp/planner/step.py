@@ -57,7 +57,7 @@ MASTER_BYTES = 4  # bytes per element of master weights, sharded gradients and m
 # Most micro-batches that are simulated: the first, the last, and one that represents all micro-batches in between.
 SIMULATED_MICRO_BATCHES = 3
 NOTHING = Traffic(0, 0)
-HOP_AXES = ("cross", "local", "shard")  # axes of gathers and reductions, in the order of `CommContext`
+HOP_AXES = ("cross", "local", "shard")  # names of the axes that `CommContext` takes, in the order of its fields
 TrafficTable = dict[tuple[str, str, str], Traffic]  # calls and sent bytes by (kind of link, axis, collective)
 
 
@@ -126,7 +126,8 @@ class StepSimulator:
         # ---- simulated mesh axes, with a communication queue each
         self._moments, self._costs = moments, costs or Costs()
         self._simulation = Simulation(self._costs)
-        segments = {id(segment): segment for segment in self.trace.segments.values()}  # equal layers share a segment
+        # Layers of the same kind share one segment, whose kernels are summed once.
+        segments = {id(segment): segment for segment in self.trace.segments.values()}
         self._series = {key: self._series_of(segment) for key, segment in segments.items()}
         self.counter, self.ledger = TrafficCounter(), Ledger()
         self._axes = {
@@ -211,7 +212,7 @@ class StepSimulator:
         self._copied_out, self._copied_from, self._sent_from = start, 0, 0
         self._partial_sums_wait = micro_batches > 1 and not self._zero.zero_cross_every_microbatch
         self._open_ledger()
-        self._sum_over_data()  # training all-reduces the number of tokens of the step
+        self._sum_over_data()  # stands for training's all-reduce of the step's number of tokens
         for index in range(micro_batches):
             last = index == micro_batches - 1
             for unit in self.units:
@@ -219,7 +220,7 @@ class StepSimulator:
                     unit.reduce.begin_micro_batch(last=last)
             self._forward()
             self._backward(first=index == 0, last=last)
-        self._sum_over_data()  # training all-reduces the loss
+        self._sum_over_data()  # stands for training's all-reduce of the loss
         self._optimizer()
         traffic = traffic_between(before, self.counter.table())
         return SimulatedStep(traffic, self._simulation.compute.now - start, self._simulation.busy)
@@ -263,7 +264,8 @@ class StepSimulator:
             for unit, size in zip(units, sizes, strict=True):
                 self.ledger.add(Memory.OUTER_MESSAGES, unit.sent_bytes)
                 received = unit.sent_bytes + axis.size * unit.common.crossing_bytes(keyframe=False)
-                crossing = received + 2 * unit.outer.nbytes  # the mean, and the mean times the learning rate
+                # Besides the messages, buffers hold the mean outer gradient, and the mean times the learning rate.
+                crossing = received + 2 * unit.outer.nbytes
                 # On a GPU the next unit's outer gradient is packed while this unit's messages are in flight.
                 self.ledger.pass_through(Memory.BUFFERS, max(size, crossing) if self._on_cpu else size + crossing)
             compute.wait_until(compute.now + hidden)
@@ -285,7 +287,7 @@ class StepSimulator:
         axis, weight, messages = self._axes["replica_group"], torch.empty((), device=META), list[torch.Tensor]()
         groups = axis.size
         for unit in units:
-            self._touch(8 * unit.rows.nbytes)  # the outer gradient, which `synchronize` explains
+            self._touch(8 * unit.rows.nbytes)  # the outer gradient's passes over memory, as in `synchronize`
             messages.append(unit.pack(weight).view(1, -1).expand(groups, -1))
         sent_bytes = (groups - 1) * sum(unit.message_bytes for unit in units)
         work = axis.queue.submit(lambda: axis.count("send", sent_bytes, calls=groups - 1))
@@ -298,7 +300,7 @@ class StepSimulator:
             # learning rate (2), subtracts it (3) and merges (2). Momentum adds a decay (2), a sum (3), a scaling (2)
             # and a subtraction (3).
             self._touch((10 if unit.momentum is None else 20) * size)
-            mean_and_product = 2 * size  # the mean, and the mean times the learning rate
+            mean_and_product = 2 * size  # buffers of the mean outer gradient, and of the mean times the learning rate
             self.ledger.pass_through(Memory.BUFFERS, (groups + 1) * unit.message_bytes + mean_and_product)
 
     # ---- forward, backward and optimizer --------------------------------------------------------------------------
@@ -645,7 +647,8 @@ class StepSimulator:
             self._downloads.wait_until(reductions.now)
             with simulation.on(self._downloads):
                 if not waits and unit.reduced:
-                    self._copy(UPLOAD, MASTER_BYTES * unit.size)  # the sum of earlier gradients, for the addition
+                    # The sum of earlier gradients is uploaded, so that the new gradients can be added to it.
+                    self._copy(UPLOAD, MASTER_BYTES * unit.size)
                 if not waits or self._sums_on_host:
                     self._copy(DOWNLOAD, unit.partial_bytes if waits else MASTER_BYTES * unit.size)
         elif not waits and not unit.reduced:

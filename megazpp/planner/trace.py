@@ -44,7 +44,7 @@ from megazpp.training.config import ModelSpec
 from megazpp.training.flops import keys_per_token
 
 FORWARD, BACKWARD = "forward", "backward"
-Documents = Literal["kernel", "mask", "CPU's mask"]  # method that keeps attention inside documents
+Documents = Literal["kernel", "mask", "CPU's mask"]  # methods that keep attention inside documents
 NO_RECOMPUTE: dict[str, Any] = {
     "recompute_activations": False,
     "recompute_granularity": None,
@@ -55,8 +55,8 @@ NO_RECOMPUTE: dict[str, Any] = {
 # Stands for float8 matrix products in a trace. It keeps the same tensors for backward, at the same point between the
 # collectives on tp.
 SIMULATED_FLOAT8: Product = F.linear
-MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")  # operations that are matrix products
-# Operations that launch no kernel
+MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")  # names of torch's matrix products
+# Names of operations of torch that launch no kernel
 FREE = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::_unsafe_view")
 
 
@@ -172,7 +172,7 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
         ValueError: only some layers have experts, and layers differ in recomputation or in frozen parameters as well.
     """
     # ---- configs of models with at most three layers, which represent all layers
-    again = 1 if config.recompute_method == "block" else None  # of the traced layers, only layer 0 is recomputed
+    again = 1 if config.recompute_method == "block" else None  # layer 0 of the traced layers is recomputed, layer 1 not
     # Layers with and without a window or rotary embeddings have the same parameters, and count as alike here.
     alike: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None}
     mixed = 0 < len(config.expert_layers) < config.layers
@@ -199,7 +199,7 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
     # For each layer of the model, the traced layer that has the same parameters
     kinds = [int(mixed and config.has_experts(index)) for index in range(config.layers)]
     (units, experts), (frozen, _) = (_units(model, kinds, trained=trained) for trained in (True, False))
-    first_layer = functools.partial(re.sub, r"^layers\.\d+\.", "layers.0.")  # name of the same parameter in layer 0
+    first_layer = functools.partial(re.sub, r"^layers\.\d+\.", "layers.0.")  # maps a name to the name in layer 0
     partial = {first_layer(name) for name in partial_parameters(model)}
     exact = {first_layer(name) for name, _, _, spec in owned_parameters(model) if spec.exact}
     # With --recompute-method block, layer 0 was traced with recomputation and layer 1 without it. `like` has for each
@@ -358,7 +358,7 @@ class TraceRecorder(TorchDispatchMode):
         self.segments: dict[tuple[str, int], TraceSegment] = defaultdict(TraceSegment)
         self._now = self.segments[FORWARD, 0]
         self._live = self._before = 0  # bytes of all live storages, now and when the current segment began
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # live storages that are counted
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # storages whose bytes are counted in `_live`
 
     def watch(self, model: GPTModel) -> None:
         """Register hooks on `model` that start the recording of each segment, and that count the bytes of gradients."""
@@ -590,7 +590,7 @@ class FusedNorm(TorchFunctionMode):
             x, _, weight = (*args, *(kwargs or {}).values())[:3]
             scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
             touched = {FORWARD: _nbytes([x, weight, scale, x])}
-            touched[BACKWARD] = touched[FORWARD] + _nbytes([x, weight])  # gradients have the sizes of x and weight
+            touched[BACKWARD] = touched[FORWARD] + _nbytes([x, weight])  # backward also writes the gradients of both
 
             def note(phase: str) -> None:
                 if self._recorder:

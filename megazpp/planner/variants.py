@@ -44,7 +44,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 }
 SEARCHED = ("ZeRO-3", "HSDP", "--zeropp")  # schemes that the search for the fastest flags tries besides the user's own
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # micro-batch sizes that the search for the fastest flags tries
-USUAL_STEPS = 30  # value of --diloco-steps that the report compares if the run has no local steps
+USUAL_STEPS = 30  # value of --diloco-steps in the report's table of schemes if the user's run has no local steps
 Recompute = Literal["selective", "full"] | None
 # Values of --recompute-granularity, from the one with most memory and least computation to the opposite
 RECOMPUTE: tuple[Recompute, ...] = (None, "selective", "full")

@@ -158,7 +158,7 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, fol
     found = dataclasses.replace(found, add_special_tokens=adds, model_vocab_size=given.model_vocab_size, eos_token=None)
     opened, tokenizer = found, load_tokenizer(found) if names_tokenizer(found) else None
     if named and (tokenizer is None or tokenizer.identity != record.tokenizer):
-        return parsed  # the flags name another tokenizer than the checkpoint's
+        return parsed  # the user's flags name another tokenizer than the checkpoint's, so nothing is taken
     if tokenizer is not None and tokenizer.vocab_size != record.vocab_size and given.model_vocab_size is None:
         found = dataclasses.replace(found, model_vocab_size=record.vocab_size)
         names.add("model_vocab_size")

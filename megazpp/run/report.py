@@ -122,7 +122,7 @@ def conclude(parsed: ParsedRun, run: RunContext, progress: TrainingProgress, *, 
         run.log(f"tokenizer and data indices: {cache_dir(config.data)}", short="")
         stopped = progress.stop_reason is not None
         commands = what_next(parsed, run.folder.path, stopped=stopped, generates=generates)
-        run.log(commands, short=commands)  # a terminal does not wrap `short`, so the user can paste the commands
+        run.log(commands, short=commands)  # a terminal does not wrap `short`, so users can paste the commands
 
 
 def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool) -> str:

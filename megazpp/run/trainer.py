@@ -134,7 +134,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
     with user_errors():
         on_one_machine = functools.partial(config.detect_cluster, worker.world_size, {})
         cluster = resolve_cluster(worker, config.cluster, announced, on_one_machine=on_one_machine)
-        find_product(config.model, worker.device)  # ValueError if the device lacks --fp8-format
+        find_product(config.model, worker.device)  # raises ValueError if the device lacks --fp8-format
         layout = lay_out(config, cluster)
     dims = ParallelDims(layout, device_type=worker.device.type, nccl=config.nccl)
     worker.watchdog.watch(dims)
@@ -196,7 +196,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
             tracker=tracker,
             stops=StopConditions(config.stop),
             opened=opened,
-            profiler=Profiler(config.profiler, context),  # before the model, to record its allocations
+            profiler=Profiler(config.profiler, context),  # created before the model, to record its memory
             worker=worker,
         )
 
@@ -348,7 +348,7 @@ class Trainer:
         optimizer = build_optimizer(model, config.optimizer, **settings)
         scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
         losses, flags = LossHistory(), run.parsed.values() | {"zero_weight_delta": plan.weight_delta(config.zero)}
-        rewinds = config.anomalies.loss_spike_action == "rewind"  # after a loss spike, reload the checkpoint
+        rewinds = config.anomalies.loss_spike_action == "rewind"  # a loss spike reloads the last checkpoint
         values = RunValues(optimizer, scaler, losses)
         states = training_parts(model, sharding, optimizer, dims, values, seed=config.launch.seed)
         guard = Guard(
