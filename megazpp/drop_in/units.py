@@ -21,11 +21,6 @@ from megazpp.zero.units import Unit, find_units
 from megazpp.zero.wire import plan_segments
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
-# The end of error messages about hooks that would see a gradient before its reduction is complete
-EARLY = (
-    ", which would see gradients before they are reduced: set ZeroConfig(overlap_grad_reduce=False), and run no "
-    "backward inside accumulate()"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,11 +162,18 @@ class ProgramUnit(Unit):
 
     def refuse_gradient_hooks(self) -> None:
         """Raise RuntimeError if a hook would see gradients of the unit while their reduction is still in flight."""
-        for p, parameter in zip(self._group.fsdp_params, self.parameters, strict=True):
-            if getattr(p.sharded_param, "_post_accumulate_grad_hooks", None):
-                raise RuntimeError(f"{parameter.name} has a post-accumulate-grad hook{EARLY}")
+        found = [
+            f"{parameter.name} has a post-accumulate-grad hook"
+            for p, parameter in zip(self._group.fsdp_params, self.parameters, strict=True)
+            if getattr(p.sharded_param, "_post_accumulate_grad_hooks", None)
+        ]
         if self._group._all_reduce_hook is not None and not self._group._is_hsdp:
-            raise RuntimeError(f"{self.name} has an all-reduce hook{EARLY}")
+            found.append(f"{self.name} has an all-reduce hook")
+        if found:
+            raise RuntimeError(
+                f"{found[0]}, which would see gradients before they are reduced: set "
+                "ZeroConfig(overlap_grad_reduce=False), and run no backward inside accumulate()"
+            )
 
     @property
     def has_our_comms(self) -> bool:

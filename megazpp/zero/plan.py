@@ -126,13 +126,14 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
 
 def _check_host_states(config: ZeroConfig, layout: Layout) -> None:
     """Raise a ValueError if --optimizer-cpu-offload does not support the ZeRO stage or the layout of ranks."""
-    offload = "--optimizer-cpu-offload"
     if config.stage != 3:
-        raise ValueError(f"{offload} requires --zero-stage 3, the default, not {config.stage}: remove one of the flags")
+        raise ValueError(
+            f"--optimizer-cpu-offload requires --zero-stage 3, the default, not {config.stage}: remove one of the flags"
+        )
     if layout.replicate > 1:
         raise ValueError(
-            f"{offload} with {layout.replicate} replicas of the model (--hsdp, --num-distributed-optimizer-instances) "
-            "is not supported: use ZeRO-3 or --zeropp over all data ranks"
+            f"--optimizer-cpu-offload does not support {layout.replicate} replicas of the model (--hsdp, "
+            "--num-distributed-optimizer-instances): use ZeRO-3 or --zeropp over all data ranks"
         )
 
 
