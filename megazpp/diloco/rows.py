@@ -70,7 +70,7 @@ class OuterRows:
 
     @property
     def rows(self) -> torch.Tensor:
-        """R, the common copy of the outer weights, as rows [G, S] fp32."""
+        """R, the unit's outer weights as all G replica groups have received them, as rows [G, S] fp32."""
         raise NotImplementedError
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ class WholeRows(OuterRows):
 
     @property
     def rows(self) -> torch.Tensor:
-        """R, the common copy of the outer weights, as rows [G, S] fp32."""
+        """R, the unit's outer weights as all G replica groups have received them, as rows [G, S] fp32."""
         return self._rows
 
     @property

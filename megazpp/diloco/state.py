@@ -79,7 +79,7 @@ class ReplicaGroupState(StatePart):
         self.restored = False  # True if inner weights and R were loaded from the checkpoint
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return this replica group's tensors to save in a checkpoint, by key."""
+        """Return inner weights, R, outer momentum, counts and values to save in a checkpoint, by key."""
         found = self._inner() | {f"{COMMON}{name}": weight for name, weight in self.replica_groups.common().items()}
         found |= {f"{MOMENTUM}{name}": moment.clone() for name, moment in self.replica_groups.momentum().items()}
         values = as_tensor(self._values.state_dict())
@@ -150,7 +150,7 @@ class OuterWeights(Weights):
         return {name: x.clone() for name, x in self._own.replica_groups.weights().items()}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        """Return the outer weights, into which a checkpoint loads, by key."""
+        """Return the outer weights by key: a checkpoint is loaded into these tensors."""
         return self._own.replica_groups.weights()
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
@@ -180,7 +180,7 @@ class OfReplicaGroup(StatePart):
         self._part, self._own = part, own
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors to save by key, with the prefix of this replica group."""
+        """Return the moments or the secondary partition to save, by key with the prefix of this replica group."""
         prefix = self._prefix(self._own.axis.rank)
         return {prefix + name: x for name, x in self._part.tensors().items()}
 

@@ -93,7 +93,7 @@ class MixedCodec(Codec):
                 codec.pack(own.view(codec.dtype), messages[..., part])
 
     def unpack(self, messages: torch.Tensor, shards: torch.Tensor) -> None:
-        """Unpack messages [A, B, M] into flat shards [A, B, S] of bytes."""
+        """Unpack messages [A, B, M] into flat shards [A, B, S] uint8, each dtype by its own codec."""
         for places, codec, part in self._parts:
             own = messages[..., part]
             if codec is not None:

@@ -225,7 +225,7 @@ class ProgramUnit(Unit):
         shards = self.padded_shards()
 
         def read() -> torch.Tensor:
-            """Copy the shards into a flat shard of bytes, with zeros as padding."""
+            """Copy this rank's shards of the unit's parameters into a new flat shard of bytes, padded with zeros."""
             rows = []
             for shard, segment, own_dtype in zip(shards, self.segments, self.gather_dtypes, strict=True):
                 row = torch.zeros(segment.size, dtype=own_dtype, device=shard.device)

@@ -423,7 +423,7 @@ class HostedUnit(Unit):
 
     @functools.cached_property
     def states(self) -> HostShard:
-        """The weights, gradients and moments of the unit in host memory."""
+        """The unit's fp32 weights, gradients and moments in host memory, created at the first access."""
         return HostShard(self)
 
     @property

@@ -142,7 +142,7 @@ def _plan_chunks(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The autograd function of `linear_cross_entropy`."""
+    """The autograd function of `linear_cross_entropy`; backward overwrites the logits that forward has kept."""
 
     @staticmethod
     def forward(

@@ -121,12 +121,12 @@ class ZeroConfig:
 
     @property
     def quantizes_weights(self) -> bool:
-        """True if qwZ is on, set explicitly or implied by --zeropp."""
+        """True if qwZ, the quantized all-gather of weights, is on: set explicitly or implied by --zeropp."""
         return self.zeropp if self.zero_quantized_weights is None else self.zero_quantized_weights
 
     @property
     def quantizes_gradients(self) -> bool:
-        """True if qgZ is on, set explicitly or implied by --zeropp."""
+        """True if qgZ, the quantized reduction of gradients, is on: set explicitly or implied by --zeropp."""
         return self.zeropp if self.zero_quantized_gradients is None else self.zero_quantized_gradients
 
     @property
@@ -150,7 +150,7 @@ class ZeroConfig:
 
     @property
     def hpz_partition_size(self) -> str:
-        """The value of --zero-hpz-partition-size, or the value that --zeropp implies for it."""
+        """The value of --zero-hpz-partition-size. If it is not set, --zeropp implies "auto"; otherwise it is "1"."""
         implied = "auto" if self.zeropp else "1"
         return implied if self.zero_hpz_partition_size is None else self.zero_hpz_partition_size
 

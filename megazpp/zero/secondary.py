@@ -84,7 +84,7 @@ class Secondary:
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes of the secondary partition's messages, allocated or not."""
+        """The bytes that the unit's secondary partition takes on this rank when it is allocated."""
         return self.cross.size * self.codec.message_bytes
 
     def warm_up(self, shard: torch.Tensor) -> None:

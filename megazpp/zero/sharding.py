@@ -97,7 +97,7 @@ class DeviceStates:
         model.to_empty(device=device)
 
     def begin_step(self) -> None:
-        """Begin a training step; see `Sharding.begin_step`."""
+        """Prepare for a training step; on the device there is nothing to prepare. See `Sharding.begin_step`."""
 
     def norms(self, tp: MeshAxis) -> dict[str, torch.Tensor] | None:
         """Complete the step's gradients, and return the L2 norm of this rank's shard of each gradient.
@@ -111,7 +111,7 @@ class DeviceStates:
         return None
 
     def settle(self) -> None:
-        """Wait until weights and optimizer states are complete; see `Sharding.settle`."""
+        """Wait until weights and optimizer states are complete; here they always are. See `Sharding.settle`."""
 
     def refresh(self) -> None:
         """Update this object's copies of the weights after other code than the optimizer has written to parameters.

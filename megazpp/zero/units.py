@@ -94,7 +94,7 @@ class Unit:
         shards = [p._sharded_param_data for p in self._group.fsdp_params]  # 1-D tensors, padded by FSDP2
 
         def read() -> torch.Tensor:
-            """Copy the shards into a flat shard [S], with zeros as padding."""
+            """Copy this rank's shards of the unit's parameters into a new flat shard [S], with zeros as padding."""
             flat = torch.zeros(self.segments[-1].stop, dtype=dtype, device=shards[0].device)
             torch._foreach_copy_(_parts_of(flat, self.segments, shards), shards)
             return flat
