@@ -331,8 +331,7 @@ def write_checkpoint(
         if folder.num_separate > 1:
             index = (partial / INDEX).read_bytes() if axis.rank == 0 else b""
             parts, written, index = axis.share_object((parts, record, index))
-        # ---- complete the checkpoint; rank 0 comes last, so that the checkpoint in its tracker is complete on all
-        # hosts
+        # ---- complete the checkpoint, rank 0 last: its tracker file then names a checkpoint that all hosts have
         raise_on_all_ranks(axis, lambda: complete() if owns and axis.rank != 0 else "")
         note = raise_on_all_ranks(axis, lambda: complete() if axis.rank == 0 else "")
         raise_on_all_ranks(axis, lambda: delete_old() if owns else None)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-_LARGEST = 2**31 - 1
+_LARGEST = 2**31 - 1  # largest size in a model's settings that is accepted
 
 
 class Settings:
@@ -36,7 +36,7 @@ class Settings:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._wrong(key, value, "is not a positive integer")
         if value > _LARGEST:
-            raise self._wrong(key, value, "is larger than any model's")
+            raise self._wrong(key, value, f"is above {_LARGEST}, which no model reaches")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -155,7 +155,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     size = path.stat().st_size
     if header.startswith(_OLD_MAGIC):
         raise ValueError(
-            f"{path} is in the old TNTIDX format (lazy or cached); tokenize again with --dataset-impl mmap"
+            f"{path} is in the old TNTIDX format (lazy or cached); tokenize the data again, with preprocess_data.py"
         )
     if not header.startswith(MAGIC):
         raise ValueError(f"{path} is not a Megatron index: it starts with {header[:9]!r} instead of {MAGIC!r}")
