@@ -58,7 +58,7 @@ def read_changes(path: Path = ROOT / "tests/mutations.toml") -> list[Change]:
         if times != 1 or change.before == change.after:
             raise ValueError(f"{change.name}: {change.before!r} occurs {times} times in {change.file}, not once")
     if len({change.name for change in changes}) < len(changes):
-        raise ValueError("two changes have the same name")
+        raise ValueError("two entries of mutations.toml have the same name; names must be unique")
     return changes
 
 

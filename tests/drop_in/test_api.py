@@ -110,7 +110,7 @@ def call_in_a_pass(place: str) -> None:
     model, (where, register), refused = wrapped(), PLACES[place], []
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo does not support reductions that divide
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that divides
 
     def call(*_: Any) -> None:
         with pytest.raises(ValueError, match=f"was called inside a {where}: call it between steps"):
@@ -122,7 +122,7 @@ def call_in_a_pass(place: str) -> None:
     handle.remove()
     assert refused == [where]
     expected = model[0][0].weight.grad.full_tensor()
-    # FSDP2 then keeps the state of an unfinished forward, which a later call must tolerate
+    # after an error, FSDP2 keeps the state of the unfinished forward, which a later call of `zeropp` must tolerate
     with pytest.raises(ArithmeticError), fails(model[1]):
         model(torch.ones(2, 16))
     megazpp.zeropp(model, ranks_per_node=2, config=exact)

@@ -246,9 +246,9 @@ def resume(folder: str, kind: str, moment: str) -> None:
     run.steps(0, 2)
     run.save(folder)
     expected, again = run.steps(2, 5), Run(kind, seed=1)
-    again.steps(0, 1)  # loading must replace the state of ZeRO++ that this step has left
+    again.steps(0, 1)  # this step leaves a state of ZeRO++, which loading must replace
     again.load(folder, handle=moment)
-    again.handle.save(f"{folder}/again")  # a loaded state can be saved again before the first step uses it
+    again.handle.save(f"{folder}/again")  # the loaded state must be saved again although no step has used it yet
     assert again.steps(2, 5) == expected
     third = Run(kind, seed=2)
     third.load(folder, handle="not at all")

@@ -202,7 +202,7 @@ def wrap(model: Mixture, recipe: str, ep: int, **fsdp: Any) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             several = recipe != "apart" or not isinstance(module, Experts) or ep < RANKS
-            # with a forced sum, FSDP2 divides the gradients of one rank twice
+            # not for units on one rank, whose gradients FSDP2 would divide twice if sums were forced
             module.set_force_sum_reduction_for_comms(several)
 
 

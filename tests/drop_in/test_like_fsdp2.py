@@ -85,7 +85,7 @@ class Run:
         if mode == "plain":
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):
-                    module.set_force_sum_reduction_for_comms(True)  # gloo does not support reductions that divide
+                    module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that divides
         else:
             self.connect(mode)
 

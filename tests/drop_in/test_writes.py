@@ -57,7 +57,7 @@ def build(
     if config is None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo does not support reductions that divide
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that divides
     else:
         zero = megazpp.ZeroConfig(zeropp=True, zero_error_feedback=False, **config)
         handle = megazpp.zeropp(model, ranks_per_node=dist.get_world_size() // 2, config=zero)
@@ -284,7 +284,7 @@ def test_swapped_weight_average_is_evaluated_and_swapped_back():
 
 
 def votes_of(kind: str) -> list[int]:
-    """Return the number of votes in each of three forwards, of which the second one is under `torch.no_grad`.
+    """Return the number of votes (exchanges about written weights) in each of three forwards, the second without grad.
 
     The root of the model has no parameters of its own. `kind` "of a block" calls one block instead, and returns its
     votes.

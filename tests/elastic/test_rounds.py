@@ -303,7 +303,7 @@ def play(events: list[tuple], rules: Rules = RULES) -> World:
             world.start(index)
             world.connect(index)
         world.go(1)
-    raise AssertionError(f"the run does not end: {world.lines}")
+    raise AssertionError(f"the run has not ended in 400 turns without faults: {world.lines}")
 
 
 def check_random_schedules(examples: int, rules: Rules) -> None:

@@ -167,7 +167,6 @@ def save(heading: tuple[str, str], checks: Sequence[Check], out: Path) -> None:
     Args:
         heading: (heading, line with the versions of the software).
         checks: results of the parts that have been started.
-        checks: the parts that have been started.
         out: output folder of the check.
     """
     parts, lines = [check.found for check in checks], [f"# {heading[0]}", "", heading[1]]

@@ -1,4 +1,4 @@
-"""Chat templates, each with one feature of published templates, and conversations to render with them."""
+"""Small chat templates for tests of rendering, each with one feature of published templates, and conversations."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -15,7 +15,13 @@ THOUGHT = {"role": "assistant", "content": "yes", "reasoning_content": "think so
 
 
 class Chat(NamedTuple):
-    """A chat template with the conversation to render and the further data columns of the sample."""
+    """A test case of rendering.
+
+    Attributes:
+        template: Jinja template, or a list of named templates.
+        messages: conversation to render.
+        columns: further columns of the data set's row, which a template may read.
+    """
 
     template: Any
     messages: list[dict[str, Any]] = TALK

@@ -90,7 +90,7 @@ class Attempt:
             if self.diloco is not None:
                 self.diloco.count(sum(batch.loss_mask.sum() for batch in batches) * self.dims.shard.size)
                 self.diloco.after_step(now)
-            # advance the states of these generators, so that a checkpoint must restore them
+            # draw numbers, so that these two generators have new states, which a checkpoint must restore
             random.random(), np.random.rand()
             done = case.global_batch * now
             self.progress = self.progress._replace(iteration=now, consumed_samples=done, scheduled_samples=done)

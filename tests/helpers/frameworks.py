@@ -270,7 +270,7 @@ def llama() -> nn.Module:
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with an fp32 low-rank adapter, as in PEFT."""
+    """A frozen linear layer with a trained low-rank adapter in fp32, as in PEFT."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

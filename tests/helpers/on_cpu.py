@@ -35,7 +35,7 @@ def _attention(q: Any, k: Any, v: Any, *, enable_gqa: bool, **others: Any) -> tu
 def _without(model: torch.nn.Module, **arguments: Any) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide in a reduction
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that divides
 
 
 def accelerate_as_on_gpus() -> None:

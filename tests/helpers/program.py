@@ -80,7 +80,7 @@ class Program:
         return list(self._scratch.iterdir())
 
     def kill(self) -> None:
-        """Kill all processes of the program that still run."""
+        """Kill all processes that the program has started and that still run."""
         for pid in self.left_behind():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -247,7 +247,7 @@ def grpo(*, off_policy: bool = True, **changed: Any) -> Values:
     (tokens, mask), old = rows(), random_logits()
     rewards = torch.tensor([[1.0, 0.5], [0.0, torch.nan], [2.0, -1.0], [torch.nan, torch.nan]])
     ref, logits = old + random_logits(0.3), leaf(old + random_logits(0.3))
-    # ---- make the trainer
+    # ---- make the stub of a GRPOTrainer, and its models with fixed logits
     model, before = GivenLogits(logits, temperature=0.7), GivenLogits(old, temperature=0.7)
     trainer = stub("GRPOTrainer", model, beta=beta, loss_type=loss_type, scale_rewards=settings["scale"])
     trainer.ref_model = GivenLogits(ref, temperature=0.7)
@@ -261,7 +261,7 @@ def grpo(*, off_policy: bool = True, **changed: Any) -> Values:
         inputs["old_per_token_logps"] = old_logps
     loss = trainer._compute_loss(model, inputs)
     loss.backward()
-    # ---- return the record
+    # ---- collect inputs and results in one record
     given: Values = {"tokens": tokens, "mask": mask, "rewards": nan_to_none(rewards), "weights": [1.0, 0.5]}
     given |= {"old_logits": old if off_policy else None, "ref_logits": ref, "logits": logits.detach()}
     metrics = trainer._metrics["train"]

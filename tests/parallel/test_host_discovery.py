@@ -67,7 +67,7 @@ def worker(rank: int, world_size: int, store: dist.Store) -> Worker:
 
 
 def never() -> Cluster:
-    raise AssertionError("only --emulate-nodes auto asks for it")
+    raise AssertionError("the emulated cluster was requested, but only --emulate-nodes auto may use it")
 
 
 def test_survey_overrides_the_launcher_but_not_the_flags():
@@ -94,7 +94,7 @@ def test_gpus_joined_by_nvlink_form_a_domain():
 
 
 class Evil:
-    """An object that creates a folder when it is unpickled, which shows that a program unpickles foreign data."""
+    """An object that creates a folder when it is unpickled, so that the test notices unpickling of foreign data."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -23,7 +23,8 @@ TOKENS = SEQ * BATCH
 # Bytes of a chunk of logits that give: all columns of all tokens; all columns, but only five tokens at a time (in
 # fp32); or 128 columns of all tokens
 WHOLE, _, SMALL = CHUNKS = 1 << 29, BLOCKS * 4 * 384 * 5, 4 * TOKENS * 128
-# tokens and padded rows of the vocabulary; with SMALL, one rank has 3 chunks, and of two ranks one has 2 and one 1
+# 300 tokens in a vocabulary of 384 padded rows. With chunks of SMALL bytes, one rank alone has 3 chunks, and two
+# ranks have 2 and 1
 REAL, PADDED = 300, 384
 # Further sizes (tokens, padded rows) for 4 ranks: no padding; padding on two ranks; ranks with only padding; one token
 VOCABULARIES = [(REAL, PADDED), (16, 16), (11, 16), (7, 16), (3, 24), (1, 4)]

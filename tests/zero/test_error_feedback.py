@@ -110,7 +110,10 @@ def losses_with_scale(case: Case, growing: bool) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(("zero", "model"), [slow(FEEDBACK, GPT2_STYLE), slow(AVERAGED, LLAMA_STYLE)])
 def test_growing_loss_scale_changes_no_bit(zero, model):
-    """Powers of two are exact in fp32, so only an error in units of an older loss scale would change the losses."""
+    """Loss scales are powers of two, which change no bit in fp32.
+
+    Only a stored error that keeps the units of an older loss scale would change the losses.
+    """
     case = Case(nodes=2, zero=zero, model=model, steps=6)
     plain, scaled = (ranks(4).run(losses_with_scale, case, growing) for growing in (False, True))
     assert plain == scaled

@@ -62,7 +62,7 @@ def test_overlap_changes_neither_results_nor_bytes(setting):
         ranks(world).run(train_on_ranks, Case(**{**given, "zero": dataclasses.replace(given["zero"], **flags)}))[0]
         for flags in (ON, OFF)
     )
-    assert overlapped == plain  # the dictionaries hold losses, gradient norms and bytes on every wire
+    assert overlapped == plain  # losses, gradient norms and bytes on every wire
 
 
 # ---- gradients that are filled in place ---------------------------------------------------------------------------
