@@ -181,7 +181,7 @@ class Agent:
         return state["quorum_in"] - (time.monotonic() - self._state_at)
 
     def close(self) -> None:
-        """End all connections, to the coordinator and to other groups."""
+        """End all connections of this rank to the coordinator and to other groups."""
         self._closed = True
         self._listener.close()
         if self._channel is not None:
@@ -190,7 +190,7 @@ class Agent:
     # ---- threads ------------------------------------------------------------------------------------------------
 
     def _run(self, work: Callable[[], None]) -> None:
-        """Run the work of a thread, and let `wait` raise its first exception in the training loop."""
+        """Run the work of a thread; `wait` raises the threads' first exception in the training loop."""
         try:
             work()
         except Exception as error:

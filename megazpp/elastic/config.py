@@ -23,7 +23,7 @@ class ElasticConfig(FeatureConfig):
 
     Each replica group is a separate job. A group may start, end or fall behind while the other groups continue. A small
     program, tools/coordinate.py, decides which groups take part and assigns training samples to them.
-    --diloco-replica-groups gives the nominal number of groups: each of them trains that fraction of the global batch.
+    --diloco-replica-groups gives the nominal number of groups, G: each group trains 1 / G of the global batch.
     """
 
     diloco_coordinator: str | None = flag(

@@ -135,7 +135,9 @@ class WholeOuter:
 
     @torch.no_grad()
     def shift(self, units: Sequence[WholeRows], before: Sequence[torch.Tensor]) -> None:
-        """Add the last change of R to the inner weights, which keep steps that are not published yet.
+        """Add the last change of R, the common outer weights, to the inner weights.
+
+        The inner weights so keep training steps of this group that are not published yet.
 
         Args:
             units: the units whose outer state has changed.

@@ -292,7 +292,10 @@ class Rounds:
         group.addresses[rank], group.heard[rank] = hello["address"], now
 
     def disconnect(self, name: str, incarnation: str, rank: int, now: float) -> None:
-        """Register that the connection of a rank has ended; its group is declared out unless the rank returns soon."""
+        """Register that the connection of a rank to the coordinator has ended.
+
+        The rank's group is removed from the run unless the rank connects again within BLIP_SECONDS.
+        """
         group = self.groups[name]
         if group.incarnation == incarnation:
             for found in (group.addresses, group.reports, group.heard):
@@ -398,7 +401,7 @@ class Rounds:
         self._say(f"the run starts at version {newest} with groups {', '.join(names)}")
 
     def _take_contributions(self, name: str, now: float) -> None:
-        """Move the contributions that all ranks of a group have packed into the pool of the run."""
+        """Accept the contributions that all ranks of a group have packed: add them to the run's pool for a commit."""
         by_rank = self.groups[name].reports
         for cid, entry in by_rank[0]["published"].items():
             if cid not in self._published and all(cid in report["published"] for report in by_rank.values()):
@@ -453,7 +456,8 @@ class Rounds:
     def _close_round(self, now: float) -> None:
         """Choose the contributions of the next commit, unless the round still waits for a group's contribution.
 
-        The round waits for all groups that train, but after a quorum of whole intervals at most for the grace.
+        A round waits for the contributions of all groups that train. Once a quorum of whole intervals has arrived, it
+        waits for the other contributions only during the grace.
         """
         if self.closed is not None or not (self.pool or self.closing):
             return
@@ -547,12 +551,12 @@ class Rounds:
     # ---- state changes by records -----------------------------------------------------------------------------------
 
     def _decide(self, record: Record) -> None:
-        """Change the state by a new record, and add the record to the news for the journal."""
+        """Change the state of the elastic run by a new record, and pass the record on to the coordinator's journal."""
         self._apply(record)
         self.news.records.append(record)
 
     def _apply(self, record: Record) -> None:
-        """Change the state by a record, which is new or from the journal of an earlier term."""
+        """Change the state of the elastic run by a record of the journal, which is new or from an earlier term."""
         match record:
             case {"run": facts, "rules": rules}:
                 self.facts, self.rules = facts, Rules(*rules)
@@ -610,7 +614,7 @@ class Rounds:
         self.free = sorted([*self.free, *(cell for cell in cells if cell[2] < cell[3])])
 
     def _take_from_lease(self, name: str, part: Cell) -> None:
-        """Remove the steps of `part`, which a contribution contains, from the group's lease that begins with them."""
+        """Shorten a group's lease of samples by the steps of `part`, which a published contribution contains."""
         leases = self.leases[name]
         (index,) = (index for index, cell in enumerate(leases) if cell[:3] == part[:3])
         block, column, _, stop = leases.pop(index)
@@ -634,7 +638,10 @@ class Rounds:
         return self.rules.iterations * self.rules.groups
 
     def _ends(self, commits: Sequence[Record]) -> bool:
-        """Return True if a run with these commits is over: each fragment has a commit that has all samples merged."""
+        """Return True if an elastic run with these commits is over.
+
+        It is over when each fragment of the model has had a commit with which all samples of the run are merged.
+        """
         last = commits[-self.rules.fragments :]
         return len(last) == self.rules.fragments and last[0]["merged"] == self._all_steps
 
@@ -665,7 +672,7 @@ class Rounds:
         return any(self._holds(name, entry["cid"]) for name in others or self.live)
 
     def _can_be_fetched(self, entry: Record) -> bool:
-        """Return True if a live group has the contribution, or its own group is a member that may connect again."""
+        """Return True if a contribution is not lost: a live group has it, or its own group may connect again."""
         origin = self.groups[entry["group"]]
         alive = origin.status == "member" and entry["cid"].startswith(origin.incarnation)
         return alive or any(self._holds(name, entry["cid"]) for name in self.live)
@@ -698,7 +705,7 @@ class Rounds:
         return sorted(found)[quorum - 1] if len(found) >= quorum else None
 
     def _for_rank(self, entry: Record, rank: int) -> Record:
-        """Return a contribution for the state of one rank, with only the digest of that rank's message."""
+        """Return a contribution as one rank needs it: with the SHA-256 of the message that this rank fetches."""
         return entry | {"digest": entry["digest"][rank]}
 
     def _say(self, line: str, *, returned: int = 0) -> None:

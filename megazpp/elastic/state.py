@@ -48,20 +48,22 @@ class WholeOuterState(StatePart):
         self._outer, self._loop = outer, loop
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of R, momentum and version as the tensors to save, by key of the checkpoint."""
+        """Return copies of R, outer momentum and version as the tensors to save, by key of the checkpoint."""
         found = {f"{COMMON}{name}": value for name, value in self._outer.values("rows").items()}
         found |= {f"{MOMENTUM}{name}": value for name, value in self._outer.values("momentum").items()}
         return found | {VERSION: as_tensor([self._loop.version, self._loop.id, self._loop.merged])}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        """Return tensors to load R, momentum and version into; none if the checkpoint is not of an elastic run."""
+        """Return tensors to load R, outer momentum and version into; {} if the checkpoint is not of an elastic run."""
         if VERSION not in saved:
             return {}
         version = torch.empty(saved[VERSION].size, dtype=torch.uint8)
         return {key: value for key, value in self.tensors().items() if key in saved} | {VERSION: version}
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Restore R, momentum and version from the loaded tensors, and return notes for the log.
+        """Restore R (the common copy of the outer weights), outer momentum and version from the loaded tensors.
+
+        Return notes for the log.
 
         Raises:
             DamagedError: a parameter's R or momentum is missing in the checkpoint.

@@ -373,7 +373,7 @@ def _message(message: Mapping[str, Any], name: str) -> Message:
 
 
 def _columns(record: Record) -> str:
-    """Return the names of a line's columns that are not null, for error messages."""
+    """Return the names of the columns of a line of data that are not null, with commas, for error messages."""
     return ", ".join(repr(name) for name, value in record.items() if value is not None) or "an empty object"
 
 

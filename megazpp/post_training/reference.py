@@ -57,7 +57,10 @@ class FrozenModel:
 
     @torch.no_grad()
     def logps(self, batch: Any) -> torch.Tensor:
-        """Compute the model's [B, S] fp32 log-probabilities of a batch's labels, without adapters."""
+        """Compute the reference model's [B, S] fp32 log-probabilities of the labels of a batch.
+
+        If the model is a policy with adapters, its adapters are off.
+        """
         with adapters_off(self._model):
             head = TokenHead(batch.labels, temperature=self._temperature)
             return -self._model(batch.tokens, position_ids=batch.position_ids, head=head).losses
@@ -113,7 +116,14 @@ class SyncedModel(FrozenModel, StatePart):
 
 @torch.no_grad()
 def mix_(reference: Iterable[torch.Tensor], policy: Iterable[torch.Tensor], alpha: float) -> None:
-    """Replace each tensor of `reference` by (1 - alpha) times itself plus alpha times the policy's tensor, in place."""
+    """Mix a policy's weights into a reference model's weights in place, for --sync-ref-model.
+
+    Args:
+        reference: tensors of the reference model, which become (1 - alpha) times themselves plus alpha times the
+            policy's tensors.
+        policy: tensors of the policy, in the same order.
+        alpha: weight of the policy.
+    """
     for own, new in zip(reference, policy, strict=True):
         local(own).mul_(1.0 - alpha).add_(local(new), alpha=alpha)
 

@@ -11,8 +11,8 @@ One generation samples the completions for `slices` x `passes` optimizer steps, 
     reference       log-probabilities of the reference model
     advantages      from the rewards of the same prompt's completions (GRPO) or from values (PPO)
 
-A generation takes the prompts after the prompts of the generation before. Its completion number n belongs to prompt
-number n // group size of these. The random numbers of a completion depend on the number of the generation and on n. So
+A generation takes the prompts after the prompts of the generation before. Its completion number n belongs to its prompt
+number n // group size. The random numbers of a completion depend on the number of the generation and on n. So
 prompts and samples do not depend on the parallel layout. A checkpoint contains the buffer unless it is used up.
 
 Legend: n completions of this data rank, N completions of all ranks, S tokens of a row, F rewards of a completion.
@@ -195,7 +195,7 @@ class RolloutLoader(StatePart):
         return rewards
 
     def totals(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Return the [N] weighted sums of [N, F] rewards; NaN for a completion without any reward."""
+        """Return the total reward of each of N completions, the weighted sum of its F rewards; NaN if it has none."""
         weights = self.reward_weights
         if weights is not None and self.reward_model is not None:
             weights = [*weights, 1.0]
