@@ -86,7 +86,7 @@ class Continuation:
         self.text, self.over = "", False
 
     def add(self, token: int) -> bool:
-        """Add a new token id, and return True if the token ends the text."""
+        """Add the next generated token id to the text, and return True if this token ends the text."""
         if token in self._ends:
             self.finish()
             return True
@@ -107,7 +107,7 @@ class Continuation:
         return self.over
 
     def finish(self) -> None:
-        """End the text. Characters that were held back become part of the text."""
+        """End the generated text. Characters that were held back become part of it."""
         if not self.over:
             self.text, self.over = self._decode(), True
 
@@ -132,7 +132,7 @@ class Stream:
         self._row = self._written = 0
 
     def show(self) -> None:
-        """Print the characters that have become known since the last call."""
+        """Print the characters of the texts that have been generated since the last call."""
         while self._row < len(self._rows):
             row = self._rows[self._row]
             if not self._written:

@@ -42,7 +42,7 @@ class WholeText:
             raise ValueError(f"{name} has no token that could be predicted: the text is too short")
 
     def __len__(self) -> int:
-        """Return the number of windows that have a token to predict."""
+        """Return the number of windows of the text that have at least one token to predict."""
         return -(-self.num_tokens // self._seq_length)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:

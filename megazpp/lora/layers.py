@@ -81,7 +81,7 @@ class LowRankAdapter(Adapter):
         self.specs["b"] = ParameterSpec(split=None if row else 0, partial=several and row)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the adapter's output, scale (x A) B^T.
+        """Return the LoRA adapter's output, scale (x A) B^T, which is added to the output of its base layer.
 
         An adapter that is not enabled uses its reference matrices, without dropout.
         """
@@ -129,7 +129,10 @@ class QkvAdapter(Adapter):
         self.heads = {"q": queries_per_group, "k": 1, "v": 1}  # number of heads per key-value head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of the adapters in the order of the fused projection, with zeros for missing adapters."""
+        """Return the outputs of the LoRA adapters of queries, keys and values in the order of the fused projection.
+
+        Outputs without an adapter are zero.
+        """
         parts = []
         for name, heads in self.heads.items():
             shape, adapter = (*x.shape[:2], self.groups, heads, self.head_size), getattr(self, name, None)
@@ -163,7 +166,7 @@ class LowRankExpertAdapter(ExpertAdapter):
         self.specs = {name: ParameterSpec(split=0, expert=True, std=std if name == "a" else 0.0) for name in ("a", "b")}
 
     def forward(self, x: torch.Tensor, multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return scale (x A) B^T for the inputs of all experts.
+        """Return the output of the experts' LoRA adapters, scale (x A) B^T.
 
         Args:
             x: [R, in] inputs of the experts, one row for each token and expert, see `ExpertAdapter`.

@@ -89,7 +89,7 @@ class AdapterSettings(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The factor of an adapter's output, alpha / rank."""
+        """The factor by which a LoRA adapter's output is multiplied, alpha / rank."""
         return self.alpha / self.rank
 
 
@@ -439,7 +439,7 @@ def _saved(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _merge(layer: Any, weight: Deferred) -> torch.Tensor:
-    """Merge a layer's adapter into its weight by PEFT, and return the merged weight in fp32.
+    """Merge a layer's LoRA adapter into the layer's weight by PEFT, and return the merged weight in fp32.
 
     Args:
         layer: PEFT's layer, whose base weight takes no memory.
