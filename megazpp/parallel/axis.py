@@ -39,7 +39,7 @@ class Traffic(NamedTuple):
 
 
 class TrafficCounter:
-    """A counter of the bytes that this rank has sent, by (wire, axis, collective). All axes of a job share one.
+    """A counter of the bytes that this rank has sent, by (wire, axis, collective). All mesh axes of a job share one.
 
     A wire is a class of traffic: "tp", "local" (intra-node), "cross" (inter-node) or "world" (logging, barriers).
     """

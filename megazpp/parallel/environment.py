@@ -62,7 +62,10 @@ def prepare_environment(env: MutableMapping[str, str] = os.environ) -> tuple[str
 
 
 def check_connections(env: Mapping[str, str] = os.environ) -> None:
-    """Raise a ValueError if CUDA is already initialized with CUDA_DEVICE_MAX_CONNECTIONS=1."""
+    """Raise a ValueError if CUDA is already initialized with CUDA_DEVICE_MAX_CONNECTIONS=1.
+
+    With this setting no collective would overlap with compute, and CUDA reads the setting only once.
+    """
     if env.get(CONNECTIONS) == "1" and torch.cuda.is_initialized():
         why = "no collective would overlap with compute"
         raise ValueError(f"CUDA was initialized with {CONNECTIONS}=1: {why}; unset it before the program starts")

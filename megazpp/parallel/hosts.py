@@ -133,7 +133,7 @@ class Hosts:
         self._sent[NOTE] = f"{self.name} has received {signal_name}: all hosts finish the step, save and end"
 
     def end(self, reason: str, *, grace_seconds: float = 0.0, seconds: float = LOST_SECONDS) -> None:
-        """Leave the job. Host 0, which holds the store, first waits until the other hosts have left.
+        """Leave the job. Host 0, which holds the store, waits up to END_SECONDS until the other hosts have left.
 
         Args:
             reason: reason for which this host has failed, printed by the other hosts; "" if it has not failed.

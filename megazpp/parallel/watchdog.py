@@ -120,7 +120,7 @@ class Watchdog:
         return self._activity.span("world", name)
 
     def write_to(self, folder: Path) -> None:
-        """Set the folder for the stacks of all ranks, which the rank that raises an alarm writes. Called on rank 0."""
+        """Set the folder to which the rank that raises an alarm writes the stacks of all ranks. Rank 0 calls this."""
         self._store.set(FOLDER, str(folder.resolve()))
 
     @property
@@ -302,7 +302,7 @@ def _wait_for(store: dist.Store, keys: list[str], seconds: float) -> None:
 
 
 def _ranks(ranks: set[int] | list[int]) -> str:
-    """Return "rank 3" or "ranks 1, 2", with at most 16 numbers."""
+    """Return ranks as text for the watchdog's report: "rank 3" or "ranks 1, 2", with at most 16 numbers."""
     numbers = sorted(ranks)
     shown = ", ".join(map(str, numbers[:16])) + (", ..." if len(numbers) > 16 else "")
     return f"rank{'s' * (len(numbers) > 1)} {shown}"

@@ -16,7 +16,8 @@ from typing import Any
 from megazpp.base.program import GIGA, MEGA, TERA
 from megazpp.topology.layout import WIRE_NAMES
 
-INNER_LOSS = "inner_loss"  # metric of DiLoCo: mean loss over replica groups, and over the steps of the last cycle
+# Metric of DiLoCo: the mean loss over all replica groups and over the steps since the last synchronization
+INNER_LOSS = "inner_loss"
 # Bytes by wire. "replica_group" counts bytes between DiLoCo's replica groups, which are also part of "cross".
 NOTHING_SENT = {"tp": 0, "cross": 0, "local": 0, "replica_group": 0}
 
