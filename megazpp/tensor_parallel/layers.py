@@ -82,9 +82,7 @@ class _SplitLinear(nn.Module):
     ) -> None:
         super().__init__()
         shape, kind = [out_features, in_features], ("outputs", "inputs")[self.split]
-        assert shape[self.split] % tp.size == 0, (
-            f"the {shape[self.split]} {kind} of a linear layer cannot be split over {tp.size} tensor-parallel ranks"
-        )
+        assert shape[self.split] % tp.size == 0, f"{shape[self.split]} {kind} cannot be split over {tp.size} tp ranks"
         shape[self.split] //= tp.size
         self.tp, self.sequence_parallel, self.product = tp, sequence_parallel, product
         self.adapter: Adapter | None = None
@@ -344,9 +342,7 @@ class VocabParallelEmbedding(nn.Module):
         sequence_parallel: bool,
     ) -> None:
         super().__init__()
-        assert padded_vocab_size % tp.size == 0, (
-            f"the {padded_vocab_size} rows of the embedding cannot be split over {tp.size} tensor-parallel ranks"
-        )
+        assert padded_vocab_size % tp.size == 0, f"{padded_vocab_size} rows cannot be split over {tp.size} tp ranks"
         self.tp, self.sequence_parallel = tp, sequence_parallel
         self.rows = padded_vocab_size // tp.size
         self.weight = nn.Parameter(torch.empty(self.rows, hidden_size))

@@ -90,10 +90,8 @@ class CommContext:
         Without any overlap, the queues run each collective at once.
         """
         self.cross, self.local, self.shard = axes
-        overlaps = self.overlap_gather or self.overlap_reduce
-        self.cross_queue, self.local_queue, self.shard_queue = (
-            axis.queue if overlaps else CommQueue() for axis in axes
-        )
+        overlap = self.overlap_gather or self.overlap_reduce
+        self.cross_queue, self.local_queue, self.shard_queue = (axis.queue if overlap else CommQueue() for axis in axes)
 
     def codec(self, segments: Sequence[Segment], fmt: BlockFormat | None, dtype: torch.dtype) -> Codec:
         """Return a codec that packs flat shards with these segments into messages, and unpacks such messages.

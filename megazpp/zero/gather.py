@@ -149,9 +149,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         """
         # ---- the cross-node hop, if the weights have changed
         size = self._codec.layout.size
-        assert input_tensor.numel() == size, (
-            f"FSDP2 gathers a flat shard of {input_tensor.numel()} elements, but the unit's parameters have {size}"
-        )
+        assert input_tensor.numel() == size, f"FSDP2 gathers {input_tensor.numel()} elements per rank, planned {size}"
         crossed = False
         for crossing in self._crossings():
             messages = self.secondary.messages

@@ -384,9 +384,7 @@ def shard_model(
     """
     # ---- wrap the modules with FSDP2
     zero, precision, states = zero or ZeroConfig(), precision or PrecisionConfig(), states or DeviceStates()
-    assert zero.stage > 0 or dims.shard.size == 1, (
-        f"ZeRO stage 0 replicates the model, but the axis `shard` has {dims.shard.size} ranks instead of 1"
-    )
+    assert zero.stage > 0 or dims.shard.size == 1, f"stage 0 replicates, but axis `shard` has size {dims.shard.size}"
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False
     )
