@@ -283,10 +283,9 @@ class GPTConfig:
             pattern = _pattern(given, getattr(self, name))
             fits = not isinstance(pattern, tuple) or self.num_layers in (None, len(pattern))
             _require(fits, f"{given} does not have one entry for each layer of --num-layers {self.num_layers}")
-        unrotated = f"--no-rope-freq {self.no_rope_freq}"
-        _require(
-            self.no_rope_freq is None or self.positions == "rope", f"{unrotated} needs --position-embedding-type rope"
-        )
+        rotated = self.no_rope_freq is None or self.positions == "rope"
+        needed = "needs --position-embedding-type rope: it exempts layers from rotary embeddings"
+        _require(rotated, f"--no-rope-freq {self.no_rope_freq} {needed}")
 
     def _check_experts(self) -> None:
         """Raise ValueError for invalid or conflicting flags of a mixture of experts (--num-experts)."""
@@ -337,16 +336,18 @@ class GPTConfig:
         }
         asked = [name for name, there in kinds.items() if there]
         _require(len(asked) < 2, f"{' and '.join(asked)} exclude each other: each changes the rotary frequencies")
-        _require(not asked or self.positions == "rope", f"{' '.join(asked)} needs --position-embedding-type rope")
+        rope = "--position-embedding-type rope, whose frequencies it changes"
+        _require(not asked or self.positions == "rope", f"{' '.join(asked)} needs {rope}")
         # ---- flags that only some values of --rope-type use
         scale = self.rotary_scaling_factor
         scaled = f"--rotary-scaling-factor {scale}"
         _require(1.0 <= scale < math.inf, f"{scaled} is not a finite number of at least 1")
-        _require(scale == 1.0 or self.rope_type != "rope", f"{scaled} needs --rope-type yarn or dynamic")
+        unused = f"{scaled} needs --rope-type yarn or dynamic, which use it: set one of them"
+        _require(scale == 1.0 or self.rope_type != "rope", unused)
         known = self.rope_type != "dynamic" or self.max_position_embeddings is not None
         _require(known, "--rope-type dynamic needs --max-position-embeddings, the context length without scaling")
         # ---- the number of rotated channels, and the factor of Llama 3.1's scaling
-        _require(0.0 < percent <= 1.0, f"--rotary-percent {percent} is not in (0, 1]")
+        _require(0.0 < percent <= 1.0, f"--rotary-percent {percent} is not a fraction above 0 and up to 1")
         if self.positions != "rope":
             return
         _require(1.0 <= factor < math.inf, f"--rope-scaling-factor {factor} is not a finite number of at least 1")
@@ -361,10 +362,10 @@ class GPTConfig:
         method, count = self.recompute_method, self.recompute_num_layers
         modules = f"--recompute-modules {' '.join(self.recompute_modules or ())}"
         selects = self.recompute_modules is None or self.recompute == "selective"
-        _require(selects, f"{modules} needs --recompute-granularity selective")
+        _require(selects, f"{modules} needs --recompute-granularity selective, which recomputes single modules")
         given = f"--recompute-num-layers {count}"
         if self.recompute != "full":
-            need = "--recompute-method and --recompute-num-layers need --recompute-granularity full"
+            need = "--recompute-method and --recompute-num-layers need --recompute-granularity full, which recomputes layers"
             _require(method is None and count is None, need)
         elif method == "block":
             missing = "--recompute-method block needs --recompute-num-layers, the number of layers to recompute"
@@ -556,7 +557,7 @@ def _marked(pattern: int | tuple[int, ...], layer: int, *, others: bool = False)
 def _given(name: str, value: int | None) -> int:
     """Return `value`, the value of the flag `name`; raise ValueError if it is None, because the flag is not set."""
     if value is None:
-        raise ValueError(f"{name} is required")
+        raise ValueError(f"{name} is required, because the model cannot be built without it")
     return value
 
 

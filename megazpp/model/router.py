@@ -129,14 +129,14 @@ class Router(nn.Module):
                 different numbers of counted tokens.
             counted: [S, B] fp32, 1 for tokens that the losses include, 0 for other tokens; None if all tokens count.
         """
+        kept = kept or Kept()
         if counted is None and (kernels := self._kernels(x)) is not None:
-            return self._fused(kernels, x, kept or Kept(), length)
+            return self._fused(kernels, x, kept, length)
         # ---- logits and scores of all experts for each token, [S, B, E]
         logits = F.linear(x.float(), local(self.weight).float())
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(dim=-1)
 
         # ---- choose K experts for each token, or repeat the choice of the forward in a recomputation
-        kept = kept or Kept()
         recomputing = kept.choice is not None
         if kept.choice is None:
             kept.choice = self._ranked(scores.detach(), logits.detach()).topk(self.top_k, dim=-1).indices
