@@ -365,7 +365,7 @@ class GPTConfig:
         _require(selects, f"{modules} needs --recompute-granularity selective, which recomputes single modules")
         given = f"--recompute-num-layers {count}"
         if self.recompute != "full":
-            need = "--recompute-method and --recompute-num-layers need --recompute-granularity full, which recomputes layers"
+            need = "--recompute-method and --recompute-num-layers need --recompute-granularity full, for whole layers"
             _require(method is None and count is None, need)
         elif method == "block":
             missing = "--recompute-method block needs --recompute-num-layers, the number of layers to recompute"
