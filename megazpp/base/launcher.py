@@ -165,7 +165,7 @@ def _several(names: _Names, env: Mapping[str, str]) -> Launched | None:
 
 
 def _read(names: _Names, env: Mapping[str, str]) -> Launched:
-    """Return this process's rank from a launcher's variables, of which at least rank and size must be set."""
+    """Return this process's rank from a launcher's variables. The variables with rank and size must be set."""
     rank, world_size = _number(names.rank, env), _number(names.size, env)
     local_rank, local_size, nodes = (
         next((_number(name, env) for name in each if env.get(name)), None)

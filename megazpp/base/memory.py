@@ -1,4 +1,4 @@
-"""Available memory of the host, which generation and --optimizer-cpu-offload compare with what they need."""
+"""Available memory of the host, which generation and --optimizer-cpu-offload check before they allocate memory."""
 
 from __future__ import annotations
 

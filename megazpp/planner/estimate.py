@@ -144,7 +144,7 @@ class Estimator:
         device_type: "cuda" or "cpu", which selects the checks of the flags.
         expert_load: tokens of each expert of the simulated rank, relative to the mean over all experts. Above 1, all
             experts of the rank are as busy as the busiest expert of the model.
-        elastic: True if the replica groups of local steps are separate jobs (elastic DiLoCo), each of which computes
+        elastic: True if the replica groups of local steps are separate jobs (elastic DiLoCo). Each job then computes
             the whole outer step.
     """
 

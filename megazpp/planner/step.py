@@ -90,7 +90,7 @@ class StepSimulator:
         muon: flags of Muon; None for other optimizers.
         frozen_bits: bits per value of packed frozen matrices; None for the dtype in which the model computes.
         diloco: plan of DiLoCo (local steps); None without DiLoCo.
-        elastic: True if the replica groups are separate jobs (elastic DiLoCo), each of which computes the whole outer
+        elastic: True if the replica groups are separate jobs (elastic DiLoCo). Each job then computes the whole outer
             step.
         lossless_share: size of lossless weight deltas as a fraction of the 16-bit weights.
 
@@ -205,14 +205,14 @@ class StepSimulator:
     def run(self, micro_batches: int) -> SimulatedStep:
         """Simulate an optimizer step of `micro_batches` micro-batches, and return its traffic and seconds.
 
-        The schedules of gathers learn the order of the units in the first simulated step. So the seconds of the first
-        step are not those of later steps.
+        The schedules of gathers learn the order of the units in the first simulated step. So the first step takes
+        other seconds than later steps.
         """
         before, start = self.counter.table(), self._simulation.begin_step()
         self._copied_out, self._copied_from, self._sent_from = start, 0, 0
         self._partial_sums_wait = micro_batches > 1 and not self._zero.zero_cross_every_microbatch
         self._open_ledger()
-        self._sum_over_data()  # stands for training's all-reduce of the step's number of tokens
+        self._sum_over_data()  # simulates the all-reduce of the step's number of tokens
         for index in range(micro_batches):
             last = index == micro_batches - 1
             for unit in self.units:
@@ -220,7 +220,7 @@ class StepSimulator:
                     unit.reduce.begin_micro_batch(last=last)
             self._forward()
             self._backward(first=index == 0, last=last)
-        self._sum_over_data()  # stands for training's all-reduce of the loss
+        self._sum_over_data()  # simulates the all-reduce of the loss
         self._optimizer()
         traffic = traffic_between(before, self.counter.table())
         return SimulatedStep(traffic, self._simulation.compute.now - start, self._simulation.busy)

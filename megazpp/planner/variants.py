@@ -219,8 +219,7 @@ class Choice(NamedTuple):
 def search(estimator: Estimator, config: RunConfig) -> list[Choice]:
     """Estimate the user's run with other flags, and return the candidates, the fastest that fits into memory first.
 
-    The candidates combine sharding schemes, tensor-parallel sizes, micro-batch sizes and recomputation.
-    If the model
+    The candidates combine sharding schemes, tensor-parallel sizes, micro-batch sizes and recomputation. If the model
     has experts, the best candidate of each scheme and tensor-parallel size is also estimated with every other
     expert-parallel size. More recomputation is tried only while a candidate does not fit into memory. The size of the
     local axis is not varied, because it always has all data-parallel ranks of a node or NVLink domain. Training states
@@ -241,7 +240,7 @@ def _candidates(estimator: Estimator, given: RunConfig, config: RunConfig) -> li
     Args:
         estimator: estimator of the candidates.
         given: flags of the user's run, relative to which `Choice.flags` is given.
-        config: flags that the candidates vary: those of `given`, or these with states in host memory.
+        config: flags that the candidates vary: either `given`, or `given` with states in host memory.
     """
     domain, choices = estimator.cluster.ranks_per_domain, list[Choice]()
     for tp in nested_sizes(domain, domain):
@@ -290,7 +289,7 @@ def _batch_sizes(estimator: Estimator, given: RunConfig, config: RunConfig) -> l
 def _other_expert_sizes(
     estimator: Estimator, given: RunConfig, config: RunConfig, choices: list[Choice]
 ) -> list[Choice]:
-    """Return candidates with other expert-parallel sizes; their other flags are those of the best of `choices`.
+    """Return candidates with the flags of the best of `choices`, but with other expert-parallel sizes.
 
     The list is empty for a model without experts, and with local steps, which support only size 1.
 

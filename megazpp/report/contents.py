@@ -196,7 +196,7 @@ def differences_in_words(runs: Sequence[Run]) -> list[str]:
 
 
 def flag_differences(runs: Sequence[Run]) -> Table:
-    """Return a table with a column per run and a row per flag of which the runs have recorded different values."""
+    """Return a table with a column per run, and a row for each flag with different values in the runs."""
     head, *rows = flags_table(runs)
     return [head, *(row for row in rows if len({*row[1:]} - {NOTHING}) > 1 and row[0] != "--run-dir")]
 
@@ -341,7 +341,7 @@ def _megabytes(rows: Sequence[Row], key: str) -> str:
     """Return the mean bytes per step in MB, as a cell of a table; "-" if no bytes were recorded.
 
     Args:
-        rows: rows of metrics.jsonl, each of which has means over several steps.
+        rows: rows of metrics.jsonl. Each row has means over several steps.
         key: key of the bytes, such as "cross_bytes".
     """
     steps = [number(row.get("steps"), 1) for row in rows]

@@ -131,7 +131,7 @@ class RunConfig:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """All configs of the run: first the core's, in the order of the fields, then those of optional features."""
+        """All configs of the run: first the core's in the order of the fields, then the optional features' configs."""
         own = [field.name for field in dataclasses.fields(self) if field.name not in ("features", "sections")]
         return (*(getattr(self, name) for name in own), *self.sections)
 

@@ -42,7 +42,7 @@ class FeaturePlan(Protocol):
         ...
 
     def describe(self) -> str:
-        """Return one line for the log that describes what the feature will do in the run."""
+        """Return one line for the log that describes the feature's work in the run."""
 
 
 @dataclass(kw_only=True)
@@ -98,7 +98,7 @@ class Attached:
             returns the progress with which training starts.
         loader: function that wraps the loader of training samples.
         schedules_actions: True if the feature itself calls `TrainerParts.save` and `validate`; False if the trainer
-            calls them every so many iterations.
+            calls them at the intervals of --save-interval and --eval-interval.
         evaluation_weights: function that returns a context in which the model has the weights to evaluate, for a
             feature that evaluates other weights than it trains.
         wait: function that the trainer calls after the last step. It waits for the feature's background work.
@@ -132,7 +132,7 @@ class Feature:
         """Return the opener of the weights in the feature's checkpoints. Only called if `opens_weights` is True.
 
         Args:
-            sections: configs of all features that have flags, one of which is this feature's.
+            sections: configs of all features that have flags, this feature's included.
         """
         raise NotImplementedError
 

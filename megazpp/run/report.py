@@ -149,11 +149,11 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool
         return "nothing was saved: only a run with --save FOLDER can be resumed"
     if stopped:
         program, *flags = sys.argv
-        # A command that already has --load stays as it is: the run then resumes from its own checkpoints in --save.
+        # A command that has --load needs no change: the run resumes from its own checkpoints in --save.
         there = f" --load {shlex.quote(save)}" if save is not None and parsed.config.checkpoint.load is None else ""
         to = f" --save {shlex.quote(save)}" if save is not None and "save" not in parsed.origins else ""
         launched = None if LAUNCHER_PID in os.environ else find_launcher()
-        # "..." stands for the flags of the launcher, which may differ between hosts.
+        # The launcher's flags may differ between hosts, so the shown command has "..." in their place.
         start = "python" if launched is None else f"{launched.launcher} ..."
         command = f"to resume: {start} {shlex.join([program, *flags])}{to}{there}"
         if parsed.config.launch.num_nodes > 1:

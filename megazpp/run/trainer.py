@@ -294,7 +294,7 @@ class TrainingParts:
         flags: values of flags, by field name, that checkpoints record in addition to the command line's values or in
             their place.
         states: groups of tensors that checkpoints store in addition to model and optimizer.
-        observers: context managers around each training step, entered before those of the trainer.
+        observers: context managers around each training step, entered before the trainer's context managers.
         generates: True if the trained model can generate text; False for a reward model.
         has_weights: True if `built` already has the weights of the checkpoint from which the run starts.
         evaluates_first: True to evaluate the validation data before the first step of a new run.
@@ -563,7 +563,7 @@ class Trainer:
 
     @contextmanager
     def weights_for_evaluation(self) -> Iterator[None]:
-        """Give the model the weights to evaluate inside the context: the trained weights, or those of a feature.
+        """Give the model the weights to evaluate inside the context: the trained weights, or a feature's weights.
 
         DiLoCo, for example, evaluates its outer weights.
         """
