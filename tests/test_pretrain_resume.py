@@ -196,7 +196,10 @@ def find(rows: list[tuple[str, str, list[str]]], home: Path, start: Callable[[st
 
 
 def test_tensorboard_drops_the_steps_of_a_run_that_lost_its_checkpoints(start, tmp_path):
-    """The same command starts again at iteration 0. No restart count of torchrun tells the run to drop old steps."""
+    """A run without its checkpoints starts again at iteration 0, so TensorBoard must drop the steps of the first run.
+
+    No restart count of torchrun announces the restart.
+    """
     flags = "--micro-batch-size 4 --nproc 1 --tensorboard-dir events"
     start(f"{flags} --load saved --train-iters 4")
     shutil.rmtree(tmp_path / "saved")

@@ -85,7 +85,7 @@ def test_wheel_trains_in_an_empty_folder(built, tmp_path):
         programs / "megazpp", "@configs/gpt_125m.args", "--print-config", cwd=empty, **env
     )
     assert "compiled by" in run(python, "-m", "megazpp.tools.env", cwd=empty, **env)
-    # a package of Hugging Face with the name of this project's folder kernels/
+    # Hugging Face's package `kernels` has the name of this project's folder kernels/; both must import
     huggingface = ("install", "--no-deps", "kernels==0.10.0")
     run(sys.executable, "-m", "pip", "--python", python, *huggingface, cwd=tmp_path, PYTHONPATH="")
     both = "import kernels, megazpp.kernels.formats; print(kernels.get_kernel.__module__)"

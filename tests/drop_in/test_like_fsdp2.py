@@ -371,7 +371,7 @@ SCENARIOS["given up, zeroed"] = lambda mode: given_up(mode, last=True, to_none=F
 
 @scenario
 def one_rank_discards(mode: str) -> Run:
-    """After equal backwards, discard their gradients by a call of only one rank.
+    """Discard gradients by a call of only one rank, after all ranks have run the same backwards.
 
     In two steps the rank calls `discard`. In two others it leaves `accumulate` by an exception.
     """
@@ -393,7 +393,7 @@ def one_rank_discards(mode: str) -> Run:
 
 @scenario
 def gradients_wait_beside_complete_ones(mode: str) -> Run:
-    """Delay the reduction of gradients beside reduced gradients, which the program scales meanwhile."""
+    """Delay the reduction of new gradients while `.grad` holds reduced ones, and scale `.grad` in between."""
     run = Run(mode)
     for step in range(3):
         run.backward(3 * step, order=(0, 1))

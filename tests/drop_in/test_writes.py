@@ -436,7 +436,7 @@ def test_checksum_changes_with_any_bit_and_with_element_order(function, dtype, s
     generator = torch.Generator().manual_seed(1)
     shards = [torch.randint(-100, 100, (size,), generator=generator).to(dtype) for size in sizes]
     before = int(function(shards))
-    # The same data at another alignment has the same checksum
+    # The checksum may not depend on the alignment of the data in memory
     assert int(function([torch.cat([shard[:1], shard])[1:] for shard in shards])) == before
 
     def is_seen(write: Callable[[torch.Tensor], Any]) -> bool:

@@ -150,7 +150,7 @@ class World:
         group.have[rank] |= named & there
 
     def pack(self, index: int, rank: int) -> None:
-        """Pack a group's published contributions on one of its ranks, which then holds their messages."""
+        """Let one rank of a group pack its messages of the group's contributions, so that others can fetch them."""
         if (group := self.groups.get(index)) is not None:
             group.packed[rank] |= group.published.keys()
             group.have[rank] |= group.published.keys()
@@ -200,7 +200,7 @@ class World:
         return any(entry["base"] == group.version for entry in group.published.values())
 
     def go(self, times: int) -> None:
-        """Let all groups fetch messages and take one action each, `times` times, half a second apart."""
+        """Let each group of elastic DiLoCo fetch messages and take one action, `times` times, once in 0.5 s."""
         for _ in range(times):
             for index in list(self.groups):
                 self.fetch(index, 0)
@@ -209,7 +209,7 @@ class World:
             self.wait(0.5)
 
     def publish(self, index: int) -> None:
-        """Publish the steps that a group has trained so far, even before the end of an interval."""
+        """Publish the steps of a group since its last contribution as a contribution, even before the interval ends."""
         group = self.groups.get(index)
         if group and group.unsent[group.fragment] and not self.has_published(group):
             cid = f"{group.incarnation}.{group.numbers}"
@@ -222,14 +222,14 @@ class World:
     # ---- the coordinator's decisions, and their checks
 
     def state(self, index: int) -> dict[str, Any] | None:
-        """Return the state that the coordinator shows a group; None if one of the group's ranks is not connected."""
+        """Return what the coordinator of elastic DiLoCo tells a group; None if a rank of the group is not connected."""
         group = self.groups.get(index)
         if group is None or not all(group.connected):
             return None
         return self.rounds.state(group.name, 0, self.now)
 
     def settle(self) -> None:
-        """Deliver the reports of all groups, let the coordinator decide, and check its decisions.
+        """Deliver the reports of all groups, let the coordinator of elastic DiLoCo decide, and check its decisions.
 
         A group that the coordinator has declared out ends.
         """
@@ -256,7 +256,7 @@ class World:
                 self.kill(index)  # the job ends, and its supervisor may start it again
 
     def check_held(self, commit: dict[str, Any]) -> None:
-        """Check that the ranks of a connected group hold all messages of the commit."""
+        """Check that some connected group holds the messages of all contributions that a new version merges."""
         cids = {entry["cid"] for entry in commit["set"]}
         assert any(all(cids <= have for have in g.have) and all(g.connected) for g in self.groups.values())
 
@@ -288,7 +288,7 @@ EVENTS = st.one_of(
 
 
 def play(events: list[tuple], rules: Rules = RULES) -> World:
-    """Play events on a world of three groups, go on without faults until the run is over, and return the world."""
+    """Play events on a coordinator and three groups, then finish the run without faults; return this `World`."""
     world = World(rules)
     for index in range(3):
         world.start(index)
@@ -320,7 +320,7 @@ def check_random_schedules(examples: int, rules: Rules) -> None:
         for commit in world.rounds.commits:
             assert all((commit["commit"] - 1 - entry["base"]) % rules.fragments == 0 for entry in commit["set"])
         assert world.rounds.merged_steps == RULES.iterations * RULES.groups
-        # a coordinator that starts again from the journal must know the same
+        # a new coordinator that reads the journal must have the same versions, contributions and free samples
         again = Rounds(world.journal, now=world.now)
         assert (again.commits, again.pool, again.free) == (world.rounds.commits, world.rounds.pool, world.rounds.free)
 

@@ -93,7 +93,7 @@ NATS_APART = 0.02  # largest accepted difference of mean losses: several times t
 LEAST_STEPS = 15
 GRACE_SECONDS = 5.0
 ELEMENTS = (2**28, 2**30)
-# aims for int8, as fractions of the rate at which the GPU copies memory
+# speed that each int8 kernel should reach, as a fraction of the speed at which the GPU copies memory
 GOALS = {"quantize": "90%", "dequantize": "90%", "sum": "80%"}
 # a line of benchmark_kernels.py: kernel, ms, GB/s, fraction of the copy's rate
 TIMED = re.compile(r"^(\w.{31}) +([\d.]+) +[\d.]+ +([\d.]+) +(\d+%)$", re.MULTILINE)

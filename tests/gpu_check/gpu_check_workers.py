@@ -275,8 +275,8 @@ def train(side: str, words: list[str]) -> None:
 
 # ---- the worker program "optimizers" ----
 
-# Each entry has flags, and the largest relative difference of losses and gradient norms between the device and the CPU
-# that rounding can cause. On a GPU the layers are compiled unless the flags say otherwise.
+# Each entry of OPTIMIZERS has flags, and the largest relative difference of losses and gradient norms between device
+# and CPU that rounding can cause. On a GPU the layers are compiled unless the flags say otherwise.
 LLAMA = "--position-embedding-type rope --swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2"
 EXPERTS = f"{LLAMA} --disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 0.01"
 OPTIMIZERS = (

@@ -579,7 +579,7 @@ def trl_arguments(scenario: Scenario, data: Any) -> dict[str, Any]:
     return {"train_dataset": data, "eval_dataset": data.select(range(4)), "processing_class": tokenizer(), **lora}
 
 
-# the function that trains in the framework, and the packages that it needs
+# for each framework: the function that trains in it, and the packages that this function needs
 FRAMEWORKS: dict[str, tuple[Callable[[Scenario, Connect], Training], tuple[str, ...]]] = {
     "own loop": (own_loop, ("transformers",)),
     "accelerate": (accelerate_loop, ("accelerate", "peft")),

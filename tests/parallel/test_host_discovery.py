@@ -186,7 +186,7 @@ def nvml(ends: Any = (), reachable: Any = (), fabric: Any = None, without: str =
 
 PEERS = [
     (nvml(ends=("switch",) * 18), 0, (SWITCH,)),
-    (nvml(ends=(3, 3)), 0, ("0000:4b:00.0",)),  # an NVLink bridge to GPU 3, which this process may not see
+    (nvml(ends=(3, 3)), 0, ("0000:4b:00.0",)),  # both links lead to GPU 3, which may be hidden from this process
     (  # links do not report their other end, so the peer paths of the driver are used
         nvml(ends=(1,), reachable=((0, 1), (0, 3)), without="NvLinkRemoteDeviceType"),
         0,

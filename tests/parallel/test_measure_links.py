@@ -23,7 +23,7 @@ def test_fit_recovers_latency_and_bandwidth():
     for num_ranks in (2, 3, 8):
         small, large = ((size, (num_ranks - 1) * (20e-6 + size / 3e9)) for size in (4096, 1 << 20))
         assert fit_link(num_ranks, small, large) == Link(pytest.approx(3.0), pytest.approx(20.0))
-    # noisy times: the large message takes less time than the small one, so the fit needs a limit
+    # noisy times: the large message takes less time than the small one, so a plain fit would be negative
     noisy = fit_link(3, (0, 2e-3), (1 << 20, 1e-3))
     assert noisy == Link(pytest.approx(2 * (1 << 20) / 0.5e-3 / 1e9), pytest.approx(1000.0))
     assert fit_link(3, (4096, 1e-9), (1 << 20, 1e-3)).microseconds == 0.0, "not negative"
@@ -131,7 +131,7 @@ def test_device_has_the_speed_of_the_slowest_rank_and_is_equal_on_all_ranks():
 def large_sizes(gigabytes_per_second: float) -> list[int]:
     """Return the bytes per rank of the all-gathers that measure a link between two nodes.
 
-    On a fake clock, the link has this bandwidth.
+    A fake clock gives the link the bandwidth `gigabytes_per_second`.
     """
     sizes = list[int]()
 

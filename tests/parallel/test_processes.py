@@ -70,7 +70,7 @@ def test_torchrun_alone_starts_the_workers(tmp_path):
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_signal_to_the_launcher_leaves_no_process(tmp_path, signum):
-    """One rank is busy, and the other rank waits for it in a collective."""
+    """When the launcher gets the signal, one rank sleeps, and the other one waits for it in a collective."""
     program = Program(JOB, "sleep-on-1", "2", folder=tmp_path)
     program.wait_for("sum 2\n")
     assert len(program.left_behind()) == 3

@@ -1,4 +1,4 @@
-"""Test the roll call, in which ranks compare flags and versions before they start, and tell each other of errors."""
+"""Test the roll call: before a run starts, ranks compare flags and versions, and tell each other of errors."""
 
 import socket
 import sys

@@ -47,7 +47,7 @@ def watched_steps(case: Case, clip: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("zero", "micro_batches"), [(FEEDBACK, 1), slow(AVERAGED, 2), slow(EVERY, 2)])
 def test_stored_errors_are_clipped_with_gradients_once_per_step(zero, micro_batches):
-    """Stored errors and gradients get the same clipping factor. No factor is applied between micro-batches."""
+    """Errors in the error feedback get the gradients' clipping factor, and only at the end of a step."""
     case = Case(nodes=2, zero=zero, micro_batches=micro_batches, steps=3)
     for result in ranks(4).run(watched_steps, case, 0.25):
         assert len(result["noted"]) == 3
@@ -76,7 +76,7 @@ class Seen(NamedTuple):
 
 
 def skipped_and_reset(case: Case) -> dict[str, Seen]:
-    """Take six steps and return the observations of each by its name; in the second step only rank 3 computes a NaN."""
+    """Take six steps, in the second of which only rank 3 computes a NaN; return what happened in each step, by name."""
     step, dims = build_step(case)
     seen, factor = {}, 1.0
     step.model.final_norm.register_forward_hook(lambda module, inputs, output: output * factor)

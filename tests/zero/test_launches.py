@@ -70,13 +70,16 @@ class Launches(TorchDispatchMode):
 
 
 def launches_of_a_step(nodes: int, model: GPTConfig, zero: ZeroConfig, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Return the launches of the third step by name; the first two steps create everything that is made only once."""
+    """Return the number of kernel launches in the third training step, by kernel.
+
+    The first two steps also launch kernels that run only once, so they do not count.
+    """
     triton, native = block_quant.TRITON, block_quant.native
     assert triton is not None
 
     def both(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> None:
-            getattr(triton, name)(*args, **kwargs)  # counts the launches, and computes nothing
+            getattr(triton, name)(*args, **kwargs)  # launches fake kernels, which only count
             getattr(native, name)(*args, **kwargs)  # computes the result in C
 
         return call
@@ -106,7 +109,7 @@ def launches_of_a_step(nodes: int, model: GPTConfig, zero: ZeroConfig, monkeypat
 
 
 def launches_per_layer(nodes: int, style: GPTConfig, zero: ZeroConfig, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Return the launches by name that one more layer adds with `zero`, minus those that it adds with ZeRO-3."""
+    """Return the number of kernel launches, by kernel, that one more layer adds to a step beyond those of ZeRO-3."""
 
     def of_a_layer(zero: ZeroConfig) -> Counter[str]:
         many, few = (

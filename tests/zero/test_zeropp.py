@@ -168,7 +168,8 @@ def test_wide_model_sends_three_quarters_of_its_16_bit_size_across_nodes():
 def bytes_with_repeated_units(case: Case) -> list[int]:
     """Return the bytes that this rank sends across nodes in each of two steps.
 
-    Before the second step, FSDP2's list of states gets a unit of several modules once per module, as in torch 2.11.
+    Before the second step, FSDP2's list of states is changed as in torch 2.11: a unit of several modules is in it once
+    per module. ZeRO++ may not reduce the unit twice.
     """
     step, dims = build_step(case)
     sent = []
