@@ -51,13 +51,15 @@ def take_folder(folder: CheckpointFolder, axis: MeshAxis, say: Callable[[str], N
     Rank 0 locks the first one. The next one is locked by the first rank that does not see the folders locked so far.
 
     Args:
-        folder: the folder of --save. It stays locked until `Checkpoints.finish` or the end of the process. Its
-            `num_separate` is set to the number of separate folders.
+        folder: the folder of --save. It stays locked until `Checkpoints.finish` or the end of the process, unless it is
+            shared. Its `num_separate` and `shared_id` are set.
         axis: axis over all ranks with a process group for file operations; see `open_axis`.
         say: function that prints a line on rank 0.
-        shared: True if other jobs also save to the folder. This job then waits longer for the lock.
+        shared: True if other jobs may save to the folder too. This job then waits longer for the lock, and releases it
+            at the end of this call, because `Checkpoints` locks a shared folder for each save.
     Raises:
-        ValueError: another job uses the folder, or the folder is not writable.
+        ValueError: another job uses the folder, the folder is not writable, or it is to be shared and each host has a
+            separate one.
     """
     seen, hosts = [False] * axis.size, []
     while not all(seen):
@@ -67,6 +69,7 @@ def take_folder(folder: CheckpointFolder, axis: MeshAxis, say: Callable[[str], N
             if axis.rank != owner:
                 return "", [], ""
             folder.lock(patience_seconds=SHARED_LOCK_SECONDS if shared else LOCK_SECONDS, say=say)
+            folder.shared_id = folder.identify() if shared else ""
             return socket.gethostname(), folder.recover(), tempfile.mkdtemp(prefix=".", dir=folder.path)
 
         found = axis.gather_objects(raise_on_all_ranks(axis, lock))
@@ -77,7 +80,14 @@ def take_folder(folder: CheckpointFolder, axis: MeshAxis, say: Callable[[str], N
             Path(mark).rmdir()
         for line in lines:
             say(line)
-    folder.num_separate = len(hosts)
+    folder.num_separate, folder.shared_id = len(hosts), axis.share_object(folder.shared_id)
+    if shared:
+        folder.unlock()
+        if folder.num_separate > 1:
+            raise ValueError(
+                f"{folder.name} is a separate folder on each host, and --diloco-coordinator needs one folder that all "
+                "hosts of the job share: choose a folder of a shared file system"
+            )
     if folder.num_separate > 1:
         say(
             f"WARNING: {folder.name} is a separate folder on {' and '.join(hosts)}: each host keeps the files that its "
@@ -96,8 +106,7 @@ class Checkpoints:
             values that training changes.
         axis: axis over all ranks with a process group for file operations; see `open_axis`.
         say: function that prints a line on rank 0.
-        folder: folder of --save, locked by `take_folder`; None without --save.
-        shared: True if other jobs also save to the folder. The folder is then locked only during each save.
+        folder: folder of --save, prepared by `take_folder`; None without --save.
         tokenizer: contents of the tokenizer's files by file name; None or empty for a tokenizer without files.
     """
 
@@ -110,10 +119,8 @@ class Checkpoints:
         say: Callable[[str], None],
         *,
         folder: CheckpointFolder | None,
-        shared: bool = False,
         tokenizer: Mapping[str, bytes] | None = None,
     ) -> None:
-        self._shared = shared
         self._config, self._state, self._record, self._axis, self._say = config, state, record, axis, say
         self._folder, self._tokenizer = folder, tokenizer
         self._thread = threads_on(state.device, 1, "checkpoint") if config.async_save else None
@@ -143,7 +150,8 @@ class Checkpoints:
                 raise ValueError(f"{space}; free disk space, or save to another disk")
             self._say(space if free > 2 * needed else f"WARNING: {space}")
 
-        raise_on_all_ranks(axis, lambda: compare() if folder.is_locked or (self._shared and axis.rank == 0) else None)
+        checks = folder.is_locked or (folder.shared_id and axis.rank == 0)
+        raise_on_all_ranks(axis, lambda: compare() if checks else None)
 
     def load(self, verified: Verified, schedule: Schedule) -> Resumed:
         """Load a checkpoint into the run's training state, and return the position to resume from.
@@ -207,13 +215,13 @@ class Checkpoints:
 
         If only this job saves to the folder, `take_folder` has locked it for the whole run, and nothing happens here.
         """
-        if self._shared:
+        if folder.shared_id:
             lock = functools.partial(folder.lock, patience_seconds=SHARED_LOCK_SECONDS, say=self._say)
             raise_on_all_ranks(self._axis, lambda: lock() if self._axis.rank == 0 else None)
         try:
             yield
         finally:
-            if self._shared:
+            if folder.shared_id:
                 folder.unlock()
 
     @contextlib.contextmanager

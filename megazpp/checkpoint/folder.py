@@ -25,6 +25,7 @@ import hashlib
 import re
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO
@@ -39,6 +40,7 @@ from megazpp.base.files import (
     renamed_when_done,
     sync_directory,
     write_synced,
+    write_whole,
 )
 from megazpp.checkpoint.checksums import verify_files, write_checksums, write_durably
 from megazpp.data.tokenizer import TokenizerConfig
@@ -62,12 +64,14 @@ class CheckpointFolder:
         flag: flag that names the folder, such as "--save", for messages.
     Attributes:
         num_separate: number of separate folders that hosts without a shared file system have at this path; otherwise 1.
+        shared_id: identifier of the folder if other jobs may save to it too, equal in all these jobs; "" if only this
+            job saves to it. Set by `take_folder`.
     """
 
     def __init__(self, path: str | Path, flag: str) -> None:
         self.path, self.flag = Path(path).expanduser(), flag
         self._lock: IO[str] | None = None
-        self.num_separate = 1
+        self.num_separate, self.shared_id = 1, ""
 
     @property
     def name(self) -> str:
@@ -191,6 +195,13 @@ class CheckpointFolder:
             shutil.rmtree(path)
             lines.append(f"removed {path}, which was not finished")
         return lines
+
+    def identify(self) -> str:
+        """Return the identifier of this folder, a random text that is written into the folder by the first call."""
+        path = self.path / "folder_id"
+        if not path.exists():
+            write_whole(path, uuid.uuid4().hex.encode())
+        return path.read_text()
 
     def begin(self, iteration: int) -> None:
         """Create the empty folder into which the checkpoint of an iteration is written until it is complete.

@@ -75,14 +75,13 @@ class Elastic(Feature):
                 commit_id: id of this version.
                 snapshot: function that makes a snapshot of the outer weights for other groups.
             """
-            saves, facts = parts.config.checkpoint.saves, _facts(parts)
-            about: Record = {"incarnation": incarnation, "facts": facts, "rules": list(plan.rules), "saves": saves}
+            about: Record = {"incarnation": incarnation, "facts": _facts(parts), "rules": list(plan.rules)}
             return Agent(
                 coordinator,
                 flags.secret,
                 group=name,
                 rank=axis.rank,
-                hello=about | {"version": version, "id": commit_id},
+                hello=about | {"version": version, "id": commit_id, "saves": parts.folder_id},
                 listen=flags.diloco_listen,
                 advertise=flags.diloco_advertise,
                 most_bytes=outer.most_bytes,

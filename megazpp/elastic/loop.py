@@ -363,7 +363,7 @@ class ElasticLoop:
                 self.outer.merge(self.outer.plan.merge_alpha if own and not self._all_merged else 0.0, units)
             self._published = None if own else self._published
             at = self._merged_progress(progress)
-            if commit["saves"] == agent.group:
+            if agent.group in commit["saves"]:
                 self._save(at)
             if commit["evaluates"] == agent.group:
                 self._validate(at)

@@ -84,7 +84,7 @@ class Group:
     granted: int = 0  # number of cells of samples that the coordinator has leased to the group so far
     cell: Cell | None = None  # the cell that was leased to the group last; None before the first lease
     version: int | None = None  # version of the outer weights that it had when it connected; None if not of this run
-    saves: bool = False  # True if the group can write checkpoints, because its job was started with --save
+    saves: str = ""  # identifier of the folder into which the group's job saves checkpoints; "" if it saves none
     since: float = 0.0  # time at which the first rank of the group connected
     # time at which the group is removed unless all ranks are connected; a lost connection sets it
     deadline: float = math.inf
@@ -251,7 +251,8 @@ class Rounds:
             rank: index of the rank in its group.
             hello: the rank's first message: incarnation of its group ("incarnation"), address at which it serves
                 messages ("address"), flags and data that all groups must share ("facts"), rules of the run ("rules"),
-                version and id of its outer weights ("version", "id"), and whether it can save checkpoints ("saves").
+                version and id of its outer weights ("version", "id"), and the identifier of the folder into which it
+                saves checkpoints ("saves"), which is "" if it saves none.
             now: current time in seconds.
         Raises:
             RefusedError: the group cannot take part in the run, or not yet.
@@ -506,7 +507,8 @@ class Rounds:
         cids = ",".join(entry["cid"] for entry in entries)
         digest = hashlib.sha256(f"{self.id_of(self.version)} {cids}".encode()).hexdigest()[:16]
         by_slot = sorted(self.live, key=lambda name: self.groups[name].slot)
-        writers = [name for name in by_slot if self.groups[name].saves]
+        writers = {self.groups[name].saves: name for name in reversed(by_slot)}  # the first group of each folder
+        writers.pop("", None)
         at_end = self._ends([*self.commits, {"merged": merged}])
 
         def passes(interval: int | None) -> bool:
@@ -519,7 +521,7 @@ class Rounds:
                 "id": digest,
                 "set": list(entries),
                 "merged": merged,
-                "saves": writers[0] if writers and (at_end or passes(rules.save_interval)) else None,
+                "saves": sorted(writers.values()) if at_end or passes(rules.save_interval) else [],
                 "evaluates": by_slot[-1] if passes(rules.eval_interval) and not at_end else None,
             }
         )

@@ -64,6 +64,8 @@ class TrainerParts:
             program itself adds further groups later (`TrainingParts.states`).
         flags: values of flags that checkpoints record, by field name. A feature may add entries.
         samples: description of the training and held-out samples, see data/identity.py.
+        folder_id: identifier of the folder of --save, equal in all jobs that save to it; "" if no other job may, and
+            without --save.
         stopped: function that returns True once this rank has caught a stop signal.
         save: function that saves a checkpoint of the given progress, for a feature with `Attached.schedules_actions`.
         validate: function that evaluates the validation data at the given progress, for such a feature.
@@ -80,6 +82,7 @@ class TrainerParts:
     states: list[StatePart]
     flags: dict[str, Any]
     samples: Mapping[str, Any] = field(default_factory=dict)
+    folder_id: str = ""
     stopped: Callable[[], bool] = lambda: False
     save: Callable[[TrainingProgress], None] = lambda progress: None
     validate: Callable[[TrainingProgress], None] = lambda progress: None

@@ -150,13 +150,6 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
         if checkpoint.save is not None:
             save = CheckpointFolder(checkpoint.save, "--save")
             take_folder(save, files, console.log, shared=config.jobs > 1)
-            if config.jobs > 1:
-                save.unlock()  # `Checkpoints` locks the folder for each save, because another job may write the next
-                if save.num_separate > 1:
-                    raise ValueError(
-                        f"{save.name} is a separate folder on each host, and --diloco-coordinator needs one folder "
-                        "that all hosts of the job share: choose a folder of a shared file system"
-                    )
         verified = verify(source, files, console.log)
         start = TrainingProgress() if verified is None else verified.start
         weight_delta = choose_weight_delta(config, cluster, dims, worker.device)
@@ -181,7 +174,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
             checkpoint, save = dataclasses.replace(checkpoint, save=path), CheckpointFolder(path, "--save")
             where = f"--save-to-run-dir ({parsed.origins['save_to_run_dir']}; --no-save-to-run-dir saves nothing)"
             with user_errors(), errors_as(where):
-                take_folder(save, files, console.log)
+                take_folder(save, files, console.log, shared=config.jobs > 1)
         parsed = parsed._replace(config=dataclasses.replace(config, checkpoint=checkpoint))
         context = RunContext(dims=dims, device=worker.device, console=console, folder=folder)
         with user_errors():
@@ -376,6 +369,7 @@ class Trainer:
             states=states,
             flags=flags,
             samples=parts.samples,
+            folder_id="" if run.save is None else run.save.shared_id,
             stopped=lambda: run.stops.caught != 0,
             save=lambda progress: self.checkpoints.save(progress),
             validate=lambda progress: self.validate(progress),
@@ -408,7 +402,6 @@ class Trainer:
             run.files,
             context.log,
             folder=run.save,
-            shared=config.jobs > 1,
             tokenizer=tokenizer.files,
         )
         with user_errors():

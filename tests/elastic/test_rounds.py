@@ -34,6 +34,7 @@ class Group:
 
     def __init__(self, name: str, incarnation: str, version: int, version_id: str, rules: Rules) -> None:
         self.name, self.incarnation, self.rules = name, incarnation, rules
+        self.folder = ""  # identifier of the folder into which the group saves checkpoints
         self.unsent = [0] * rules.fragments  # steps that the group has trained but not published, by fragment
         # ids of the contributions that each rank has packed
         self.packed: list[set[str]] = [set() for _ in range(RULES.ranks)]
@@ -59,7 +60,7 @@ class Group:
             "rules": list(self.rules),
             "version": self.version,
             "id": self.id,
-            "saves": True,
+            "saves": self.folder,
             "address": ["host", 1],
         }
 
@@ -96,9 +97,10 @@ class World:
 
     # ---- events that a schedule plays
 
-    def start(self, index: int) -> None:
+    def start(self, index: int, folder: str = "f") -> None:
         if index not in self.groups:
             self.groups[index] = Group(f"g{index}", f"i{next(self.incarnations)}", *self.saved, self.rules)
+            self.groups[index].folder = folder  # identifier of the folder of the group's checkpoints
             self.connect(index)
 
     def kill(self, index: int) -> None:
@@ -173,7 +175,7 @@ class World:
                 group.version, group.id = group.version + 1, commit["id"]
                 merged = {e["cid"] for e in commit["set"]}
                 group.published = {cid: e for cid, e in group.published.items() if cid not in merged}
-                if commit["saves"] == group.name:
+                if group.name in commit["saves"]:
                     self.saved = group.version, group.id
                 if published_here:
                     group.steps, group.cells = 0, []
@@ -352,7 +354,7 @@ def test_each_fragment_has_a_version_after_the_last_sample():
     world = play([], RULES._replace(fragments=2))
     steps = [[entry["steps"] for entry in commit["set"]] for commit in world.rounds.commits]
     assert steps == [[4] * 3, [4] * 3, [2] * 3, [0] * 3]
-    assert [commit["saves"] for commit in world.rounds.commits] == ["g0"] * 4
+    assert [commit["saves"] for commit in world.rounds.commits] == [["g0"]] * 4
     assert not any(any(group.unsent) for group in world.groups.values())
 
 
@@ -362,7 +364,16 @@ def test_calm_run_merges_whole_intervals_in_the_order_of_slots():
     assert [[entry["slot"] for entry in commit["set"]] for commit in commits] == [[0, 1, 2]] * 3
     assert [[entry["steps"] for entry in commit["set"]] for commit in commits] == [[4] * 3, [4] * 3, [2] * 3]
     assert all(cell[1] == entry["slot"] for commit in commits for entry in commit["set"] for cell in entry["cells"])
-    assert [commit["saves"] for commit in commits] == ["g0", "g0", "g0"]
+    assert [commit["saves"] for commit in commits] == [["g0"]] * 3
+
+
+def test_first_group_of_each_folder_saves_and_groups_without_one_do_not():
+    world = World()
+    for index, folder in enumerate(("", "a", "b", "a")):
+        world.start(index, folder)
+    while not world.rounds.done:
+        world.go(1)
+    assert [commit["saves"] for commit in world.rounds.commits] == [["g1", "g2"]] * len(world.rounds.commits)
 
 
 def test_row_of_a_version_has_steps_lateness_waiting_and_what_happened_since():

@@ -181,6 +181,16 @@ def test_killed_group_is_out_at_once_and_a_new_one_joins(tmp_path, new_site):
     assert validation(tmp_path / "a") == validation(tmp_path / "b") == validation(tmp_path / "c")
 
 
+def test_each_group_saves_into_its_own_run_folder_without_a_common_one(tmp_path, new_site):
+    """The folders have equal outer weights."""
+    site = new_site("--train-iters", "10", "--save-to-run-dir")
+    finish(site.start("a"), site.start("b"))
+    saved = [read_tensors(tmp_path / name / "checkpoints/iter_0000010") for name in "ab"]
+    names = [name for name in saved[0] if name.startswith("model.")]
+    assert len(names) > 5
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in names)
+
+
 def test_coordinator_that_is_killed_and_started_again_ends_no_group(tmp_path, new_site):
     site = new_site("--train-iters", "150")
     a, b = site.start("a"), site.start("b")
