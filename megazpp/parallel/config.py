@@ -30,7 +30,7 @@ class ParallelConfig:
         False, "allow context-parallel groups that span nodes, whose activations then cross the network"
     )
     expert_model_parallel_size: int = flag(
-        1, "ranks of a node that share out the experts of each layer; divides --num-experts"
+        1, "number of ranks of a node that split the experts of each layer; divides --num-experts"
     )
     sequence_parallel: bool = flag(False, "split activations along the sequence between tensor-parallel regions")
     num_distributed_optimizer_instances: int = flag(
@@ -57,8 +57,8 @@ class LaunchConfig:
 
     nproc: int | None = flag(
         None,
-        "local worker processes (default: one per GPU; on CPUs 2 to 4 for training, otherwise one per tensor-parallel "
-        "rank)",
+        "number of local worker processes (default: one per GPU; on CPUs 2 to 4 for training, otherwise one per "
+        "tensor-parallel rank)",
         common=True,
     )
     nnodes: int | None = flag(
@@ -115,9 +115,7 @@ class LaunchConfig:
         names = ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
         for name, seconds in zip(names, self.hang_seconds, strict=True):
             if seconds > YEAR_SECONDS:
-                raise ValueError(
-                    f"{spelling(self, name)} {getattr(self, name)} is more than a year, the longest supported time"
-                )
+                raise ValueError(f"{spelling(self, name)} {getattr(self, name)} is more than a year, the upper limit")
 
     @property
     def num_nodes(self) -> int:
@@ -155,7 +153,5 @@ class NcclConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.nccl_cross_max_ctas is not None and not 1 <= self.nccl_cross_max_ctas <= MOST_CTAS:
-            raise ValueError(
-                f"--nccl-cross-max-ctas {self.nccl_cross_max_ctas} is not a number from 1 to {MOST_CTAS}, NCCL's limits"
-            )
+        if (ctas := self.nccl_cross_max_ctas) is not None and not 1 <= ctas <= MOST_CTAS:
+            raise ValueError(f"--nccl-cross-max-ctas {ctas} is not a number from 1 to {MOST_CTAS}, NCCL's limits")

@@ -25,10 +25,10 @@ class BatchConfig:
     """
 
     micro_batch_size: int | None = flag(
-        None, "samples per data rank and forward (default: an equal share)", common=True
+        None, "samples per data rank and forward (default: the global batch in equal parts)", common=True
     )
     global_batch_size: int | None = flag(
-        None, "samples of an optimizer step (default: a micro-batch per rank)", common=True
+        None, "samples of an optimizer step (default: one micro-batch per data rank)", common=True
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None,
