@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -75,9 +76,9 @@ def zeropp(
         TypeError: an argument has a wrong type, or FSDP1 or DDP has wrapped the model.
         RuntimeError: there is no process group, or a gradient hook would see gradients before they are reduced. Such a
             hook works only with `ZeroConfig(overlap_grad_reduce=False)`.
-        ValueError: the mesh does not number ranks node by node, `config` selects another stage than 3, FSDP2 uses an
-            option that ZeRO++ does not support, or a forward or backward is running. The model is unchanged then,
-            except that `zeropp` may have wrapped it.
+        ValueError: ranks pass different settings, the mesh does not number ranks node by node, `config` selects another
+            stage than 3, FSDP2 uses an option that ZeRO++ does not support, or a forward or backward is running. The
+            model is unchanged then, except that `zeropp` may have wrapped it.
     """
     # ---- return the handle of an earlier zeropp call for this model
     config = ZeroConfig(zeropp=True, zero_error_feedback=False) if config is None else config
@@ -94,6 +95,7 @@ def zeropp(
 
     # ---- check the model, and wrap it with FSDP2 if the program has not done so
     _check_model(model)
+    _check_equal_settings({"ranks_per_node": ranks_per_node, **settings})
     replaced: ReplacedParameters | None = None
     if isinstance(model, FSDPModule):
         if fsdp:
@@ -259,6 +261,28 @@ def _check_arguments(model: object, config: object) -> None:
             f"ZeroConfig({by}) selects ZeRO stage {config.stage}, but a model of fully_shard has stage 3: leave the "
             "argument out"
         )
+
+
+def _check_equal_settings(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError on all ranks if a rank calls `zeropp` with other settings than rank 0.
+
+    Such ranks would wait for each other for ever. The usual cause is MEGAZPP_RANKS_PER_NODE on some hosts only.
+    """
+    if not dist.is_initialized():
+        return  # the error of the missing process group follows
+    mine = {name: str(value) for name, value in settings.items()}
+    size = dist.get_world_size()
+    group = dist.group.WORLD if size > 1 else None
+    world = MeshAxis("world", ranks=tuple(range(size)), rank=dist.get_rank(), group=group, wire="world")
+    found = world.share_object(world.gather_objects((socket.gethostname(), mine)))
+    first, expected = found[0]
+    for rank, (host, given) in enumerate(found):
+        if differ := [name for name in expected if given[name] != expected[name]]:
+            values = "; ".join(f"{name} is {expected[name]} and {given[name]}" for name in differ)
+            raise ValueError(
+                f"megazpp.zeropp has different settings on rank 0 on {first} and on rank {rank} on {host}: {values}. "
+                f"Pass equal arguments on all ranks, and set {RANKS_PER_NODE} on all hosts or on none"
+            )
 
 
 def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:

@@ -490,6 +490,22 @@ def test_optimizer_of_the_unwrapped_model_is_rejected():
     ranks(2).run(step_with_replaced_parameters)
 
 
+def pass_own_settings() -> None:
+    """Pass other settings on rank 1 than on rank 0, and check that both name the difference and do not wait."""
+    first = dist.get_rank() == 0
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("ranks_per_node is 1 and None", {"ranks_per_node": 1 if first else None}),
+        ("config.zero_weight_bits is None and 16", {"config": config(zero_weight_bits=None if first else 16)}),
+    ]
+    for words, arguments in cases:
+        with pytest.raises(ValueError, match=rf"on rank 0 on .* and on rank 1 on .*: {words}\."):
+            megazpp.zeropp(blocks(), **arguments)
+
+
+def test_settings_that_differ_between_ranks_are_named_on_all_ranks():
+    ranks(2).run(pass_own_settings)
+
+
 def refuse_arguments() -> None:
     """Call `zeropp` with unusable arguments, and check that it rejects them before it wraps the model."""
     sixteen_bits = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
