@@ -90,7 +90,7 @@ class RangeTable:
         rows, fmt = [], self.layout.fmt
         for part in self.layout.ranges:
             start, length, payload, scales = _row(part)
-            payload_step, scale_step = size * self.dtype.itemsize, 0  # unquantized tiles all have scales -1
+            payload_step, scale_step = size * self.dtype.itemsize, 0  # step 0 keeps -1, for tiles without scales
             if scales >= 0:
                 assert fmt is not None
                 payload_step, scale_step = fmt.payload_bytes(size), fmt.scale_bytes(size)

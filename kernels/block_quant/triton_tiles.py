@@ -33,7 +33,7 @@ _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 STRIP = tl.constexpr(1024)  # unquantized elements that a program copies at once, 16 bytes per thread
 _TILE = tl.constexpr(TILE_ELEMENTS)
 _UNROLL = tl.constexpr(4)
-_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves an integer in the low bits of the sum
+_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: x + _MAGIC has x rounded to an integer in the low bits of its mantissa
 _INVERSE_127, _INVERSE_7 = tl.constexpr(1 / 127), tl.constexpr(1 / 7)
 _OWN, _OTHER, _CLIPPED = tl.constexpr(1 / 8.4375), tl.constexpr(1 / 7.4375), tl.constexpr(1 / 9)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -204,7 +204,7 @@ def round_shifted(x, inverse, BITS: tl.constexpr, CLIP: tl.constexpr):
 
 @triton.jit
 def unshift(shifted, BITS: tl.constexpr):
-    """Turn results of `round_shifted` into the integers themselves, in fp32, by subtracting what it has added."""
+    """Turn results of `round_shifted` into the integers q in fp32, by subtracting _MAGIC, and for int4 also 8."""
     return shifted - (_MAGIC + (8.0 if BITS == 4 else 0.0))
 
 
