@@ -305,9 +305,12 @@ class FrozenUnit:
                 placed.rows.unpack(placed.rows_in(messages), out)
 
     def attach(self, modules: Sequence[nn.Module]) -> None:
-        """Register hooks that unpack the unit's weights before the first of `modules` runs, and free them at the end.
+        """Register hooks that unpack this frozen unit's weights before a forward and a backward, and free them after.
 
-        Weights that need no unpacking get no hooks.
+        Nothing happens for weights that need no unpacking.
+
+        Args:
+            modules: all modules that use the weights. The weights stay unpacked from the first to the last of them.
         """
         if not self._packs:
             return
