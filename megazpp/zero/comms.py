@@ -87,7 +87,7 @@ class CommContext:
     def _use_axes(self, *axes: MeshAxis) -> None:
         """Set the axes `cross`, `local` and `shard` of this context, and the communication queue of each axis.
 
-        Without any overlap, the queues run each collective at once.
+        If neither gathers nor reductions overlap with the compute, a queue runs each collective at once, in the caller.
         """
         self.cross, self.local, self.shard = axes
         overlap = self.overlap_gather or self.overlap_reduce
@@ -192,7 +192,9 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
             self.begin()
         self._fsdp2_post_backward(*given)
         if self._waits:
-            self.unit.clear_gradients(self.reduced)  # FSDP2 has set zeros; None lets the next reduction fill `.grad`
+            # The gradients wait as partial sums, so FSDP2 has set `.grad` to zeros. With `.grad` None instead, the next
+            # reduction can write its result directly into `.grad`, see `fills`.
+            self.unit.clear_gradients(self.reduced)
 
     def begin_micro_batch(self, *, last: bool) -> None:
         """Tell the reduction whether the next micro-batch is the last one of its training step.
@@ -248,7 +250,8 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
 
     def reduce(self, gradients: torch.Tensor, output: torch.Tensor) -> None:
         """Reduce `gradients` [W n] into `output` [n], or start to do so if reductions overlap; see `__call__`."""
-        # ---- start the reduction; its result is a separate tensor if FSDP2 gets zeros as output
+        # ---- start the reduction. If it may still run when FSDP2 reads `output`, FSDP2 finds zeros there, and the
+        # result is a separate tensor
         overlap, result = self._schedule.overlap, output
         fills = overlap and self.fills(output)
         late = overlap and not fills
@@ -258,7 +261,8 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         self._waits = work is None
         if work is None or late:
             output.zero_()
-        # ---- wait for the reduction now, or with overlap at the end of the backward
+        # ---- wait for the reduction now, or with overlap at the end of the backward. If `work` is None, the gradients
+        # were only added to partial sums, which the last micro-batch of the step reduces
         if work is None:
             return
         if not overlap:
@@ -277,7 +281,7 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         return output.dtype == torch.float32 and not self.unit.has_gradients(self.reduced)
 
     def _filled(self) -> None:
-        """Drop the reference to the finished task that has filled `.grad`, because the task refers to its memory."""
+        """Drop the finished task that has filled `.grad`: its reference would keep the gradients' memory allocated."""
         self._filling = Work(None)
 
     def _finish_later(self, work: Work[torch.Tensor], result: torch.Tensor) -> None:

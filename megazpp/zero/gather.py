@@ -38,7 +38,8 @@ from megazpp.zero.wire import Codec, LosslessCodec
 class InterNodeMessage(IntEnum):
     """The kind of message that the next use of a sharding unit sends between nodes.
 
-    The kinds are no message, a weight delta, and a keyframe with whole weights. Checkpoints store these numbers.
+    The kinds are no message, a weight delta, and a keyframe with whole weights. Checkpoints store a kind by its number,
+    so the numbers must not change.
     """
 
     NOTHING = 0
@@ -80,7 +81,8 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         # Task of the intra-node hop that `prefetch` has started for the next use; None if that use must start the hop
         self._received: Work[torch.Tensor] | None = None
         self._used = False  # True if FSDP2 has gathered the unit since its last cross-node hop started
-        self._compared = False  # True after `Unit.check_shard_reader`, which `start_early` relies on
+        # True once `Unit.check_shard_reader` has shown that `start_early` can read the same flat shard as FSDP2
+        self._compared = False
         # Bytes of the last cross-node hop if it ran while the traffic counter was paused; 0 after they were counted
         self._uncounted = 0
         self._schedule.add(self)
@@ -106,7 +108,8 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
 
         If the weights were written to since they were sent, the next use sends whole weights instead of a weight delta.
         """
-        # Units that no forward has used since the last step have not sent that step's weight deltas. Send them now.
+        # Units that no forward has used since the last optimizer step have not sent that step's weight deltas. Send the
+        # deltas now, so that the resident weights depend only on the steps, not on which units a forward has used.
         self._schedule.start_stale()
         if not self.unit.is_sharded or self._made_from != self.unit.fingerprint():
             self.drop()
@@ -204,8 +207,9 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         """
         nodes, peers, codec = self._cross.size, self._local.size, self._codec
         output = torch.zeros(nodes * peers, codec.layout.size, dtype=codec.dtype, device=device)
-        slot = output[self._cross.rank * peers + self._local.rank]  # FSDP2's all-gather input is a view like this
-        # `start_early` copies the shard into a separate tensor, whose alignment may need another kernel than the slot
+        # A kernel is compiled for the alignment of its arguments. FSDP2's all-gather input is a view of the output like
+        # `slot`; `start_early` copies the shard into a separate tensor, which may have another alignment.
+        slot = output[self._cross.rank * peers + self._local.rank]
         for shard in (slot, torch.zeros_like(slot)):
             self.secondary.warm_up(shard)
         self._unpack(lambda: codec.empty(peers, nodes, device=device), output.view(-1))
@@ -285,7 +289,8 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         The result is the same on all ranks.
 
         Args:
-            early: True if no use of the unit needs the messages yet. Only `megazpp.zeropp` distinguishes this.
+            early: True if `start_early` calls this method before a use of the unit. It has an effect only in models of
+                `megazpp.zeropp`, where a use may have to wait for votes of other ranks, but an early start does not.
         """
         crossing = self.next_crossing()
         return () if crossing == InterNodeMessage.NOTHING else (crossing,)
@@ -314,7 +319,9 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         self._made_from = self.unit.fingerprint()
         self._uncounted = 0
         if self._cross.counter.is_paused:
-            self._crossed.wait()  # the bytes of the next message depend on size counters that this hop has received
+            # Compute this hop's bytes now, to count them when the counter runs again. The size of a lossless delta
+            # depends on size counters that the previous hop receives, so wait for the previous hop.
+            self._crossed.wait()
             self._uncounted = (self._cross.size - 1) * self._crossing_bytes(crossing)
         self._crossed = self._cross_queue.submit(lambda: self._take_in(crossing, messages, shard), since=since)
 

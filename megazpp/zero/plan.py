@@ -35,9 +35,9 @@ class WeightDelta(NamedTuple):
 
 
 def default_weight_delta(param_dtype: torch.dtype) -> WeightDelta:
-    """Return the format that --zero-weight-delta auto chooses if the speed of the links between nodes is unknown.
+    """Return the format in which weights cross nodes with --zero-weight-delta auto, if the links' speed is unknown.
 
-    Lossless deltas are chosen for 16-bit compute dtypes, int8 blocks for others.
+    The format is lossless deltas for 16-bit compute dtypes, and int8 blocks for all other compute dtypes.
 
     Args:
         param_dtype: dtype in which weights are gathered and layers compute.
@@ -60,7 +60,7 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
     Raises:
         ValueError: the flags contradict each other or the layout; the message names the flags and their values.
     """
-    # ---- do weights cross nodes whole or as lossless deltas?
+    # ---- do nodes keep weights (hpZ), and do weights cross nodes whole or as lossless deltas?
     if config.optimizer_cpu_offload:
         _check_host_states(config, layout)
     keep = _keeps_secondary(config, layout)
@@ -68,7 +68,8 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
     if lossless and not keep:
         raise ValueError(
             "--zero-weight-delta lossless sends deltas from the weights that a node keeps, so it requires "
-            f"--zero-hpz-partition-size auto, not {config.hpz_partition_size}: set one of the two flags otherwise"
+            f"--zero-hpz-partition-size auto, not {config.hpz_partition_size}: set it to auto, or leave "
+            "--zero-weight-delta out"
         )
     if lossless and param_dtype.itemsize != 2:
         raise ValueError(
@@ -138,7 +139,7 @@ def _check_host_states(config: ZeroConfig, layout: Layout) -> None:
 
 
 def _keeps_secondary(config: ZeroConfig, layout: Layout) -> bool:
-    """Return True if the flags ask for ZeRO++'s secondary partition (hpZ), the weights that a node keeps.
+    """Return True if the flags select ZeRO++'s secondary partition (hpZ): each node keeps the gathered weights.
 
     Raises:
         ValueError: --zero-hpz-partition-size is neither auto, 1 nor the number of data ranks of a node.

@@ -62,7 +62,10 @@ class TwoHopReduce(SummingReduce):
         return self._every_micro_batch or self._last_micro_batch
 
     def begin(self) -> None:
-        """Record the parameters of this reduction, after trained parameters without a gradient have got zeros."""
+        """Give zeros to trained parameters without a gradient, and record which gradients FSDP2 will reduce.
+
+        All ranks then reduce the gradients of the same parameters, so their messages have the same layout.
+        """
         self.unit.list_once()
         self.unit.fill_gradients(self.unit.trained)
         super().begin()
@@ -140,7 +143,7 @@ class TwoHopReduce(SummingReduce):
         """
         if not self.unit.trained:
             return
-        # ---- the kernels of the intra-node hop
+        # ---- compile the kernels of the intra-node hop by calling them with zeros
         nodes, peers = self._cross.size, self._local.size
         inside, across = self._codecs_of(self.unit.trained)
         size = inside.layout.size
@@ -150,7 +153,7 @@ class TwoHopReduce(SummingReduce):
         sums = torch.zeros(nodes, size, dtype=self._partial_dtype, device=device)
         for accumulate in (False,) if self._every_micro_batch else (False, True):
             inside.unpack_sum(messages, sums, accumulate=accumulate)
-        # ---- the kernels of the cross-node hop
+        # ---- compile the kernels of the cross-node hop by calling them with zeros
         sent = across.empty(nodes, device=device)
         errors = across.new_errors(nodes, device=device) if self._feedback else None
         across.pack(sums, sent, errors=errors, beta=self._beta)

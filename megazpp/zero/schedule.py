@@ -82,7 +82,9 @@ class GatherSchedule:
         self._order: list[Startable] = []  # gathers of the units used so far, in the order of their first use
         self._all: list[Startable] = []  # gathers of all units
         self._stale: deque[Startable] = deque()  # gathers whose weights may have changed since they last crossed nodes
-        self._since: Moment = None  # CUDA event of the first use after the weights changed, see `CommQueue.submit`
+        # CUDA event that `used` records at the first use of a unit after the weights changed. The cross-node hops of
+        # `_stale` wait for this event, not for later compute. None on the CPU and before the first such use.
+        self._since: Moment = None
 
     def add(self, gather: Startable) -> None:
         """Register the all-gather of a unit before its first use, so that the schedule can start its hops."""

@@ -78,7 +78,8 @@ class Secondary:
         """Return the bytes that this rank sends to each other node in one cross-node hop.
 
         Args:
-            keyframe: True for a hop that sends whole weights, False for a weight delta; only `Resident` differs.
+            keyframe: True for a hop that sends whole weights, False for a hop that sends a weight delta. It has no
+                effect here, because this class always sends whole weights; `Resident` sends both kinds.
         """
         return self.codec.message_bytes
 

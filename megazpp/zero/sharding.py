@@ -38,9 +38,10 @@ from megazpp.zero.wire import LosslessCodec
 
 
 class WeightHandle(Protocol):
-    """The methods that an evaluation needs to gather and free a model's weights: `Sharding` has them.
+    """The interface through which an evaluation keeps a model's gathered weights, and frees them at its end.
 
-    A handle to a frozen model, such as a reference model, has them too.
+    `Sharding` implements this interface for trained models, and the handle to a frozen model, such as a reference
+    model, implements it too.
     """
 
     keeps_gathered: bool  # True if only the first forward inside `keep_unsharded` needs communication
@@ -97,7 +98,7 @@ class DeviceStates:
         model.to_empty(device=device)
 
     def begin_step(self) -> None:
-        """Prepare for a training step; on the device there is nothing to prepare. See `Sharding.begin_step`."""
+        """Do nothing; a subclass prepares its memory for the next training step. `Sharding.begin_step` calls this."""
 
     def norms(self, tp: MeshAxis) -> dict[str, torch.Tensor] | None:
         """Complete the step's gradients, and return the L2 norm of this rank's shard of each gradient.
@@ -111,12 +112,12 @@ class DeviceStates:
         return None
 
     def settle(self) -> None:
-        """Wait until weights and optimizer states are complete; here they always are. See `Sharding.settle`."""
+        """Do nothing; a subclass waits until its weights and optimizer states are complete, see `Sharding.settle`."""
 
     def refresh(self) -> None:
-        """Update this object's copies of the weights after other code than the optimizer has written to parameters.
+        """Do nothing; a subclass updates its copies of the weights after a write by code other than the optimizer.
 
-        This class has no copies. Host memory of --optimizer-cpu-offload needs this for its 16-bit working shards.
+        With --optimizer-cpu-offload, the copies are the 16-bit working shards on the device.
         """
 
 
@@ -166,7 +167,10 @@ class Sharding:
         self.states.begin_step()
 
     def begin_micro_batch(self, *, last: bool) -> None:
-        """Prepare FSDP2 for one micro-batch; call this method before each forward of a training step.
+        """Tell FSDP2 and the reduce-scatters if the next micro-batch is the last one of its training step.
+
+        Only the last one reduces gradients in stages 0 and 1, sums them over replicas with HSDP, and frees the gathered
+        parameters in stages 0 to 2. Call this method before each forward of a training step.
 
         Args:
             last: True for the last micro-batch of a training step, after which the gradients are complete.
@@ -174,7 +178,7 @@ class Sharding:
         for module, stage in self._modules:
             if stage <= 1:
                 module.set_requires_gradient_sync(last, recurse=False)
-            else:  # with HSDP, FSDP2 all-reduces gradient shards over replicas only in the last micro-batch
+            else:  # reduce-scatters run in each micro-batch, but HSDP's all-reduce over replicas only in the last one
                 module.set_requires_all_reduce(last, recurse=False)
             if stage <= 2:
                 module.set_reshard_after_backward(last, recurse=False)
@@ -230,7 +234,8 @@ class Sharding:
     def keep_unsharded(self) -> Iterator[None]:
         """Keep each parameter gathered from its first use to the end of this context, which frees all of them.
 
-        It serves evaluations of several forwards. Inside the context, a rank needs memory for all gathered parameters.
+        An evaluation of several forwards then gathers each parameter only once. Inside the context, a rank needs memory
+        for all gathered parameters.
         """
         for module, _ in self._modules:
             module.set_reshard_after_forward(False, recurse=False)

@@ -104,7 +104,8 @@ class Unit:
     def input_reader(self, given: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Return a function that returns `given`, this rank's flat shard [S] as FSDP2 has passed it to the all-gather.
 
-        The planner's units without tensors replace this method.
+        Subclasses override this method if FSDP2's input is not the flat shard: the planner's units without tensors, and
+        units with weights in host memory (--optimizer-cpu-offload).
         """
         return lambda: given
 
@@ -190,7 +191,7 @@ class Unit:
         """
         return tuple(i for i, p in enumerate(self._group.fsdp_params) if p.sharded_param.requires_grad)
 
-    # ---- gradients -----------------------------------------------------------------------------------------------
+    # ---- gradients: hook into FSDP2's reduction, and fill, clear or add to gradients -------------------------------
 
     def replace_post_backward(self, reduce: Callable[..., None]) -> Callable[..., None]:
         """Make FSDP2 call `reduce` instead of its own function that reduces the unit's gradients after a backward.
@@ -240,11 +241,14 @@ class Unit:
             zeros = torch.zeros_like(gathered, dtype=gathered.grad_dtype if in_grad else dtype, requires_grad=False)
             if dtype is None:
                 gathered.grad = zeros
-            else:  # FSDP2 reduces a unit in one dtype, and has accumulated gradients of earlier backwards in `dtype`
+            else:  # other parameters have accumulated gradients in `dtype`; FSDP2 reduces a unit in a single dtype
                 parameter.unsharded_accumulated_grad = zeros
 
     def has_gradients(self, indices: Sequence[int]) -> bool:
-        """Return True if a parameter with one of these indices has a reduced gradient, to which FSDP2 would add."""
+        """Return True if any of the unit's parameters with these indices has a reduced gradient (`.grad`).
+
+        FSDP2 adds the next reduced gradient to an existing one instead of replacing it.
+        """
         return any(self._group.fsdp_params[index].sharded_param.grad is not None for index in indices)
 
     def clear_gradients(self, indices: Collection[int]) -> None:
@@ -269,7 +273,8 @@ class Unit:
         wanted = [(s, gradient._local_tensor.view(-1)) for s, gradient in parts if gradient is not None]
         if not wanted:
             return
-        # FSDP2's reduce stream has written `.grad`. FSDP2 makes the compute stream wait for it later than this point.
+        # FSDP2's reduce stream has written `.grad`. FSDP2 makes the compute stream wait for that stream only later, but
+        # the addition below needs `.grad` now.
         if reduced.is_cuda:
             torch.cuda.current_stream().wait_stream(self._group.comm_ctx.reduce_scatter_stream)
         with torch.no_grad():
@@ -329,7 +334,8 @@ def find_units(model: nn.Module, *, unit_class: type[U], data_dims: int = 1) -> 
 
 def _has_gradient(fsdp_parameter: Any) -> bool:
     """Return True if a parameter, given as FSDP2's private `FSDPParam`, has a gradient that was not reduced yet."""
-    gathered = getattr(fsdp_parameter, "_unsharded_param", None)  # FSDP2 sets this attribute at the first all-gather
+    # FSDP2 sets this attribute at the first all-gather. Before that, the parameter cannot have a gradient.
+    gathered = getattr(fsdp_parameter, "_unsharded_param", None)
     return fsdp_parameter.unsharded_accumulated_grad is not None or getattr(gathered, "grad", None) is not None
 
 
@@ -370,7 +376,8 @@ def _parameters(
         seen.add(tensor)
         shape = list(tensor.shape)
         for mesh_dim, placement in enumerate(tensor.placements[data_dims:], data_dims):
-            if isinstance(placement, Shard):  # tensor-parallel ranks split this dim, so each has only a fraction of it
+            # Tensor-parallel ranks split this dim evenly, but `tensor.shape` is the shape over all of them.
+            if isinstance(placement, Shard):
                 shape[placement.dim] //= tensor.device_mesh.size(mesh_dim)
         yield UnitParameter(
             name=f"{names[root]}.{attribute}".lstrip("."),

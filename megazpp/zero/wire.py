@@ -128,7 +128,7 @@ class Codec:
 
     Args:
         layout: byte layout of each message, with the block format of its quantized segments.
-        dtype: dtype in which the elements of the other segments are sent.
+        dtype: dtype in which the elements of the unquantized segments are sent.
     """
 
     def __init__(self, layout: MessageLayout, dtype: torch.dtype) -> None:
@@ -191,7 +191,10 @@ class Codec:
         unpack_onto(messages, self._table, out=base)
 
     def elements(self, messages: torch.Tensor) -> torch.Tensor:
-        """Return a view of messages [B, M] as their elements [B, S]; only for a layout that quantizes no segment."""
+        """Return a view of the unquantized elements [B, S] that the messages [B, M] carry, in the dtype of the codec.
+
+        The view exists only for a layout that quantizes no segment; the elements are contiguous in a message then.
+        """
         (all_elements,) = self.layout.ranges
         start, num_bytes = all_elements.payload
         return messages[..., start : start + num_bytes].view(self.dtype)
@@ -217,8 +220,8 @@ class LosslessCodec:
 
     Only the device knows how many bytes a delta takes, but the host must give the message size of the collective. So
     the host predicts the size: the bytes that the last delta needed, plus their growth since the delta before, plus an
-    eighth. The first two messages have room for any delta: the first step of a learning rate warm-up changes almost no
-    weights, so its delta predicts nothing.
+    eighth and 512 bytes. The first two messages have room for any delta: the first step of a learning rate warm-up
+    changes almost no weights, so its delta predicts nothing.
 
     Each message contains the number of bytes that its delta needed, so all ranks of the cross axis make the same
     prediction. The host reads this number one step later, without waiting for the device.
@@ -261,16 +264,17 @@ class LosslessCodec:
     def learn(self, messages: torch.Tensor) -> None:
         """Start a copy of the size counters of received messages [N, M] to the host.
 
-        A size counter says how many bytes a lossless delta needed, or how many changes were left out of its message.
-        `read_counters` waits for the copy.
+        Each message has two size counters: the bytes that its lossless delta needed, and the number of changed weights
+        that were left out because the message was full. `read_counters` waits for the copy.
         """
         if not isinstance(messages, FakeTensor):
             self._arriving = HostCopy(numbers(messages).clone())  # a view would keep all of `messages` in memory
 
     def read_counters(self) -> None:
-        """Add the size counters of the last lossless deltas to `recent`; wait until they have reached the host.
+        """Wait for the size counters of the last lossless deltas on the host, and record the bytes in `recent`.
 
-        The next message's size is predicted from `recent`. Without new counters this method does nothing.
+        The next message's size is predicted from `recent`. If no counters have arrived since the last call, this method
+        does nothing.
         """
         if self._arriving is None:
             return
@@ -280,9 +284,10 @@ class LosslessCodec:
         self._left_out += sum(left_out)
 
     def take_left_out(self) -> int:
-        """Return the number of changed weights that did not fit into lossless deltas since the last call.
+        """Return how many changed weights did not fit into the unit's lossless deltas since the last call.
 
-        The number covers all ranks of this rank's cross axis. The last delta counts only after `read_counters`.
+        The number is the sum over all ranks of this rank's cross axis. It includes the last delta only if
+        `read_counters` has read the delta's size counters.
         """
         found, self._left_out = self._left_out, 0
         return found
