@@ -10,6 +10,7 @@ names all its modules.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -122,9 +123,14 @@ class GPTModel(nn.Module):
         if self.context_parallel:
             assert cache is None, "context parallelism does not support a key-value cache"
             tokens, position_ids = self._part(tokens), self._part(position_ids)
-        # ---- embed the tokens, and make masks, rotary angles and documents of attention for each kind of layer
+        # ---- make masks, rotary angles and documents of attention for each kind of layer, and embed the tokens
+        by_kind = self._attention_inputs(position_ids, document_starts, cache, counted, seq)
         x = self.embedding(tokens, position_ids)
-        by_kind = self._attention_inputs(position_ids, document_starts, cache, counted, seq=seq, dtype=x.dtype)
+        if cache is not None:
+            by_kind = {
+                kind: dataclasses.replace(inputs, mask=shared_mask(inputs.mask, x.dtype))
+                for kind, inputs in by_kind.items()
+            }
         # ---- run the layers, and collect the router losses of layers with experts
         router_losses = []
         for index, layer in enumerate(self.layers):
@@ -241,9 +247,7 @@ class GPTModel(nn.Module):
         starts: torch.Tensor | None,
         cache: KVCache | None,
         counted: torch.Tensor | None,
-        *,
         seq: int,
-        dtype: torch.dtype,
     ) -> dict[tuple[bool, bool], AttentionInputs]:
         """Make the inputs of attention for each kind of layer: (has a sliding window, applies rotary embeddings).
 
@@ -253,7 +257,6 @@ class GPTModel(nn.Module):
             cache: key-value cache of all layers, or None.
             counted: [B, S] bool, True for tokens that the losses of routers include; None for all tokens.
             seq: number of tokens S per row, on all cp ranks together.
-            dtype: dtype of the residual stream, in which attention computes.
         """
         rotates = any(rotated for _, rotated in self.kinds)
         rotary = config_angles(self.config, position_ids) if rotates else None
@@ -263,7 +266,7 @@ class GPTModel(nn.Module):
         return {
             (windowed, rotated): AttentionInputs(
                 rotary=rotary if rotated else None,
-                mask=limits[windowed][0] if cache is None else shared_mask(limits[windowed][0], dtype),
+                mask=limits[windowed][0],
                 document_starts=limits[windowed][1],
                 places=None if cache is None else position_ids,
                 counted=tokens,
