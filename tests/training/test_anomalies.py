@@ -1,6 +1,8 @@
-"""The guard: a step that is not finite ends the job or is skipped, and a loss spike is skipped or rewound.
+"""Test the guard, which reacts to training steps with a NaN, an infinite number or a loss spike.
 
-A NaN on one rank ends the job on all ranks before the update. The error names the rank, the parameter and the samples.
+A loss or gradient that is NaN or infinite ends the job, or the step is skipped. A NaN on one rank ends the job on all
+ranks before the optimizer's update, and the error names the rank, the parameter and the samples. A loss spike is
+skipped or rewound.
 """
 
 import json
@@ -31,7 +33,10 @@ ZEROPP = ZeroConfig(zeropp=True)
 
 
 class Watched:
-    """A guard on one rank that detects loss spikes above `sigma` deviations; `said` is a list of its log lines."""
+    """A guard of one rank that detects losses more than `sigma` standard deviations above the recent mean.
+
+    `said` is the list of its log lines.
+    """
 
     def __init__(self, sigma: float | None = None, *, check: bool = True, **settings: Any) -> None:
         self.history, self.iteration = LossHistory(), 0
@@ -43,7 +48,10 @@ class Watched:
         self.guard = Guard(config, self.sharding, run, plan, self.history, **{"dynamic_scale": False, **settings})
 
     def takes(self, *losses: float, norm: float = 1.0) -> list[bool]:
-        """Pass one step per loss to the guard, and return for each whether the guard allows it."""
+        """Pass one step per loss to the guard.
+
+        Return a list that has True for each step that the guard lets update weights.
+        """
         return [self._takes(loss, norm) for loss in losses]
 
     def _takes(self, loss: float, norm: float) -> bool:
@@ -54,7 +62,11 @@ class Watched:
 
 
 def test_non_finite_loss_or_gradient_ends_the_job_or_skips_the_step():
-    """With a dynamic loss scale, only a non-finite loss ends the job. Without the check, the step is skipped."""
+    """Test which non-finite numbers end the job.
+
+    With a dynamic loss scale, an infinite or NaN gradient only skips the step, but a NaN or infinite loss still ends
+    the job. Without --check-for-nan-in-loss-and-grad, both skip the step.
+    """
     dynamic, unchecked = {"dynamic_scale": True}, {"check": False}
     for settings, loss, norm, expected in (
         ({}, 1.0, 1.0, [True]),
@@ -115,13 +127,15 @@ def test_loss_spikes_are_detected_from_the_21st_loss_on():
 
 def test_rewind_takes_the_weights_back_and_logs_the_iteration():
     def rewind() -> int:
-        watched.history.load_state_dict({"losses": [5.0]})  # the checkpoint's history
+        # loading the checkpoint replaces the history of losses by the saved one
+        watched.history.load_state_dict({"losses": [5.0]})
         return 40
 
     watched = Watched(6.0, rewind=rewind)
     assert watched.takes(*noisy(50), 9.0) == [True] * 50 + [False]
     assert watched.said[0].endswith("the step is skipped, and the weights return to iteration 40")
-    assert list(watched.history.losses) == [*noisy(50), 9.0]  # the rewind kept the latest losses
+    # the rewind restored the losses from before the checkpoint was loaded
+    assert list(watched.history.losses) == [*noisy(50), 9.0]
 
 
 def test_rewind_without_a_checkpoint_only_skips_the_step():
@@ -152,7 +166,7 @@ def test_weights_are_verified_at_the_interval_before_other_checks():
 
 
 def spike_after_a_checkpoint(folder: str) -> None:
-    """Train six steps with a checkpoint after the second, and check that a loss spike in the last one rewinds."""
+    """Train six steps, save a checkpoint after step 2, and check that a loss spike in step 6 restores its weights."""
     attempt = Attempt(Case(nodes=2, zero=ZEROPP), save=folder)
     watched = Watched(6.0, rewind=lambda: attempt.checkpoints.rewind().iteration)
     attempt.load()
@@ -179,7 +193,8 @@ def test_nan_in_a_replica_group_ends_the_job_when_groups_resolve():
     assert not watched.guard.resolve(failed=False, back=False)
     assert watched.takes(NAN) == watched.takes(1.0, norm=INF) == [False]
     assert watched.guard.found == (True, False)
-    with pytest.raises(NotFiniteError, match="iteration 2: "):  # the first of two failures
+    # both steps above were not finite; the error names the earlier one
+    with pytest.raises(NotFiniteError, match="iteration 2: "):
         watched.guard.resolve(failed=True, back=False)
 
 
@@ -208,14 +223,15 @@ def test_spike_in_a_replica_group_rewinds_all_when_groups_resolve():
     assert len(watched.history.losses) == 31
 
 
-# ---- the message --------------------------------------------------------------------------------------------------
+# ---- the error message of a NaN -------------------------------------------------------------------------------------
 
 
 def train_with_a_fault(case: Case, where: str, rank: int, folder: Path, *, late: bool) -> str:
-    """Return the error of the third of four steps, and check that weights and moments are unchanged by it.
+    """Put a NaN into the third of four steps, and return that step's error message.
 
-    If `late` is False, the host waits for the faulty third step. Otherwise it reads the step's numbers in the fourth
-    step.
+    The function also checks that the step changes no weights and no moments of AdamW. `where` is "gradient" or
+    "output". If `late` is False, the host reads the loss and norm of step 3 before it launches step 4. Otherwise it
+    reads them in step 4.
     """
     step, dims = build_step(case)
     guarded(step, case, folder, waits=not late)
@@ -227,7 +243,7 @@ def train_with_a_fault(case: Case, where: str, rank: int, folder: Path, *, late:
     try:
         bad = launch(step, case, 2)
         assert late
-        assert not bad.skipped  # the host does not know yet
+        assert not bad.skipped  # the host has not read the NaN of step 3 yet
         assert state(step) == before
         for hook in hooks:
             hook.remove()
@@ -240,7 +256,8 @@ def train_with_a_fault(case: Case, where: str, rank: int, folder: Path, *, late:
 
 
 UNKNOWN = "an unknown rank, because FSDP2 sums the gradients of whole copies (ZeRO stage 0)"
-FAULTS: dict[str, tuple[dict[str, Any], int, bool, str]] = {  # case, faulty rank, late, origin in the error
+# settings of the case, rank with the NaN, whether the host reads the NaN one step later, rank that the error names
+FAULTS: dict[str, tuple[dict[str, Any], int, bool, str]] = {
     "late": ({"nodes": 2, "zero": ZEROPP, "tp": 2}, 1, True, "rank 1"),
     "late, stage 2": ({"stage": 2}, 0, True, "rank 0"),
     "at once": ({"stage": 1}, 0, False, "rank 0"),
@@ -264,14 +281,18 @@ def test_nan_gradient_report_names_the_parameter_and_the_rank_if_known(fault, tm
     ]
     record = json.loads(file.read_text())
     assert (record["first_sample"], record["samples"]) == (32, 16)
-    assert record["grad_norms"]["layers.1.mlp.fc2.weight"] is None  # NaN, in strict JSON
+    # strict JSON has no NaN, so the report writes the NaN norm as null
+    assert record["grad_norms"]["layers.1.mlp.fc2.weight"] is None
     assert 0 < record["grad_norms"]["layers.0.mlp.fc2.weight"] < 100
     assert len(record["ranks"]) == 4
 
 
 @pytest.mark.parametrize("late", [True, slow(False)])
 def test_nan_loss_report_names_the_micro_batch_and_its_samples(late, tmp_path):
-    """With 4 data ranks and 2 micro-batches of 2, rank 2's second one in step 3 starts at sample 32 + (4 + 2) * 2."""
+    """With 4 data ranks and 2 micro-batches of 2 samples, a step has 16 samples, so step 3 starts at sample 32.
+
+    The second micro-batch of data rank 2 starts 4 + 2 micro-batches later, at sample 32 + (4 + 2) * 2 = 44.
+    """
     case = Case(micro_batches=2, nodes=2, zero=ZEROPP)
     (message,) = set(ranks(4).run(train_with_a_fault, case, "output", 2, tmp_path, late=late))
     lines = message.splitlines()

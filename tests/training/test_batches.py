@@ -1,4 +1,4 @@
-"""Batch sizes, ramp-up and the length of a run."""
+"""Test the global batch size of each step, --rampup-batch-size, and the number of steps in a run."""
 
 from typing import Any
 
@@ -24,7 +24,8 @@ def test_missing_batch_size_defaults_to_one_micro_batch_per_rank():
 
 
 def test_constant_batch_size_splits_evenly_and_drops_a_partial_batch():
-    for rampup in (None, (24, 8, 96), (8, 8, 0)):  # a ramp of no increment, and a ramp over 0 samples
+    # no ramp-up; a ramp-up that starts at the full batch size; a ramp-up that ends after 0 samples
+    for rampup in (None, (24, 8, 96), (8, 8, 0)):
         constant = plan(global_batch_size=24, train_samples=100, rampup_batch_size=rampup)
         assert (constant.batch_size_at(0), constant.num_micro_batches_at(77)) == (24, 3)
         assert (constant.total_iterations, constant.total_samples) == (4, 96)
@@ -32,10 +33,11 @@ def test_constant_batch_size_splits_evenly_and_drops_a_partial_batch():
 
 
 def test_ramp_up_grows_in_equal_steps_over_the_given_samples():
-    # (32 - 8) / 8 = 3 increments, one every 96 / 3 = 32 samples
+    # The batch size grows from 8 to 32 by (32 - 8) / 8 = 3 increments of 8, one every 96 / 3 = 32 samples.
     ramp = plan(global_batch_size=32, rampup_batch_size=(8, 8, 96), train_samples=500)
     assert [ramp.batch_size_at(s) for s in (0, 31, 32, 63, 64, 95, 96, 97, 400)] == [8, 8, 16, 16, 24, 24, 32, 32, 32]
-    # Steps of 8 start at 0 8 16 24, of 16 at 32 48, of 24 at 64 88, of 32 from 112: (500 - 112) // 32 = 12 of them.
+    # Steps of batch size 8 start at samples 0, 8, 16 and 24, of size 16 at 32 and 48, of size 24 at 64 and 88, and of
+    # size 32 from sample 112 on: (500 - 112) // 32 = 12 of them.
     assert [ramp.consumed_samples_at(i) for i in range(11)] == [0, 8, 16, 24, 32, 48, 64, 88, 112, 144, 176]
     assert ramp.total_iterations == 8 + 12
     assert ramp.total_samples == 112 + 12 * 32
@@ -70,7 +72,8 @@ def test_step_by_step_walk_agrees_with_the_closed_forms(start, increments, incre
     assert ramp.batch_size_at(samples + 1) == full
 
 
-SIZES = st.tuples(st.integers(1, 40), st.integers(1, 9))  # number of steps, and their batch size
+# number of steps of one stage, and the batch size of these steps
+SIZES = st.tuples(st.integers(1, 40), st.integers(1, 9))
 
 
 @given(stages=st.lists(SIZES, min_size=1, max_size=4), train_samples=st.integers(1, 2000))
@@ -106,7 +109,8 @@ def test_resumed_run_of_samples_with_another_ramp_up_ends_at_its_samples():
     constant = plan(global_batch_size=32, train_samples=500).resumed_at(TrainingProgress(8, 112))
     assert (constant.total_iterations, constant.total_samples) == (8 + 12, 112 + 12 * 32)
     again = plan(global_batch_size=16, rampup_batch_size=(8, 8, 200), train_samples=500)
-    # The new ramp-up has 11 steps of 8 from 112 to 200, and (500 - 200) // 16 = 18 steps of 16 follow.
+    # The run resumes at sample 112. The new ramp-up has (200 - 112) / 8 = 11 steps of batch size 8, and (500 - 200) //
+    # 16 = 18 steps of batch size 16 follow.
     assert again.resumed_at(TrainingProgress(8, 112)).total_samples == 200 + 18 * 16
     assert again.resumed_at(TrainingProgress(8, 112)).total_iterations == 8 + 11 + 18
 

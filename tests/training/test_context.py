@@ -1,4 +1,7 @@
-"""The console on a pseudo-terminal, and the run folder, which loses nothing even if a run dies while writing."""
+"""Test the console on a pseudo-terminal, and the run folder.
+
+The run folder keeps all complete records if a run dies while it writes one.
+"""
 
 import datetime
 import fcntl
@@ -22,7 +25,7 @@ from megazpp.training.context import Console, RunFolder, default_run_dir, make_w
 
 def run_three_steps(console: Console) -> None:
     console.log("before")
-    console.start_bar(6, 3)  # like a resumed run, with 3 steps done
+    console.start_bar(6, 3)  # like a run of 6 steps that resumes after step 3
     for index in range(3):
         console.advance(float(10 - index))
         console.log(f" iteration {index + 4}/6 | lm loss: {10 - index} |")
@@ -34,7 +37,7 @@ LINES = ["before", *(f" iteration {n}/6 | lm loss: {14 - n} |" for n in (4, 5, 6
 
 
 def on_a_terminal(*, enabled: bool = True) -> str:
-    """Return the characters that a terminal of 80 columns receives during three steps."""
+    """Return the characters that a console writes to a pseudo-terminal of 80 columns during three training steps."""
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     with open(writer, "w") as out:
@@ -49,7 +52,10 @@ def on_a_terminal(*, enabled: bool = True) -> str:
 
 
 def on_screen(received: str) -> list[str]:
-    """Return the lines that a terminal finally shows; a carriage return lets the line be overwritten."""
+    """Return the lines that a terminal shows after it has received all characters.
+
+    A carriage return moves to the start of the line, and later characters overwrite earlier ones.
+    """
     lines = []
     for line in received.split("\n"):
         shown = ""
@@ -62,13 +68,14 @@ def on_screen(received: str) -> list[str]:
 def test_terminal_shows_log_lines_above_a_bar_with_the_time_left():
     received = on_a_terminal()
     assert " 67%|" in received
-    assert "<00:0" in received  # time left
+    assert "<00:0" in received  # the bar shows less than 10 seconds left, in the form of tqdm
     assert "loss 9.0000" in received
     shown = [line for line in on_screen(received) if line]
     assert [line for line in shown if "%|" not in line] == LINES
     (bar,) = (line for line in shown if "%|" in line)
     assert "6/6" in bar
-    assert shown.index(bar) == len(shown) - 2  # only the final bar stays, above the lines after it
+    # only the last state of the bar stays, above the log line that follows it
+    assert shown.index(bar) == len(shown) - 2
 
 
 def test_terminal_wraps_long_lines_but_not_commands_and_the_file_gets_them_whole(tmp_path):
@@ -122,10 +129,12 @@ def test_restart_appends_metrics_after_a_cut_line_and_writes_nan_as_null(tmp_pat
 
 def test_run_folder_is_locked_by_one_job_until_it_ends(tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    monkeypatch.setattr("time.monotonic", itertools.count().__next__)  # the patience is over after five tries
+    # each reading of the clock adds a second, so locking gives up after five tries
+    monkeypatch.setattr("time.monotonic", itertools.count().__next__)
     first, second = RunFolder(tmp_path), RunFolder(tmp_path)
     first.lock()
-    CheckpointFolder(str(tmp_path), "--save").lock()  # one folder may have checkpoints and records
+    # --save and --run-dir may name the same folder, because their locks are separate
+    CheckpointFolder(str(tmp_path), "--save").lock()
     with pytest.raises(ValueError, match=rf"--run-dir {tmp_path} is in use by process {os.getpid()} on .*: give each"):
         second.lock()
     first.unlock()
@@ -175,7 +184,7 @@ def test_default_folder_is_named_by_time_and_config_and_never_reused(tmp_path, m
     for name in ("20260102-030405-gpt_tiny", "20260102-030405-gpt_tiny-2", "20260102-030405-gpt_tiny-3"):
         path = default_run_dir("gpt_tiny", now)
         assert path == Path("runs") / name
-        assert path.is_dir()  # so that a job that starts in the same second takes another one
+        assert path.is_dir()  # the folder exists at once, so a job that starts in the same second gets another name
         assert list(RunFolder(path).path.iterdir()) == []
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")

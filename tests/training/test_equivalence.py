@@ -1,6 +1,7 @@
-"""Every parallel layout gives the losses and gradient norms of one plain process.
+"""Test that every parallel layout gives the losses and gradient norms of one plain process.
 
-The relative tolerance is 5e-6: fp32 sums in another order over 3 steps of AdamW at a high learning rate.
+The relative tolerance is 5e-6, because layouts add fp32 numbers in different orders. The differences grow over three
+steps of AdamW at a high learning rate.
 """
 
 import dataclasses
@@ -53,7 +54,7 @@ SPREADS = [  # layouts of four ranks: (tp, cp, sequence parallel); the other ran
     *((1, 1, False), (2, 1, False), (2, 1, True), (4, 1, False), (4, 1, True)),
     *((1, 2, False), (1, 4, False), (2, 2, False), (2, 2, True)),
 ]
-GRID = {  # every pair of the values of two settings occurs
+GRID = {  # combines each layout of SPREADS with each way of recomputing activations
     f"tp {tp}, cp {cp}{', sequence' * sequence_parallel}, {recomputed} recomputed": Case(
         model=dataclasses.replace(STYLES[(i + 2 * j) % 3], **RECOMPUTED[recomputed]),
         tp=tp,
@@ -66,7 +67,8 @@ GRID = {  # every pair of the values of two settings occurs
     for i, (tp, cp, sequence_parallel) in enumerate(SPREADS)
     for j, recomputed in enumerate(RECOMPUTED)
 }
-EVERY_SPREAD = [[*GRID][4 * i + (3 * i + i // 2) % 4] for i in range(len(SPREADS))]  # one case per layout
+# one case for each layout of SPREADS, with the ways of recomputing activations in turn
+EVERY_SPREAD = [[*GRID][4 * i + (3 * i + i // 2) % 4] for i in range(len(SPREADS))]
 
 
 @functools.cache
@@ -81,12 +83,16 @@ def assert_equal_to_plain(world_size: int, case: Case) -> None:
         assert result["skipped"] == 0
         assert result["loss"] == pytest.approx(expected["loss"], rel=5e-6)
         assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=5e-6)
-    assert expected["loss"][-1] < 0.97 * expected["loss"][0]  # the model learns, so that equal losses are significant
+    # the loss falls by 3 % or more, so equal losses show equal training and not unchanged weights
+    assert expected["loss"][-1] < 0.97 * expected["loss"][0]
 
 
 @pytest.mark.parametrize("case", chosen(GRID, EVERY_SPREAD[2], slow=EVERY_SPREAD))
 def test_losses_and_norms_equal_one_process(case):
-    """With documents, the number of counted tokens differs between ranks and micro-batches, but the mean does not."""
+    """If attention stays inside documents, the number of tokens with a loss differs between ranks and micro-batches.
+
+    The loss must still be the mean over all such tokens of the global batch.
+    """
     assert_equal_to_plain(4, case)
 
 
@@ -150,21 +156,26 @@ HALF = {
 
 @pytest.mark.parametrize("case", chosen(HALF))
 def test_half_precision_stays_within_its_rounding_of_fp32(case):
-    """bf16 has 8 significant bits: losses within 0.2 % and norms within 5 % of the fp32 run. fp16 has 11 bits.
+    """With bf16's 8 significant bits, losses are within 0.2 % and norms within 5 % of the fp32 run.
 
-    The learning rate is low, because AdamW turns the rounding noise of gradients near zero into full steps.
+    fp16 has 11 bits, so its tolerances are an eighth. The learning rate is low, because AdamW turns the rounding noise
+    of gradients near zero into full-sized updates.
     """
     case = dataclasses.replace(case, micro_batches=2, learning_rate=1e-3, steps=STEPS)
     expected, times = plain(case.model, documents=False, learning_rate=1e-3), 1 / 8 if case.precision.fp16 else 1
     for result in ranks(4).run(train_on_ranks, case):
         assert result["skipped"] == 0
         assert result["loss"] == pytest.approx(expected["loss"], rel=2e-3 * times)
-        assert result["loss"] != pytest.approx(expected["loss"], rel=1e-6 * times)  # half precision was in use
+        # the losses differ from fp32's, which shows that the run computed in bf16 or fp16
+        assert result["loss"] != pytest.approx(expected["loss"], rel=1e-6 * times)
         assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=5e-2 * times)
 
 
 def train_by_sgd(loss_scale: float) -> list[StepRecord]:
-    """Train with SGD, because AdamW and Muon do not depend on a factor of the gradients."""
+    """Train with SGD and a loss scale, and return the records of all steps.
+
+    AdamW and Muon would hide a wrong scale, because their updates do not depend on a constant factor of the gradients.
+    """
     case = Case(optimizer=OptimizerConfig(optimizer="sgd"))
     step, dims = build_step(case)
     step.scaler = LossScaler(loss_scale)
@@ -183,7 +194,10 @@ def test_loss_scale_that_is_a_power_of_two_changes_no_bit():
     Case(model=LLAMA_STYLE, nodes=2, optimizer=OptimizerConfig(optimizer="muon"), learning_rate=1e-3),
 ], ids=["bf16", "replica groups", "muon"])  # fmt: skip
 def test_context_parallelism_equals_the_same_ranks_without_it(case):
-    """bf16 losses agree up to rounding. DiLoCo's replica groups get the same samples as without context parallelism."""
+    """Test context parallelism with bf16, with DiLoCo and with Muon against four data-parallel ranks.
+
+    bf16 losses agree up to rounding. DiLoCo's replica groups get the same samples as without context parallelism.
+    """
     expected, found = (ranks(4).run(train_on_ranks, dataclasses.replace(case, cp=cp, steps=STEPS)) for cp in (1, 2))
     rounding = 2e-3 if case.precision.bf16 else 1e-6
     for ours, theirs in zip(found, expected, strict=True):
@@ -191,7 +205,11 @@ def test_context_parallelism_equals_the_same_ranks_without_it(case):
 
 
 def exchange(heads: int, groups: int) -> None:
-    """Check the exchange of heads for tokens and back, with a function that combines the queries and keys of a head."""
+    """Check context parallelism's exchange: all tokens of some heads for some tokens of all heads, and back.
+
+    A cheap function of queries, keys and values stands for attention. It mixes tokens, so a token at a wrong position
+    would change outputs and gradients.
+    """
     dims, seq, batch, channels = dims_on_ranks(Case(cp=4)), 20, 3, 5
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(1))
     whole = [draw(seq, batch, count, channels).requires_grad_() for count in (heads, groups, groups)]
@@ -204,7 +222,8 @@ def exchange(heads: int, groups: int) -> None:
     expected, gradient = attend(*whole), draw(seq, batch, heads * channels)
     expected.backward(gradient)
     found = tokens_for_heads(attend(*heads_for_tokens(*mine, dims.cp)), dims.cp)
-    keys = groups // math.gcd(groups, 4)  # key groups that a rank needs per token; a gather would send all groups
+    # number of key-value groups that one rank needs per token; an all-gather would send all groups to every rank
+    keys = groups // math.gcd(groups, 4)
     sent = 3 * seq // 4 * 4 * batch * channels * (2 * heads // 4 + 2 * keys)
     assert dims.counter.sent_on_axis("cp") == sent
     found.backward(gradient.chunk(4)[dims.cp.rank])
@@ -219,7 +238,7 @@ def test_head_exchange_covers_all_tokens_and_sends_the_fewest_keys():
 
 
 def dropped(case: Case) -> tuple[bool, ...]:
-    """Return at which elements a dropout layer of this rank keeps ones."""
+    """Apply a dropout layer to 64 ones on this rank, and return True for each element that it keeps."""
     model, *_ = build_on_ranks(case)
     return tuple(model.layers[0].dropout(torch.ones(64)).bool().tolist())
 
@@ -231,7 +250,10 @@ def test_dropout_differs_between_data_ranks_and_matches_on_tp_ranks():
 
 
 def three_steps_with_a_nan_in_the_second(case: Case) -> None:
-    """Train three steps without a guard, with a NaN on the last rank in the second, which must skip its update."""
+    """Train three steps without a guard, with a NaN on rank 3 in the second step.
+
+    Check that all ranks skip the second update, and that the first and third steps change weights.
+    """
     step, dims = build_step(case)
     if dims.world.rank == 3:
         poison_output(step.model.final_norm, when=2)
@@ -247,7 +269,11 @@ def test_nan_on_one_rank_skips_the_update_on_all_ranks(case):
 
 
 def train_with_evaluations(case: Case) -> dict[str, Any]:
-    """Train, and evaluate the next step's samples twice after each step; check that only shards remain in memory."""
+    """Train, and evaluate the samples of the next step twice after each step.
+
+    Return the training losses and the evaluated losses.
+    Also check that both evaluations agree, and that all weights are sharded again after an evaluation.
+    """
     step, dims = build_step(case)
     losses, evaluated = [], []
     for index in range(STEPS):
@@ -255,7 +281,7 @@ def train_with_evaluations(case: Case) -> dict[str, Any]:
         ahead = FixedBatches(case.batches(index + 1, dims))
         evaluator = Evaluator(step.model, step.sharding, ahead, dims, iterations=1, batch_size=1)
         evaluated.append(evaluator())
-        assert evaluator() == evaluated[-1]  # dropout is off
+        assert evaluator() == evaluated[-1]  # two evaluations agree, because evaluation turns dropout off
         assert step.model.training
         assert all(unit.is_sharded for unit in step.sharding.units)
     return {"loss": losses, "evaluated": evaluated}
@@ -271,22 +297,29 @@ def test_evaluation_during_training_changes_nothing(case):
 
 
 def test_evaluation_drops_nothing_out_and_leaves_only_shards():
-    """Stage 2 keeps gathered weights until they are freed, so the evaluation has to free them."""
+    """ZeRO stage 2 keeps gathered weights until something frees them, so the evaluation itself has to free them."""
     model = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.2, attention_dropout=0.2)
     ranks(2).run(train_with_evaluations, Case(model=model, stage=2))
 
 
 def test_each_zero_stage_sends_the_documented_bytes():
-    """On 2 nodes x 2 ranks in fp32, each node's last rank sends over the cross wire in every ring."""
+    """Count the bytes per rank on 2 nodes with 2 ranks each, in fp32.
+
+    In a ring over all four ranks, the last rank of each node sends to the other node. The first rank sends to its
+    neighbor in the same node.
+    """
     for stage, micro_batches, gathers, reduces in (
-        (3, 1, 2, 1),  # a gather for forward and one for backward
+        # ZeRO-3 gathers weights twice per micro-batch, for forward and backward, and reduces gradients once
+        (3, 1, 2, 1),
         (3, 4, 8, 4),
         (2, 4, 1, 4),
         (1, 4, 1, 1),
     ):
         results = ranks(4).run(train_on_ranks, Case(stage=stage, micro_batches=micro_batches, nodes=2, steps=1))
-        ring = 3 * results[0]["shard_elements"] * 4  # each rank passes on 3 shards of 4 bytes per element
-        norm = 2 * 8 * 3 // 4  # bytes of an all-reduce of one fp64 scalar; 3 are reduced: tokens, loss, norm
+        # bytes that a rank sends in one ring of 4 ranks: 3 shards with 4 bytes per element
+        ring = 3 * results[0]["shard_elements"] * 4
+        # bytes that a ring all-reduce of one fp64 scalar sends per rank; a step reduces three: tokens, loss, norm
+        norm = 2 * 8 * 3 // 4
         expected = ring * (gathers + reduces) + 3 * norm
         row = (stage, micro_batches)
         assert [result["sent"]["cross"] for result in results] == [0, expected, 0, expected], row

@@ -1,4 +1,7 @@
-"""Reading a step's numbers one step later gives the same bits, does not wait before an update, and loses nothing."""
+"""Test that the host may read a step's loss and gradient norm one step later.
+
+All results are bit-identical, the host does not wait for the device before an update, and no step's numbers are lost.
+"""
 
 import itertools
 from typing import Any
@@ -26,10 +29,14 @@ OPERATIONS = {"_fused_adamw_": "update"} | dict.fromkeys(("_local_scalar_dense",
 
 
 def seen_by_the_host(case: Case, waits: bool) -> list[str]:
-    """Return the host's operations in three steps and a final wait; "wait" is a wait for any other result."""
+    """Return the host's updates, reads and waits in three steps and a final wait, in their order.
+
+    "wait" stands for each operation in which the host waits for a result of the device, outside the patched calls.
+    """
     step, _ = build_step(case)
     guarded(step, case, None, waits=waits)
-    launch(step, case, 0).wait()  # the first step also checks the layout of the shards, with its own waits
+    # the first step is not recorded, because it also checks the layout of the shards, for which the host waits
+    launch(step, case, 0).wait()
     seen: list[str] = []
 
     class Operations(TorchDispatchMode):
@@ -39,7 +46,10 @@ def seen_by_the_host(case: Case, waits: bool) -> list[str]:
             return func(*args, **(kwargs or {}))
 
     def noted(owner: Any, name: str, what: str) -> Any:
-        """Return a patch that records `what` for a call, instead of the operations inside it."""
+        """Return a patch of the method `name` of `owner`.
+
+        It records `what` instead of the operations inside the call.
+        """
         call = getattr(owner, name)
 
         def note(*args: Any) -> Any:
@@ -73,7 +83,10 @@ def test_loss_spikes_are_checked_before_the_update():
 
 
 def late_and_at_once(case: Case) -> None:
-    """Check that reading late and at once give identical records, weights and moments."""
+    """Check that the host may read a step's numbers at once or one step later.
+
+    Records, weights and moments must be identical.
+    """
     ends = []
     for waits in (False, True):
         step, _ = build_step(case)

@@ -1,4 +1,4 @@
-"""DiLoCo's replica groups communicate at synchronizations only, and stop or end the job together there."""
+"""Test that DiLoCo's replica groups communicate at synchronizations only, and stop or end the job together there."""
 
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from megazpp.zero.config import ZeroConfig
 def train(
     case: Case, folder: Path, poisoned: int | None = None, signalled: int | None = None
 ) -> tuple[list[dict[str, Any]], str]:
-    """Train, and return a record of each step on this rank and the error that ended the training ("" without one).
+    """Train with DiLoCo; return a dict per step of this rank, and the error that ended the training.
 
-    In step 2, rank `poisoned` has a NaN gradient, and rank `signalled` has caught a signal.
+    The error is "" if training ended normally. In step 2, rank `poisoned` gets a NaN gradient, and rank `signalled`
+    catches a signal. Either is None if no rank does.
     """
     step, dims = build_step(case)
     guarded(step, case, folder, has_replica_groups=True)
@@ -43,7 +44,8 @@ def train(
             except NotFiniteError as error:
                 return rows, str(error)
             row = {"met": met, "stopped": stops.reason(iteration, dims, agree=met, at_once=True)}
-        row["asked"] = groups.call_count + world.call_count  # collectives between replica groups or over all ranks
+        # number of collectives in this step that leave the replica group
+        row["asked"] = groups.call_count + world.call_count
         row["busy"] = met or diloco.plan.sends_at(iteration) is not None or any(diloco.merge_at)
         record = launched.wait()
         rows.append(row | {"loss": record.loss, "inner": record.metrics.get("inner_loss"), "weights": state(step)})
@@ -79,7 +81,8 @@ def test_nan_in_one_replica_group_ends_the_job_at_the_next_merge(case, meeting, 
         assert "from rank 3" in error
         assert len(rows) == meeting - 1
         moved = [rows[n]["weights"] != rows[n - 1]["weights"] for n in range(1, meeting - 1)]
-        assert moved == [rank < 2] * (meeting - 2)  # the other replica group continued to train
+        # the group of ranks 0 and 1 trained on; the group with rank 3, which had the NaN, took no update
+        assert moved == [rank < 2] * (meeting - 2)
     assert (tmp_path / "not-finite-2.json").exists()
 
 
@@ -92,14 +95,16 @@ def test_signal_on_one_rank_stops_all_ranks_at_the_next_merge(case, meeting, tmp
 
 def test_exit_interval_stops_without_communication():
     stops = StopConditions(StopConfig(exit_interval=4))
-    dims: Any = None  # no rank communicates
+    dims: Any = None  # any communication would use `dims`, and raise an error on None
     assert [stops.reason(i, dims, agree=False) for i in (3, 4)] == [None, "--exit-interval 4"]
 
 
 def check_memory() -> None:
     """Check the memory limit at its exact value, in bytes per element.
 
-    They are 16 for weights, gradients and moments, 4 for R, 1 for error feedback, and 8 that two groups share.
+
+    An element needs 16 bytes for weights, gradients and moments, 4 for R (the outer weights as the group last saw
+    them), 1 for error feedback, and 8 / 2 for the outer weights and the outer momentum, which two groups share.
     """
     case = Case(nodes=2, tp=2, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9))
     model, sharding, dims = build_on_ranks(case)

@@ -1,4 +1,4 @@
-"""The training loop: the order of its calls, and the conditions that end it, equal on all ranks."""
+"""Test the training loop: the order of its calls, and the conditions that end it, which all ranks must see alike."""
 
 import functools
 import os
@@ -25,7 +25,8 @@ def test_steps_get_consecutive_samples_and_logs_follow_the_interval():
     run = Run([5.0, 4.0, 3.0, 2.0, 1.0])
     batches = [batch for call in run.fake.calls for batch in call["batch"]]
     samples = [(batch.first, len(batch.tokens)) for batch in batches]
-    assert samples == [(first, 1) for first in (0, 2, 4, 6, 8)]  # the samples of one of two data ranks
+    # a global batch has two samples; this rank, one of two data ranks, takes the first sample of each
+    assert samples == [(first, 1) for first in (0, 2, 4, 6, 8)]
     assert run.progress == TrainingProgress(iteration=5, consumed_samples=10, scheduled_samples=10, micro_batches=5)
     assert [(r["iteration"], r["lm_loss"]) for r in run.tracker.records] == [(2, 4.5), (4, 2.5), (5, 1.0)]
     assert run.out.getvalue().count(" consumed samples: ") == 3
@@ -47,7 +48,8 @@ def test_loop_reads_late_but_before_logs_saves_evaluations_and_the_end():
         *("launch 4", "read 4", "launch 5", "read 5", "launch 6", "read 6", "save 6"),
         *("launch 7", "launch 8", "read 7", "read 8", "save 8"),
     ]
-    assert [(r["iteration"], r["steps"]) for r in run.tracker.records] == [(5, 5), (8, 3)]  # no step is lost
+    # each log record counts its steps; the records of 5 and 3 steps contain all 8 steps
+    assert [(r["iteration"], r["steps"]) for r in run.tracker.records] == [(5, 5), (8, 3)]
 
 
 def test_step_that_is_not_finite_is_never_saved():
@@ -94,7 +96,8 @@ def test_resumed_run_of_samples_with_another_batch_size_consumes_all(consumed, s
     left = "; the remaining 1 are too few for a global batch of 2" if consumed == 9 else ""
     complete = f"training is complete: {consumed} of --train-samples 10 are consumed{left}\n"
     assert (complete in run.out.getvalue()) == (steps == 0)
-    assert run.fake.events[-1:] == ([f"save {40 + steps}"] if steps else [])  # the last step is followed by a save
+    # the loop saves a checkpoint after its last step, and saves nothing if it took no step
+    assert run.fake.events[-1:] == ([f"save {40 + steps}"] if steps else [])
 
 
 def test_resumed_run_of_steps_with_another_batch_size_takes_all_steps():
@@ -106,7 +109,10 @@ def test_resumed_run_of_steps_with_another_batch_size_takes_all_steps():
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("frozen", [0, 7])
 def test_garbage_is_collected_after_the_first_step_and_at_intervals(monkeypatch, frozen, enabled):
-    """Collection is disabled inside later steps. Objects that the caller has frozen stay frozen."""
+    """Python's garbage collector runs after the first step and at intervals, and never inside later steps.
+
+    Objects that the caller has frozen (`gc.freeze`) stay frozen, and a collector that was disabled stays disabled.
+    """
     calls: list[Any] = []
     names = ("collect", "freeze", "unfreeze", "disable", "enable")
     recorder = {name: functools.partial(calls.append, name) for name in names}
@@ -132,10 +138,10 @@ def test_signal_stops_after_the_step_and_sets_hurried():
         with catching_signals(stops):
             assert stops.reason(1, ALONE) is None
             os.kill(os.getpid(), signum)
-            assert not stops.hurried  # the current step continues
+            assert not stops.hurried  # until the loop asks for a reason to stop, the current step continues
             assert stops.reason(2, ALONE) == signum.name
             assert stops.hurried
-            os.kill(os.getpid(), signum)  # a second signal has no further effect
+            os.kill(os.getpid(), signum)  # a second signal does not end the process or raise an error
         assert signal.getsignal(signum) is before
 
 
@@ -154,7 +160,8 @@ def test_signal_on_one_rank_stops_all_ranks_after_the_same_step():
 
 
 def test_exit_duration_stops_after_the_given_minutes(monkeypatch):
-    clock = iter(range(0, 1000, 50))  # 50 seconds pass between two readings of the clock
+    # the clock advances by 50 seconds per reading, so 120 seconds have passed at the third reading
+    clock = iter(range(0, 1000, 50))
     monkeypatch.setattr("megazpp.training.loop.time.monotonic", lambda: float(next(clock)))
     stops = StopConditions(StopConfig(exit_duration_in_mins=2))
     assert [stops.reason(i, ALONE) for i in (1, 2, 3)] == [None, None, "--exit-duration-in-mins 2"]
@@ -175,5 +182,5 @@ def test_cuda_ranks_stop_one_step_later_without_waiting_for_the_device():
                 found.append(stops.reason(iteration, dims))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            torch.cuda.synchronize()  # as a step does when it reads its loss
+            torch.cuda.synchronize()  # a real step waits for the device here, because it reads its loss
     assert found == [None, None, "SIGUSR1"]

@@ -1,4 +1,4 @@
-"""Means over an interval, the content of metrics.jsonl and summary.json, log lines, model FLOPs and peak rates."""
+"""Test the means over a log interval, metrics.jsonl and summary.json, log lines, model FLOPs and peak rates."""
 
 import dataclasses
 import math
@@ -34,7 +34,7 @@ def test_interval_has_loss_of_taken_steps_total_time_and_largest_norm():
     assert (fields["grad_norm"], fields["max_grad_norm"]) == (1.5, 7.25)
     assert fields["tokens_per_second"] == 3200.0
     assert "| max grad norm: 7.250 |" in record.line
-    assert record.short_line == (  # a terminal line has at most 100 columns
+    assert record.short_line == (  # the short line for a terminal, which has at most 100 columns
         "iteration      3/500  loss  3.0000  grad norm  1.500      3,200 tokens/s  0:02:04 left  1 skipped"
     )
 
@@ -42,7 +42,8 @@ def test_interval_has_loss_of_taken_steps_total_time_and_largest_norm():
 def test_interval_starts_after_the_last_one_and_estimates_the_time_left():
     filled = meter(step(1, loss=4.0), step(2, loss=2.0))
     filled.interval()
-    filled.add(step(3, loss=1.0, global_batch_size=4, consumed_samples=1000))  # 1000 of 4000 samples, 0.5 s per step
+    # the remaining 3000 samples need 750 steps of 4 samples and 0.5 s each: 0:06:15
+    filled.add(step(3, loss=1.0, global_batch_size=4, consumed_samples=1000))
     interval = filled.interval()
     assert interval.fields["lm_loss"] == 1.0
     assert "eta: 0:06:15 |" in interval.line
@@ -135,7 +136,8 @@ def test_log_line_begins_with_megatrons_line_byte_for_byte():
     )
     assert "grad norm" not in meter(step(1, grad_norm=None)).interval().line
     everything = step(1, num_zeros=12.0, params_norm=345.6789, loss_scale=65536.0)
-    sent = NOTHING_SENT | {"tp": 2_500_000, "local": 1_250_000}  # wires without bytes are omitted
+    # the log line omits wires over which nothing was sent, here `cross`
+    sent = NOTHING_SENT | {"tp": 2_500_000, "local": 1_250_000}
     line = meter(everything, peak_flops=1.6e12).interval(sent, peak_memory_bytes=3_210_000_000).line
     assert line.endswith(
         " loss scale: 65536.0 | grad norm: 1.000 | num zeros: 12.0 | params norm: 345.679 |"
@@ -196,14 +198,18 @@ def test_model_flops_count_matrix_products_and_half_of_the_attention():
         initialize_parameters_(model, seed=1, draw_device=CPU)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model(ids[:, :-1], ids[:, 1:]).sum().backward()
-        products = 2 * 3  # scores and weighted sum: once in forward, twice in backward
+        # attention has two matrix products (scores, weighted sum), each once in forward and twice in backward
+        products = 2 * 3
         attention = products * 2 * config.heads * config.head_size * 16 * config.layers
         expected = counter.get_total_flops() / 16 - attention / 2
         assert model_flops_per_token(config, padded_vocab_size=96, seq_length=16) == expected
 
 
 def test_attention_window_counts_only_keys_inside_it():
-    """Count the pairs of a token and a key one by one; full causal attention counts as half of S x S pairs."""
+    """Compare the FLOPs of windowed attention with counted pairs of a token and a key inside its window.
+
+    Full causal attention over S tokens counts as half of the S x S pairs.
+    """
     whole = dataclasses.replace(LLAMA_STYLE, num_layers=3)
     windows = dataclasses.replace(whole, window_size="4,0", window_attn_skip_freq="3")
     less = sum(16 / 2 - sum(min(token + 1, 5) for token in range(16)) / 16 for _ in range(2))
@@ -214,7 +220,8 @@ def test_attention_window_counts_only_keys_inside_it():
 
 
 def test_gpt3_175b_flops_match_megatrons_figure():
-    # arXiv 2104.04473: 72 B s l h^2 (1 + s / 6h + V / 12lh). Only half of its attention term is counted.
+    # arXiv 2104.04473 gives 72 B s l h^2 (1 + s / 6h + V / 12lh) FLOPs per batch. This project counts half of the
+    # attention term s / 6h, because attention is causal.
     layers, h, s, vocab = 96, 12288, 2048, 51200
     model = GPTConfig(num_layers=layers, hidden_size=h, num_attention_heads=96)
     ours = model_flops_per_token(model, padded_vocab_size=vocab, seq_length=s)

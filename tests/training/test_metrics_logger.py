@@ -1,4 +1,7 @@
-"""Log lines and records of a run, the bytes that its steps sent, and ZeRO-3's formula against counted ZeRO-3 bytes."""
+"""Test log lines and records of a run, and the bytes that its steps sent.
+
+Also compare the formula for ZeRO-3's bytes with counted bytes.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -33,14 +36,15 @@ from megazpp.zero.config import PrecisionConfig
 
 def test_bytes_per_node_count_training_steps_and_no_evaluations():
     run = Run([1.0] * 6)
-    # Each step sends 100 bytes over 2 nodes. The evaluation after step 3 is in the second interval and adds none.
+    # Each step sends 100 bytes, which are 50 per node. The evaluation after step 3 falls into the second log interval,
+    # but its bytes are not counted.
     assert [r["cross_bytes"] for r in run.tracker.records] == [50, 50, 50]
 
 
 def test_replica_group_scales_its_own_bytes_to_all_groups():
     run = Run([1.0] * 2)
     dims: Any = run.dims
-    dims.replica_group = SimpleNamespace(size=4)  # four replica groups of one rank, two per node
+    dims.replica_group = SimpleNamespace(size=4)  # four replica groups with one rank each, two groups per node
     dims.counter.add("cross", "shard", "all_gather", 100)
     run.recorder.step(step(4), last=True)
     assert run.tracker.records[-1]["cross_bytes"] == 4 * 100 // 2
@@ -62,7 +66,8 @@ def test_closing_lines_and_summary_report_the_results_of_the_run():
     row = {"collective": "all_gather", "axis": "shard", "wire": "cross", "calls": 3, "sent_bytes": 150}
     assert (summary["traffic"], summary["zero3"]) == ([row], None)
     assert summary["cpu_seconds_per_token"] >= 0.0
-    assert run.tracker.validations == [(3, 7.0)]  # not repeated at the end, because iteration 3 was evaluated
+    # the run does not validate again at its end, because it has just evaluated iteration 3
+    assert run.tracker.validations == [(3, 7.0)]
     text = run.out.getvalue()
     assert 0.0 < summary["data_wait_share"] < 1.0
     assert f"{summary['data_wait_share']:.1%} of the time waiting for data" in text
@@ -75,7 +80,7 @@ def test_resumed_run_is_compared_with_zero3_for_the_same_steps():
     run.tracker.summary = lambda values: None
     asked: list[int] = []
     record_results(run.recorder, run.progress, evaluate=False, unigram_entropy=6.0, zero3=asked.append)
-    assert asked == [2]  # steps 2 and 3 with one micro-batch each
+    assert asked == [2]  # the run resumed after step 1, so ZeRO-3's formula gets the 2 micro-batches of steps 2 and 3
 
 
 def test_gradient_norm_above_ten_medians_is_logged():
@@ -94,7 +99,11 @@ CPU = torch.device("cpu")
 
 
 def record_uneven_rows() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Record three steps in two log intervals; data rank r has r + 1 times 10, 100 and 7 tokens."""
+    """Record three steps in log intervals of two steps and one step.
+
+    Data rank r counts r + 1 times 10, 100 and 7 tokens.
+    Return the fields of both log records, and the summary of the run.
+    """
     cluster = Cluster(num_nodes=1, ranks_per_node=4)
     dims = ParallelDims(
         plan_dims(ParallelConfig(tensor_model_parallel_size=2), cluster, zero_stage=3), device_type="cpu"
@@ -112,21 +121,27 @@ def record_uneven_rows() -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 def test_tokens_of_rows_of_any_length_are_summed_over_data_ranks():
     for records, summary in ranks(4).run(record_uneven_rows):
+        # Both records sum the tokens of two data ranks. Two ranks of a tensor-parallel group have the same tokens,
+        # which count once.
         assert [record["tokens"] for record in records] == [
             3 * 110,
             3 * 7,
-        ]  # the sum over two data ranks; tp ranks count once
+        ]
         assert [record["tokens_per_second"] for record in records] == [3 * 110 / 1.0, 3 * 7 / 0.5]
         assert all("consumed_tokens" not in record for record in records)
         assert (summary["tokens"], summary["tokens_per_second"]) == (3 * 117, 3 * 107 / 1.0)
 
 
 def send_some() -> list[TrafficRow]:
-    """Send more from rank 0 inside its node, and over the cross axis only between rank 0 and its peer."""
+    """Let rank 0 send more than others inside its node, and only it and its peer send over the cross axis.
+
+    Return the traffic table.
+    """
     cluster = Cluster(num_nodes=2, ranks_per_node=2)
     dims = ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu")
     dims.local.all_gather(torch.zeros(8, dtype=torch.uint8))
-    cross = dims.cross  # makes the group, on all ranks
+    # all ranks create the cross axis's process group here, because creating a group is a collective call
+    cross = dims.cross
     if dims.local.rank == 0:
         cross.all_to_all(torch.zeros(2, 50, dtype=torch.uint8))
         cross.all_to_all(torch.zeros(2, 50, dtype=torch.uint8))
@@ -142,7 +157,11 @@ def test_traffic_rows_have_maximum_calls_and_mean_bytes_on_every_rank():
 
 
 def zero3_steps(case: Case) -> tuple[int, Any]:
-    """Return the bytes per node that two steps of ZeRO-3 sent between nodes for shards, and the formula's result."""
+    """Train two steps of ZeRO-3.
+
+    Return the bytes that its all-gathers and reduce-scatters sent between nodes, per node, and the result of
+    `zero3_traffic` for these steps.
+    """
     train_step, dims = build_step(case)
     for index in range(2):
         train_step(case.batches(index, dims), learning_rate=1e-3, weight_decay=0.0)
@@ -157,7 +176,7 @@ def zero3_steps(case: Case) -> tuple[int, Any]:
 
 @pytest.mark.parametrize(("tp", "bf16"), [(1, False), slow(2, True)])
 def test_zero3_formula_matches_the_counted_bytes_of_a_zero3_run(tp, bf16):
-    """The tolerance is rounding only: a ring's (W - 1) / W is rounded down once per collective."""
+    """Compare within 64 bytes, because a ring's share (W - 1) / W of a tensor is rounded down in each collective."""
     case = Case(nodes=2, tp=tp, micro_batches=2, model=LLAMA_STYLE, precision=PrecisionConfig(bf16=bf16))
     for counted, formula in ranks(4).run(zero3_steps, case):
         assert counted == pytest.approx(formula.cross_bytes, abs=64)
@@ -165,13 +184,16 @@ def test_zero3_formula_matches_the_counted_bytes_of_a_zero3_run(tp, bf16):
 
 
 def test_zero3_bytes_match_the_rings_of_the_layout():
-    """Each rank has 12 elements, with 2 bytes as weights and 4 as gradients, and a step has 3 micro-batches."""
+    """Compare ZeRO-3's formula with ring transfers counted by hand.
+
+    Each rank has a shard of 12 elements, with 2 bytes as a weight and 4 as a gradient. A step has 3 micro-batches.
+    """
     found = []
     for cluster, tp, replicas in (
         (Cluster(num_nodes=2, ranks_per_node=4), 2, 1),
         (Cluster(num_nodes=4, ranks_per_node=4), 2, 2),
-        (Cluster(num_nodes=6, ranks_per_node=2, domain_size=6), 2, 1),  # NVLink domains of three nodes
-        (Cluster(num_nodes=4, ranks_per_node=2), 4, 1),  # tensor parallelism over nodes
+        (Cluster(num_nodes=6, ranks_per_node=2, domain_size=6), 2, 1),  # an NVLink domain (rack) contains three nodes
+        (Cluster(num_nodes=4, ranks_per_node=2), 4, 1),  # tensor parallelism of 4 spans two nodes
         (
             Cluster(num_nodes=1, ranks_per_node=4),
             1,
@@ -181,11 +203,14 @@ def test_zero3_bytes_match_the_rings_of_the_layout():
     ):
         dims: Any = SimpleNamespace(layout=plan_layout(cluster, tp=tp, replicas=replicas))
         leaving = [rank for rank in range(cluster.world_size) if dims.layout.wire("shard", rank) == "cross"]
-        per_rank = 3 * (2 * 2 + 4) * 12 * (dims.layout.shard - 1)  # W - 1 shards: weights twice, gradients once
+        # a ring of W ranks sends W - 1 shards per collective; each micro-batch gathers weights twice and reduces
+        # gradients once
+        per_rank = 3 * (2 * 2 + 4) * 12 * (dims.layout.shard - 1)
         found.append(zero3_traffic(12, dims, PrecisionConfig(bf16=True), 3))
         sent = None if found[-1] is None else found[-1].cross_bytes
         assert sent == (len(leaving) * per_rank // cluster.num_nodes or None), cluster
-    first = found[0]  # 96 elements, 4 data ranks
+    # 12 elements on each of 8 ranks are 96 elements; with tensor parallelism of 2, rings have 4 data ranks
+    first = found[0]
     assert first == (192, 384, 3, 3 * (2 * 192 + 384) * 3 // 4, first.formula)
     assert first.formula == (
         "in each of 3 micro-batches it gathers 0.000 MB of weights twice and reduces 0.000 MB of gradients; "

@@ -1,4 +1,4 @@
-"""The language model's loss against direct sums."""
+"""Test the loss of language modeling against sums that are written out."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ def test_micro_batch_shares_add_up_to_the_mean_over_counted_tokens():
     for masks, loss in (
         (([1.0, 1.0, 0.0], [0.0, 0.0, 1.0]), (2.0 + 3.0 + 5.0) / 3),
         (([0.0, 0.0, 0.0], [0.0, 1.0, 0.0]), 3.0),
-        (([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]), 0.0),  # the masks exclude all tokens of the global batch
+        (([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]), 0.0),  # the loss is 0 if the masks exclude all tokens of the global batch
     ):
         objective, batches = (
             LanguageModelLoss(one_rank),

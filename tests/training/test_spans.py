@@ -1,4 +1,4 @@
-"""Test the arithmetic of timeline spans."""
+"""Test computations with timeline spans: hidden fractions of communication, and the alignment of clocks."""
 
 import itertools
 
@@ -16,25 +16,27 @@ def span(track: str, start: float, end: float, *, blocking: bool = False) -> Spa
 
 STEP = [
     span("step", 0, 10, blocking=True),
-    span("compute", 0, 10, blocking=True),  # forward and backward, which contain all spans below
-    span("cross", 1, 5),  # 4 s, of which the last one is waited for
+    span("compute", 0, 10, blocking=True),  # forward and backward take 0 to 10 s and contain all spans below
+    span("cross", 1, 5),  # a cross hop of 4 s; compute waits for it during its last second
     span("wait", 4, 6, blocking=True),
-    span("cross", 7, 9),  # 2 s, of which 8 to 8.5 lie under a blocking local hop
+    span("cross", 7, 9),  # a cross hop of 2 s; from 8 to 8.5 s a local hop blocks compute meanwhile
     span("local", 8, 8.5, blocking=True),
-    span("local", 9, 9.5),  # on another thread, so it blocks nothing
+    span("local", 9, 9.5),  # a local hop on another thread, so it does not block compute
 ]
 HOPS = [span("cross", 0, 10), span("wait", 2, 8), span("local", 3, 5), span("local", 4, 6)]
 HELD = [span("compute", 0, 4, blocking=True), span("cross", 1, 3, blocking=True)]
 SHARED = [span("cross", 0, 4), span("cross", 1, 3), span("cross", 3, 6), *[span("wait", 3, 4)] * 2]
-HIDDEN = [  # spans, track, shares hidden behind compute (no wait, no blocking collective) and behind any work
+# spans, track, and two fractions of the track's time: hidden behind compute (no wait, no blocking collective), and
+# behind compute or another hop
+HIDDEN = [
     (STEP, "cross", (1 - 1.5 / 6, 1 - 1 / 6)),
     (STEP, "local", (0.5, 1.0)),
-    (HOPS, "cross", (0.4, 0.7)),  # 3 of the 6 s of waiting overlap another hop
+    (HOPS, "cross", (0.4, 0.7)),  # compute waits for 6 s, of which 3 s overlap a local hop
     (HOPS, "local", (0.0, 1.0)),
     ([*HOPS, span("step", 0, 10), span("compute", 0, 10)], "cross", (0.4, 0.7)),
-    (HELD, "cross", (0.0, 0.0)),  # on the computing thread
+    (HELD, "cross", (0.0, 0.0)),  # the cross hop runs on the computing thread and blocks it, so nothing is hidden
     ([one._replace(blocking=False) for one in HELD], "cross", (1.0, 1.0)),
-    (SHARED, "cross", (5 / 6, 5 / 6)),  # time that two spans share counts once
+    (SHARED, "cross", (5 / 6, 5 / 6)),  # seconds that two spans of the track share count once
 ]
 
 
@@ -42,7 +44,10 @@ INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambd
 
 
 def moments(intervals: list[tuple[float, float]]) -> set[int]:
-    """Return the unit slots that integer intervals cover, as the reference."""
+    """Return the set of whole seconds that the intervals cover, as a slow reference.
+
+    Bounds of intervals are integers.
+    """
     return {slot for start, end in intervals for slot in range(int(start), int(end))}
 
 
@@ -67,7 +72,8 @@ def test_clipping_keeps_the_part_inside():
 
 def test_alignment_uses_the_barrier_and_keeps_distances_on_a_host():
     spans = [[span("cross", 11, 12)], [span("cross", 13, 14)], [span("cross", 107, 108)]]
-    # ranks 0 and 1 share a clock and left the barrier at 10 and 10.5; rank 2's host reads 106 at that moment
+    # Ranks 0 and 1 share a host's clock and left the barrier at 10 and 10.5 s on it. Rank 2's host reads 106 s when
+    # rank 2 leaves the barrier.
     aligned = align(spans, ["a", "a", "b"], [10, 10.5, 106])
     assert [[s.start_seconds for s in of_rank] for of_rank in aligned] == [[1], [3], [1]]
 

@@ -1,4 +1,7 @@
-"""Spans of a step as Megatron-LM's timers, slow ranks and the timeline of one step; torch's profiler around steps."""
+"""Test the uses of a step's spans:
+
+Megatron-LM's timers, the report of slow ranks, the timeline of one step, and torch's profiler.
+"""
 
 import contextlib
 import gzip
@@ -43,7 +46,7 @@ def heard(timeline: Timeline) -> bool:
 
 @contextlib.contextmanager
 def recorded_step(recorder: StepRecorder, dims: Any, iteration: int) -> Iterator[None]:
-    """Surround a step by the recorder and by its span, as the training loop does."""
+    """Enter the recorder's context and the span of a step, as the training loop does around each step."""
     with recorder.step(iteration), dims.timeline.span(STEP, f"step {iteration}"):
         yield
 
@@ -66,7 +69,7 @@ def test_timeline_has_the_requested_step_and_spans_in_flight_before_it(tmp_path)
     assert set(by_name) == {"step 3", "forward 3", "gather"}
     assert (
         by_name["gather"].start_seconds == by_name["step 3"].start_seconds
-    )  # the timeline cuts it at the start of the step
+    )  # the gather began before step 3, and the timeline cuts its span at the start of the step
     assert by_name["gather"].seconds >= 0.01
     assert [line.partition(":")[0] for line in said] == ["timeline of step 3"]
 
@@ -95,7 +98,11 @@ def timers_of(report: str | None) -> list[str]:
 
 
 class Recorded(NamedTuple):
-    """One rank's log lines, whether a listener was attached in each step and at the end, losses, and timer reports."""
+    """Results of one rank.
+
+    `heard` says for each step, and for the time after the last step, whether the timeline had a listener. `reports` has
+    two timer reports in a row.
+    """
 
     said: list[str]
     heard: list[bool]
@@ -104,7 +111,7 @@ class Recorded(NamedTuple):
 
 
 def train(folder: Path, timing: TimingConfig, profiling: ProfilerConfig, *iterations: int) -> Recorded:
-    """Train some iterations of ZeRO++ on two nodes with two micro-batches."""
+    """Train the given iterations with ZeRO++ on two nodes and two micro-batches. Return the records of this rank."""
     case = Case(nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True))
     step, dims = build_step(case)
     run, said = context(dims, folder)
@@ -121,7 +128,10 @@ def train(folder: Path, timing: TimingConfig, profiling: ProfilerConfig, *iterat
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory) -> tuple[Path, list[Recorded]]:
-    """Return the run folder, and the records of four ranks with timers, timeline and profiler."""
+    """Train iterations 1 to 3 with timers, the timeline of step 2 and a profiler.
+
+    Return the run folder, and the records of all ranks.
+    """
     folder, timing = tmp_path_factory.mktemp("run"), TimingConfig(timing_log_level=2, timeline_step=2)
     profiling = ProfilerConfig(profile=True, profile_step_start=1, profile_step_end=3, profile_ranks=(0, 3))
     return folder, ranks(4).run(train, folder, timing, profiling, 1, 2, 3)
@@ -148,9 +158,11 @@ def test_timeline_shows_phases_and_hops_of_all_ranks_on_one_clock(recorded):
         for track in ("cross", "local"):
             assert {span.name for span in spans if span.track == track} >= hops
     whole = [span for spans in by_rank.values() for span in spans if span.track == "step"]
-    # A step ends with collectives of all ranks, so on a common clock no rank begins it after another has ended it.
+    # Every step ends with collectives of all ranks. So on a common clock each rank begins step 2 before any rank ends
+    # it.
     assert max(span.start_seconds for span in whole) < min(span.end_seconds for span in whole)
-    assert min(span.start_seconds for span in whole) > 0  # time zero is the barrier before the recording
+    # seconds count from the barrier that all ranks pass before the recording starts
+    assert min(span.start_seconds for span in whole) > 0
 
 
 def test_timers_are_equal_on_all_ranks_and_reset_after_a_report(recorded):
@@ -170,7 +182,8 @@ def test_profiled_rank_writes_a_trace_with_operators_and_named_hops(recorded):
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
         names = [event["name"] for event in events if event["ph"] == "X"]
         for hop, count in {"cross all_gather": 2, "local all_gather": 8, "local all_to_all": 4}.items():
-            for unit in ("layers.0", "layers.1", "the rest"):  # cross hops run once per step, in the queues' threads
+            # cross hops are in the trace too (one per unit and step), although threads of communication queues run them
+            for unit in ("layers.0", "layers.1", "the rest"):
                 assert names.count(f"{hop} {unit}") == count
         assert names.count("compute forward") == 4
         assert any(name.startswith("aten::") for name in names)
@@ -264,7 +277,10 @@ def test_timer_lines_match_megatron_and_omit_unused_timers():
 
 
 def steps_with_a_slow_rank() -> list[str]:
-    """Run four steps; in every second one rank 2 computes for 0.3 s, and the other ranks wait for it."""
+    """Run four steps, and return this rank's log lines.
+
+    In steps 2 and 4, rank 2 computes for 0.3 s, and the other ranks wait for it.
+    """
     dims = dims_on_ranks(Case())
     run, said = context(dims)
     recorder = StepRecorder(TimingConfig(log_straggler=True), run, interval=2)
@@ -280,7 +296,8 @@ def test_slow_rank_is_logged_and_ranks_that_wait_for_it_are_not():
     assert [line.split(":")[0] for line in said] == ["compute seconds of iteration 2", "compute seconds of iteration 4"]
     for line in said:
         assert "(rank 2); slow: rank 2 " in line
-        assert float(line.split("median ")[1].split(",")[0]) < 0.2  # the median excludes the wait
+        # the other ranks' wait for rank 2 does not count as compute, so the median stays small
+        assert float(line.split("median ")[1].split(",")[0]) < 0.2
 
 
 def test_equal_ranks_are_not_slow_and_a_long_list_is_truncated():

@@ -1,4 +1,7 @@
-"""The tracker: Megatron-LM's names, independent sinks, and real wandb (offline) and TensorBoard files."""
+"""Test the tracker of a run:
+
+Megatron-LM's names, independent sinks, and real files of wandb (offline) and TensorBoard.
+"""
 
 import json
 import math
@@ -53,7 +56,7 @@ def test_step_scalars_use_megatrons_names_and_omit_missing_values(tmp_path):
 def test_records_go_to_the_folder_and_their_numbers_to_every_sink(tmp_path):
     sink = mock.Mock()
     track = tracker(tmp_path, sink, tensorboard_log_interval=3)
-    track.step(step(1))  # not a multiple of the interval, so not recorded
+    track.step(step(1))  # step 1 is no multiple of the sinks' interval of 3, so no sink gets it
     record = meter(step(2)).interval()
     track.interval(record)
     track.validation(0.0, TrainingProgress(iteration=5, consumed_samples=40))
@@ -92,7 +95,8 @@ def test_exception_marks_the_run_as_failed(tmp_path):
     sink.close.assert_called_once_with(exit_code=1)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # raised in TensorBoard's thread
+# TensorBoard's writer thread raises when the disk is full
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_full_disk_does_not_end_training_and_is_used_again_later(tmp_path, capsys):
     with small_disk(tmp_path / "disk", "4m") as disk:
         with tracker(disk / "run", TensorBoardSink(disk / "events")) as track:
@@ -102,7 +106,8 @@ def test_full_disk_does_not_end_training_and_is_used_again_later(tmp_path, capsy
             for iteration in range(1, 5):
                 if iteration == 4:
                     (disk / "fill").unlink()
-                for _ in range(2000):  # more records than TensorBoard buffers
+                # writes more records than TensorBoard buffers, so that it has to write to the full disk
+                for _ in range(2000):
                     track.step(step(iteration))
                 track.interval(meter(step(iteration)).interval())
             track.summary({"iteration": 4})
@@ -123,7 +128,7 @@ def test_tags_describe_the_layout_of_the_run():
 
 def test_sinks_open_independently_and_import_only_on_request(tmp_path, monkeypatch, capsys):
     config = TrackingConfig(wandb_project="p", tensorboard_dir=str(tmp_path / "events"))
-    monkeypatch.setitem(sys.modules, "wandb", None)  # lets its import fail
+    monkeypatch.setitem(sys.modules, "wandb", None)  # None in sys.modules makes `import wandb` fail
     (sink,) = open_sinks(config, RunFolder(tmp_path / "run"), {})
     sink.close(exit_code=0)
     assert isinstance(sink, TensorBoardSink)
@@ -171,20 +176,21 @@ def test_packages_are_found_without_importing_them(tmp_path, monkeypatch):
     assert not is_installed("no_such_package_at_all")
 
 
-# ---- the packages themselves ----------------------------------------------------------------------------------------
+# ---- wandb and TensorBoard themselves -------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def logged_out(tmp_path, monkeypatch) -> Iterator[None]:
-    """Remove wandb's settings and credentials for a test, and end its process with the test."""
+    """Remove wandb's settings and credentials during a test, and end wandb's service process after the test."""
     for name in [*os.environ]:
         if name == "NETRC" or name.startswith("WANDB_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with tempfile.TemporaryDirectory() as folder:  # wandb's socket path must be short; a killed process leaves it
+    # wandb's socket needs a short path, so its folder is not pytest's; a killed service leaves its socket there
+    with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("TMPDIR", folder)
         yield
-        with suppress(ConnectionError):  # raised if the test killed wandb's process
+        with suppress(ConnectionError):  # wandb raises a ConnectionError if the test has killed its service process
             wandb.teardown()
 
 
@@ -204,7 +210,7 @@ def record_steps(sink: Sink, *iterations: int) -> None:
 @pytest.mark.usefixtures("logged_out")
 def test_wandb_without_credentials_is_offline_and_continues_on_restart(tmp_path, monkeypatch):
     record_steps(open_wandb(tmp_path), 1, 2)
-    wandb.teardown()  # as at the end of a program
+    wandb.teardown()  # ends wandb's service, as at the end of a program, so that a restart begins without it
     monkeypatch.setenv("WANDB_TAGS", "mine, tp2")
     record_steps(open_wandb(tmp_path), 3, 4)
     wandb.teardown()
@@ -228,7 +234,8 @@ def test_disabled_wandb_records_nothing(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("logged_out")
 def test_wandb_with_a_dead_service_raises_and_does_not_hang(tmp_path):
-    before = {*psutil.Process().children(recursive=True)}  # other tests may have left a service
+    # wandb services of earlier tests may still run, and are not the one to kill
+    before = {*psutil.Process().children(recursive=True)}
     sink = open_wandb(tmp_path)
     (service,) = (each for each in {*psutil.Process().children(recursive=True)} - before if each.name() == "wandb-core")
     service.kill()
@@ -277,7 +284,11 @@ def test_wandb_is_online_only_with_credentials(tmp_path):
 
 
 class FakeWandb:
-    """A wandb package whose server has steps up to `last` and may support rewinding; `events` records the calls."""
+    """A fake wandb package whose server has a run with steps up to `last`.
+
+    It can rewind that run only if `rewinds` is True.
+    `events` records the calls.
+    """
 
     class errors:  # noqa: N801, as wandb has it
         class Error(Exception):
@@ -301,7 +312,7 @@ class FakeWandb:
 @pytest.mark.parametrize(
     ("last", "rewinds", "expected"),
     [
-        (30, True, ["allow"]),  # no step was lost
+        (30, True, ["allow"]),  # the server has no steps after the checkpoint's iteration 30, so nothing is rewound
         (45, True, ["allow", "finish", "abcd1234?_step=30"]),
         (45, False, ["allow", "finish", "abcd1234?_step=30", "allow"]),
     ],
@@ -332,7 +343,7 @@ def test_resumed_offline_wandb_run_records_the_steps_again(tmp_path):
 
 
 def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path):
-    for first in (1, 3):  # the second writer resumes after a restart
+    for first in (1, 3):  # one writer writes steps 1 and 2; after a restart, another one writes steps 3 and 4
         record_steps(TensorBoardSink(tmp_path), first, first + 1)
     events = EventAccumulator(str(tmp_path)).Reload()
     assert set(events.Tags()["scalars"]) == {"lm loss", "lm loss vs samples", "grad-norm", "grad-norm vs samples"}
