@@ -1,4 +1,7 @@
-"""Test blends: samples follow the weights in Megatron's order, and each source's indices are built once."""
+"""Test blends of data sources.
+
+Samples follow the weights in Megatron's order, and each source's indices are built once.
+"""
 
 import itertools
 import os
@@ -27,7 +30,8 @@ from megazpp.kernels.blend_order import blend_order
 def test_each_sample_is_from_the_dataset_furthest_behind_its_share(weights, n):
     shares, taken = np.array(weights) / np.sum(weights), np.zeros(len(weights), dtype=np.int64)
     for i, (dataset, sample) in enumerate(zip(*blend_order(weights, n, say=print), strict=True)):
-        assert dataset == np.argmax(shares * max(i, 1) - taken)  # the first one in a tie
+        # the dataset furthest behind its share; argmax takes the first of several equal ones
+        assert dataset == np.argmax(shares * max(i, 1) - taken)
         assert sample == taken[dataset]
         taken[dataset] += 1
     assert taken.sum() == n
@@ -83,7 +87,7 @@ def write(prefix: Path, *, documents: int, length: int = 16, first_id: int = 0) 
 
 
 def split_of(folder: Path, sources: Sequence[DataSource], bounds: tuple[float, float] = (0.0, 1.0), **how: Any) -> Any:
-    """Build a split with a cache in `folder`, by default 40 samples of 8 tokens."""
+    """Build the dataset of one split, with its index cache in `folder`. By default it has 40 samples of 8 tokens."""
     options = {"weights": None, "num_samples": 40, "seq_length": 8, "seed": 1, "vocab_size": 100}
     return build_split("train", sources, bounds=bounds, cache_path=folder / "cache", **(options | how))
 
@@ -111,7 +115,7 @@ def test_cached_indices_follow_the_lengths_and_not_path_size_and_time(tmp_path):
 def test_blend_takes_its_shares_and_builds_only_needed_samples(tmp_path):
     sources = sources_of(write(tmp_path / "a", documents=4), write(tmp_path / "b", documents=50, first_id=50))
     dataset = split_of(tmp_path, sources, weights=(3.0, 1.0), num_samples=100)
-    # a needs 75 samples of 8 tokens: 10 epochs of 64 tokens give 79; b needs 25, and one epoch gives 99
+    # Source a needs 75 samples of 8 tokens: 10 epochs of 64 tokens give 79. Source b needs 25, and one epoch gives 99.
     assert [len(part) for part in dataset.datasets] == [79, 99]
     assert sum(int(dataset[i][0]) < 4 for i in range(len(dataset))) == 75
     with pytest.raises(IndexError, match="sample 100 of 100"):
@@ -122,10 +126,13 @@ def test_equal_split_is_built_once_and_another_one_separately(tmp_path):
     a, b = write(tmp_path / "a", documents=4), write(tmp_path / "b", documents=5)
     sources = sources_of(a, b, a)
     for bounds, how, built in (
-        ((0.0, 1.0), {}, 3),  # one blend; a is in it twice with equal shares, so its indices are built once
+        # builds three files: the blend, and indices for a and b; a occurs twice with equal shares, so it needs one set
+        ((0.0, 1.0), {}, 3),
         ((0.0, 1.0), {}, 0),
         ((0.0, 1.0), {"seed": 2}, 2),
-        ((0.0, 0.5), {}, 3),  # the halves of a and b have the same lengths, and so the same indices
+        # the halves of a and of b have documents of equal lengths, so parts of the blend with equally many samples
+        # share their indices
+        ((0.0, 0.5), {}, 3),
         ((0.0, 1.0), {"seq_length": 7}, 4),
         ((0.0, 1.0), {"num_samples": 30}, 3),
     ):
@@ -134,7 +141,8 @@ def test_equal_split_is_built_once_and_another_one_separately(tmp_path):
         assert before.items() <= cached(tmp_path).items()
         assert len(cached(tmp_path)) - len(before) == built, (bounds, how)
     (by_tokens,) = fit_for_split(sources_of(write(tmp_path / "c", documents=1, length=90)), SPLIT)
-    for source in (by_tokens, sources[0]):  # the two splits have equally many samples, but of other parts of the data
+    # the two splits have equally many samples from different ranges of the data, so each needs indices of its own
+    for source in (by_tokens, sources[0]):
         before = cached(tmp_path)
         for bounds in (SPLIT[0], SPLIT[1], SPLIT[0]):
             split_of(tmp_path, [source], bounds, num_samples=3)
@@ -145,10 +153,12 @@ def test_blended_sources_are_split_by_tokens_if_documents_are_too_few(tmp_path):
     many, few = write(tmp_path / "many", documents=50), write(tmp_path / "few", documents=7)
     sources = fit_for_split(sources_of(many, few), SPLIT)
     assert [source.by_tokens for source in sources] == [False, True]
-    # documents 25 to 47, and tokens 56 to 108 of 112
+    # The validation split (0.5 to 0.97) has 23 of 50 documents (25 to 47) of one source, and tokens 56 to 108 of the
+    # other's 112.
     assert [part.tokens_per_epoch for part in split_of(tmp_path, sources, SPLIT[1]).datasets] == [23 * 16, 53]
     sources = sources_of(write(tmp_path / "two", documents=2))
-    assert fit_for_split(sources, ((0.0, 0.5), (0.5, 1.0), (1.0, 1.0))) == sources  # an empty last part is intended
+    # the empty test split (1.0 to 1.0) is what the user asked for, so it is no reason to split inside documents
+    assert fit_for_split(sources, ((0.0, 0.5), (0.5, 1.0), (1.0, 1.0))) == sources
 
 
 @settings(max_examples=200)
@@ -161,7 +171,8 @@ def test_token_range_is_a_slice_of_the_concatenated_documents(lengths, data):
     read = [part.get(i).tolist() for i in range(len(part.lengths))]
     assert list(itertools.chain.from_iterable(read)) == line[start:stop]
     assert [len(ids) for ids in read] == part.lengths.tolist()
-    assert {ids[-1] + 1 for ids in read if ids} <= {*ends, stop}  # documents keep their ends
+    # only the last token of a document, or of the whole range, ends a piece
+    assert {ids[-1] + 1 for ids in read if ids} <= {*ends, stop}
     for i, ids in enumerate(read):
         for offset in range(len(ids)):
             assert part.get(i, offset).tolist() == ids[offset:]
@@ -177,5 +188,6 @@ def test_mock_documents_count_up_and_their_slices_agree():
     for offset, length in ((0, n), (0, n - 1), (3, 4), (n - 1, 1), (n, 0), (2, None)):
         stop = n if length is None else offset + length
         assert sequences.get(5, offset, length).tolist() == whole[offset:stop]
-    assert MockSequences(vocab_size=300, eod=None).get(5).tolist()[-1] == n % 300  # without eod, counting continues
+    # without an end-of-document token, the document's last id continues the count
+    assert MockSequences(vocab_size=300, eod=None).get(5).tolist()[-1] == n % 300
     GPTDataset(sequences, (0, 20), num_samples=50, seq_length=64, seed=0, name="mock", vocab_size=300)[49]

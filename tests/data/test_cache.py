@@ -13,7 +13,8 @@ from helpers.disks import make_read_only, small_disk
 
 from megazpp.data.cache import build_once, cache_key, load_or_save_arrays
 
-# program of a process that requests a folder of two files, builds it slowly, and logs its actions to `log`
+# The program of a test process. It requests a cache entry (a folder of two files), builds it slowly if needed, and
+# appends its actions to the file `log`.
 RACER = """
 import sys, time
 from pathlib import Path
@@ -51,13 +52,14 @@ def wait_for(log: Path, word: str, times: int) -> None:
 def test_another_process_takes_over_when_the_builder_is_killed(tmp_path):
     log, target = tmp_path / "log", tmp_path / "cache" / "thing"
     (victim,) = start(1, log, target, seconds=300)
-    wait_for(log, "builds", 1)  # holds the lock from now on
+    wait_for(log, "builds", 1)  # the victim holds the cache entry's lock from now on
     racers = start(4, log, target, seconds=0.3)
     wait_for(log, "asks", 5)
     victim.kill()
     assert victim.wait() == -signal.SIGKILL
     assert [racer.wait(timeout=60) for racer in racers] == [0] * 4
-    assert log.read_text().count("builds") == 2  # racing processes build once
+    # the victim began one build, and only one of the four racers built again
+    assert log.read_text().count("builds") == 2
     assert [path.name for path in target.parent.iterdir() if path.name != "thing"] == [".thing.lock"]
 
 
@@ -101,6 +103,6 @@ def test_read_only_disk_serves_existing_entries(tmp_path):
         make_read_only(disk)
         (array,) = load_or_save_arrays(disk / "thing", list)
         assert array.tolist() == [0, 1, 2, 3, 4]
-        del array  # unmaps the file
+        del array  # drops the memory map, so that the disk can be unmounted
         with pytest.raises(ValueError, match=r"--data-cache-path: cannot write .*Read-only file system"):
             load_or_save_arrays(disk / "other", lambda: [np.arange(5)])

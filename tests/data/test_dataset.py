@@ -1,4 +1,4 @@
-"""Test how flags and text become tokenizers and datasets; errors name flag and value."""
+"""Test how flags and text files become tokenizers and datasets. Errors must name the flag and its value."""
 
 import hashlib
 import itertools
@@ -29,7 +29,7 @@ from megazpp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokeni
 
 
 def write(prefix: Path, *, first_id: int = 0, documents: int = 10, length: int = 20) -> str:
-    """Write documents in which document d repeats the id first_id + d."""
+    """Write a .bin/.idx pair in which document d repeats the token id first_id + d. Return the pair's prefix."""
     return str(write_pair(prefix, [[first_id + d] * length for d in range(documents)]))
 
 
@@ -60,15 +60,16 @@ def test_split_strings_are_proportions_or_are_rejected():
 
 def test_split_without_share_samples_or_paths_has_no_dataset(tmp_path):
     assert None not in build(tmp_path, mock_data=True, seq_length=512)
-    assert not (tmp_path / "cache").exists()  # mock data needs no files
+    assert not (tmp_path / "cache").exists()  # --mock-data needs no files, not even a cache
     a, b = write(tmp_path / "a"), write(tmp_path / "b", first_id=100)
     assert [each is not None for each in build(tmp_path, data_path=(a,), split="6,4,0")] == [True, True, False]
     train, valid, test = build(tmp_path, train_data_path=(a,), valid_data_path=("1", b), num_samples=(20, 20, 20))
-    assert (ids(train), ids(valid), test) == ({*range(10)}, {*range(100, 110)}, None)  # each dataset is used completely
+    # --train-data-path and --valid-data-path use each dataset completely, and there is no test dataset
+    assert (ids(train), ids(valid), test) == ({*range(10)}, {*range(100, 110)}, None)
     whole = build(tmp_path, data_path=(a,), split="90,5,5")
     alone = build(tmp_path, data_path=(a,), split="90,5,5", num_samples=(20, 0, 0))
     assert (alone.valid, alone.test) == (None, None)
-    # the split points stay the same
+    # Without validation and test samples, the training split must still end where --split says.
     assert [row.tolist() for row in alone.train] == [row.tolist() for row in whole.train]
     assert (ids(whole.train), ids(whole.valid), ids(whole.test)) == ({*range(9)}, {9}, {9})
 
@@ -78,7 +79,7 @@ def test_source_with_too_few_documents_is_split_inside_documents(tmp_path):
     a = str(write_pair(tmp_path / "a", [range(100), range(100, 200)]))
     train, valid, test = build(tmp_path, said, num_samples=(19, 2, 1), data_path=(a,), split="80,12,8")
     assert ids(train) <= {*range(160)}
-    assert len(ids(train)) >= 153  # windows of 8 + 1 ids from the two parts
+    assert len(ids(train)) >= 153  # 19 samples of 8 ids, and one more label, are 153 of the 160 training ids
     assert ids(valid) <= {*range(160, 184)}
     assert ids(test) <= {*range(184, 200)}
     (note,) = [line for line in said if "note:" in line]
@@ -86,9 +87,9 @@ def test_source_with_too_few_documents_is_split_inside_documents(tmp_path):
 
 
 def test_datasets_without_weights_are_weighted_by_size(tmp_path):
-    a = write(tmp_path / "a", documents=4, length=25)  # (100 - 1) // 8 = 12 samples
-    b = write(tmp_path / "b", first_id=100, documents=12, length=25)  # 37
-    for wanted, of_a in ((49, 12), (490, 120)):  # more than one epoch keeps the proportions
+    a = write(tmp_path / "a", documents=4, length=25)  # 100 tokens in all give (100 - 1) // 8 = 12 samples
+    b = write(tmp_path / "b", first_id=100, documents=12, length=25)  # 300 tokens give (300 - 1) // 8 = 37 samples
+    for wanted, of_a in ((49, 12), (490, 120)):  # also with ten epochs, the two datasets keep the proportion 12 : 37
         train = build(tmp_path, data_path=(a, b), split="1", num_samples=(wanted, 0, 0)).train
         assert sum(int(train[i][0]) < 100 for i in range(wanted)) == of_a
 
@@ -204,13 +205,15 @@ def test_equal_content_is_tokenized_once_and_edited_content_again(tmp_path):
     assert said == ["tokenizing a.jsonl"]
     second = tokenize(write_jsonl(tmp_path / "a.jsonl", "two"))
     assert [bytes(IndexedDataset(pair).get(0)[:3].tolist()) for pair in (first, second)] == [b"one", b"two"]
-    # the same bytes under another suffix would be plain text, which is refused because it looks like JSON lines
+    # Under the suffix .txt, the same bytes would be plain text. The tokenizer refuses them, because they look like JSON
+    # lines.
     with pytest.raises(ValueError, match="begins as JSON does, but is not named"):
         tokenize((tmp_path / "a.jsonl").rename(tmp_path / "a.txt"))
 
 
 def test_tokenizer_is_trained_once_per_text_and_size(tmp_path):
-    path, said = write_jsonl(tmp_path / "a.jsonl", "abracadabra" * 5000), []  # 55,000 characters without a break
+    # 55,000 characters without a space or newline
+    path, said = write_jsonl(tmp_path / "a.jsonl", "abracadabra" * 5000), []
 
     def train(size: int, *, exact: bool = True, source: Path = path) -> SentencePieceTokenizer:
         return cached_sentencepiece([source], size, exact=exact, cache_dir=tmp_path / "cache", log=said.append)
@@ -218,8 +221,10 @@ def test_tokenizer_is_trained_once_per_text_and_size(tmp_path):
     assert train(280).identity == train(280).identity != train(281).identity
     assert len(said) == 2
     assert len(train(281).encode("abracadabra" * 10)) < 50
-    assert train_sentencepiece(iter([TEXT]), 300) == train_sentencepiece([TEXT], 300)  # nodes train the same tokenizer
-    # a size that the user has not typed is changed with a note, which also a cached tokenizer has
+    # training is deterministic, so nodes that train it separately get the same tokenizer
+    assert train_sentencepiece(iter([TEXT]), 300) == train_sentencepiece([TEXT], 300)
+    # With `exact=False` (the user has not typed --vocab-size), an unsuitable size is changed, and a note in the log
+    # says so. The note also appears if the trained tokenizer comes from the cache.
     many = write_jsonl(tmp_path / "many.jsonl", "".join(chr(0x4E00 + number % 700) for number in range(70_000)))
     for size, source, limit in ((2048, path, "<= "), (2048, path, "<= "), (300, many, "300 vs ")):
         with pytest.raises(ValueError, match=f"--vocab-size {size} does not suit this text: .* {limit}") as refused:
@@ -240,7 +245,8 @@ def test_split_that_was_not_typed_may_leave_evaluations_without_data(tmp_path):
 
 
 def test_unsuitable_vocabulary_size_is_rejected_without_sentencepieces_log():
-    for internal in ("Internal", "INTERNAL"):  # versions 0.2.1 and 0.2.3
+    # the prefix of SentencePiece's internal errors in versions 0.2.1 and 0.2.3
+    for internal in ("Internal", "INTERNAL"):
         assert _IN_SENTENCEPIECE.sub("", f"{internal}: src/trainer_interface.cc(664) [(a()) == (b())] high") == " high"
     for text, size, reason in (
         (TEXT, 100_000, "Vocabulary size too high (100000). Please set it to a value <= "),
@@ -251,7 +257,8 @@ def test_unsuitable_vocabulary_size_is_rejected_without_sentencepieces_log():
         with pytest.raises(ValueError, match=f"^{message}") as raised:
             train_sentencepiece(iter([text]), size)
         assert "trainer_interface" not in str(raised.value)
-        assert "--character" not in str(raised.value)  # training has no such flag
+        # the advice must not name SentencePiece's --character_coverage, because this program has no such flag
+        assert "--character" not in str(raised.value)
 
 
 def test_sentencepieces_advice_names_flags_of_the_program():
@@ -270,7 +277,8 @@ def test_first_characters_may_end_inside_a_text():
     for limit, cut in wanted.items():
         texts = iter(["ab", "", "cde", "f"])
         assert list(first_characters(texts, limit)) == cut
-        assert (next(texts, None) is None) == (limit == 9)  # no text is read beyond the limit
+        # after reaching the limit, the function takes no further text from the iterator
+        assert (next(texts, None) is None) == (limit == 9)
 
 
 def test_unreadable_text_is_rejected_by_name(tmp_path):
@@ -292,7 +300,8 @@ def test_unreadable_text_is_rejected_by_name(tmp_path):
         (lambda: cached_sentencepiece(empty, 300, **sized), "--text-path empty.jsonl holds no text"),
     ]
     assert not not_refused(rows, lambda ask: ask())
-    with pytest.raises(ValueError, match=f"^--text-path {path}, line 3"):  # the vocabulary size is not blamed
+    # the error names the bad line, although SentencePiece's training reads it, and not --vocab-size
+    with pytest.raises(ValueError, match=f"^--text-path {path}, line 3"):
         train_sentencepiece(read_documents(path), 300)
 
 

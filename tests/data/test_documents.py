@@ -1,4 +1,4 @@
-"""Test document readers for every kind of file; a bad line is reported by file and number."""
+"""Test the readers of documents for every kind of text file. A malformed line is reported by file and line number."""
 
 import bz2
 import gzip
@@ -46,7 +46,7 @@ def documents(path: Path, *keys: str, block_bytes: int = 1 << 20) -> list[tuple[
 
 
 CONTAINERS = {
-    # the last one is detected by its first character {
+    # all four names hold JSON lines; `a` has no suffix, so its first character { decides
     **dict.fromkeys(("a.jsonl", "a.json", "a.ndjson", "a"), JSON_LINES),
     "a.part-1": b"\xef\xbb\xbf" + JSON_LINES,
     "a.dump": b"\n " + JSON_LINES,
@@ -90,9 +90,10 @@ def test_text_file_is_one_document_with_normalized_line_ends(tmp_path):
 
 def test_blank_lines_other_line_ends_and_bom_are_ignored(tmp_path):
     for content in (
-        b'\n{"text": "a"}\n  \n{"text": "b"}',  # blank lines, and no newline at the end
+        b'\n{"text": "a"}\n  \n{"text": "b"}',  # blank lines between documents, and no newline at the end of the file
         b'{"text": "a"}\r\n\r\n{"text": "b"}\r\n',
-        b'\xef\xbb\xbf{"text": "a"}\n\xef\xbb\xbf\n{"text": "b"}\n\xef\xbb\xbf',  # concatenated files with a BOM each
+        # concatenated files, each of which begins with a byte order mark
+        b'\xef\xbb\xbf{"text": "a"}\n\xef\xbb\xbf\n{"text": "b"}\n\xef\xbb\xbf',
         b' {"text":"a"} \n\t{"more": {"text": 1}, "text":"b"}\n',
     ):
         for block_bytes in (1, 1 << 20):
@@ -125,13 +126,15 @@ def test_bad_line_is_named_and_the_others_are_read(tmp_path):
         assert (first, last) == (("a",), ("b",))
         assert str(bad) == f"{path}, line 3: {bad.reason}"
         assert reason in bad.reason
-    for name in ("a.jsonl", "a.json", "a.ndjson"):  # the suffix decides, whatever the file begins with
+    # these suffixes mean JSON, so text that does not begin with { is malformed JSON and not plain text
+    for name in ("a.jsonl", "a.json", "a.ndjson"):
         assert [bad.reason[:8] for bad in documents(write(tmp_path / name, b"text"))] == ["not JSON"]
     (bad,) = documents(write(tmp_path / "a.txt", b"a\nb\n\xff\n"))
     assert (bad.number, bad.reason[:9]) == (3, "not UTF-8")
     assert "byte 0xff in position 4" in bad.reason
     assert "iconv -f WINDOWS-1252" in bad.reason
-    with pytest.raises(ValueError, match="--on-error skip skips such files"):  # a plain text is skipped as a whole
+    # a malformed plain text is one document, so --on-error skip skips the file as a whole
+    with pytest.raises(ValueError, match="--on-error skip skips such files"):
         stop_or_skip(bad, "stop", print)
     (bad,) = documents(write(tmp_path / "a.txt", b"a\n" * 5000 + b"\0"))
     assert bad.reason == "byte 10000 is 0x00, which text never contains"

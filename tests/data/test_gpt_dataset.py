@@ -1,4 +1,4 @@
-"""Compare vectorized indices with a plain loop, and the loop with Megatron's indices."""
+"""Compare the vectorized sample indices with a plain loop, and the plain loop with Megatron-Core's indices."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from megazpp.data.gpt_dataset import GPTDataset, Indices, build_indices
 
 
 def naive_indices(lengths: Sequence[int], num_samples: int, seq_length: int, seed: int) -> Indices:
-    """Build the indices by Megatron's rules in a plain loop over all ids."""
+    """Build the document, sample and shuffle indices by Megatron's rules, in a plain loop over all token ids."""
     generator = np.random.RandomState(seed)
     per_epoch, epochs = sum(lengths), 1
     while epochs * per_epoch < num_samples * seq_length + 1:
@@ -47,17 +47,18 @@ def test_indices_match_the_plain_loop(lengths, num_samples, seq_length, seed):
         np.testing.assert_array_equal(ours, theirs, err_msg=name)
 
 
-# number of samples, then Megatron-Core 0.16.1's result for five documents: documents, samples, shuffle, tokens
+# Number of samples, then the result of Megatron-Core 0.16.1 for five documents: document indices, sample indices,
+# shuffle indices, and tokens of some samples.
 GOLDEN = [
     (
-        9,  # 3 of the second epoch's 6 samples are needed, so it is shuffled separately
+        9,  # 9 samples need only 3 of the second epoch's 6 samples, so that epoch is shuffled separately
         [0, 3, 2, 1, 4, 2, 1, 0, 4, 3],
         "00 04 22 26 31 42 46 53 57 62 73 82 86",
         [4, 5, 3, 2, 1, 0, 7, 8, 9, 11, 10, 6],
         [[11, 12, 40, 41], [42, 43, 44, 45], [26, 27, 28, 10]],
     ),
     (
-        12,  # the whole second epoch is needed, so both are shuffled together
+        12,  # 12 samples need the whole second epoch, so both epochs are shuffled together
         [3, 0, 0, 2, 1, 4, 2, 3, 1, 4],
         "00 13 22 31 35 40 51 55 62 66 80 91 95",
         [1, 3, 2, 5, 9, 0, 4, 6, 7, 8, 11, 10],
@@ -77,7 +78,7 @@ def test_indices_match_megatron_core_0_16_1():
 
 
 def make(lengths: Sequence[int], num_samples: int | None, first: int = 0, **options: Any) -> GPTDataset:
-    """Make a dataset whose ids show their place: document d is 100 d, 100 d + 1, ..."""
+    """Make a dataset whose token ids show their document and position: document d is 100 d, 100 d + 1, ..."""
     how = {"seq_length": 4, "seed": 3, "name": "x"} | options
     documents = [range(100 * d, 100 * d + length) for d, length in enumerate(lengths)]
     return GPTDataset(Lists(documents), (first, len(lengths)), num_samples=num_samples, **how)

@@ -1,4 +1,7 @@
-"""Test the identity of samples: changes that affect their order, and the estimate of repeated samples."""
+"""Test the description of a run's samples, which shows whether a resumed run has the same data and order.
+
+Also test the estimate of samples that a resumed run repeats.
+"""
 
 import os
 import shutil
@@ -19,7 +22,10 @@ COUNTS = Splits(300, 8, 8)
 
 
 def write(prefix: Path, *, seed: int = 0, documents: int = 200, shift: int = 0) -> Path:
-    """Write documents of 1 to 99 ids, to which `shift` is added modulo 256."""
+    """Write a .bin/.idx pair of random documents with 1 to 99 token ids each.
+
+    `shift` is added to every id, modulo 256.
+    """
     draw = np.random.default_rng(seed)
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for size in draw.integers(1, 100, size=documents):
@@ -47,7 +53,10 @@ def describe(tmp_path):
 
 
 def test_held_out_data_is_described_without_training_data(describe):
-    """A run with --skip-train compares its validation data between ranks by this description."""
+    """Describe data of a run without training samples (--skip-train).
+
+    Ranks still compare their validation data by this description.
+    """
     no_train = Splits(0, 8, 8)
     found, other = (describe(name, counts=no_train) for name in "ab")
     assert "order" not in found
@@ -88,9 +97,10 @@ def test_changed_data_under_the_same_name_is_noticed(describe, tmp_path, kind):
 
 @pytest.mark.slow
 def test_large_file_is_identified_by_its_size_and_pieces(tmp_path):
-    ids = np.arange(_DIGEST_BYTES, dtype=np.uint16)  # twice as many bytes as are read
+    ids = np.arange(_DIGEST_BYTES, dtype=np.uint16)  # the file has twice as many bytes as the digest reads
     digests = set()
-    for at in (None, 0, _DIGEST_BYTES // 2, _DIGEST_BYTES - 1):  # the middle is at the end of a piece
+    # the digest reads pieces of the file; the middle of the ids lies at the end of a piece
+    for at in (None, 0, _DIGEST_BYTES // 2, _DIGEST_BYTES - 1):
         changed = ids.copy()
         if at is not None:
             changed[max(0, at - 600_000) : at + 600_000] += 1
@@ -116,7 +126,8 @@ def test_number_of_samples_changes_the_order_only_by_epochs(describe):
 )
 def test_estimate_of_repeated_samples_is_close_to_the_count(describe, tmp_path, change, consumed):
     draw, place = np.random.default_rng(0), 0
-    with IndexedDatasetBuilder(tmp_path / "places", np.uint16) as builder:  # each id is its position
+    # each token id is its own position, so equal samples have equal ids
+    with IndexedDatasetBuilder(tmp_path / "places", np.uint16) as builder:
         for size in draw.integers(1, 100, size=300):
             builder.add_document(np.arange(place, place + size))
             place += size

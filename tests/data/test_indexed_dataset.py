@@ -1,4 +1,4 @@
-"""Test .bin/.idx files: they are Megatron's byte for byte, written atomically, and rejected if damaged."""
+"""Test .bin/.idx files: they equal Megatron's byte for byte, are written atomically, and are rejected if damaged."""
 
 import os
 import struct
@@ -18,15 +18,15 @@ from megazpp.data.indexed_dataset import IndexedDataset
 
 DOCUMENTS = [[1, 2, 3], [], [65499, 7]]
 BINARY = b"\x01\x00\x02\x00\x03\x00\xdb\xff\x07\x00"
-INDEX = (  # built from the table of the format
+INDEX = (  # the expected .idx file of DOCUMENTS, written by hand from the description of Megatron's format
     b"MMIDIDX\x00\x00"
-    b"\x01\x00\x00\x00\x00\x00\x00\x00"  # version 1
-    b"\x08"  # uint16
-    b"\x03\x00\x00\x00\x00\x00\x00\x00"  # 3 sequences
-    b"\x04\x00\x00\x00\x00\x00\x00\x00"  # 3 documents + 1
-    b"\x03\x00\x00\x00" + b"\x00\x00\x00\x00" + b"\x02\x00\x00\x00"  # lengths
-    + struct.pack("<qqq", 0, 6, 6)  # pointers in bytes
-    + struct.pack("<qqqq", 0, 1, 2, 3)  # document indices
+    b"\x01\x00\x00\x00\x00\x00\x00\x00"  # format version 1
+    b"\x08"  # dtype code of uint16
+    b"\x03\x00\x00\x00\x00\x00\x00\x00"  # number of sequences: 3
+    b"\x04\x00\x00\x00\x00\x00\x00\x00"  # number of document indices: 3 documents + 1
+    b"\x03\x00\x00\x00" + b"\x00\x00\x00\x00" + b"\x02\x00\x00\x00"  # length of each sequence in tokens
+    + struct.pack("<qqq", 0, 6, 6)  # byte offset of each sequence in the .bin file
+    + struct.pack("<qqqq", 0, 1, 2, 3)  # index of the first sequence of each document, and the end
 )  # fmt: skip
 
 
@@ -34,7 +34,8 @@ def test_pair_has_the_bytes_of_the_format_and_is_read_back(tmp_path):
     prefix = write_pair(tmp_path / "a.b_text_document", DOCUMENTS)
     assert len(INDEX) == 102
     assert contents(tmp_path) == {"a.b_text_document.bin": BINARY, "a.b_text_document.idx": INDEX}
-    for index in (INDEX, INDEX + bytes(len(DOCUMENTS))):  # with and without a multimodal dataset's modes
+    # Megatron's multimodal datasets append one mode byte per sequence, which a text dataset ignores
+    for index in (INDEX, INDEX + bytes(len(DOCUMENTS))):
         (tmp_path / "a.b_text_document.idx").write_bytes(index)
         dataset = IndexedDataset(prefix)
         assert [dataset.get(i).tolist() for i in range(len(dataset))] == DOCUMENTS
@@ -68,7 +69,8 @@ DAMAGES = [
     (34, b"\xff\xff\xff\xff", "length -1"),
     (42, b"\x09", "truncated, or not of uint16"),
     (46, b"\xfe" + b"\xff" * 7, "do not lie back to back"),
-    (46, b"\x06" + b"\x00" * 7 + b"\x00" * 8, "do not lie back to back"),  # two swapped pointers
+    # the byte offsets of the second and third sequence are swapped
+    (46, b"\x06" + b"\x00" * 7 + b"\x00" * 8, "do not lie back to back"),
     (70, b"\x01", "do not rise from 0 to its 3 sequences"),
     (94, b"\x02", "do not rise"),
 ]
@@ -145,7 +147,8 @@ def test_new_bin_is_never_next_to_an_old_index(tmp_path):
     with interrupted, pytest.raises(KeyboardInterrupt):
         write_pair(tmp_path / "a", [[3, 4]])
     assert contents(tmp_path) == {"a.bin": b"\x03\x00\x04\x00"}
-    with pytest.raises(ValueError, match=r"a\.bin exists"):  # the file may belong to another user
+    # an interrupted run has left a .bin without .idx, which could also be another program's file
+    with pytest.raises(ValueError, match=r"a\.bin exists"):
         check_output(tmp_path / "a", overwrite=False)
     (tmp_path / "a.bin").rename(tmp_path / "a.idx")
     with pytest.raises(ValueError, match=r"a\.idx exists"):

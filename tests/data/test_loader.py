@@ -1,4 +1,7 @@
-"""Test batch loading: Megatron's masks and positions, each rank's part of a step, and reading ahead in threads."""
+"""Test batch loading:
+
+Megatron's masks and positions, each data rank's samples of a step, and loading ahead in threads.
+"""
 
 import itertools
 import threading
@@ -26,7 +29,7 @@ MAKE = partial(make_micro_batch, eod=None)
 
 
 def naive(samples: torch.Tensor, *, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool) -> Any:
-    """Make a micro-batch token by token."""
+    """Make a micro-batch by Megatron's rules, token by token, as a reference for `make_micro_batch`."""
     tokens, labels = samples[:, :-1], samples[:, 1:]
     loss_mask = torch.tensor([[float(not eod_mask_loss or t != EOD) for t in row] for row in tokens.tolist()])
     positions, starts = torch.zeros_like(tokens), []
@@ -59,7 +62,10 @@ def test_document_flags_without_an_eod_token_are_rejected():
 
 
 class Counting:
-    """A dataset whose sample i is i, i, i, ..."""
+    """A dataset whose sample i is the token id i, five times.
+
+    `read` lists the indices of the samples that were read, and `hook` runs before each read.
+    """
 
     def __init__(self, length: int = 1000, hook: Callable[[int], object] = int) -> None:
         self.length, self.hook, self.read = length, hook, list[int]()
@@ -74,7 +80,10 @@ class Counting:
 
 
 def loader(dataset: Counting, *, rank: int = 0, size: int = 1, **options: Any) -> BatchLoader:
-    """Make a loader of micro-batches of two samples on the CPU."""
+    """Make a loader for one of `size` data ranks.
+
+    By default, its micro-batches have two samples and stay on the CPU.
+    """
     options = {"micro_batch_size": 2, "make_batch": MAKE, "device": torch.device("cpu")} | options
     return BatchLoader(dataset, data_rank=rank, data_size=size, **options)
 
@@ -97,13 +106,15 @@ def test_next_steps_are_loaded_before_they_are_requested():
     with loader(dataset, num_workers=2) as batches:
         batches.step(0, 8)
         deadline = time.monotonic() + 20
-        while len(dataset.read) < 24 and time.monotonic() < deadline:  # this step and the next two
+        # waits until the threads have read 24 samples: 8 of this step, and 16 of the next two
+        while len(dataset.read) < 24 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert sorted(dataset.read) == list(range(24))
         before = batches.wait_seconds
         assert before > 0.02
         assert samples(batches.step(8, 8)) == [[8, 9], [10, 11], [12, 13], [14, 15]]
-        assert batches.wait_seconds - before < before / 2  # the samples are already loaded
+        # the second step waits less than half as long, because its samples are already loaded
+        assert batches.wait_seconds - before < before / 2
 
 
 def test_unexpected_step_is_still_loaded_correctly():
@@ -118,7 +129,8 @@ def test_ramp_up_is_loaded_ahead_and_nothing_beyond_the_end():
         for consumed, size in ((0, 4), (4, 4), (8, 8), (16, 8)):
             assert len(batches.step(consumed, size)) == size // 2
         time.sleep(0.05)
-    assert sorted(dataset.read) == list(range(24))  # each sample is read once, so no wrong step was loaded ahead
+    # the loader reads each sample once, so it never loaded a step of a wrong batch size or after the last step
+    assert sorted(dataset.read) == list(range(24))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -151,7 +163,8 @@ def test_every_tensor_of_any_batch_type_is_pinned_for_a_gpu(monkeypatch, kind):
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
     fields = [torch.full((2, 3), float(place)) for place in range(len(kind._fields))]
-    for batch in (kind(*fields), kind(*fields[:-1], None)):  # fields may be None
+    # a field of a batch may be None, such as the document starts, and is not pinned
+    for batch in (kind(*fields), kind(*fields[:-1], None)):
         batches = loader(Counting(), device=torch.device("cuda", 0), num_workers=0, make_batch=lambda _, b=batch: b)
         batches._build(0)
         assert [id(tensor) for tensor in pinned] == [id(field) for field in batch if field is not None]
@@ -168,7 +181,10 @@ def test_batches_arrive_on_the_gpu():
 
 
 def test_threads_use_the_device_of_their_rank(monkeypatch):
-    """CUDA's current device is a property of each thread. Nothing is set on the CPU."""
+    """Each loading thread sets CUDA's current device, which every thread has on its own.
+
+    On the CPU no device is set.
+    """
     chosen: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda d: chosen.append((threading.current_thread().name, d)))
     for device in (torch.device("cuda", 3), torch.device("cpu")):

@@ -1,4 +1,7 @@
-"""Test preprocessing: the output is Megatron's byte for byte with any number of workers, or nothing is written."""
+"""Test preprocessing of text into .bin/.idx files.
+
+The output equals Megatron's byte for byte with any number of workers, or nothing is written.
+"""
 
 import errno
 import itertools
@@ -47,12 +50,13 @@ def test_output_is_megatrons_byte_for_byte(tmp_path):
         progress = run(inputs, out / "my.corpus", json_keys=("text", "title"), append_eod=bool(eod))
         for column, key in enumerate(("title", "text")):
             with IndexedDatasetBuilder(expected / f"my.corpus_{key}_document", "<u2") as builder:
-                for row in rows:  # an empty text has no sequence and no eod, but counts as a document
+                for row in rows:  # an empty text counts as a document, but has no sequence and no end-of-document token
                     builder.add_document(*([[*row[column].encode(), *eod]] if row[column] else []))
                 builder.finalize()
         assert contents(out) == contents(expected)
         assert (progress.documents, progress.bad_lines, progress.text_bytes) == (5, 0, 17)
-        assert progress.tokens == 17 + 6 * len(eod)  # empty texts get no eod
+        # 17 bytes are 17 tokens; the 6 non-empty texts get an end-of-document token, and empty ones none
+        assert progress.tokens == 17 + 6 * len(eod)
         assert progress.disk_bytes == progress.total_disk_bytes
 
 
@@ -68,7 +72,11 @@ def test_missing_ends_of_documents_are_noted(tmp_path):
 
 @pytest.mark.slow
 def test_output_does_not_depend_on_the_number_of_workers(tmp_path):
-    """Blocks differ much in cost, so later ones finish first. One line is bad, and ids are SentencePiece's."""
+    """Run with 1, 2 and 3 workers, and compare the output files.
+
+    Every fifth text is much longer than the others, so later blocks of text finish first. One line is malformed, and
+    the tokenizer is SentencePiece, which workers load from its file.
+    """
     texts = [f"{i}" * (200_000 if i % 5 == 0 else 1 + i) for i in range(20)]
     path, model = write_jsonl(tmp_path / "a.jsonl", *texts), tmp_path / "sp.model"
     path.write_bytes(path.read_bytes() + b"junk\n")
@@ -161,7 +169,7 @@ def test_time_left_follows_from_the_share_of_the_input(monkeypatch):
 
 
 def workers() -> list[Any]:
-    """Return the worker processes, without the ranks that other tests keep."""
+    """Return the running worker processes of preprocessing. Processes of ranks that other tests keep are left out."""
     return [process for process in multiprocessing.active_children() if process.name.startswith("SpawnProcess")]
 
 
@@ -176,23 +184,26 @@ def print_own_and_wait(_: int) -> None:
 
 
 def test_results_come_in_order_and_closing_ends_the_workers():
-    """Items are read only a little ahead, so there may be infinitely many."""
+    """Map a function over infinitely many items. This can end only because items are read just a little ahead."""
     taken = itertools.count()
     results = map_in_processes(double_slowly_at_first, taken, 2)
     found = [next(results)]
-    assert next(taken) <= 8  # at most 8 items were read; this call takes one as well
+    # `map_in_processes` has taken at most 8 items so far; `next` shows their number, because it takes the following one
+    assert next(taken) <= 8
     found += [next(results) for _ in range(30)]
     numbers, pids = zip(*found, strict=True)
     assert numbers[:6] == (0, 2, 4, 6, 8, 10)
     assert [*numbers] == sorted(numbers)
-    assert {*pids} <= {process.pid for process in workers()}  # on busy cores one may start before the other
+    # the results come from the workers, or from only one of them if the other starts late on busy cores
+    assert {*pids} <= {process.pid for process in workers()}
     assert len(workers()) == 2
     results.close()
     assert workers() == []
 
 
 def test_killed_workers_are_noticed_during_large_transfers():
-    results = map_in_processes(bytes, [1 << 24] * 100, 2)  # far more than a pipe holds
+    # results of 16 MiB, far more than a pipe buffers, so workers are killed while they send
+    results = map_in_processes(bytes, [1 << 24] * 100, 2)
     next(results)
     for process in workers():
         process.kill()
@@ -225,6 +236,7 @@ def test_workers_end_when_the_main_process_is_killed(tmp_path):
     with subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True) as main:
         assert main.stdout is not None
         worker = int(main.stdout.readline())
-        os.kill(worker, 0)  # raises if it does not exist
+        os.kill(worker, 0)  # signal 0 only checks that the worker exists, and raises otherwise
         main.kill()
-        assert main.stdout.read() == ""  # ends when no process has the output open
+        # the read returns once no process has the output pipe open, so the worker has ended too
+        assert main.stdout.read() == ""

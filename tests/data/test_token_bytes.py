@@ -1,4 +1,7 @@
-"""Test byte counts of single tokens: for any cut into samples, a document's counts add up to its text's bytes."""
+"""Test the byte counts of single tokens.
+
+They add up to the bytes of the document's text, however it is cut into samples.
+"""
 
 import io
 
@@ -19,7 +22,10 @@ TEXTS = ["naïve—日本語 🐳 �", "two  words", "x", "日本", "🐳"]
 
 
 def with_dummy_prefix() -> SentencePieceTokenizer:
-    """Return a tokenizer like Llama's, which adds a leading space that decoding removes."""
+    """Return a SentencePiece tokenizer like Llama's.
+
+    It adds a leading space to a text, and decoding removes that space.
+    """
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines()),
@@ -35,7 +41,7 @@ def with_dummy_prefix() -> SentencePieceTokenizer:
 
 
 def byte_fallback() -> HFTokenizer:
-    """Return a tokenizer with letters, and one-byte pieces for all other characters."""
+    """Return a Hugging Face tokenizer with pieces for some letters, and one-byte pieces for all other characters."""
     names = ["</s>", "▁", *(f"<0x{byte:02X}>" for byte in range(256)), *"twordsxnaive"]
     model = tokenizers.models.BPE({name: i for i, name in enumerate(dict.fromkeys(names))}, [], byte_fallback=True)
     tokenizer, of = tokenizers.Tokenizer(model), tokenizers.decoders
@@ -45,7 +51,7 @@ def byte_fallback() -> HFTokenizer:
 
 
 def word_pieces() -> HFTokenizer:
-    """Return a tokenizer whose decoding adds spaces between words and joins pieces of a word."""
+    """Return a WordPiece tokenizer. Its decoding adds spaces between words, and joins pieces of one word."""
     vocabulary = {name: i for i, name in enumerate(["[UNK]", "</s>", "two", "wor", "##ds", "x"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
@@ -83,7 +89,7 @@ def test_token_bytes_add_up_to_the_text_at_every_cut(tokenizer):
         ids += encoded
         lengths.append(lengths[-1] + len(text.encode()))
     line = np.array(ids, dtype=np.int64)
-    # windows share an id: the last label of the first one is the first input of the second
+    # Neighboring samples share a token id: the last label of one sample is the first input of the next.
     for cut in range(1, len(line) - 1):
         parts = line[: cut + 1], line[cut:]
         assert sum(sizes.count(part, np.ones(len(part) - 1, dtype=bool)) for part in parts) == lengths[-1]
@@ -102,7 +108,8 @@ def test_masked_label_removes_exactly_its_bytes(tokenizer):
 def test_words_count_their_spaces_and_unknown_pieces_count_nothing():
     pieces = word_pieces()
     sizes = TokenBytes(pieces)
-    for text, expected in (("two words", 9), ("words two", 9), ("two ? x", 5)):  # the last one is decoded to "two x"
+    # the unknown "?" counts no bytes; the text is decoded to "two x", which has 5 bytes
+    for text, expected in (("two words", 9), ("words two", 9), ("two ? x", 5)):
         ids = np.array([pieces.eod, *pieces.encode(text), pieces.eod], dtype=np.int64)
         assert sizes.count(ids, np.ones(len(ids) - 1, dtype=bool)) == expected, text
 

@@ -1,4 +1,4 @@
-"""Test tokenizers: round trips, end-of-document tokens, special tokens, and identities."""
+"""Test tokenizers: texts survive encoding and decoding; also end-of-document tokens, special tokens, and identities."""
 
 import dataclasses
 import json
@@ -50,7 +50,8 @@ from megazpp.data.tokenizer_folder import find_tokenizer
 
 BPE = tokenizers.ByteLevelBPETokenizer
 CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="▁\x00")
-# hypothesis takes constants of this file as examples, so it finds eod's name
+# hypothesis uses this file's string constants as examples, so without the filter it would generate the end-of-document
+# token's name.
 ANY_TEXT = st.text(CHARACTERS, max_size=60).filter(lambda text: "<|endoftext|>" not in text)
 
 
@@ -76,7 +77,7 @@ def one_of_each(sentencepiece_model, byte_level_bpe) -> list[Tokenizer]:
 
 
 def load(folder: Path, **flags: Any) -> Any:
-    """Load the tokenizer of a Hugging Face folder."""
+    """Load the tokenizer of a Hugging Face folder; `flags` are fields of TokenizerConfig to change."""
     return load_tokenizer(dataclasses.replace(find_tokenizer(folder), **flags))
 
 
@@ -110,7 +111,8 @@ def test_identities_are_equal_exactly_if_ids_are(sentencepiece_model, byte_level
     files = definition(backend.to_str())
     models = [sentencepiece_model, sentencepiece_model, train_sentencepiece(iter([TEXT]), 301)]
     made: list[Tokenizer] = [*map(SentencePieceTokenizer, models), ByteTokenizer(), ByteTokenizer(300)]
-    # another end-of-document token: one that is already special, and one that becomes special
+    # Change the end-of-document token by the flag: to "<pad>", which is already special, and to "a", which becomes
+    # special.
     made += [HFTokenizer(files), *(HFTokenizer(files, eos_token=name) for name in ("<pad>", "a"))]
     assert made[0].identity == made[1].identity
     assert len({tokenizer.identity for tokenizer in made}) == 7
@@ -123,7 +125,8 @@ def test_flags_choose_the_tokenizer_or_are_rejected(tmp_path, sentencepiece_mode
     by_type, by_model, here = "tokenizer_type", "tokenizer_model", str(tmp_path)
     for flags, kind in (
         ({}, type(None)),
-        ({by_type: "SentencePieceTokenizer"}, type(None)),  # trained later
+        # the flags name no model file, so the tokenizer is trained later and not loaded here
+        ({by_type: "SentencePieceTokenizer"}, type(None)),
         ({by_type: "NullTokenizer"}, ByteTokenizer),
         ({by_model: f"{here}/spm.model"}, SentencePieceTokenizer),
         ({by_model: f"{here}/spm.model", by_type: "GPTSentencePieceTokenizer"}, SentencePieceTokenizer),
@@ -162,11 +165,13 @@ def test_eos_of_a_hugging_face_folder_is_its_eod(tmp_path):
         ({"eos_token": {"__type": "AddedToken", "content": "money"}}, 5),
     ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(description))
-        assert (load(tmp_path).eod, load(tmp_path).vocab_size) == (eod, 6)  # ids have gaps
+        # vocab_size counts up to the largest id, 5, although smaller ids are unused
+        assert (load(tmp_path).eod, load(tmp_path).vocab_size) == (eod, 6)
 
 
 def test_eods_name_in_a_text_becomes_eod_with_its_span(one_of_each, byte_level_bpe):
-    # with split_special_tokens, transformers itself does not recognize special tokens in a text
+    # If the folder sets split_special_tokens, transformers does not recognize special tokens in a text. This project
+    # does, because documents are joined by them.
     files = definition(byte_level_bpe.to_str(), tokenizer_config={"split_special_tokens": True})
     for tokenizer in (*one_of_each, HFTokenizer(files)):
         name = tokenizer.eod_name
@@ -182,7 +187,7 @@ SPECIAL = ["Call me", " two", "money</s>me", "money</s> <s>me", "", "me  me", "[
 BOTH = {"add_bos_token": True, "add_eos_token": True}
 LLAMA: list[dict[str, object]] = [
     {},
-    BOTH,  # a tokenizer.json has priority over these
+    BOTH,  # if there is a tokenizer.json, these two settings have no effect
     {"tokenizer_class": "LlamaTokenizerFast"},
     {"tokenizer_class": "LlamaTokenizer", "legacy": True},
     {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_prefix_space": False},
@@ -218,7 +223,8 @@ def test_folder_gives_the_ids_of_transformers(tmp_path, byte_level_bpe):
         for marked, tokenizer in ours.items():
             ids = [theirs(text, add_special_tokens=marked)["input_ids"] for text in SPECIAL]
             assert [tokenizer.encode(text) for text in SPECIAL] == ids, (kind, described)
-            # A special token that a text itself begins or ends with is not repeated, unlike in transformers.
+            # If a text itself begins or ends with the special token that encoding adds, transformers adds it again.
+            # This project does not.
             before, after, _ = ours[True].special_tokens
             for text, whole in zip(SPECIAL, ids, strict=True):
                 bare = theirs(text, add_special_tokens=False)["input_ids"]
@@ -276,7 +282,10 @@ def test_only_hugging_face_folders_need_transformers(tmp_path, monkeypatch, sent
 
 @pytest.mark.parametrize("write", [qwen2, llama3, llama2, gpt2_merges])
 def test_eos_token_flag_sets_eod_in_all_files_that_name_it(tmp_path, write):
-    """Like TRL's argument of this name; the other ids in generation_config.json are kept."""
+    """Test that --eos-token sets the end-of-document token in all files that name it, as in TRL.
+
+    Other end ids in generation_config.json stay.
+    """
     write(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 1}))
     before = load(tmp_path)
@@ -288,10 +297,12 @@ def test_eos_token_flag_sets_eod_in_all_files_that_name_it(tmp_path, write):
     said = {name: json.loads(content) for name, content in tokenizer.files.items() if name.endswith("config.json")}
     assert (said["tokenizer_config.json"]["eos_token"], said["config.json"]["eos_token_id"]) == (name, index)
     assert said.get("generation_config.json", {}).get("eos_token_id", [index])[0] == index
-    assert HFTokenizer(tokenizer.files).identity == tokenizer.identity  # reloaded, as from a checkpoint
+    # a tokenizer that is reloaded from these files, as from a checkpoint, has the same identity
+    assert HFTokenizer(tokenizer.files).identity == tokenizer.identity
 
 
-STOPS: list[tuple[dict[str, Any], list[int]]] = [  # further files, ids that end a text
+# contents of further JSON files in the folder, and the expected ids that end a generated text
+STOPS: list[tuple[dict[str, Any], list[int]]] = [
     ({}, [2]),
     ({"config": {"eos_token_id": [2, 7]}}, [2, 7]),
     ({"config": {"eos_token_id": 9}, "generation_config": {"eos_token_id": [5, 2]}}, [2, 5]),
@@ -315,7 +326,10 @@ def test_stop_ids_come_from_generation_config_or_else_config(tmp_path):
 
 
 def test_truncation_and_padding_in_tokenizer_json_are_ignored(byte_level_bpe):
-    """transformers writes them after a call that truncates."""
+    """Load a tokenizer.json that sets truncation and padding, and check that texts are neither cut nor padded.
+
+    transformers writes these settings into the file after a call that truncates.
+    """
     cuts = tokenizers.Tokenizer.from_str(byte_level_bpe.to_str())
     cuts.enable_truncation(16)
     cuts.enable_padding(length=16)
@@ -336,7 +350,7 @@ def test_documents_have_their_marks_once_and_must_match_the_flag(tmp_path):
         flags = {"input": (str(texts),), "output_prefix": f"{tmp_path}/{adds}", "append_eod": True}
         preprocess(PreprocessConfig(**flags), config, lines.append)
         written = IndexedDataset(prefix)
-        # an empty text with only special tokens is no document
+        # The second text is empty, so it would consist of special tokens only, and no document is written for it.
         (ids,) = [written.get(i).tolist() for i in range(len(written))]
         assert (ids, ids[0] == 1, ids.count(1)) == ([*tokenizer.encode("Call me"), 2], adds, adds)
         assert note in lines[0]
@@ -356,7 +370,10 @@ def test_document_has_one_eod_if_the_tokenizer_adds_it_itself():
 
 
 def test_token_places_include_spaces_that_the_files_would_trim(tmp_path):
-    """Otherwise the space at the end of a prompt has the place of the answer's first letter."""
+    """Test that spans of tokens include spaces, although the folder's files ask to trim them.
+
+    Without the space, the token of a space at the end of a prompt would seem to be at the answer's first letter.
+    """
     text = "Call  me \n money "
     for processor in (
         processors.ByteLevel(trim_offsets=True),
@@ -372,7 +389,7 @@ def test_token_places_include_spaces_that_the_files_would_trim(tmp_path):
 
 
 def test_mark_that_a_text_has_already_is_not_repeated(tmp_path):
-    byte_fallback(tmp_path)  # <s> $A </s>
+    byte_fallback(tmp_path)  # writes a folder whose tokenizer adds <s> before and </s> after each text
     tokenizer, bare = load(tmp_path), load(tmp_path, add_special_tokens=False)
     a = tokenizer.encode_spans("a").ids[1:-1]
     for text in ("a", "<s>a", "a</s>", "<s>a</s>"):
