@@ -1,4 +1,4 @@
-"""Test when checkpoints are written, which of them are kept, and going back to one."""
+"""Test when a run writes checkpoints, which of them --keep-last keeps, and how a run goes back to one."""
 
 import os
 import re
@@ -26,7 +26,8 @@ from megazpp.optim.schedule import TrainingProgress
 from megazpp.training.loop import AfterStep
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
-SETTINGS: list[tuple[dict[str, Any], int, list[int]]] = [  # flags, number of saves, kept iterations
+# flags of the run, number of checkpoints that it saves, iterations of the checkpoints that remain at the end
+SETTINGS: list[tuple[dict[str, Any], int, list[int]]] = [
     ({}, 1, [7]),
     ({"save_interval": 3}, 3, [3, 6, 7]),
     ({"save_interval": 7}, 1, [7]),
@@ -36,7 +37,10 @@ SETTINGS: list[tuple[dict[str, Any], int, list[int]]] = [  # flags, number of sa
 
 
 def save_seven_steps(home: Path) -> list[list[str]]:
-    """Save without training with each of SETTINGS in a numbered folder, and return the log lines."""
+    """Run the saves of seven steps, without training, for each entry of SETTINGS in a numbered folder.
+
+    Return the log lines of each entry.
+    """
     attempt, found = Attempt(Case()), []
     for number, (flags, *_) in enumerate(SETTINGS):
         config, lines = CheckpointConfig(save=str(home / str(number)), **flags), list[str]()
@@ -67,14 +71,18 @@ def test_checkpoints_are_written_at_intervals_and_at_the_end_and_pruned(tmp_path
 
 
 def go_on_and_back(case: Case, **flags: Any) -> None:
-    """Train to a checkpoint and beyond, go back to it, and repeat the steps."""
+    """Train two steps, save, and train two more; go back to the checkpoint, and repeat the last two steps.
+
+    Check that going back restores the saved state, and that the repeated steps are bit-identical to those before.
+    """
     attempt = Attempt(case, **flags)
     attempt.load()
     attempt.train(2)
     at_checkpoint = attempt.fingerprint()
     on = attempt.train(4, saves=False)
     moved = attempt.fingerprint()
-    attempt.evaluate(case.batch(0, 0, 2))  # receives step 4's weights from other nodes
+    # the evaluation gathers step 4's weights from other nodes; they must not remain after going back
+    attempt.evaluate(case.batch(0, 0, 2))
     attempt.progress = attempt.checkpoints.rewind()
     assert attempt.progress.iteration == 2
     assert attempt.fingerprint() == at_checkpoint != moved
@@ -92,7 +100,7 @@ def test_rewind_restores_the_newest_checkpoint_bit_for_bit(tmp_path, asynchronou
 
 
 def open_at_once(save: str) -> None:
-    """Open a folder of --save without waiting for its lock."""
+    """Open a folder of --save, and fail at once if another run has locked it."""
     with mock.patch.object(checkpoints, "LOCK_SECONDS", 0.0):
         Attempt(Case(), save=save).load()
 
@@ -106,7 +114,8 @@ def test_folder_in_use_by_another_job_is_rejected_on_all_ranks(tmp_path):
 
 def test_disk_without_space_for_a_checkpoint_is_rejected_at_the_start(tmp_path):
     with small_disk(tmp_path / "disk", "1m") as disk:
-        (disk / "ballast").write_bytes(bytes((1 << 20) - 12 * 4096))  # 12 pages are free; the lock takes one
+        # leaves 12 free pages of 4096 bytes on the disk; the lock file takes one
+        (disk / "ballast").write_bytes(bytes((1 << 20) - 12 * 4096))
         rows = [(str(disk), f"--save {disk} has 4.51e-05 GB free, a checkpoint takes about 0.0001")]
         assert ranks(2).run(not_refused, rows, open_at_once) == [[], []]
 
@@ -118,15 +127,19 @@ def open_asynchronous(device: str) -> Checkpoints:
 
 @pytest.mark.parametrize("reusable", [STAGER_IS_REUSABLE, False])
 def test_later_saves_stage_copies_of_the_current_tensors(monkeypatch, reusable):
-    """torch 2.11 and 2.12 close a stager after its first use, so each save needs a new one there."""
+    """Save three times, with a stager (torch's copy of tensors to host memory) that is reusable or not.
+
+    torch 2.11 and 2.12 close a stager after its first use, so each save needs a new one there.
+    """
     monkeypatch.setattr(checkpoints, "STAGER_IS_REUSABLE", reusable)
     saves, tensors = open_asynchronous("cpu"), {"weight": torch.arange(4.0)}
     for step in range(3):
         copy = saves._stage(tensors)["weight"]
-        tensors["weight"].add_(1)  # training continues
+        # training changes the weight in place, which must not change the copy that is being written
+        tensors["weight"].add_(1)
         assert copy.tolist() == [step, step + 1, step + 2, step + 3]
         if not reusable:
-            saves._stager.close()  # these torch versions close it
+            saves._stager.close()  # torch 2.11 and 2.12 close the stager after a save
 
 
 def test_failed_asynchronous_save_ends_the_run_before_the_next_step():

@@ -1,4 +1,4 @@
-"""Test the checksum file: it finds damaged files, and damage to itself."""
+"""Test the file of checksums in a checkpoint: it reveals damaged files, and damage to itself."""
 
 import os
 import pickle
@@ -23,7 +23,8 @@ from megazpp.checkpoint.checksums import (
 )
 from megazpp.parallel.timeline import Timeline
 
-LARGE = bytes(range(256)) * (5 << 12)  # more than one chunk, with a partial last one
+# content of more than one chunk (the piece that is summed at a time); the last chunk is partial
+LARGE = bytes(range(256)) * (5 << 12)
 
 
 @pytest.fixture
@@ -47,7 +48,10 @@ def test_files_are_summed_in_chunks_and_undamaged_ones_pass(folder):
 
 
 def test_damaged_files_are_named_and_ranks_verify_the_files_they_wrote(folder):
-    """Rank 0 also verifies the files that no other rank wrote."""
+    """Damage three files, and check the messages.
+
+    Each rank verifies the files that it wrote, and rank 0 also those that no rank wrote.
+    """
     (folder / "__1_0.large").write_bytes(LARGE[:-1] + b"x")
     os.truncate(folder / ".hidden with spaces", 2997)
     (folder / "empty").unlink()
@@ -78,7 +82,11 @@ def test_checksum_file_detects_any_flipped_bit_and_any_cut_in_itself(folder):
 
 
 def test_index_written_by_torch_2_15_is_read_by_older_versions(tmp_path, monkeypatch):
-    """torch 2.15 pickles a sixth field, with which `__setstate__` of older versions fails; newer ones take five."""
+    """Write a checkpoint's index as torch 2.15 does, and check that it has only the five fields of older versions.
+
+    torch 2.15 would pickle a sixth field of tensor properties, and `__setstate__` of older versions fails on six. Newer
+    versions accept five.
+    """
     five_fields = TensorProperties.__getstate__
     monkeypatch.setattr(TensorProperties, "__getstate__", lambda properties: (*five_fields(properties)[:5], (1,)))
     writer = SummingWriter(tmp_path, Timeline("cpu"))

@@ -70,7 +70,10 @@ def test_complete_checkpoint_is_never_overwritten(folder):
 
 @pytest.mark.parametrize("first", [15, 20, 25])
 def test_first_save_of_a_branch_sets_later_checkpoints_of_the_other_aside(folder, first):
-    """A run that went back to iteration 10 would otherwise find checkpoints of the branch that it has left."""
+    """Save iteration `first` after going back to iteration 10, and check that later checkpoints are renamed.
+
+    Otherwise a resume could find checkpoints of the branch that the run has abandoned.
+    """
     for iteration in (10, 20, 30):
         save(folder, iteration, f"left {iteration}")
     folder.track(10)
@@ -95,11 +98,15 @@ def test_checkpoints_that_were_set_aside_are_deleted_when_the_run_has_passed_the
 
 
 class Killed(BaseException):
-    """Exception that ends a save like `kill -9`: nothing is cleaned up."""
+    """The exception by which a test ends a save like `kill -9`: no handler catches it, so nothing is cleaned up."""
 
 
 def killed_before(moment: int, work: Callable[[], Any]) -> bool:
-    """Do `work`, but end before its disk operation number `moment`; return True if it was reached."""
+    """Call `work`, and raise Killed before its disk operation number `moment`, counted from 0.
+
+    Operations are rename, unlink and rmtree. Return True if `work` was ended, and False if it completed before that
+    operation.
+    """
     left = itertools.count(moment, -1)
 
     def before(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,16 +128,22 @@ def killed_before(moment: int, work: Callable[[], Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("saved", "latest"),  # latest: iteration to resume from, by the moment of the kill
+    # `latest` has one entry per moment of the kill: the iteration from which a run resumes afterwards
+    ("saved", "latest"),
     [
-        # Iteration 5 counts only after its folder is renamed, which follows the sync of its files.
+        # A kill before the folder of iteration 5 is renamed leaves iteration 3 as the latest. The rename follows the
+        # sync of the files.
         ([3], [3, 3, 3, 3, 3, 5, 5, 5, 5]),
-        # Iteration 5 is saved again: first the tracker is set to 3, then checkpoints 5 and 7 are set aside.
+        # Iteration 5 is saved again after going back: first the tracker is set to 3, then checkpoints 5 and 7 are
+        # renamed, and then the new iteration 5 is completed.
         ([3, 5, 7], [7, 7, 7, 3, 3, 3, 3, 3, 3, 3, 3, 5, 5, 5, 5]),
     ],
 )
 def test_save_killed_at_any_moment_is_completed_or_removed_without_loss(tmp_path, saved, latest):
-    """A recovery that is killed at any moment and repeated gives the same result."""
+    """Kill a save, and its recovery, before each of their disk operations.
+
+    No checkpoint is lost, and a recovery that was killed and is repeated gives the same result.
+    """
     named = []
     for moment in itertools.count():
         folder = CheckpointFolder(tmp_path / str(moment), "--save")
@@ -138,7 +151,7 @@ def test_save_killed_at_any_moment_is_completed_or_removed_without_loss(tmp_path
         for iteration in saved:
             save(folder, iteration, f"old {iteration}")
         killed = killed_before(moment, lambda folder=folder: save(folder, 5, "new"))
-        assert folder.latest() in {*saved, 5}  # even before recovery
+        assert folder.latest() in {*saved, 5}  # even before `recover`, the folder names a complete checkpoint
         before = shutil.copytree(folder.path, tmp_path / f"{moment} before")
         folder.recover()
         named.append(folder.latest())
@@ -166,7 +179,7 @@ def test_newest_checkpoint_counts_without_a_complete_tracker(folder):
         (folder.path / f"{TRACKER}.new").write_text(text)
         assert folder.recover() == []
         assert folder.latest() == 15
-    (folder.path / TRACKER).unlink()  # like a first save that is killed before it writes the tracker
+    (folder.path / TRACKER).unlink()  # as after a first save that was killed between its rename and the tracker file
     assert folder.latest() == 15
 
 
@@ -201,7 +214,8 @@ def test_unwritable_folder_is_rejected_with_flag_and_reason(tmp_path):
 def test_folder_that_takes_files_but_no_folders_is_rejected_and_unlocked(folder, monkeypatch):
     folder.lock()
     folder.unlock()
-    with monkeypatch.context() as patch:  # root may write to a read-only folder, so the permission cannot be tested
+    # root may write to read-only folders, so a failing mkdtemp stands for a missing permission
+    with monkeypatch.context() as patch:
         patch.setattr("tempfile.mkdtemp", mock.Mock(side_effect=OSError(13, "Permission denied")))
         with pytest.raises(ValueError, match=f"--save {folder.path} cannot be written to: Permission denied"):
             folder.lock()
@@ -236,7 +250,8 @@ def test_wait_for_the_checkpoint_of_another_job_is_announced_once(tmp_path, monk
 def test_deleted_checkpoint_loses_its_name_before_its_files(folder, monkeypatch):
     for iteration in (1, 2, 3):
         save(folder, iteration)
-    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # as if killed at this moment
+    # the files stay, as if the process was killed after the rename and before the deletion
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
     folder.keep_only([3])
     assert folder.iterations() == [3]
     assert {path.name for path in folder.path.glob("*.partial")} == {"iter_0000001.partial", "iter_0000002.partial"}

@@ -1,4 +1,4 @@
-"""Test which checkpoint a run starts from, and errors for flags that contradict each other or the folders."""
+"""Test from which checkpoint a run starts, and the errors for flags that contradict each other or the folders."""
 
 import dataclasses
 import shutil
@@ -23,7 +23,7 @@ from megazpp.training.config import TrackingConfig
 
 @pytest.fixture
 def used(tmp_path) -> Path:
-    """Make a folder with checkpoints of iterations 10, 20 and 30, whose tracker names 20."""
+    """Make a folder with checkpoints of iterations 10, 20 and 30, whose tracker file names 20. Return its path."""
     folder = CheckpointFolder(tmp_path / "used", "--save")
     folder.path.mkdir()
     for iteration in (10, 20, 30):
@@ -88,7 +88,11 @@ def test_unsuitable_load_or_save_folder_is_rejected(used, tmp_path, monkeypatch)
 
 
 def test_job_with_the_same_command_resumes_from_its_own_checkpoints(tmp_path):
-    """A job that began with another checkpoint is queued again, with `--load base --save run`."""
+    """Start a job again with its old command, `--load base --save run`, after it has saved a checkpoint in `run`.
+
+    The job must resume from `run` and not start again from `base`. Other flags would make another run, so they are
+    rejected.
+    """
     own = CheckpointFolder(tmp_path / "run", "--save")
     flags = {"load": f"{tmp_path}/base", "finetune": True, "ckpt_step": 3, "save": str(own.path)}
     folder, record = own.of(20), record_of(Case(), progress=TrainingProgress(20, 40, 40, 20))
@@ -120,7 +124,7 @@ def test_load_takes_the_tracked_iteration_ckpt_step_or_a_fallback(used, tmp_path
         ({"load": missing, "load_fallback": True}, []),
     ):
         assert candidates(**flags) == expected, flags
-    assert [*tmp_path.iterdir()] == [used]  # no folder is created yet
+    assert [*tmp_path.iterdir()] == [used]  # choosing the checkpoint creates no folder
 
 
 def test_newest_is_loaded_without_a_tracker_but_a_bad_one_needs_fallback(used):
@@ -134,7 +138,11 @@ def test_newest_is_loaded_without_a_tracker_but_a_bad_one_needs_fallback(used):
 
 
 def test_fallback_from_a_missing_checkpoint_takes_no_later_one(used):
-    """After --ckpt-step 20 has set the tracker, iteration 30 is of a branch that the run has left."""
+    """Fall back from a missing checkpoint to earlier ones only.
+
+    The tracker names the iteration to which the run went back with --ckpt-step, so later checkpoints belong to an
+    abandoned branch.
+    """
     for missing, expected in ((25, [20, 10]), (15, [10])):
         (used / TRACKER).write_text(str(missing))
         assert candidates(load=str(used), load_fallback=True) == expected
@@ -155,7 +163,8 @@ def test_restarted_job_finds_the_checkpoints_of_its_run_folder():
     given, torchrun = CheckpointConfig(save_to_run_dir=True), {"TORCHELASTIC_MAX_RESTARTS": "3"}
     assert own_checkpoints(given, TrackingConfig(run_dir="run"), restarted=True, env={}).save == "run/checkpoints"
     assert own_checkpoints(given, TrackingConfig(), restarted=True, env={RUN_DIR: "held"}).save == "held/checkpoints"
-    for restarted in (False, True):  # at the start it is not too late to add a flag
+    # the error must come at the first start as well, while the user can still add --run-dir
+    for restarted in (False, True):
         with pytest.raises(ValueError, match=r"--save-to-run-dir with torchrun's --max-restarts 3: .*add --run-dir or"):
             own_checkpoints(given, TrackingConfig(), restarted=restarted, env=torchrun)
     assert own_checkpoints(given, TrackingConfig(), restarted=False, env={}) == given
@@ -164,7 +173,10 @@ def test_restarted_job_finds_the_checkpoints_of_its_run_folder():
 
 
 def test_only_a_run_that_saves_where_it_loads_continues_the_records(used, tmp_path):
-    """All others are forks, whose rows would mix with those of the run that they start from."""
+    """Test which runs continue the records of the run from which they load: those that save into the loaded folder.
+
+    Other runs are forks. Their rows in metrics.jsonl would mix with rows of the run from which they start.
+    """
     load, inside = str(used), tmp_path / "run" / "checkpoints"
     (tmp_path / "link").symlink_to(used)
     inside.parent.mkdir()

@@ -1,4 +1,4 @@
-"""Test run.json, which describes the run that wrote a checkpoint."""
+"""Test run.json, the file in a checkpoint that describes the run which wrote it."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ RECORD = record_of(Case())
 
 
 def write(folder: Path, **values: Any) -> None:
-    """Write a record in which `values` replace the original ones."""
+    """Write run.json into `folder`: RECORD's JSON with `values` in place of the fields of these names."""
     folder.mkdir(exist_ok=True)
     (folder / NAME).write_text(json.dumps(json.loads(RECORD.as_json()) | values))
 
@@ -122,7 +122,7 @@ def test_model_of_another_shape_is_rejected_by_its_flags():
     for name, value in flags.items():
         variant = dataclasses.replace(LLAMA_STYLE, **{name: value})
         check(dataclasses.asdict(variant), variant)
-        # records from before this flag existed
+        # run.json of a version that did not have this flag lacks the key, and must be accepted
         check({key: kept for key, kept in llama.items() if key != name}, LLAMA_STYLE)
         rows.append((llama, variant, f"--{name.replace('_', '-')} is"))
     assert not_refused(rows, check) == []
@@ -146,7 +146,8 @@ def test_flags_that_change_text_are_compared_unless_tokens_are_equal():
     flags = ("chat_template", "chat_template_kwargs", "system_prompt", "eos_token", "add_special_tokens")
     for name in flags:
         saved, now = {name: "x"} | described("one"), {name: None}
-        assert data_notes(saved, now | described("one"), WHERE) == []  # the tokens are equal
+        # the flag differs, but both runs made equal tokens, so there is no note
+        assert data_notes(saved, now | described("one"), WHERE) == []
         (note,) = data_notes(saved, now | described("two"), WHERE)
         assert note.startswith(f"--{name.replace('_', '-')} is None, was x, the tokens of a are not the same")
 
@@ -165,17 +166,18 @@ def of_batch(size: int, length: dict[str, Any], progress: TrainingProgress = Tra
 
 
 def test_position_on_a_schedule_counts_its_steps_or_samples():
-    at = TrainingProgress(30, 480, 464)  # one step of 16 samples was skipped
+    # 30 steps of 16 samples, of which one was skipped, so the schedule advanced by 464 samples
+    at = TrainingProgress(30, 480, 464)
     assert schedule_ratio(of_batch(16, STEPS, at), of_batch(8, STEPS)) == Fraction(8, 16)
     assert schedule_ratio(of_batch(16, STEPS, at), of_batch(16, STEPS)) == 1
     assert schedule_ratio(of_batch(16, IN_SAMPLES, at), of_batch(8, IN_SAMPLES)) == 1
-    twice = TrainingProgress(40, 560, 304)  # ten steps of 8 samples later
+    twice = TrainingProgress(40, 560, 304)  # ten more steps with a batch size of 8
     assert schedule_ratio(of_batch(8, STEPS, twice), of_batch(8, STEPS)) == 1
     assert schedule_ratio(of_batch(8, STEPS, twice), of_batch(8, IN_SAMPLES)) * (40 * 8) == 560
     assert schedule_ratio(of_batch(8, IN_SAMPLES, twice), of_batch(8, STEPS)) * 560 == 40 * 8
     converted = dataclasses.replace(RECORD, progress=at, flags={}, layout={})
     assert schedule_ratio(converted, of_batch(8, STEPS)) == 1
-    assert schedule_ratio(of_batch(16, STEPS), of_batch(8, STEPS)) == 1  # no step has been taken yet
+    assert schedule_ratio(of_batch(16, STEPS), of_batch(8, STEPS)) == 1  # before the first step, any batch size fits
 
 
 @pytest.mark.parametrize("warmup", [{}, {"lr_warmup_iters": 7}, {"lr_warmup_fraction": 0.15}])
@@ -209,7 +211,7 @@ def test_twice_the_steps_at_half_the_batch_size_are_another_schedule():
         build_schedule(rates, weight_decay=0.0, train_iters=steps, train_samples=None, global_batch_size=size)
         for steps, size in ((100, 16), (200, 8))
     )
-    assert one == two  # equal in samples
+    assert one == two  # both schedules are equal if they are measured in samples: 100 * 16 = 200 * 8
     with pytest.raises(ValueError, match=r"0\.5 times the samples"):
         agreed_schedule(one.state_dict(), two, CheckpointConfig(), WHERE, ratio=Fraction(8, 16))
 

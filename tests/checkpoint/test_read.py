@@ -1,4 +1,7 @@
-"""Test loading: damage is reported before any state changes, and contradictions are explained."""
+"""Test loading of checkpoints.
+
+Damage is reported before the run's state changes, and errors explain contradicting flags.
+"""
 
 import copyreg
 import dataclasses
@@ -38,7 +41,7 @@ FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.txt", "run.json
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """Save checkpoints of iterations 1 and 2 on two ranks."""
+    """Train CASE on two ranks with checkpoints of iterations 1 and 2. Return the folder."""
     folder = tmp_path_factory.mktemp("saved")
     ranks(2).run(run, CASE, 2, save=str(folder), save_interval=1)
     assert sorted(path.name for path in (folder / "iter_0000002").iterdir()) == FILES
@@ -46,10 +49,11 @@ def saved(tmp_path_factory) -> Path:
 
 
 def try_loads(rows: list[tuple[dict[str, Any], dict[str, Any], str]]) -> None:
-    """Load each row's checkpoint, check its log or error, and that a failed load changes nothing.
+    """Load each row's checkpoint, and check the log lines or the error. A failed load must change no state.
 
     Args:
-        rows: flags, values of the loading run's record, and a pattern for its log lines, which end with progress.
+        rows: checkpoint flags of the loading run, changed fields of its run.json, and a pattern for the error, or for
+            the log lines and the progress from which the run continues.
     """
     attempt = Attempt(CASE)
     checkpoints = attempt.checkpoints
@@ -110,7 +114,7 @@ def test_any_damaged_file_is_named_and_only_fallback_loads_another(saved, tmp_pa
 
 
 class Call:
-    """Object whose unpickling calls a function."""
+    """An object of which unpickling calls `function` with `arguments`, as in a malicious checkpoint."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.function, self.arguments = function, arguments
@@ -120,7 +124,10 @@ class Call:
 
 
 def test_checkpoint_index_with_code_is_rejected_and_not_run(saved, tmp_path):
-    """Its checksums are valid, since they protect against accidents and not against attacks."""
+    """Put a call of os.mkdir into the pickled index of a checkpoint, and check that loading refuses to run it.
+
+    The checksums are made valid, because they protect against accidents and not against attacks.
+    """
     checkpoint = shutil.copytree(saved, tmp_path / "copy") / "iter_0000002"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Call(os.mkdir, str(tmp_path / "executed"))))
     write_checksums(checkpoint, {name: sum_file(checkpoint / name) for name in read_checksums(checkpoint)})
@@ -130,7 +137,10 @@ def test_checkpoint_index_with_code_is_rejected_and_not_run(saved, tmp_path):
 
 
 def test_index_may_name_enum_members_by_attribute_but_nothing_else(saved, tmp_path, monkeypatch):
-    """Python 3.11.0 to 3.11.3 pickle enum members by attribute."""
+    """Read an index whose enum members are pickled as `getattr(class, name)`, as Python 3.11.0 to 3.11.3 do.
+
+    Other attributes of a class, such as a method, must be rejected.
+    """
     index = pickle.loads((saved / "iter_0000002/.metadata").read_bytes())
     monkeypatch.setitem(copyreg.dispatch_table, _MEM_FORMAT_ENCODING, lambda m: (getattr, (type(m), m.name)))
     content = pickle.dumps(index)
@@ -146,7 +156,7 @@ KEY = "model.embedding.word.weight"
 
 
 def forged(saved: Path, copy: Path, change: Callable[[Any], None]) -> SafeReader:
-    """Return a reader of a copy of the checkpoint whose index was changed."""
+    """Copy the checkpoint of iteration 2, apply `change` to its unpickled index, and return a reader of the copy."""
     checkpoint = shutil.copytree(saved / "iter_0000002", copy)
     index = pickle.loads((checkpoint / ".metadata").read_bytes())
     change(index)
@@ -155,7 +165,10 @@ def forged(saved: Path, copy: Path, change: Callable[[Any], None]) -> SafeReader
 
 
 def test_tensor_whose_chunks_leave_gaps_or_overlap_is_refused(saved, tmp_path):
-    """Other elements would silently keep what was in memory before."""
+    """Change the chunks of a tensor in the index so that they leave gaps or overlap, and check that reading fails.
+
+    Without the check, elements in a gap would silently keep what was in memory before.
+    """
     rows, width = SafeReader(saved / "iter_0000002").read_whole(KEY).shape
 
     def chunks(*parts: tuple[int, int]) -> Callable[[Any], None]:
@@ -180,7 +193,10 @@ def test_tensor_whose_chunks_leave_gaps_or_overlap_is_refused(saved, tmp_path):
 
 
 def test_only_files_that_the_checksums_list_are_read(saved, tmp_path):
-    """An index may come from elsewhere. A file that it names could be secret, and reading a FIFO would not end."""
+    """Let the index name files that are outside the checkpoint or have no checksum; none of them may be read.
+
+    An index may come from an untrusted source. The file could be secret, and reading a FIFO would never end.
+    """
     secret = shutil.copy(next((saved / "iter_0000002").glob("*.distcp")), tmp_path / "secret")
     for number, name in enumerate((str(secret), "../secret", "unlisted", "checksums.txt")):
 
@@ -222,7 +238,8 @@ def test_contradictions_of_a_run_and_its_checkpoint_are_explained(saved, tmp_pat
         (load | {"load_optim": False}, other, "consumed_samples=32, scheduled_samples=0"),
         (load | {"ckpt_step": 1}, {}, f"{one}16, scheduled_samples=16"),
         ({"load": f"{saved}/missing"}, {}, "WARNING: could not find the metadata file .* random\nat the beginning"),
-        # without moments and generator states, the error names the flag that loads only the rest
+        # If the checkpoint has no optimizer moments or random states, the error names the flag that loads the rest
+        # without them.
         (bare, {}, "Unable to load optimizer from checkpoint"),
         (bare | {"load_rng": False}, {}, "--no-load-optim or --finetune"),
         (bare | {"load_rng": False, "load_optim": False}, {}, one),

@@ -1,4 +1,4 @@
-"""Test loading of a checkpoint's weights alone, on any layout."""
+"""Test loading only the weights of a checkpoint (no optimizer), onto any parallel layout."""
 
 import dataclasses
 import re
@@ -19,7 +19,7 @@ from megazpp.model.config import GPTConfig
 
 CASE = Case(tp=2, sequence_parallel=True)
 OTHER = dataclasses.replace(CASE, tp=1, sequence_parallel=False, stage=0, seed=99)
-SUMS = 1e-4  # absolute tolerance for logits of about 1, whose fp32 sums run in another order
+SUMS = 1e-4  # absolute tolerance for logits of about 1, because layouts add fp32 numbers in different orders
 
 
 def logits_on_ranks(case: Case, load: str, step: int | None = None, vocab_size: int = 101) -> tuple[int, torch.Tensor]:
@@ -33,7 +33,7 @@ def logits_on_ranks(case: Case, load: str, step: int | None = None, vocab_size: 
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory) -> str:
-    """Save checkpoints of iterations 1 and 2 on 2 ranks."""
+    """Train CASE on two ranks with checkpoints of iterations 1 and 2. Return the folder."""
     folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
     ranks(2).run(run, CASE, 2, save=folder, save_interval=1)
     return folder
@@ -50,7 +50,7 @@ def test_weights_give_the_same_logits_on_another_layout(load):
 
 
 def load_as_described(load: str) -> None:
-    """Load a model of the shape that the checkpoint's flags describe."""
+    """Build a model of the shape that the flags in the checkpoint's run.json describe, and load the weights into it."""
     _, record = find_weights(CheckpointFolder(load, "--load"), None)
     logits_on_ranks(dataclasses.replace(OTHER, model=GPTConfig(**shape_of(record.flags))), load)
 
@@ -66,7 +66,10 @@ def test_other_tokenizer_model_or_missing_checkpoint_is_rejected(load, tmp_path)
 
 
 def test_record_that_does_not_match_the_tensors_is_rejected(load, tmp_path):
-    """Checksums are valid: the record was edited, or the folder was combined from two."""
+    """Edit a flag in run.json so that it contradicts the tensors, and check that loading is rejected.
+
+    The checksums are made valid, as if a user had combined the folder from two checkpoints.
+    """
     rows = []
     for flag, value, problem in (
         ("num_layers", 1, "layers.1.attention.proj.bias is not in that model"),

@@ -23,7 +23,7 @@ def grouped(number: int, *, fragments: int = 1, **case: int) -> Case:
 
 
 NONE, TWO, FOUR, FRAGMENTS = Case(nodes=4), grouped(2), grouped(4), grouped(2, fragments=2)
-WIDE = grouped(2, tp=2, nodes=2)  # replica groups of one node each
+WIDE = grouped(2, tp=2, nodes=2)  # two replica groups with one node each, and tensor parallelism of 2
 NONE_1, TWO_1, FOUR_1 = (dataclasses.replace(case, stage=1) for case in (NONE, TWO, FOUR))
 BEGIN = "note: replica groups start at the outer weights, because the checkpoint "
 OTHERS = [f"{BEGIN}has another number of groups"]
@@ -31,8 +31,8 @@ MODEL = {"model.": "model."}
 BEGUN = MODEL | {"diloco.common.": "model.", "replica_group.I.inner.": "model."}
 KEPT = BEGUN | {"diloco.momentum.": "diloco.momentum."}
 ALL = MODEL | {name: name for name in ("diloco.", "replica_group.I.inner.", "replica_group.I.counts")}
-# Saved case, loading case, {prefix of loaded keys: prefix of the saved keys with equal values}, notes. I is the index
-# of the replica group.
+# Each entry has the case that saves, the case that loads, {prefix of loaded keys: prefix of the saved keys with equal
+# values}, and the expected notes in the log. I is the index of the replica group.
 CASES = {
     "four from two": (TWO, FOUR, KEPT, OTHERS),
     "two from four": (FOUR_1, TWO_1, KEPT, OTHERS),
@@ -85,14 +85,20 @@ def test_checkpoint_of_replica_groups_resumes_with_other_numbers(saved, case):
 
 
 def test_replica_groups_differ_when_they_are_saved(saved):
-    """Otherwise the comparisons above would prove nothing."""
+    """Check that replica groups differ from each other and from the outer weights when they are saved.
+
+    Otherwise a comparison of loaded with saved states could not reveal a group with the state of another group.
+    """
     _, of_group = saved(TWO)
     assert under("diloco.common.", of_group[0]) != under("model.", of_group[0])
     assert moments(of_group[0], 0) != moments(of_group[1], 1)
 
 
 def accepted(case: Case) -> list[str]:
-    """Return descriptions of incomplete or damaged checkpoints of replica groups that are not rejected."""
+    """Try to load incomplete or damaged DiLoCo checkpoints; return the problem of each one that is accepted.
+
+    The list is empty if all of them are rejected.
+    """
     attempt = Attempt(case)
     attempt.train(1)
     there, own = attempt.state.tensors(optimizer=True, rng=False), f"replica_group.{attempt.dims.replica_group.rank}."

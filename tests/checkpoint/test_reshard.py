@@ -1,4 +1,4 @@
-"""Test that every layout can load the checkpoints of every other layout."""
+"""Test that every parallel layout can load the checkpoints of every other layout."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from helpers.training import BIASED_STYLE, GPT2_STYLE, LLAMA_STYLE, MIXTURE_STYL
 from megazpp.optim.config import OptimizerConfig
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
-ROUNDING = 1e-5  # relative: fp32 sums in another order over a few steps
+ROUNDING = 1e-5  # relative tolerance for losses: layouts add fp32 numbers in different orders over a few steps
 SEEDED = "note: random generators are seeded again: the checkpoint has no states of this layout"
 FEEDBACK = "note: error feedback begins at zero: the checkpoint has none of this layout"
 WHOLE = "note: the next inter-node messages carry whole weights: the checkpoint has no secondary partition"
@@ -25,9 +25,10 @@ MIXTURE_KEPT = dataclasses.replace(MIXTURE, zero=KEPT, precision=PrecisionConfig
 LLAMA = Case(model=dataclasses.replace(LLAMA_STYLE, make_vocab_size_divisible_by=3), tp=2, nodes=2, zero=ZEROPP)
 ONCE = ([SEEDED], [SEEDED])
 BOTH = ([FEEDBACK, SEEDED], [FEEDBACK, SEEDED])
-# Ranks of the second layout; case of the first layout; changes that give the second one, which pads the vocabulary of
-# 101 to 101, 102 or 104; a substring of some keys, and the number of keys that contain it; notes of the second layout,
-# and then of the first one.
+# Each entry has the number of ranks of the second layout; the case of the first layout; the changes that give the
+# second layout, which pads the vocabulary of 101 to 101, 102 or 104; a substring of some checkpoint keys, and the
+# number of keys that contain it; and the notes in the log when the second layout loads, and then when the first one
+# loads.
 CASES = {
     "tp 2": (4, PLAIN, {"tp": 2}, ".exp_avg_sq", 16, ONCE),
     "tp 2, zero 2": (4, PLAIN, {"tp": 2, "nodes": 1, "stage": 2}, ".exp_avg_sq", 16, ONCE),
@@ -58,7 +59,7 @@ SLOW = ("one rank, zero 1", "muon", "zeropp", "experts", "expert bias", "kept", 
 
 @pytest.mark.parametrize("case", chosen(CASES, "tp 2", slow=SLOW))
 def test_layouts_read_each_bit_of_each_other_and_say_what_begins_anew(tmp_path, case):
-    """Take two steps with the first layout, resume for two with the second, and resume for one with the first."""
+    """Train 2 steps with one layout, resume for 2 with another layout, and resume for 1 with the first layout."""
     world, first, other, part, count, notes = case
     second, a, b = dataclasses.replace(first, **other), str(tmp_path / "a"), str(tmp_path / "b")
     one = ranks(4).run(run, first, 2, whole=True, save=a)[0]
@@ -71,13 +72,16 @@ def test_layouts_read_each_bit_of_each_other_and_say_what_begins_anew(tmp_path, 
         kept, found = ({key: x[key] for key in x if there or part not in key} for x in (before, after))
         assert found == kept
     assert (two.notes, three.notes) == notes
-    if first is PLAIN:  # the resumed losses equal those of an uninterrupted run
+    if first is PLAIN:  # the losses after both resumes equal those of an uninterrupted run
         losses = [loss for loss, _ in two.steps + three.steps]
         assert losses == pytest.approx(train_plain(PLAIN)["loss"][2:], rel=ROUNDING)
 
 
 def load_move_and_rewind(case: Case, **flags: str | int) -> str:
-    """Check that going back after a step restores the state as loaded, and return the hash of torch's generator."""
+    """Load a checkpoint of another layout, train a step, and go back.
+
+    Check that this restores the state as loaded, and return the hash of the state of torch's random generator.
+    """
     attempt = Attempt(case, **flags)
     progress = attempt.load()
     loaded = attempt.fingerprint()
@@ -93,7 +97,10 @@ def load_move_and_rewind(case: Case, **flags: str | int) -> str:
 
 @pytest.mark.slow
 def test_going_back_to_another_layout_s_checkpoint_begins_anew_what_it_lacks_as_the_first_time(tmp_path):
-    """Error feedback is zero again instead of a later step's, and random generators differ between iterations."""
+    """Go back to a checkpoint of another layout, which has no error feedback and random states for this layout.
+
+    Error feedback must be zero again, as after the first load, and random generators must differ between iterations.
+    """
     case, save = Case(tp=2, zero=ZEROPP), {"save": str(tmp_path), "save_interval": 1}
     ranks(2).run(run, case, 2, **save)
     other, load = dataclasses.replace(case, tp=1, nodes=2), save | {"load": str(tmp_path)}

@@ -82,7 +82,11 @@ def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path, name):
     "name", ["differences, bf16", "differences, fp16, tp 2, async", "replica groups, messages in flight, async"]
 )
 def test_evaluations_and_async_saves_change_no_result(tmp_path, name):
-    """An evaluation already sends the weight delta, so the resumed run must not send it; otherwise it must."""
+    """Compare an uninterrupted run, a run with evaluations and asynchronous saves, and a resume from such a save.
+
+    With lossless deltas, an evaluation before the save has sent the weight delta, so the resumed run must not send it
+    again. Without evaluation it must.
+    """
     case, save = CASES[name], {"save": str(tmp_path), "save_interval": 2, "async_save": True}
     straight = ranks(4).run(run, case, STEPS)
     evaluated = ranks(4).run(run, case, STEPS, evaluates=True, **save)
@@ -96,7 +100,11 @@ def test_evaluations_and_async_saves_change_no_result(tmp_path, name):
 
 @pytest.mark.slow
 def test_checkpoint_without_kept_weights_resumes_with_full_weights(tmp_path):
-    """Kept weights in a checkpoint are ignored by runs without lossless deltas or in another dtype."""
+    """Alternate runs with and without lossless deltas on the same checkpoints.
+
+    Only lossless deltas save a secondary partition. A run without them, or in another dtype, ignores it. A run with
+    them that finds none sends full weights first.
+    """
     differences, flags = CASES["differences, bf16"], {"save": str(tmp_path), "load": str(tmp_path)}
     zeropp, in_fp16 = (dataclasses.replace(differences, **other) for other in ({"zero": ZEROPP}, {"precision": FP16}))
     found = [
@@ -134,7 +142,11 @@ def test_run_resumes_with_another_context_parallel_size(tmp_path, to):
 
 @pytest.mark.slow
 def test_error_feedback_is_rescaled_on_resume_with_another_loss_scale(tmp_path):
-    """Powers of two are exact in fp32, so an error in units of the old scale would change the first loss."""
+    """Resume with the same loss scale and with another one, and check that the losses are identical.
+
+    Both scales are powers of two, which are exact in fp32. An error feedback in units of the old scale would change the
+    first loss.
+    """
     case = Case(nodes=2, zero=ZEROPP)
     ranks(2).run(run, case, 2, scale=2.0**8, save=str(tmp_path))
     same, other = (ranks(2).run(run, case, STEPS, scale=scale, load=str(tmp_path)) for scale in (2.0**8, 2.0**12))
@@ -143,11 +155,14 @@ def test_error_feedback_is_rescaled_on_resume_with_another_loss_scale(tmp_path):
 
 @pytest.mark.slow
 def test_run_that_went_back_resumes_there_after_a_restart(tmp_path):
-    """It is killed before its first save. The tracker names the iteration of --ckpt-step, and no checkpoint is lost."""
+    """Go back to iteration 1 with --ckpt-step, kill the run before its first save, and restart it.
+
+    The restarted run begins at iteration 1 as well, because the tracker names it. No checkpoint is lost.
+    """
     save = {"save": str(tmp_path), "save_interval": 1}
     back = save | {"load": str(tmp_path), "ckpt_step": 1}
     ranks(2).run(run, Case(), 3, **save)
-    killed = ranks(2).run(run, Case(), 1, **back)[0]  # ends before the first save
+    killed = ranks(2).run(run, Case(), 1, **back)[0]  # trains no step, as if it was killed before its first save
     again = ranks(2).run(run, Case(), 2, restarted=True, **back)[0]
     assert killed.start.iteration == again.start.iteration == 1
     names = sorted(path.name for path in tmp_path.glob("iter_*"))

@@ -20,7 +20,8 @@ PLAIN = Case(model=dataclasses.replace(GPT2_STYLE, num_layers=1), nodes=2, globa
 CASES = {
     "sharded": PLAIN,
     "zeropp": dataclasses.replace(PLAIN, zero=ZeroConfig(zeropp=True)),
-    "a copy on each host": dataclasses.replace(PLAIN, nodes=1, stage=0),  # one rank writes each tensor
+    # ZeRO stage 0: every rank has complete weights, and each tensor is written by one rank only
+    "a copy on each host": dataclasses.replace(PLAIN, nodes=1, stage=0),
 }
 MISSING = "No such file or directory (if the hosts that saved it had no shared folder: resume on the same hosts"
 
@@ -32,13 +33,18 @@ def host(home: Path, *, swapped: bool = False) -> str:
 def open_attempt(case: Case, home: Path, *, swapped: bool = False, **flags) -> Attempt:
     folder = host(home, swapped=swapped)
     attempt = Attempt(case, save=folder, load=folder, **{"save_interval": 2} | flags)
-    own = dataclasses.replace(attempt.checkpoints._record, run_dir=f"run {dist.get_rank()}")  # only rank 0 has one
+    # in a real run only rank 0 knows the run folder, so the records of ranks differ
+    own = dataclasses.replace(attempt.checkpoints._record, run_dir=f"run {dist.get_rank()}")
     attempt.checkpoints._record = own
     return attempt
 
 
 def train_to(case: Case, home: Path, steps: int, **flags) -> tuple[int, list, dict[str, str], list[str]]:
-    """Train up to step `steps`, resuming if there is a checkpoint; return the start, steps, state and log."""
+    """Train up to step `steps`, from the checkpoint if there is one.
+
+    Return the iteration at the start, the results of the steps, the hashes of the final state by key, and the log
+    lines.
+    """
     attempt = open_attempt(case, home, **flags)
     start, results = attempt.load().iteration, attempt.train(steps)
     attempt.checkpoints.finish()
@@ -95,7 +101,10 @@ def test_wrong_files_on_a_host_are_an_error_on_all_hosts(tmp_path):
 
 
 def fail_at_the_end(case: Case, home: Path) -> str:
-    """Save step 2, and step 4 with an error of rank 0 after the other host has completed its part."""
+    """Save step 2, and then step 4, in which rank 0 fails after the other host has completed its folder.
+
+    Return the error.
+    """
     attempt = open_attempt(case, home, keep_last=1)
     attempt.load()
     attempt.train(2)

@@ -1,4 +1,7 @@
-"""Test saves under kill -9 and full disks: the tracker always names a complete checkpoint, which can be loaded."""
+"""Test saves that kill -9 or a full disk interrupts.
+
+The tracker file always names a complete checkpoint, which can be loaded.
+"""
 
 import contextlib
 import multiprocessing
@@ -32,7 +35,10 @@ TENSORS = {f"tensor {index}": (1 << 14, index + 1) for index in range(4)}
 
 
 def save_forever(path: Path, pipe: Any) -> None:
-    """Run a job that loads the latest checkpoint, checks that it is consistent, and saves without end."""
+    """Load the latest checkpoint, check that all its tensors belong to one iteration, and then save without end.
+
+    The function sends "begun", the loaded iteration and each saved iteration through `pipe`.
+    """
     folder = CheckpointFolder(path, "--save")
     folder.lock()
     folder.recover()
@@ -55,7 +61,10 @@ def save_forever(path: Path, pipe: Any) -> None:
 
 @pytest.mark.slow
 def test_thirty_random_kills_lose_no_complete_checkpoint(tmp_path):
-    """Kill times follow the duration of the last load or save, so that slow machines are hit in every phase too."""
+    """Kill a saving job at random times, and check each time that the latest complete checkpoint can be loaded.
+
+    The times follow the duration of the last load or save, so that slow machines are hit in every phase too.
+    """
     generator, context = random.Random(7), multiprocessing.get_context("fork")
     complete, seconds, killed_in = 0, 0.1, []
     for _ in range(KILLS):
@@ -77,23 +86,25 @@ def test_thirty_random_kills_lose_no_complete_checkpoint(tmp_path):
                 told.append(ours.recv())
         killed_in.append(len(told))
         if len(told) > 1:
-            # it starts from the tracked iteration, or from one that was about to be tracked
+            # the job starts from the last reported iteration, or from the next one if its save completed before the
+            # kill
             assert told[1] in (complete, complete + 1)
             complete = told[-1]
         latest = CheckpointFolder(tmp_path, "--save").latest() or 0
-        # the last save may have completed without a report, and recovery may have tracked another one
+        # The killed save may have completed before its report, and recovery may have completed one more.
         assert complete <= latest <= complete + 2
         complete = latest
     assert complete >= KILLS // 3
-    assert killed_in.count(1) > 3  # killed while loading
-    assert sum(count > 1 for count in killed_in) > 10  # killed while saving
+    # more than 3 jobs were killed before they had reported the iteration that they loaded
+    assert killed_in.count(1) > 3
+    assert sum(count > 1 for count in killed_in) > 10  # more than 10 jobs were killed after they had loaded
     left = [path.name for path in tmp_path.iterdir() if path.is_dir()]
-    assert len(left) <= 4  # two kept ones, one about to be deleted, and one being written
+    assert len(left) <= 4  # at most two checkpoints that stay, one about to be deleted, and one that was being written
 
 
 def test_files_are_synced_before_renames_and_before_the_tracker(monkeypatch, tmp_path):
     fsync, rename, done = os.fsync, os.rename, []
-    sizes: dict[int, int] = {}  # file sizes when they were synced
+    sizes: dict[int, int] = {}  # size in bytes of each file at its fsync, by inode
 
     def record_fsync(descriptor: int) -> None:
         fsync(descriptor)
@@ -134,9 +145,10 @@ def test_files_are_synced_before_renames_and_before_the_tracker(monkeypatch, tmp
 
 
 def fill_and_save(disk: Path, left: int, **flags: Any) -> tuple[str, int | None, list[str], int | None]:
-    """Save, save with `left` bytes on the disk, and save with space again.
+    """Save three times: on a free disk, with only `left` free bytes, and with space again.
 
-    Returns the message, the tracked iteration and the names after the second save, and the last tracked iteration.
+    Return the error message, the tracked iteration and the file names after the second save, and the iteration that is
+    tracked in the end.
     """
     attempt, ballast, folder = Attempt(Case(), **flags), disk / "ballast", CheckpointFolder(disk / "save", "--save")
     progress, first = attempt.load(), attempt.dims.world.rank == 0
@@ -169,7 +181,10 @@ def fill_and_save(disk: Path, left: int, **flags: Any) -> tuple[str, int | None,
     ("left", "asynchronous"), [(0, False), (4_096, False), (8_192, True), (20_000, True), (100_000, False)]
 )
 def test_disk_that_fills_up_during_a_save_keeps_the_previous_checkpoint(tmp_path, left, asynchronous):
-    """The error is one line per rank, whichever part of torch's archive has no space."""
+    """Let a disk fill up at different points of a save, and check that the previous checkpoint can be loaded.
+
+    The error has one line per rank, whichever part of torch's archive found no space.
+    """
     with small_disk(tmp_path / "disk", "1m") as disk:
         save = str(disk / "save")
         for said, latest, names, at_last in ranks(2).run(fill_and_save, disk, left, save=save, async_save=asynchronous):
