@@ -115,7 +115,9 @@ class LaunchConfig:
         names = ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
         for name, seconds in zip(names, self.hang_seconds, strict=True):
             if seconds > YEAR_SECONDS:
-                raise ValueError(f"{spelling(self, name)} {getattr(self, name)} is more than a year, the upper limit")
+                raise ValueError(
+                    f"{spelling(self, name)} {getattr(self, name)} is more than a year, the upper limit: give less"
+                )
 
     @property
     def num_nodes(self) -> int:

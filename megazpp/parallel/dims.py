@@ -219,8 +219,8 @@ class ParallelDims:
             return getattr(self._dense, axis).group
         options = axis_options(axis, self.layout, self._nccl)
         if axis == "shard" and not own and self.layout.shard == self.layout.cluster.world_size:
-            # Without options `make_group` returns the default process group, which saves an NCCL communicator. The
-            # option would give a high priority to the group's internal stream, which no training step uses.
+            # Without NCCL options `make_group` returns the default process group, which saves an NCCL communicator. The
+            # options would only raise the priority of the group's internal stream, which no training step uses.
             options = None
         # With an explicit back end, `make_group` creates a new group even if the default group has the same ranks.
         backend = dist.get_backend() if own and options is None else None

@@ -42,8 +42,8 @@ def order_launches(layout: Layout, env: MutableMapping[str, str] = os.environ) -
         ValueError: CUDA is already initialized with CUDA_DEVICE_MAX_CONNECTIONS=1.
     """
     check_connections(env)
-    # A layout with several replica groups needs the variable even if no other axis has several ranks: DiLoCo's messages
-    # along that axis run at the same time as collectives of the default process group.
+    # Several replica groups need NCCL_LAUNCH_ORDER_IMPLICIT=1 even if no other axis has several ranks: DiLoCo's
+    # messages between the groups run at the same time as collectives of the default process group.
     if layout.replica_group > 1 or sum(layout.axis_size(axis) > 1 for axis in AXES) > 1:
         env.setdefault(LAUNCH_ORDER, "1")
 

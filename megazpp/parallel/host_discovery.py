@@ -103,7 +103,10 @@ def _read(text: bytes, name: str, make: Callable[[Any], T]) -> T:
     try:
         return make(json.loads(text))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(f"a rank wrote {text[:80]!r} to the store, which is not a {name}: {error}") from None
+        raise ValueError(
+            f"a rank wrote {text[:80]!r} to the store, which is not a {name}: {error}; start all ranks with the same "
+            "version of MegaZ++, and keep other programs away from the store's port"
+        ) from None
 
 
 def _cluster(answer: Any) -> Cluster | str:
@@ -144,7 +147,8 @@ def describe_host(
         root: parent folder of `proc`; tests pass a substitute.
     """
     if uses_gpu is None:
-        # The default group may have a back end for each type of device: "cpu:gloo,cuda:nccl" is torch's own default.
+        # Collectives run on the GPU only with NCCL. The default group may have a back end for each type of device (for
+        # example torch's own default "cpu:gloo,cuda:nccl"), so look for the back end of "cuda".
         uses_gpu = device.type == "cuda" and "cuda:nccl" in dist.get_backend_config()
     gpu, notice = describe_gpu(device) if uses_gpu else (None, "")
     boot_id, namespace = root / "proc/sys/kernel/random/boot_id", root / "proc/self/ns/net"
@@ -206,12 +210,13 @@ def query_gpu(nvml: Any, uuid: str, name: str) -> Gpu:
 
     # A virtual machine may hide the other ends of NVLinks. The driver still reports to which GPUs an NVLink path leads.
     for index in range(nvml.nvmlDeviceGetCount()):
-        with contextlib.suppress(nvml.NVMLError):  # this process may not be allowed to use that GPU
+        with contextlib.suppress(nvml.NVMLError):  # skip a GPU that this process is not allowed to use
             other = nvml.nvmlDeviceGetHandleByIndex(index)
             if ask("nvmlDeviceGetP2PStatus", other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK:
                 peers.add(_address(nvml.nvmlDeviceGetPciInfo(other)))
 
-    # The multi-node NVLink fabric (an NVLink rack). In a single node with NVSwitches the cluster UUID is zero.
+    # The ID of the multi-node NVLink fabric (an NVLink rack). In a single node with NVSwitches the cluster UUID is
+    # zero. The ID then stays empty, because the fabric connects no other node.
     fabric = ""
     if hasattr(nvml, "c_nvmlGpuFabricInfoV_t"):
         info = nvml.c_nvmlGpuFabricInfoV_t()

@@ -36,12 +36,15 @@ POLL_SECONDS = 0.1
 CONNECT_SECONDS = 2.0  # limit of one attempt to connect to the store of node 0
 WAIT_SECONDS = 15.0  # time for the other hosts to start, before a launcher prints what may be wrong
 TELL_SECONDS = 20.0  # longest time for which a launcher that fails before the start tries to tell the other hosts
-END_SECONDS = 10.0  # longest time for which node 0's launcher keeps the store open at the end, until all have left
-LOST_SECONDS = 3.0  # longest time for a launcher's last message to the store; then it leaves without an answer
+# Longest time for which node 0's launcher, at the end of the job, keeps the store open for launchers that have not left
+END_SECONDS = 10.0
+# Longest time for which a launcher that leaves waits for the store to take its last message; then the launcher ends
+LOST_SECONDS = 3.0
 SIOCGIFADDR = 0x8915  # number of the ioctl request for the IPv4 address of a network interface (<linux/sockios.h>)
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # environment variables that select the network interface
 LOOPBACK_NAMES = (LOOPBACK, "localhost")
-# Keys in the job's store by which launchers inform each other: three counters, the reason of a failure, and a note
+# Keys in the job's store by which launchers inform each other: the numbers of hosts that have joined, left and failed,
+# the reason of the first failure (REASON), and a text to print when a host has received a signal (NOTE)
 JOINED, LEFT, REASON, FAILED, NOTE = "joined", "left", "reason", "failed", "note"
 
 
@@ -78,19 +81,19 @@ class Hosts:
         self._interface: str | None = None
         self._first = ""  # name of host 0; "" before this host has joined
         self._sent: dict[str, str] = {}  # messages that the thread has not written to the store yet, by key
-        # Set by the thread: this host is connected to the store, and all hosts have joined the job
+        # The launcher's thread sets the first when it has connected to the store, the second when all hosts have joined
         self._connected, self._complete = threading.Event(), threading.Event()
         self._until = math.inf  # time, on the monotonic clock, after which the thread stops trying to connect
-        # Set by `end`: this host leaves the job; and by the thread: it has ended
+        # `end` sets the first to ask the launcher's thread to leave the job. The thread sets the second when it ends
         self._leaving, self._done = threading.Event(), threading.Event()
-        self._mistake: ValueError | None = None  # error in this host's flags or address, found by the thread
+        self._mistake: ValueError | None = None  # error in this host's flags that the thread has found
 
     @property
     def where(self) -> str:
         """The address of the job's store for messages, "ADDRESS:PORT"."""
         return f"{self.address}:{self.port}"
 
-    # ---- called in the launcher's main thread ---------------------------------------------------------------------
+    # ---- methods that the launcher's main thread calls ------------------------------------------------------------
 
     def gather(self) -> dict[str, str]:
         """Wait until all hosts have joined the job, and return the environment variables for this host's workers.
@@ -180,7 +183,7 @@ class Hosts:
             "not started, the address is wrong, or a firewall there drops the port)"
         )
 
-    # ---- run in the launcher's thread for the store ---------------------------------------------------------------
+    # ---- methods that run in a separate thread, the only one that uses the store ----------------------------------
 
     def _start(self, *, join: bool) -> None:
         """Start the thread that uses the store. `join` is False on a host that only tells the others of its failure."""
@@ -239,11 +242,12 @@ class Hosts:
             flag = f"--master-addr {self.address}"
             if error.errno == errno.EADDRNOTAVAIL:
                 raise ValueError(
-                    f"{flag} is not an address of {self.name}: node rank 0 belongs to the machine with that address "
+                    f"{flag} is not an address of {self.name}: give --node-rank 0 to the machine with that address "
                     "(`ip -brief address` shows the addresses of a machine)"
                 ) from None
             raise ValueError(
-                f"{flag} --master-port {self.port}: {self.name} cannot listen there: {os.strerror(error.errno or 0)}"
+                f"{flag} --master-port {self.port}: {self.name} cannot listen there: {os.strerror(error.errno or 0)}; "
+                "give another --master-port on all hosts"
             ) from None
         self._interface, self._first = interface_of(address), self.name
         return dist.TCPStore(
@@ -301,10 +305,13 @@ class Hosts:
         mine = [self.name, self.num_nodes, self.ranks_per_node]
         if store.add(f"claims/{self.node_rank}", 1) > 1:
             taken = json.loads(store.get(f"host/{self.node_rank}"))[0]
-            raise ValueError(f"--node-rank {self.node_rank} is already taken by {taken}: each host needs its own")
+            raise ValueError(
+                f"--node-rank {self.node_rank} is already taken by {taken}: give each host a different number from 0 "
+                f"to {self.num_nodes - 1}"
+            )
         store.set(f"host/{self.node_rank}", json.dumps(mine))
         while not store.check(["host/0"]):
-            if store.check([REASON]):  # node 0 has failed before it could join, and the caller reads the reason next
+            if store.check([REASON]):  # a host has failed, so node 0 may never join; the caller reads the reason next
                 return
             time.sleep(POLL_SECONDS)
         if self.node_rank != 0:

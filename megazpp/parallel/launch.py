@@ -62,13 +62,16 @@ POLL_SECONDS = 0.05
 # A rank whose collective breaks reports a secondary failure. The launcher then waits this long for the rank that failed
 # first to exit, before it ends the job.
 GRACE_SECONDS = 3.0
-MOST_CPU_WORKERS = 4  # limit of the default number of CPU workers, which is at least 2, so that collectives run
+# Without --nproc and without a GPU, a job has a worker per core, but at most this many workers, and at least 2, so that
+# collectives have something to send
+MOST_CPU_WORKERS = 4
 # Signals on which workers finish the step, save and exit with 0. Batch systems send the last three before they end a
 # job: Slurm the signal of its option --signal, LSF and Grid Engine SIGUSR2, or SIGXCPU at a limit of CPU time.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 # Environment variable with the number of restarts so far; torchrun and MegaZ++'s launcher both set it.
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
-# Distance between the ports of two steps of a Slurm job, large enough that jobs with near numbers do not collide.
+# Distance between the store's ports of two steps of a Slurm job, so large that steps of two jobs with near job numbers
+# do not get the same port.
 PORTS_PER_STEP = 7919
 # Environment variable with the value "True" if the store is in the launching process, not in rank 0.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -333,19 +336,22 @@ def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals
         workers.start({**hosts.gather(), AGENT_STORE: "True", RESTART_COUNT: "0"})
         while (failures := workers.failures()) is None and not hosts.is_time_to_end:
             time.sleep(POLL_SECONDS)
-        # If collectives of all failed ranks broke, a rank of another host has failed first, and its launcher tells why.
+        # If all failed ranks of this host failed only because a collective broke, a rank of another host has failed
+        # first. Wait until the launcher of that host has written the reason to the store.
         if failures and set(failures.values()) == {EXIT_SECONDARY}:
             hosts.wait_for_reason(GRACE_SECONDS)
             failures = None if hosts.over else failures
     except ValueError as error:
         UserError(str(error)).show()
         return EXIT_USER_ERROR, str(error), False
-    except (JobError, KeyboardInterrupt):  # another host has failed before the start, or the user has pressed Ctrl-C
+    # Another host has failed before the start, or the user has pressed Ctrl-C. The code below prints which of the two.
+    except (JobError, KeyboardInterrupt):
         workers.stop()
     if passed:
         return _ended_by(passed[0]), "" if failures == {} else f"ended by {passed[0].name}", False
     reason = describe_failure(failures) if failures else ""
-    told = failures is not None and all(code > 0 for code in failures.values())  # a killed rank notifies nobody
+    # Failed ranks notify the ranks of other hosts, except for ranks that a signal has killed (negative exit code).
+    told = failures is not None and all(code > 0 for code in failures.values())
     if failures and EXIT_USER_ERROR in failures.values():  # the worker has printed its error, so print nothing here
         return EXIT_USER_ERROR, reason, told
     if reason or hosts.over:
@@ -364,7 +370,7 @@ def _divide_cores(nproc: int) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, len(os.sched_getaffinity(0)) // nproc)
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)  # workers that are forks of this process inherit torch's setting
+        torch.set_num_threads(threads)  # for workers that are forks: they inherit torch's setting from this process
 
 
 class Workers:
@@ -449,9 +455,11 @@ class Workers:
     def stop(self) -> None:
         """Kill every worker process with its child processes, and wait until the workers have ended."""
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):  # each worker leads a process group, with its children
+            # Each worker leads a process group with its children. A fork that has just begun has no process group yet:
+            # `killpg` does not find it, so kill the process itself too.
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.send_signal(signal.SIGKILL)  # a fork that has just begun is not in its own process group yet
+            process.send_signal(signal.SIGKILL)
         for process in self.processes:
             process.wait()
 

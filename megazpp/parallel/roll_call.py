@@ -148,8 +148,9 @@ def report_failure(place: RankInfo, error: JobError, *, name: str) -> None:
     try:
         store = open_store(place, timedelta(seconds=OPEN_SECONDS))
         tell(store, place, error, name=name)
-    except (dist.DistError, OSError, RuntimeError, ValueError):  # the store of the job cannot be opened or used
-        # A launcher kills all ranks of this host as soon as one of them exits. Local rank 0 may still be printing.
+    except (dist.DistError, OSError, RuntimeError, ValueError):
+        # The job's store cannot be used, so ranks of other hosts are not told. Do not exit at once: a launcher kills
+        # all ranks of this host as soon as one of them exits, and local rank 0 may still be printing the error.
         time.sleep(CLAIM_SECONDS)
 
 
@@ -210,7 +211,8 @@ def _verdict(root: dist.Store, place: RankInfo, seconds: float | None) -> str | 
 
 def _read_failure(root: dist.Store) -> str:
     """Return the text of the first failure that a rank has written to the store of a roll call."""
-    while not root.check([FAILURE]):  # the failed rank increments the counter FAILED first, and then writes the text
+    # The caller has seen the counter FAILED, which the failed rank increments before it writes the text: wait for it.
+    while not root.check([FAILURE]):
         time.sleep(POLL_SECONDS)
     return str(json.loads(root.get(FAILURE)))
 

@@ -100,9 +100,10 @@ class Watchdog:
         self._layout: Layout | None = None  # layout of the ranks, set by `watch`; None before process groups exist
         self._poll_seconds = min(POLL_SECONDS, self._later / 4)
         self._since = time.monotonic()  # time since which this process has run without having been suspended
-        self._answered = self._beat_moved = self._since  # times: the store's last answer, the next rank's last new beat
+        # Times of the store's last answer, and of the last change of the heartbeat that this rank checks
+        self._answered = self._beat_moved = self._since
         self._next = (place.rank + 1) % place.world_size  # rank whose heartbeat this rank checks
-        self._alarm = threading.Event()  # set by either thread if the job hangs; the exchange then ends the job
+        self._alarm = threading.Event()  # either thread sets it if the job hangs; the exchange thread then exits
 
     def start(self) -> Watchdog:
         """Start the watchdog's two threads, which run until the process exits, and return self."""
@@ -116,7 +117,10 @@ class Watchdog:
         dims.timeline.attach(self._activity)
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Return a context in which this rank waits for all ranks without a mesh axis, as the span `name`."""
+        """Return a context for a wait for all ranks outside of the mesh axes, for example for a store's answer.
+
+        The watchdog sees the wait as the open span `name` on the track "world".
+        """
         return self._activity.span("world", name)
 
     def write_to(self, folder: Path) -> None:
@@ -137,7 +141,9 @@ class Watchdog:
         while not self._alarm.wait(self._poll_seconds):
             now = time.monotonic()
             if now - last > self._poll_seconds + POLL_SECONDS:
-                self._since = now  # the wait took longer than requested, so this process was suspended or hardly ran
+                # The wait took longer than requested, so this process was suspended or hardly ran. Only the time from
+                # now on counts as time without progress.
+                self._since = now
             last, limit = now, self._limit
             doing = self._activity.now()
             if doing and min(doing[0].seconds, now - self._since) > limit:
@@ -147,7 +153,8 @@ class Watchdog:
             if now - max(self._beat_moved, self._since) > limit:
                 break
         self._alarm.set()
-        time.sleep(5 * ANSWER_SECONDS)  # if the store answers, the exchange thread ends this process before that
+        # If the store answers, the exchange thread ends this process during this sleep. Otherwise end it below.
+        time.sleep(5 * ANSWER_SECONDS)
         self._end_alone(f"the job has made no progress for {self._limit:g} s, and the store of rank 0 does not answer")
 
     def _exchange(self) -> None:
@@ -166,7 +173,9 @@ class Watchdog:
                 self._answered = time.monotonic()
                 if beat != before or self._next == self._place.rank:
                     self._beat_moved = self._answered
-            except dist.DistError:  # the process that hosts the store has ended; the judge ends this rank in time
+            # The process that hosts the store has ended. Keep trying: the judge thread ends this rank if the store does
+            # not answer for longer than the limit.
+            except dist.DistError:
                 time.sleep(self._poll_seconds)
 
     def _end_job(self) -> None:
@@ -202,7 +211,7 @@ class Watchdog:
             try:
                 file.write_text(text)
                 where = f"the stacks of all ranks are in {file}"
-            except OSError as error:  # the folder may exist only on the host of rank 0
+            except OSError as error:  # the folder may exist only on the host of rank 0: print the stacks instead
                 where = f"(the stacks of all ranks could not be written to a file: {cause(error)})\n{text}"
         print(f"\n{report}\n{where}", file=sys.stderr, flush=True)
         leave(EXIT_HANG)
@@ -222,7 +231,8 @@ class Watchdog:
                 flush=True,
             )
         else:
-            time.sleep(1.0)  # a launcher kills all ranks of a host when one exits, and the first rank has to print
+            # A launcher kills all ranks of a host when one exits: give the host's first rank time to print before that.
+            time.sleep(1.0)
         leave(EXIT_HANG)
 
 
@@ -268,10 +278,11 @@ def describe_hang(states: Mapping[int, RankState], layout: Layout | None, limit:
 
 
 def _behind(states: Mapping[int, RankState]) -> list[str]:
-    """Return lines of the watchdog's report about ranks that have begun fewer spans than other ranks, by track.
+    """Return a line for each track on which some ranks have begun fewer spans than others: these ranks, and the most.
 
-    These are the missing ranks if no rank is inside a collective of a mesh axis. On CUDA the host only launches
-    collectives, and FSDP2's own collectives use no mesh axis.
+    The watchdog's report has these lines if no rank is inside a collective of a mesh axis: on CUDA, where the host only
+    launches collectives, or in FSDP2's own collectives, which use no mesh axis. The other ranks then wait for the ranks
+    that these lines name.
     """
     lines = []
     for track in sorted({track for state in states.values() for track in state.entered} - {COMPUTE, FILES, WAIT}):

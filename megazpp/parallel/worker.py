@@ -82,7 +82,9 @@ class Worker(RankInfo):
         Raises:
             UserError: a fact differs between ranks. All ranks raise the error.
         """
-        with self.watchdog.span(f"compare {name}"):  # a rank that cannot read its files keeps its heartbeat
+        # The span makes the watchdog notice a rank that never arrives. The rank's heartbeat would not show this: a rank
+        # that is stuck, for example in a read of its files, still sends it.
+        with self.watchdog.span(f"compare {name}"):
             problem = call_roll(self.store, self, facts, name=f"{name}/{self.restarts}")
         if problem is not None:
             raise UserError(problem)
@@ -102,7 +104,7 @@ def worker_process(
         config: flags with the communication back end and the time limits.
         facts: values that must be equal on all ranks, such as flags and versions, as text by name.
     """
-    # Choose the reactions to signals, and let this process end when its launcher ends.
+    # Let the kernel end this process when its launcher ends, and make Ctrl-C end it even in a blocked collective.
     if LAUNCHER_PID in os.environ:
         end_with(int(os.environ[LAUNCHER_PID]))
     if place.world_size > 1:
@@ -141,7 +143,7 @@ def worker_process(
     )
     worker = Worker(**vars(place), device=device, store=store, watchdog=watchdog, restarts=restarts)
 
-    # Run the caller's block. A barrier keeps a rank from leaving while other ranks still use its connections.
+    # Run the caller's block. The barrier after it keeps a rank from ending while other ranks use its connections.
     try:
         yield worker
         dist.barrier()
@@ -287,7 +289,8 @@ def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:
         def __new__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta, **others: Any) -> Any:
             options = gloo._Options()
             options._devices, options._timeout = devices, timeout
-            for name, value in others.items():  # torch 2.14 passes the option `enable_reconfigure` as an argument
+            # `others` are arguments of later torch versions that gloo's options hold, such as 2.14's enable_reconfigure
+            for name, value in others.items():
                 setattr(options, name, value)
             return gloo(store, rank, size, options)
 

@@ -79,7 +79,8 @@ def test_second_host_with_the_same_node_rank_ends_alone():
         waiting = [pool.submit(here.gather), pool.submit(there.gather)]
         for each in waiting:
             each.result()
-        assert outcome(late) == "--node-rank 1 is already taken by beta: each host needs its own"
+        problem = "--node-rank 1 is already taken by beta: give each host a different number from 0 to 1"
+        assert outcome(late) == problem
         assert here.over is there.over is None
         ends = [pool.submit(each.end, "") for each in (here, there)]
         for each in ends:
@@ -127,7 +128,8 @@ def test_address_of_another_machine_or_a_taken_port_is_refused():
     )
     with socket.create_server(("127.0.0.1", port)):
         where = f"--master-addr 127.0.0.1 --master-port {port}"
-        assert outcome(host(0, port)) == f"{where}: alpha cannot listen there: Address already in use"
+        problem = f"{where}: alpha cannot listen there: Address already in use; give another --master-port on all hosts"
+        assert outcome(host(0, port)) == problem
 
 
 def test_name_that_is_unknown_or_means_only_this_machine_is_refused(monkeypatch):
