@@ -194,7 +194,7 @@ class Links(NamedTuple):
 
 
 class Host(NamedTuple):
-    """The host memory of a node, in which --optimizer-cpu-offload keeps training states."""
+    """The host memory of a node, in which --optimizer-cpu-offload keeps fp32 weights, moments and gradients."""
 
     gigabytes: float  # host memory of a node that is available to the job, in 1e9 bytes
     gigabytes_per_second: float  # bandwidth between host memory and one device, per direction, while all devices copy

@@ -146,7 +146,8 @@ def detect_cluster(
             f"node, for instance {local} on each of {max(world_size // local, 1)} node(s)"
         )
 
-    # --emulate-nodes auto: divide the ranks of a single machine into two nodes, if that makes a difference.
+    # --emulate-nodes auto: divide the ranks of a single machine into two nodes, if the flags treat links inside and
+    # between nodes differently.
     if nodes != "auto" or world_size != local or not distinguishes_nodes:
         return Cluster(num_nodes=world_size // local, ranks_per_node=local)
     if tp < 1 or world_size % (2 * tp):
@@ -171,7 +172,9 @@ def read_cluster(path: str | Path) -> Cluster:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--cluster-file {path} cannot be read: {cause(error)}") from None
     except RecursionError:
-        raise ValueError(f"--cluster-file {path}: its brackets are nested too deeply") from None
+        raise ValueError(
+            f"--cluster-file {path}: its brackets are nested too deeply; no key needs more than three levels"
+        ) from None
     except yaml.YAMLError as error:
         raise ValueError(f"--cluster-file {path} is not YAML: {' '.join(str(error).split())}") from None
     except ValueError as error:
@@ -220,7 +223,7 @@ class _Loader(yaml.SafeLoader):
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"key {key.value} is given twice", problem_mark=key.start_mark
+                    problem=f"key {key.value} is given twice, remove one of them", problem_mark=key.start_mark
                 )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -296,8 +299,8 @@ def _figures(where: str, value: Any, kind: type[T], source: str) -> T:
     needed = [key for key in kind._fields if key not in kind._field_defaults]
     given = {"source": source} | _mapping(where, value, kind._fields, needed=needed)
     if "calibration" in given and str(given["calibration"]) not in CALIBRATION_NAMES:
-        known = f"is not one of {', '.join(CALIBRATION_NAMES)}"
-        raise ValueError(f"{where}.calibration {shown(given['calibration'])} {known}")
+        known = ", ".join(CALIBRATION_NAMES)
+        raise ValueError(f"{where}.calibration {shown(given['calibration'])} is not one of the calibrations {known}")
     if len(given.keys() & CODER_RATES) == 1:
         raise ValueError(
             f"{where} needs both {' and '.join(sorted(CODER_RATES, reverse=True))}, or neither of the two keys"
@@ -325,7 +328,7 @@ def _mapping(where: str, value: Any, keys: Collection[str], *, needed: Collectio
             )
     for key in needed:
         if key not in value:
-            raise ValueError(f"key {key if where == 'the file' else f'{where}.{key}'} is missing, but required")
+            raise ValueError(f"key {key if where == 'the file' else f'{where}.{key}'} is missing, but required: add it")
     return value
 
 

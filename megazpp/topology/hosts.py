@@ -49,7 +49,7 @@ class HostInfo:
     host: str  # name of the host
     boot_id: str = ""  # boot ID of the running kernel; empty if the system hides it
     network_namespace: int = 0  # inode of the process's network namespace; 0 if the system hides it
-    local_rank: int = 0  # local rank that the launcher has assigned
+    local_rank: int = 0  # index of the rank on its node, assigned by the launcher
     gpu: Gpu | None = None  # GPU with which this rank computes and communicates; None if it communicates on the CPU
     notice: str = ""  # message for the user about unknown NVLink connections, or ""
 

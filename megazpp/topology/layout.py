@@ -159,6 +159,8 @@ class Layout:
         last = first + (size - 1) * stride
 
         # First for fast domains, then for local domains: the number of links whose two ranks are in the same domain.
+        # These are all links of the chain except those that cross a border between domains, or none if neighbors in the
+        # chain are at least a domain apart.
         parts = (self.cluster.ranks_per_domain, self.cluster.local_domain_size)
         inside = (size - 1 - (last // part - first // part) if stride < part else 0 for part in parts)
         return _by_kind(size - 1, *inside)
@@ -217,11 +219,13 @@ class Layout:
         """
         stride, size = self._stride_and_size(axis)
         span, world = stride * size, self.cluster.world_size
-        if part % span == 0:  # every ring lies inside one domain
+        if part % span == 0:  # every ring lies inside one domain, so each rank sends inside its domain
             return world
-        if span % part == 0:  # the positions of `stride` interleaved rings are whole domains
+        # If `stride` interleaved rings occupy whole domains, the last `stride` ranks of a domain send to another one.
+        if span % part == 0:
             return world // part * max(part - stride, 0)
         # In the general case the pattern of rings and domains repeats after the least common multiple of their sizes.
+        # Count in one period.
         period = math.lcm(span, part)
         successors = (p + stride if p // stride % size < size - 1 else p + stride - span for p in range(period))
         return world // period * sum(p // part == other // part for p, other in enumerate(successors))

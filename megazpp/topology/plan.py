@@ -113,13 +113,19 @@ def layout_from_record(record: Mapping[str, Any]) -> Layout:
     of_layout: dict[str, Any] = {name: record.get(name) for name in COORDINATES}
     of_layout |= {name: record.get(name, 1) for name in ("cp", "ep", "replica_group")}
     if wrong_types(Cluster, of_cluster) or wrong_types(Layout, of_layout):
-        raise ValueError(f"{dict(record)} does not describe a layout: an axis or a size is missing, or is no integer")
+        raise ValueError(
+            f"{dict(record)} does not describe a layout: an axis or a size is missing, or is no integer; use a "
+            "topology.json that a run has written"
+        )
     order = of_cluster["order"]
     cluster = Cluster(**of_cluster | {"order": order and tuple(order)})
     layout = Layout(cluster=cluster, **of_layout)
     if min(of_layout.values()) < 1 or layout.data * layout.cp * layout.tp != cluster.world_size:
         sizes = " x ".join(map(str, of_layout.values()))
-        raise ValueError(f"a layout with axes of {sizes} ranks does not fit a cluster of {cluster.world_size} ranks")
+        raise ValueError(
+            f"a layout with axes of {sizes} ranks does not fit a cluster of {cluster.world_size} ranks; use a "
+            "topology.json that a run has written"
+        )
     return layout
 
 
