@@ -44,7 +44,7 @@ class Ballot(NamedTuple):
 
 
 class Sums(Protocol):
-    """A unit's partial sums of gradients that may wait on this node; see `RestoringReduce`."""
+    """The interface to one unit's partial sums of gradients that wait in the node: `RestoringReduce` implements it."""
 
     unit: ProgramUnit
     waiting: tuple[int, ...]  # indices of the parameters whose partial sums wait now
@@ -104,7 +104,9 @@ class Accumulation:
         return vote
 
     def settle(self) -> None:
-        """Read the results of votes, and drop this rank's waiting partial sums if any rank has discarded its own.
+        """Read the results of the votes of earlier forwards, which say what all ranks do with waiting partial sums.
+
+        If any rank has discarded its waiting partial sums, drop those of this rank too.
 
         Raises:
             RuntimeError: some ranks have run the forward inside `Handle.accumulate`, others outside of it. All ranks
@@ -121,7 +123,7 @@ class Accumulation:
                 )
 
     def begin_reduction(self) -> None:
-        """Check that no partial sums of an earlier, abandoned step can enter the reduction of a unit that begins.
+        """Check, before the reduction of a unit, that it cannot add partial sums of an earlier, abandoned step.
 
         Raises:
             RuntimeError: the program has discarded partial sums after this backward's forward, or an exception has

@@ -269,7 +269,7 @@ def _check_equal_settings(settings: Mapping[str, Any]) -> None:
     Such ranks would wait for each other for ever. The usual cause is MEGAZPP_RANKS_PER_NODE on some hosts only.
     """
     if not dist.is_initialized():
-        return  # the error of the missing process group follows
+        return  # `zeropp` itself raises the error about the missing process group
     mine = {name: str(value) for name, value in settings.items()}
     size = dist.get_world_size()
     group = dist.group.WORLD if size > 1 else None

@@ -122,6 +122,6 @@ def byte_ranges(codec: Codec, segments: Sequence[Segment]) -> list[tuple[int, in
                 if part.scales is None:
                     start = part.payload[0] + (segment.start - part.start) * itemsize
                     found.append((start, start + segment.size * itemsize))
-                else:  # each quantized segment has a range of its own, so payload and scales belong to this segment
+                else:  # a quantized range holds only this segment, so its payload and its scales are the segment's
                     found += [(start, start + length) for start, length in (part.payload, part.scales)]
     return found

@@ -24,7 +24,7 @@ class ProgramRingGather(CountedGather):
     num_uses = 0
 
     def __call__(self, *args: Any, **how: Any) -> Pending | None:
-        """Gather the unit's weights, and count the use; see `CountedGather.__call__`."""
+        """Gather the unit's weights, and count this use in `num_uses`; see `CountedGather.__call__`."""
         self.num_uses += 1
         return super().__call__(*args, **how)
 

@@ -63,8 +63,10 @@ class Handle(Sharding):
     ) -> None:
         super().__init__(model, units, zero, comms, counter)
         self._accumulation, self._layout, self.replaced = accumulation, layout, replaced
+        # If a module belongs to several units, keep only their highest ZeRO stage. A unit on one rank has stage 2, but
+        # FSDP2's settings, such as freeing the weights after a forward (stage 3), are one per module.
         stages = sorted(self._modules, key=lambda each: each[1])
-        self._modules = list(dict(stages).items())  # a module of several units has the highest of their stages
+        self._modules = list(dict(stages).items())
         self._watched = [gather for gather, _ in comms if isinstance(gather, WatchedGather)]
         self._differing = [gather for gather in self._watched if gather.secondary.sends_differences]
         self._restoring = [reduce for _, reduce in comms if isinstance(reduce, RestoringReduce)]
@@ -153,7 +155,7 @@ class Handle(Sharding):
         for reduce in self._restoring:
             reduce.settle_errors()
 
-    # ---- checkpoints -----------------------------------------------------------------------------------------------
+    # ---- checkpoints: save and load ZeRO++'s own state -------------------------------------------------------------
 
     @property
     def keeps_state(self) -> bool:

@@ -174,7 +174,7 @@ class ProgramReduce(SummingReduce):
         self._late_sums += 1
 
         def finish() -> None:
-            """Add the sum over ranks to the gradients; the schedule calls this at the end of the backward."""
+            """Add the unit's sum over ranks to `.grad`; the schedule calls this function at the end of the backward."""
             self._late_sums -= 1
             late.add(self.unit, interrupted=self._schedule.interrupted)
             self.finished()
@@ -203,7 +203,7 @@ class UnusedParameters:
 
     def __init__(self, unit: ProgramUnit) -> None:
         self._unit = unit
-        # All three are emptied by `restore_none`.
+        # `begin` and `read_later` fill these three; `restore_none` empties them when `.grad` is final.
         self._fresh: set[int] = set()  # indices of the parameters whose `.grad` was None when a reduction began
         self._used: set[int] = set()  # indices of those parameters of which this rank has had a gradient since then
         self._flags: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []  # the arguments of each `read_later` call
@@ -281,7 +281,9 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         # feedback of gradients that the program has cleared.
         self._errors_settled = True
         self._present: set[int] = set()  # indices of the parameters of which this rank has a gradient to reduce
-        self._used_flags: dict[tuple[bool, ...], torch.Tensor] = {}  # the cache of `_flags_of` by its result as bools
+        # Cache of `_flags_of`, which saves a copy to the device per backward: the tensor of flags on the device, by the
+        # same flags as a tuple of bools
+        self._used_flags: dict[tuple[bool, ...], torch.Tensor] = {}
         self._unused = UnusedParameters(unit)
         self._accumulation = context.accumulation
         self._accumulation.sums.append(self)
@@ -338,7 +340,7 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
             self.waiting = ()
             self._local_queue.submit(functools.partial(setattr, self, "_node_sums", None))
 
-    # ---- the two hops ----------------------------------------------------------------------------------------------
+    # ---- the two hops: sum gradients and flags inside the node and across nodes ------------------------------------
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
         """Start the intra-node hop, and also the cross-node hop unless gradients wait; see `SummingReduce.start`."""
@@ -429,7 +431,7 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
             self._used_flags[on] = torch.tensor(on, dtype=torch.uint8, device=device)
         return self._used_flags[on]
 
-    # ---- error feedback --------------------------------------------------------------------------------------------
+    # ---- error feedback: allocate it, change its layout, and drop errors of gradients that the program has cleared ---
 
     @property
     def feeds_back(self) -> bool:
@@ -451,9 +453,8 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
     def _errors_for(self, indices: tuple[int, ...], device: torch.device) -> Feedback | None:
         """Return the error feedback for gradients of the unit's parameters with these indices; None if it is off.
 
-        The layout of the error feedback depends on these parameters.
-        If the layout changes, parameters of both layouts keep their quantization errors. The errors of other parameters
-        start at zero.
+        The error feedback has room only for these parameters. If the last call named other parameters, those that both
+        calls name keep their quantization errors, and all others start at zero.
         """
         if not self._feedback:
             return None

@@ -93,7 +93,7 @@ class ProgramUnit(Unit):
         """The global ranks over which FSDP2 shards the unit's parameters."""
         return tuple(dist.get_process_group_ranks(self._group.mesh_info.shard_process_group))
 
-    # ---- collectives and checks ------------------------------------------------------------------------------------
+    # ---- replace FSDP2's collectives, and refuse options, collectives and hooks that ZeRO++ does not support ---------
 
     def use_comms(self, gather: Any, reduce: Any) -> None:
         """Replace FSDP2's all-gather and reduce-scatter of the unit by `gather` and `reduce`.
@@ -108,20 +108,20 @@ class ProgramUnit(Unit):
         group = self._group
         if isinstance(group.offload_policy, CPUOffloadPolicy):
             raise ValueError(
-                f"{self.name} was wrapped with CPUOffloadPolicy, which ZeRO++ does not support: call fully_shard "
-                "without offload_policy"
+                f"the FSDP2 unit {self.name} was wrapped with CPUOffloadPolicy, which ZeRO++ does not support: call "
+                "fully_shard without offload_policy"
             )
         if group.post_forward_mesh_info not in (None, group.mesh_info):
             raise ValueError(
-                f"{self.name} reshards to fewer ranks after forward, which ZeRO++ does not support: set "
+                f"the FSDP2 unit {self.name} reshards to fewer ranks after forward, which ZeRO++ does not support: set "
                 "reshard_after_forward=True"
             )
         for comm, name in self._comms:
             kind = type(comm)
             if not (kind.__module__.startswith("torch.") and kind.__name__.startswith("Default")):
                 raise ValueError(
-                    f"{self.name} uses {kind.__name__} for its {name}, which ZeRO++ would replace: remove the call "
-                    "that installs this class"
+                    f"the FSDP2 unit {self.name} uses {kind.__name__} for its {name}, which ZeRO++ would replace: "
+                    "remove the call that installs this class"
                 )
         # ---- types and dtypes of the unit's parameters
         for parameter, p in zip(self.parameters, group.fsdp_params, strict=True):
@@ -156,19 +156,22 @@ class ProgramUnit(Unit):
         for comm, name in self._comms:
             if not type(comm).__module__.startswith("megazpp."):
                 raise RuntimeError(
-                    f"{self.name} uses {type(comm).__name__} for its {name}. It was installed after the call of "
-                    "megazpp.zeropp and replaces ZeRO++: remove the call that installs this class"
+                    f"the FSDP2 unit {self.name} uses {type(comm).__name__} for its {name}. This class was installed "
+                    "after the call of megazpp.zeropp and replaces ZeRO++: remove the call that installs it"
                 )
 
     def refuse_gradient_hooks(self) -> None:
-        """Raise RuntimeError if a hook would see gradients of the unit while their reduction is still in flight."""
+        """Raise RuntimeError if a hook of the program would see gradients of the unit while their reduction still runs.
+
+        Such hooks are all-reduce hooks of FSDP2, and post-accumulate-grad hooks of parameters.
+        """
         found = [
             f"{parameter.name} has a post-accumulate-grad hook"
             for p, parameter in zip(self._group.fsdp_params, self.parameters, strict=True)
             if getattr(p.sharded_param, "_post_accumulate_grad_hooks", None)
         ]
         if self._group._all_reduce_hook is not None and not self._group._is_hsdp:
-            found.append(f"{self.name} has an all-reduce hook")
+            found.append(f"the FSDP2 unit {self.name} has an all-reduce hook")
         if found:
             raise RuntimeError(
                 f"{found[0]}, which would see gradients before they are reduced: set "
@@ -194,7 +197,7 @@ class ProgramUnit(Unit):
         """The unit's all-gather and reduce-scatter, each as a pair of the object and its name for messages."""
         return (self._group._all_gather_comm, "all-gathers"), (self._group._reduce_scatter_comm, "reduce-scatters")
 
-    # ---- weights ---------------------------------------------------------------------------------------------------
+    # ---- weights: which of them an optimizer step may change, and readers of shards ----------------------------------
 
     def stepped(self, held: Collection[int] | None) -> tuple[bool, ...]:
         """Return one bool per parameter of the unit: True if a step of an optimizer may change the parameter.
@@ -240,7 +243,7 @@ class ProgramUnit(Unit):
         """True if the unit is gathered now: FSDP2 has not freed its gathered parameters since the last use."""
         return bool(self._group.is_unsharded)
 
-    # ---- gradients -------------------------------------------------------------------------------------------------
+    # ---- gradients: read and replace `.grad`, and change FSDP2's reduction -------------------------------------------
 
     def gradient(self, index: int) -> Any:
         """Return the reduced gradient of the unit's parameter `index`: the `.grad` of its shard, a DTensor or None."""
@@ -251,7 +254,10 @@ class ProgramUnit(Unit):
         return id(self._group.fsdp_params[index].sharded_param)
 
     def swap_gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """Set the `.grad` of all shards of the unit to `gradients`, one per parameter, and return the previous ones."""
+        """Set `.grad` of each of the unit's shards to its entry in `gradients`, and return the previous gradients.
+
+        Both lists have one DTensor or None per parameter.
+        """
         shards = [p.sharded_param for p in self._group.fsdp_params]
         before = [shard.grad for shard in shards]
         for shard, gradient in zip(shards, gradients, strict=True):

@@ -51,7 +51,8 @@ def mesh_to_wrap(model: nn.Module, fsdp: Mapping[str, Any]) -> DeviceMesh:
             f"the model is on {device_type}, but the process group has no back end for {device_type}: move the model "
             f"to {' or '.join(supported)} before the call of megazpp.zeropp"
         )
-    return DeviceMesh.from_group(world, device_type)  # a mesh over the default group has the timeout of the user
+    # Use the default group instead of a new group, because the user has set the timeout of the default group.
+    return DeviceMesh.from_group(world, device_type)
 
 
 def dtype_when_wrapped(model: nn.Module, fsdp: Mapping[str, Any]) -> torch.dtype:

@@ -121,7 +121,7 @@ class WatchedGather(ProgramGather):
         """Return True if an optimizer step has left the unit's frozen parameters unchanged, as checksums show.
 
         A frozen parameter can change if the program has frozen it while it had a gradient. The host waits for the
-        device. With weight deltas, return False without a check.
+        device. With weight deltas, return False without a check, because the only checksum is that of all parameters.
         """
         assert self._sums is not None
         assert self._made_from is not None
@@ -212,7 +212,7 @@ class WatchedGather(ProgramGather):
         Args:
             fits: True if they fit the unit's weights on all ranks.
         Returns:
-            False if this rank has dropped loaded weights, otherwise True.
+            False if this rank has dropped loaded weights; True if it has restored them or had none.
         """
         loaded, self._loaded = self._loaded, {}
         if not fits:
@@ -289,7 +289,9 @@ class WatchedGather(ProgramGather):
         return byte_ranges(self._codec, trained)
 
     def _kind_of(self, trained: bool) -> InterNodeMessage:
-        """Return what the unit must send after a write to its parameters: only the trained parameters, or a keyframe.
+        """Return the kind of message that the unit must send after a write to its parameters.
+
+        The kind is DIFFERENCE if sending the trained parameters suffices, otherwise KEYFRAME.
 
         Args:
             trained: True for a write to trained parameters, False for a write to frozen parameters.
@@ -350,11 +352,12 @@ class WriteWatch:
         # All-gathers of the units on which ranks have voted at the start of the running forward; empty between forwards
         self._decided: Sequence[WatchedGather] = ()
         self._inside: dict[nn.Module, set[nn.Module]] = {}  # cache: for an outermost FSDP2 module, all its submodules
-        self._below: dict[nn.Module, list[WatchedGather]] = {}  # cache: for such a module, its all-gathers
+        self._below: dict[nn.Module, list[WatchedGather]] = {}  # cache: for such a module, all-gathers of units in it
         self._ballot: Ballot | None = None  # the votes of the running forward; None between forwards
         self._had_gradients = False  # True if gradients were enabled in the last forward, as in a training step
-        # Comparisons of checksums that the host has not read yet: the votes of that forward, the indices of the
-        # compared units, a host tensor for the results, and the event that says when the results have arrived
+        # Comparisons of checksums by the last forward that the host has not read yet, None if there are none: the votes
+        # before that forward, the indices of the compared units, a host tensor for the results of the comparisons, and
+        # the CUDA event that says when the results have arrived there
         self._unread: tuple[Ballot, list[int], torch.Tensor, torch.cuda.Event] | None = None
         for gather in gathers:
             gather.watch = self
@@ -382,7 +385,8 @@ class WriteWatch:
         ballot, gather.ballot = gather.ballot, None
         if ballot is None:
             return
-        # A rank's own vote tells it some messages that all ranks will send. It sends these before it waits for votes.
+        # All ranks send every kind of message for which any rank has voted. So this rank can send the kind for which it
+        # has voted itself before it knows the other ranks' votes.
         index, own = self._index[gather], InterNodeMessage(ballot.own[self._index[gather]] & ~LATE)
         if own == InterNodeMessage.KEYFRAME and not gather.has_parts:
             yield InterNodeMessage.KEYFRAME

@@ -149,7 +149,7 @@ def set_own_collectives() -> None:
         megazpp.zeropp(model, ranks_per_node=2, config=config())
         model(torch.ones(2, 16)).sum().backward()
         getattr(model[1], setter)(own)
-        with pytest.raises(RuntimeError, match=f"1 uses Own for its {name}. It was installed after"):
+        with pytest.raises(RuntimeError, match=f"1 uses Own for its {name}. This class was installed after"):
             model(torch.ones(2, 16))
 
 
