@@ -146,9 +146,18 @@ def test_index_may_name_enum_members_by_attribute_but_nothing_else(saved, tmp_pa
     content = pickle.dumps(index)
     assert b"getattr" in content
     (tmp_path / ".metadata").write_bytes(content)
+    write_checksums(tmp_path, {".metadata": sum_file(tmp_path / ".metadata")})
     assert SafeReader(tmp_path).tensors() == SafeReader(saved / "iter_0000002").tensors()
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Call(getattr, TensorProperties, "create_from_tensor")))
     with pytest.raises(ValueError, match="must not refer to an attribute of <class 'torch"):
+        SafeReader(tmp_path).tensors()
+
+
+def test_index_without_a_checksum_is_not_opened(tmp_path):
+    """The index is a FIFO, whose opening would never end."""
+    os.mkfifo(tmp_path / ".metadata")
+    write_checksums(tmp_path, {})
+    with pytest.raises(ValueError, match=r"checksums.txt does not list .metadata"):
         SafeReader(tmp_path).tensors()
 
 
