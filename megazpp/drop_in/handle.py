@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from megazpp.base.program import errors_as
 from megazpp.drop_in.accumulate import Accumulation
 from megazpp.drop_in.gather import ProgramGather, ProgramRingGather
 from megazpp.drop_in.reduce import ProgramRingReduce, RestoringReduce
@@ -31,6 +33,8 @@ from megazpp.topology.layout import Layout
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.sharding import Sharding
 
+# Errors of torch.load for a damaged file
+_UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError)
 Comms = tuple[ProgramGather | ProgramRingGather, RestoringReduce | ProgramRingReduce]
 
 
@@ -199,7 +203,8 @@ class Handle(Sharding):
             return
         path, kept = self._path(folder), dict[str, torch.Tensor]()
         if path.exists():
-            saved = torch.load(path, map_location="cpu", weights_only=True)
+            with errors_as(f"{path} cannot be read, delete it to start anew", _UNREADABLE):
+                saved = torch.load(path, map_location="cpu", weights_only=True)
             kept = saved["kept"] if saved["of"] == self._kept_by() else {}
         for name, part in self.feedback_state().items():
             part.copy_(kept[name]) if kept else part.zero_()

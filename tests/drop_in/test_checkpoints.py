@@ -8,6 +8,7 @@ import contextlib
 import gc
 import io
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import optimizer as torch_optimizer
 
 import megazpp
+from megazpp.drop_in.handle import Handle
 
 VOCAB, WIDTH = 61, 32
 KINDS: dict[str, dict[str, Any]] = {
@@ -295,6 +297,15 @@ def test_state_of_another_layout_starts_anew_with_one_line(kind, tmp_path):
         assert losses == pytest.approx(expected, rel=2e-2)
         assert said.count("has no state of ZeRO++ for this layout") == 1
     assert len(list(tmp_path.glob("zeropp_2x2x1x1_rank*.pt"))) == 4
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4", b"text"])
+def test_damaged_state_is_named_with_a_remedy(content, tmp_path):
+    file = tmp_path / "zeropp_2x1x1x1_rank0.pt"
+    file.write_bytes(content)
+    handle: Any = SimpleNamespace(keeps_state=True, _path=lambda folder: file)
+    with pytest.raises(ValueError, match=r"rank0\.pt cannot be read, delete it to start anew: "):
+        Handle.load(handle, tmp_path)
 
 
 def fresh(run: Run, folder: str) -> None:
