@@ -395,7 +395,7 @@ class TraceRecorder(TorchDispatchMode):
         self._now.gradients += parameter.nbytes
 
     def _leaving(self, index: int) -> Callable[..., None]:
-        """Return a forward hook for the module of segment `index`, which begins the next forward segment after a layer.
+        """Return a forward hook for the module of segment `index`, which begins the next forward segment.
 
         The hook also lets the backward segment `index` begin when the gradient of the module's output arrives.
         """
@@ -403,10 +403,7 @@ class TraceRecorder(TorchDispatchMode):
         def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
             # A layer with experts returns (hidden states, losses of its router).
             output = output[0] if isinstance(output, tuple) else output
-            # The model makes masks of attention between the embedding and the first layer, once for all layers. So the
-            # embedding's segment lasts until the hook before the first layer.
-            if index > 0:
-                self.enter((FORWARD, index + 1))
+            self.enter((FORWARD, index + 1))
             if output.requires_grad:
                 output.register_hook(functools.partial(self.enter, (BACKWARD, index)))
 
