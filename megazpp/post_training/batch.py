@@ -130,7 +130,8 @@ def shortened(batch: Batch, multiple: int) -> Batch:
     """
     mask: torch.Tensor = batch.loss_mask  # type: ignore[attr-defined]
     counts = mask.any(dim=0).nonzero()
-    # Keep the token of the last label as an input: its output is a reward model's score, or PPO's last value.
+    # The last label at index t is input t + 1. Keep this input, because its output is a reward model's score or PPO's
+    # last value. So the row length is t + 2.
     size = int(counts[-1]) + 2 if len(counts) else 1
     size = -(-size // multiple) * multiple
     return mapped(batch, lambda t: t[:, :size].contiguous() if t.dim() == 2 else t)

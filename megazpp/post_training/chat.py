@@ -156,7 +156,7 @@ class ChatTemplate:
         try:
             text, spans = self.render_spans(_PROBE)
         except ValueError:
-            return True  # the template refuses the probing conversation, so its end of a turn is unknown
+            return True  # the template refuses the conversation `_PROBE`, so there is no evidence for a warning
         found = self._tokenizer.encode_spans(text, add_special_tokens=False)
         words = [
             token
@@ -173,7 +173,7 @@ class ChatTemplate:
             if not (role in _ROLES or any(f"{quote}{role}{quote}" in source for quote in "'\"")):
                 raise ValueError(
                     f"message {number} has the role {role!r}, which is none of {', '.join(_ROLES)}, and {self.name}"
-                    " does not contain it"
+                    " does not contain it: correct the role, or give a template that handles it"
                 )
         if not messages or messages[0]["role"] not in ("system", "developer"):
             messages = [*self._system, *messages]
@@ -244,7 +244,10 @@ def _compiled(source: str, name: str, conversations: list[Any], **options: Any) 
         line = getattr(error, "lineno", None)
         raise ValueError(f"{name}{'' if line is None else f', line {line}'}: {error}") from error
     if (length := max(map(len, texts), default=0)) > MOST_CHARACTERS:
-        raise ValueError(f"{name}: a conversation's text has {length:,} characters, more than {MOST_CHARACTERS:,}")
+        raise ValueError(
+            f"{name}: a conversation's text has {length:,} characters, more than {MOST_CHARACTERS:,}; shorten the "
+            "conversation, or correct the template"
+        )
     return texts, spans
 
 
@@ -256,7 +259,10 @@ def _time_limit() -> Iterator[None]:
     """
 
     def stop(*_: object) -> None:
-        raise TimeoutError(f"rendering a conversation took more than {RENDER_SECONDS:g} seconds of CPU time")
+        raise TimeoutError(
+            f"rendering a conversation took more than {RENDER_SECONDS:g} seconds of CPU time: the chat template may "
+            "loop without end; correct the template, or give another one by --chat-template"
+        )
 
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_SECONDS)

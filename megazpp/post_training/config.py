@@ -41,7 +41,8 @@ LOSS_TYPES: dict[str | None, tuple[str, ...]] = {"dpo": get_args(PairLoss), "grp
 DEFAULT_LOSS: dict[str | None, tuple[str, ...]] = {"dpo": ("sigmoid",), "grpo": ("dapo",)}
 DEFAULT_BETA: dict[str | None, float] = {"dpo": 0.1}
 DEFAULT_RATE = {"sft": 2e-5, "reward": 1e-4, "dpo": 1e-6, "grpo": 1e-6, "ppo": 3e-6}
-# Defaults of post-training for fields of other configs. The sample_* fields leave the policy's distribution unchanged.
+# Defaults of post-training for fields of other configs. With these values of the sample_* fields, completions are
+# sampled from the policy's own distribution, which the losses of GRPO and PPO assume.
 DEFAULTS = {
     "weight_decay": 0.0,
     "hidden_dropout": 0.0,
@@ -179,7 +180,8 @@ class PostTrainingConfig:
         )
         for name in ("gamma", "lam", "ref_model_mixup_alpha"):
             if not 0.0 < getattr(self, name) <= 1.0:
-                raise ValueError(f"{spelling(self, name)} {getattr(self, name)} is not in (0, 1]: give up to 1")
+                value = getattr(self, name)
+                raise ValueError(f"{spelling(self, name)} {value} is not in (0, 1]: give a number above 0, at most 1")
         if self.ref_checksum is not None and not re.fullmatch(r"[0-9a-f]{16}", self.ref_checksum):
             raise ValueError(f"--ref-checksum {self.ref_checksum} is not 16 hexadecimal digits (0-9, a-f)")
         if not 0.0 <= self.label_smoothing < 0.5:
@@ -202,7 +204,10 @@ class PostTrainingConfig:
         if self.objective == "dpo" and self.beta_or_default == 0.0:
             raise ValueError("--beta 0.0 must be above 0: with --objective dpo the loss would not depend on the policy")
         if self.objective == "grpo" and self.num_generations == 1:
-            raise ValueError("--num-generations 1: --objective grpo compares at least two completions of each prompt")
+            raise ValueError(
+                "--num-generations 1: --objective grpo compares the completions of a prompt with one another; give at "
+                "least 2"
+            )
         for names, off, needed in (
             ("label_smoothing", "robust" not in self.losses, "needs --loss-type robust"),
             ("delta", self.loss == "cispo", "is for a loss that clips, not --loss-type cispo"),
@@ -241,7 +246,7 @@ class PostTrainingConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the loss, with the given weights, depends on a reference model."""
+        """True if the loss depends on a reference model: dpo, and grpo with --beta or ppo with --kl-coef above 0."""
         weight = self.kl_coef if self.objective == "ppo" else self.beta_or_default
         return self.objective in ("dpo", *ROLLOUTS) and weight > 0.0
 
@@ -310,7 +315,7 @@ def parse_object(value: Any, name: str) -> dict[str, Any]:
     """
     found = parse_json(value, name)
     if not isinstance(found, dict | None):
-        raise ValueError(f"{name} {value!r:.80} is not a JSON object")
+        raise ValueError(f"{name} {value!r:.80} is not a JSON object, that is, names with values in braces")
     return found or {}
 
 

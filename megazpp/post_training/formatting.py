@@ -194,7 +194,7 @@ def read_prompts(
         if len(ids) > max_prompt_length:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens, but --max-length leaves {max_prompt_length} for it after"
-                " --max-completion-length"
+                " --max-completion-length: shorten the prompt, or change one of these flags"
             )
         return ids, value, columns
 
@@ -295,7 +295,8 @@ def _answer(
     if answer[: len(prompt)] == prompt:
         answer = answer[len(prompt) :]  # some datasets repeat the prompt in the answer
     text, spans = _conversation([*prompt, *answer], record, template, config)
-    # The answer starts where the texts differ: a template may begin the assistant's turn differently after a prompt.
+    # The answer starts where the text of the prompt and the text of the conversation first differ. This may be before
+    # the prompt's end, because a template may begin the assistant's turn differently after a prompt.
     start = _same(_render_prompt(template, prompt, record), text)
     if config.completion_only_loss:
         spans = [(max(start, first), last) for first, last in spans if last > start]
@@ -325,7 +326,10 @@ def _conversation(
 def _render_prompt(template: ChatTemplate, prompt: Sequence[Message], record: Record) -> str:
     """Return the text of a prompt that is a conversation, up to the beginning of the assistant's answer."""
     if prompt and prompt[-1]["role"] == "assistant":
-        raise ValueError("the last message of 'prompt' is the assistant's, so there is nothing to answer")
+        raise ValueError(
+            "the last message of 'prompt' is the assistant's, so there is nothing to answer: move this message to the "
+            "answer's column, or remove it"
+        )
     return template.render(prompt, add_generation_prompt=True, options=options_of(record))
 
 
@@ -456,14 +460,16 @@ def _encode(text: str, learned: Sequence[tuple[int, int]], ends: bool, tokenizer
         has a character that is trained on, and at tokens that are added after a range at the end of the text. It is
         always 0 at the first token.
     """
-    # Some tokenizers give a token for one byte of a character no width; here it counts as one character wide
+    # For a token that stands for one byte of a character, some tokenizers report an empty range of characters. Count
+    # such a token as one character wide, so that it overlaps the ranges that are trained on.
     ids, spans = tokenizer.encode_spans(text, add_special_tokens=ends)
     places = np.array(spans, dtype=np.int64).reshape(-1, 2)
     first, last = places[:, 0], np.maximum(places[:, 1], places[:, 0] + 1)
     mask = np.zeros(len(ids) + 1, dtype=np.uint8)
     within = False
     for start, stop in learned:
-        mask[:-1] |= (first < stop + (stop == len(text))) & (last > start)  # a range at the end includes added tokens
+        # A range that stops at the end of the text is one longer, to include tokens that the tokenizer adds there
+        mask[:-1] |= (first < stop + (stop == len(text))) & (last > start)
         within |= bool(((first < start) & (last > start)).any())
     if (
         ends

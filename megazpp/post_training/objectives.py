@@ -105,7 +105,9 @@ class StepSums:
         self._largest[name] = torch.maximum(self._largest[name], value) if name in self._largest else value
 
     def means(self) -> dict[str, float]:
-        """Return all means and maxima by name, equal on all ranks. All ranks call this, and wait for the device.
+        """Return the means and maxima of the step by metric name, equal on all ranks.
+
+        All ranks call this, and wait for the device.
 
         A mean without values, or whose weights are all 0, is left out.
         """
@@ -254,7 +256,7 @@ class PolicyLoss:
         # With one ratio per completion (GSPO), all tokens of a completion together count once in the clip ratio
         counts = mask if ratio.shape == mask.shape else mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
         self._sums.add("clip_ratio", policy.clipped, counts)
-        if batch.sampling_logps is not None:  # compare sampling with the training's forward of the same weights
+        if batch.sampling_logps is not None:  # log how far generation and training forward of the same weights differ
             drawn_by = logps if batch.old_logps is None else batch.old_logps
             difference = ((drawn_by - batch.sampling_logps) * mask).abs()
             self._sums.add("sampling_logp_difference/mean", difference, mask)

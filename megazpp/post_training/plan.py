@@ -83,7 +83,7 @@ def plan_models(
         _freeze(model)
         add_adapters(model, settings, None)
 
-    # Without expert parallelism: each rank computes with all experts of a frozen model
+    # Plan the frozen models without expert parallelism, because each rank computes with all of their experts
     whole = plan._replace(layout=dataclasses.replace(plan.layout, ep=1))
 
     def asked_in(bits: int | None) -> Counter[Memory]:
@@ -110,13 +110,14 @@ def plan_models(
         once = {kind: asked[kind] for kind in (Memory.ACTIVATIONS, Memory.UNPACKED)}
         if streams:
             once[Memory.UNPACKED] = 0
-        if settings is not None and post.needs_reference:  # the frozen base is the reference model
+        if settings is not None and post.needs_reference:  # the base of the adapters is the reference: unpack its units
             base = asked_in(lora.base_weight_bits)
             once[Memory.UNPACKED] = max(once[Memory.UNPACKED], base[Memory.UNPACKED])
-        if not post.draws:  # dpo asks the reference model between micro-batches, when gradients exist
+        if not post.draws:  # dpo asks the reference model between micro-batches, so gradients are in memory as well
             once |= {kind: training[kind] for kind in (Memory.GRADIENTS, Memory.PARTIAL_SUMS)}
         phases["asking"] = standing + reward + reference + Counter(once)
-    beside = reward if post.precompute_ref_log_probs else reward + reference  # the reference is freed before training
+    # With precomputed log-probabilities, the reference model is freed before training
+    beside = reward if post.precompute_ref_log_probs else reward + reference
     if post.draws:
         phases["drawing"] = standing + beside + _drawing(config, configs, plan, policy)
     return phases | {"training": training + beside}
@@ -148,7 +149,8 @@ def _drawing(config: RunConfig, configs: PostConfigs, plan: RunPlan, policy: Ste
     return Counter(
         {
             Memory.GATHERED: sum(whole),
-            Memory.BUFFERS: max(copied) if shards > 1 else 0,  # two gathers overlap, and each has buffers
+            # `copied` counts two buffers of a unit's size, because the gathers of two units overlap
+            Memory.BUFFERS: max(copied) if shards > 1 else 0,
             Memory.UNPACKED: policy.unpacked_bytes,
             Memory.KEYS_AND_VALUES: count * configs.form.max_length * per_token,
         }

@@ -109,7 +109,8 @@ class SyncedModel(FrozenModel, StatePart):
     def take(self, alpha: float) -> None:
         """Replace the reference model's weights by (1 - `alpha`) times themselves plus `alpha` times the policy's."""
         for each in (self.built, self._policy):
-            each.sharding.reshard()  # frees gathered weights, so that the parameters are the shards
+            # Free gathered weights: the model's parameters are then this rank's shards, which `mix_` needs
+            each.sharding.reshard()
         own, new = (model_state(each.model).values() for each in (self.built, self._policy))
         mix_(own, new, alpha)
 

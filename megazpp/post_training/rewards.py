@@ -63,7 +63,7 @@ def digest_of_sources(functions: Iterable[RewardFunction]) -> str:
     """Return a digest of the source files of reward functions, to compare it between ranks."""
     digest = hashlib.sha256()
     for each in functions:
-        with contextlib.suppress(TypeError):  # a function in C has no source file
+        with contextlib.suppress(TypeError):  # leaves out functions in C, which have no source file
             digest.update(Path(inspect.getfile(each.function)).read_bytes())
     return digest.hexdigest()
 

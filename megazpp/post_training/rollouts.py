@@ -41,7 +41,9 @@ from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.rewards import reward_metrics, total_rewards
 from megazpp.post_training.sampler import PolicySampler
 
-_KNOWN = RolloutBatch._fields[5:]  # fields of a batch that a checkpoint stores besides tokens and loss mask
+# Fields of a batch that a checkpoint stores besides tokens and loss mask: all but the first five. Those are the fields
+# of a `MicroBatch`, which follow from tokens and loss mask.
+_KNOWN = RolloutBatch._fields[5:]
 
 
 class Buffer(NamedTuple):
@@ -225,11 +227,11 @@ class RolloutLoader(StatePart):
         if table[:, :-2].isnan().all():
             silent = ", ".join(self._reward_names)
             raise ValueError(
-                f"{silent}: None for all {len(table)} completions of iteration {iteration}, so there is no reward to "
-                "train with"
+                f"--reward-funcs: {silent} returned None for all {len(table)} completions of iteration {iteration}, "
+                "so there is no reward to train with; give each completion a number from at least one function"
             )
         self._once = {"rollout/seconds": seconds, "rollout/tokens_per_second": float(table[:, -2].sum()) / seconds}
-        if config.log_completions:  # show all completions of the first prompts, which may be on several ranks
+        if config.log_completions:  # gather the completions of the first prompts, as a prompt's may be on several ranks
             names, count = self._reward_names, config.log_completions * config.group_size
             own = {
                 row: {"prompt": prompt.value, "completion": text, "rewards": dict(zip(names, found, strict=True))}
@@ -266,7 +268,7 @@ class RolloutLoader(StatePart):
         return batch._replace(**known)
 
     def _compared(self, buffer: Buffer) -> RolloutBatch:
-        """Return the buffer's batch with advantages, and for PPO also with returns and the mask of values."""
+        """Return the buffer's batch with advantages, and for PPO also with `returns` and `value_mask`."""
         config, batch, total = self.config, buffer.batch, self.totals(buffer.table[:, :-2])
         if config.objective == "grpo":
             advantages = group_advantages(
@@ -275,7 +277,7 @@ class RolloutLoader(StatePart):
             return batch._replace(advantages=advantages.float()[buffer.rows])
         assert batch.old_logps is not None
         assert batch.values is not None
-        scores = total.nan_to_num(0.0).float()  # a completion without any reward gets the score 0
+        scores = total.nan_to_num(0.0).float()  # 0 for a completion without a reward, because PPO trains on it as well
         if config.missing_eos_penalty is not None:
             scores = scores - config.missing_eos_penalty * (buffer.table[:, -1] == 0)
         reference = batch.old_logps if batch.ref_logps is None else batch.ref_logps
@@ -305,7 +307,7 @@ class RolloutLoader(StatePart):
         for part in self._batches(batch):
             self.sampler.give_up()
             found.append(ask(part).cpu())
-        if found[0].dim() > 1:  # pad results for tokens with 0: [B, s, ...] -> [B, S, ...]
+        if found[0].dim() > 1:  # pad results for tokens to S, because each micro-batch was cut to its own length s
             found = [torch.cat((x, x.new_zeros(len(x), self.max_length - x.shape[1], *x.shape[2:])), 1) for x in found]
         return torch.cat(found)
 
@@ -327,7 +329,7 @@ class RolloutLoader(StatePart):
         return [on_device(shortened(part, multiple), self._device) for part in parts]
 
     def _rows(self) -> list[int]:
-        """Return the numbers, within a generation, of the completions of this data rank, in the order of the steps."""
+        """Return the indices, within a generation, of the completions that this data rank trains on, in step order."""
         size, ranks = self.micro_batch_size, self._dims.data_size
         firsts = range(self._dims.data_rank * size, self.global_batch_size * self.config.slices, size * ranks)
         return [row for first in firsts for row in range(first, first + size)]

@@ -102,33 +102,49 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
             "different times, but experts on other ranks need all of them; use --expert-model-parallel-size 1"
         )
     if post.update_expert_bias and not config.model.moe_router_enable_expert_bias:
-        raise ValueError("--update-expert-bias: this model has no routing biases (--moe-router-enable-expert-bias)")
+        raise ValueError(
+            "--update-expert-bias: this model has no routing biases, because it was trained without "
+            "--moe-router-enable-expert-bias; leave the flag out"
+        )
     if post.update_expert_bias and configs.lora.lora_r is not None:
-        raise ValueError(f"--update-expert-bias: --lora-r {configs.lora.lora_r} freezes the model and these biases")
+        raise ValueError(
+            f"--update-expert-bias: --lora-r {configs.lora.lora_r} freezes the model with its routing biases; leave "
+            "one of these flags out"
+        )
     if config.data.mock_data or config.data.text_path:
         raise ValueError("--text-path and --mock-data are for pretraining: give JSON lines or Parquet by --data-path")
     if form.packing and post.objective != "sft":
-        raise ValueError(f"--packing is for --objective sft, not {post.objective}")
+        raise ValueError(f"--packing is for --objective sft, not {post.objective}: leave it out")
     streams, lora = configs.weights.packs and not post.reward_load, configs.lora.lora_r is not None
     check_adapters(configs.lora, config)
     if config.values().get("save_weight_patches") is not None and (lora or post.objective == "reward"):
         asked = f"--lora-r {configs.lora.lora_r}" if lora else "--objective reward"
-        raise ValueError(f"--save-weight-patches with {asked}: patches need a policy whose weights are all trained")
+        raise ValueError(
+            f"--save-weight-patches with {asked}: weight patches need a policy whose weights are all trained; leave "
+            "one of these flags out"
+        )
     if config.zero.optimizer_cpu_offload and (lora or post.sync_ref_model):
         given = f"--lora-r {configs.lora.lora_r}" if lora else "--sync-ref-model"
         raise ValueError(f"--optimizer-cpu-offload does not support {given}: leave one of them out")
     if lora and post.sync_ref_model:
-        raise ValueError("--sync-ref-model: with --lora-r the reference model is the frozen base, which never changes")
+        raise ValueError(
+            "--sync-ref-model: with --lora-r the reference model is the frozen base, which never changes; leave "
+            "--sync-ref-model out"
+        )
     if post.sync_ref_model and not (config.checkpoint.save_optim and config.checkpoint.load_optim):
-        raise ValueError("--sync-ref-model: --no-save-optim and --no-load-optim leave its reference out of checkpoints")
+        raise ValueError(
+            "--sync-ref-model: --no-save-optim and --no-load-optim leave its reference out of checkpoints, from which "
+            "the run could not be resumed: drop these two flags, or --sync-ref-model"
+        )
     if streams and (lora or post.sync_ref_model or not post.needs_reference):
         bits = f"--weight-bits {configs.weights.weight_bits}"
         given = (
             bits if configs.weights.weights_device == "device" else f"--weights-device {configs.weights.weights_device}"
         )
         raise ValueError(
-            f"{given} is for the weights of a reference or reward model, and this run has none: with --lora-r the "
-            "reference is the base, and with --sync-ref-model the reference is sharded like the policy"
+            f"{given} is for the weights of a reference or reward model that is loaded beside the policy, but this run "
+            "loads none: leave the flag out (with --lora-r the reference is the base, and with --sync-ref-model the "
+            "reference is sharded like the policy)"
         )
     if not post.draws:
         return
@@ -140,14 +156,16 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         raise ValueError("--sample-temperature 0.0: all completions of a prompt would be equal; give a positive one")
     if not post.max_completion_length < form.max_length:
         raise ValueError(
-            f"--max-completion-length {post.max_completion_length} leaves no room for a prompt within "
-            f"{form.max_length} tokens (--max-length, by default at most --max-position-embeddings)"
+            f"--max-completion-length {post.max_completion_length} leaves no room for a prompt within the "
+            f"{form.max_length} tokens of --max-length (by default at most --max-position-embeddings): give a smaller "
+            "--max-completion-length or a larger --max-length"
         )
     size = plan.global_batch_size
     batch = in_use(config.batches, "global_batch_size", size)
     if size * post.slices % post.group_size:
         raise ValueError(
-            f"{batch} x --steps-per-generation {post.slices} is not divisible by --num-generations {post.group_size}"
+            f"{batch} x --steps-per-generation {post.slices} is not divisible by --num-generations {post.group_size}: "
+            "a generation must have all completions of each of its prompts; change one of these flags"
         )
 
 
@@ -171,7 +189,8 @@ def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
             check_same_model(record.flags, config.model, source.checkpoint)
             if record.vocab_size != earlier.vocab_size:
                 sizes = f"{record.vocab_size} tokens, but the policy's has {earlier.vocab_size}"
-                raise ValueError(f"{folder.name}: its tokenizer has {sizes}")
+                remedy = "give a reference model with the policy's tokenizer"
+                raise ValueError(f"{folder.name}: the reference model's tokenizer has {sizes}; {remedy}")
     with problems:
         check_reward_functions(rewards)
     folders = {"--save": config.checkpoint.save, "--run-dir": config.tracking.run_dir}
@@ -224,13 +243,15 @@ def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> No
     own = open_tokenizer(folder.path, record, TokenizerConfig(), lambda line: None)
     if record.vocab_size < drawn or (own is None and record.vocab_size != drawn):
         raise ValueError(
-            f"{name}: the reward model has {record.vocab_size} tokens, but the policy's tokenizer has {drawn}"
+            f"{name}: the reward model has {record.vocab_size} tokens, but the policy's tokenizer has {drawn}; give a "
+            "reward model that was trained with the policy's tokenizer"
         )
     if own is not None and own.identity != tokenizer.identity:
         for token in range(drawn):
             if (there := own.decode([token])) != (here := tokenizer.decode([token])):
                 pieces = f"token {token} is {there!r} in the first and {here!r} in the second"
-                raise ValueError(f"{name}: the reward model's tokenizer is not the policy's: {pieces}")
+                remedy = "give a reward model that was trained with the policy's tokenizer"
+                raise ValueError(f"{name}: the reward model's tokenizer is not the policy's: {pieces}; {remedy}")
     with errors_as(name):
         model, tp = reward_config(config.model, record), parallel.tensor_model_parallel_size
         check_model(model, tp, config.data.seq_length or 1, cp_size=parallel.context_parallel_size)
@@ -260,15 +281,20 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
         lora = dataclasses.replace(lora, lora_load=None)
     if post.objective != "sft" and lora.lora_dropout > 0.0:
         if "lora_dropout" in parsed.origins:
-            raise ValueError(f"--lora-dropout {lora.lora_dropout}: --objective {post.objective} does not use dropout")
-        lora = dataclasses.replace(lora, lora_dropout=0.0)  # the dropout came from the adapters of --lora-load
+            raise ValueError(
+                f"--lora-dropout {lora.lora_dropout}: --objective {post.objective} does not use dropout; leave it out"
+            )
+        # The user has not asked for this dropout: it is a setting of loaded adapters, from their earlier training
+        lora = dataclasses.replace(lora, lora_dropout=0.0)
     if "seq_length" in parsed.origins:
         raise ValueError(f"--seq-length {config.data.seq_length}: post-training uses --max-length instead")
     for name in ("split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
-        # Only a flag on the command line is refused, because args.txt of a run has every flag
+        # Refuse these flags only on the command line: the file args.txt of a pretraining run, from which a user may
+        # take flags, has a line for every flag
         if parsed.origins.get(name) == COMMAND_LINE:
             raise ValueError(
-                f"--{name.replace('_', '-')} is for pretraining: in post-training each sample is a document"
+                f"--{name.replace('_', '-')} is for pretraining: in post-training each sample is a document; leave "
+                "the flag out"
             )
     if "max_length" not in parsed.origins:
         form = dataclasses.replace(form, max_length=min(LONGEST, config.model.max_position_embeddings or LONGEST))
@@ -288,18 +314,21 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
         if post.sync_ref_model != earlier.flags.get("sync_ref_model", False):
             given = "--sync-ref-model" if post.sync_ref_model else "--no-sync-ref-model"
             raise ValueError(
-                f"{given}: {source.folder.name} was trained with the opposite of this flag, which decides what its "
-                "reference model is; give the same as at the first start"
+                f"{given}: {source.folder.name} was trained with the opposite of this flag, and a resumed run must "
+                "keep its reference model: give the same flag as at the first start of the run"
             )
         if bases := source.opener.find_bases(source.folder.path, earlier):
             free |= {"ref_load": str(bases[0].parent.resolve()), "ref_ckpt_step": iteration_of(bases[0])}
     if post.ref_load is not None:
         if post.sync_ref_model or not post.needs_reference:
-            why = "begins as the policy with --sync-ref-model" if post.sync_ref_model else "is not used"
-            raise ValueError(f"--ref-load {post.ref_load}: the reference {why} (--objective {post.objective})")
+            why = "begins as the policy with --sync-ref-model" if post.sync_ref_model else "is not used by this loss"
+            raise ValueError(
+                f"--ref-load {post.ref_load}: the reference {why} (--objective {post.objective}); leave --ref-load out"
+            )
         if lora.lora_r is not None:
             raise ValueError(
-                f"--ref-load {post.ref_load}: with --lora-r the reference is the base model without adapters"
+                f"--ref-load {post.ref_load}: with --lora-r the reference is the base model without adapters, which "
+                "--load names; leave --ref-load out"
             )
         free.pop("ref_ckpt_step")
     values: dict[str, Any] = {name: value for name, value in free.items() if name not in parsed.origins}
@@ -307,16 +336,21 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
     for name in ("hidden_dropout", "attention_dropout"):
         value = getattr(config.model, name)
         if value != 0.0 and parsed.origins.get(name) == COMMAND_LINE:
-            raise ValueError(f"{spelling(config.model, name)} {value}: post-training does not use dropout")
+            raise ValueError(
+                f"{spelling(config.model, name)} {value}: post-training does not use dropout; leave it out"
+            )
     values |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": form.max_length}
     if not post.update_expert_bias:
         if parsed.origins.get("moe_router_bias_update_rate") == COMMAND_LINE:
             rate = f"--moe-router-bias-update-rate {config.model.moe_router_bias_update_rate}"
-            raise ValueError(f"{rate} needs --update-expert-bias: otherwise post-training keeps the biases of experts")
+            raise ValueError(
+                f"{rate} needs --update-expert-bias, without which post-training does not change the experts' routing "
+                "biases: add --update-expert-bias, or leave the rate out"
+            )
         values["moe_router_bias_update_rate"] = 0.0
 
     def filled(part: Any) -> Any:
-        """Return a config with those of `values` that are among its fields."""
+        """Return a copy of a config, in which each field that `values` names has the value from `values`."""
         names = {field.name for field in dataclasses.fields(part)}
         return dataclasses.replace(part, **{name: value for name, value in values.items() if name in names})
 

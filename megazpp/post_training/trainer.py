@@ -109,7 +109,7 @@ class PostTraining:
             states=states,
             observers=() if synced is None else (synced.step,),
             generates=self.post.objective != "reward",
-            has_weights=adapted is not None,  # a policy with adapters has its weights since it was built
+            has_weights=adapted is not None,  # `_open_model` has loaded the base of a policy with adapters already
             evaluates_first=self.post.eval_on_start,
             samples=self._samples,
         )
@@ -139,7 +139,7 @@ class PostTraining:
         data, plan = self.config.data, self.plan.batches
         template = load_chat_template(self.form, self.tokenizer)
         held_out, wanted = self.config.evaluation.eval_iters * plan.global_batch_size, plan.dataset_samples
-        if self.post.draws:  # count the prompts of all generations
+        if self.post.draws:  # a sample is a prompt, so count the prompts of all generations
             steps, group = self.post.slices * self.post.passes, self.post.group_size
             consumed = plan.consumed_samples_at((plan.total_iterations - 1) // steps * steps)
             wanted = max(0, consumed) // self.post.passes // group + self.post.slices * plan.global_batch_size // group
@@ -182,8 +182,8 @@ class PostTraining:
         if wanted not in (None, found):
             by_hand = not self.parsed.origins["ref_checksum"].startswith(DEFAULT)
             whose = f"--ref-checksum says {wanted}" if by_hand else f"the adapters were trained on {wanted}"
-            where = "" if by_hand else "; name their folder with --lora-base"
-            raise ValueError(f"the base {source.folder.path} has checksum {found}, {whose}{where}")
+            where = "; correct --ref-checksum or --load" if by_hand else "; name the right base's folder by --lora-base"
+            raise ValueError(f"the base weights in {source.folder.path} have checksum {found}, but {whose}{where}")
         return self._adapted.built
 
     def _open_objective(self) -> Objective:
@@ -208,7 +208,7 @@ class PostTraining:
         if self.rollouts is not None:
             return RewardEvaluator(self.rollouts, dataset, iterations * size)
         parts = (*self.built, self._open_loader(dataset, ramp_up=False), self.run.dims)
-        if self.post.objective == "sft":  # the mean is over tokens, because batches have different numbers of tokens
+        if self.post.objective == "sft":  # weight batches by tokens, because they have different numbers of tokens
             return Evaluator(*parts, iterations=iterations, batch_size=size)
         return ObjectiveEvaluator(*parts, objective, self.run.log, iterations=iterations, batch_size=size)
 
@@ -290,7 +290,8 @@ class PostTraining:
         if self._adapted is not None:
             return FrozenModel(self.built.model, temperature=self._temperature, is_policy=True).logps
         if self.post.sync_ref_model:
-            # the reference model's weights are gathered without quantization
+            # Gather the reference model's weights without ZeRO++, so that quantization of gathers does not change its
+            # log-probabilities
             spec = dataclasses.replace(self._spec(), zero=ZeroConfig(), wire=CommPlan())
             self._synced = SyncedModel(
                 build_model(spec, self.run.dims, self.run.device),
@@ -307,7 +308,7 @@ class PostTraining:
     ) -> FrozenModel:
         """Load the reference or reward model from a folder of checkpoints; `iteration` None loads the latest."""
         weights, store = self.weights, self.weights.weight_store
-        if store is not None:  # reference and reward model use separate folders of --weight-store
+        if store is not None:  # separate folders of --weight-store, because each folder has the files of one model
             weights = dataclasses.replace(weights, weight_store=str(Path(store) / role))
         return load_frozen(
             self._spec(scalar_head=role == "reward"),
