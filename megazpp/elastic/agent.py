@@ -98,7 +98,7 @@ class Agent:
         for work in (self._keep_connection, self._keep_reporting, self._keep_fetching):
             threading.Thread(target=self._run, args=(work,), daemon=True).start()
 
-    # ---- for the training loop ----------------------------------------------------------------------------------
+    # ---- methods that the training loop calls -------------------------------------------------------------------
 
     def wait(self, ready: Callable[[Record], Any], seconds: float | None = None) -> Any:
         """Wait until a state from the coordinator fulfills a condition.
@@ -187,7 +187,7 @@ class Agent:
         if self._channel is not None:
             self._channel.close()
 
-    # ---- threads ------------------------------------------------------------------------------------------------
+    # ---- threads: connection to the coordinator, reports, fetches, and answers to other groups ------------------
 
     def _run(self, work: Callable[[], None]) -> None:
         """Run the work of a thread; `wait` raises the threads' first exception in the training loop."""

@@ -24,7 +24,7 @@ from megazpp.elastic.rounds import HEARTBEAT_SECONDS, RefusedError, Rounds
 from megazpp.elastic.wire import Address, AuthenticatedListener, Channel
 
 TICK_SECONDS = 0.02  # interval at which the coordinator looks for decisions that are due
-PUSH_SECONDS = 0.25  # interval at which it sends the run's state to all ranks when nothing has changed
+PUSH_SECONDS = 0.25  # interval at which the coordinator sends the run's state to all ranks if nothing has changed
 
 
 class SupersededError(RuntimeError):
@@ -66,7 +66,10 @@ class Journal:
         self._file.flush()
         os.fsync(self._file.fileno())
         if self._newest() != self.term:
-            raise SupersededError(f"term {self._newest()} of another coordinator has replaced term {self.term}")
+            raise SupersededError(
+                f"term {self._newest()} of another coordinator has replaced term {self.term} of this coordinator, "
+                "which ends now"
+            )
 
     def _read(self, term: int) -> list[dict]:
         """Return the records of a term, without a last line that was cut short; [] if the term has no journal."""
@@ -178,7 +181,8 @@ class Coordinator:
             channel.send({"refused": str(error), "passes": error.passes})
             self._say(f"refused group {name}: {error}")
             return
-        channel.set_timeout(2 * HEARTBEAT_SECONDS)  # `Rounds` declares a silent group out before this timeout
+        # End this thread for a dead peer. `Rounds` has removed a silent group already, after HEARTBEAT_SECONDS.
+        channel.set_timeout(2 * HEARTBEAT_SECONDS)
         try:
             while True:
                 report = channel.receive()

@@ -79,22 +79,22 @@ class ElasticLoop:
         self._counted = 0, 0  # messages and bytes that were sent to other groups before the last synchronization
         self.version, self.id, self.merged = 0, NO_COMMIT, 0
         self._cell: Cell | None = None  # rest of the leased cell: its steps that are not trained yet; None without one
-        self._cells: list[
-            Cell
-        ] = []  # cells of the steps since the last published contribution, which the next one names
+        # cells of the steps since this group's last published contribution; the next contribution lists these cells
+        self._cells: list[Cell] = []
         self._steps = 0  # number of steps since the last published contribution
         self._granted = 0  # number of cells that the coordinator has leased to this group
         # By fragment: tokens of the steps that are not published to this fragment
         self._tokens = torch.zeros(outer.plan.fragments, dtype=torch.float64, device=outer.sharding.device)
         # version on which the published contribution is based; None if no contribution waits for its commit
         self._published: int | None = None
-        self._published_steps = (
-            0  # number of steps of the published contribution, which progress counts until its commit
-        )
-        self._live = rules.groups  # number of live groups at the last step, at most the nominal number; scales progress
+        # number of steps of the published contribution, which `_progress` adds to the merged steps; 0 after its commit
+        self._published_steps = 0
+        # number of live groups at this group's last step, at most the nominal number. While groups are missing, a step
+        # advances the learning rate schedule by the live fraction of a global batch.
+        self._live = rules.groups
         self._last_step_at = 0.0  # time at which the last step ended or the interval began, to measure the next step
 
-    # ---- hooks of the trainer -----------------------------------------------------------------------------------
+    # ---- hooks that the trainer calls ---------------------------------------------------------------------------
 
     def begin(self, progress: TrainingProgress) -> TrainingProgress:
         """Join the run, wait for the first samples, and return the progress at which this group starts to train.
@@ -143,7 +143,8 @@ class ElasticLoop:
         if goes_on:
             return self._progress(progress), False
         launched.check()
-        if self._published is not None:  # the group leaves before the commit of its last contribution has come
+        # The group leaves while an earlier contribution waits for its commit, so it cannot publish its last steps
+        if self._published is not None:
             self._say(f"{self._steps} steps of this group are not published; others will train their samples again")
             return self._progress(progress), True
         self._publish()
@@ -166,7 +167,7 @@ class ElasticLoop:
             self._agent.wait(lambda state: state["oldest"] >= self.version, FAREWELL_SECONDS)
         self._agent.close()
 
-    # ---- an interval --------------------------------------------------------------------------------------------
+    # ---- leased steps of an interval, and their contribution ----------------------------------------------------
 
     def first_sample(self) -> int:
         """Return the number of consumed samples at which a loader finds the samples of this group's next leased step.
@@ -178,7 +179,7 @@ class ElasticLoop:
             StopRequested: a stop signal came, or the run ended, while the group waited for samples.
         """
         if self._cell is None:
-            raise StopRequested("a stop signal while this group waited for samples")
+            raise StopRequested("received a stop signal, or the run ended, while this group waited for samples")
         block, column, step, _ = self._cell
         batches, rules = self._batches, self._rules
         share = batches.data_parallel_size // rules.groups * batches.micro_batch_size
@@ -222,7 +223,9 @@ class ElasticLoop:
     def _is_called(self, state: Record) -> bool:
         """Return True if this group must publish before its interval is over, because other groups would wait for it.
 
-        This is so if neither the rest of the interval nor one more step ends soon after the expected quorum.
+        This is so if the rest of the interval takes longer than until the end of the grace after the expected quorum,
+        and a single further step would end after half of the grace. Without an estimate of these times, or while
+        a contribution waits for its commit, the result is False.
         """
         agent, grace = self._agent, state["grace"]
         quorum_in, seconds = agent.seconds_to_quorum(), agent.seconds
@@ -329,12 +332,12 @@ class ElasticLoop:
             self._published_steps = 0
         self._last_step_at, agent.trains = time.monotonic(), trained
 
-    # ---- versions -----------------------------------------------------------------------------------------------
+    # ---- new versions of the outer weights, and the run's progress ----------------------------------------------
 
     def _catch_up(self, progress: TrainingProgress) -> None:
         """Apply all commits that rank 0 knows to the outer and inner weights.
 
-        After each commit that names this group for it, save a checkpoint or evaluate held-out data.
+        After each commit, save a checkpoint, or evaluate held-out data, if the commit assigns this to the group.
         """
         agent = self._agent
         target = self._agreed(lambda state: (state["version"],))[0]
@@ -357,7 +360,7 @@ class ElasticLoop:
                 unsent=self._has_unsent,
                 fingerprint=(self.version, self.outer.fingerprint()),
             )
-            if before is not None:  # steps of this group that are not published yet stay in the inner weights
+            if before is not None:  # change the inner weights only by R's change, so they keep unpublished steps
                 self.outer.shift(units, before)
             else:
                 self.outer.merge(self.outer.plan.merge_alpha if own and not self._all_merged else 0.0, units)
@@ -377,7 +380,8 @@ class ElasticLoop:
     def _progress(self, progress: TrainingProgress) -> TrainingProgress:
         """Return the progress at which this group trains: the merged samples, and this group's steps since then.
 
-        The learning rate follows from it. Each step counts as a global batch, or as less while groups are missing.
+        The learning rate follows from its scheduled samples. For these, each of this group's steps counts as a global
+        batch, times the fraction of the nominal groups that are live.
         """
         at, size = self._merged_progress(progress), self._batches.global_batch_size
         if self._all_merged:
@@ -387,7 +391,7 @@ class ElasticLoop:
         scheduled = at.scheduled_samples + steps * size * min(self._live, self._rules.groups) // self._rules.groups
         return at._replace(iteration=iteration, consumed_samples=iteration * size, scheduled_samples=scheduled)
 
-    # ---- joining ------------------------------------------------------------------------------------------------
+    # ---- joining the run ----------------------------------------------------------------------------------------
 
     def _membership(self, state: Record) -> str | None:
         """Return what a group that wants to join the run does, given the state from the coordinator.

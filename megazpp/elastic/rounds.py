@@ -150,7 +150,8 @@ class Rounds:
         self._assembled_at: float | None = None
         # by version and rank: fingerprint of the outer state that a group reported first, to find groups that differ
         self._fingerprints: dict[tuple[int, int], int] = {}
-        self._published_at: dict[str, float] = {}  # by id: when a contribution was published, for the waiting times
+        # by id: time at which a contribution was published, to log how long its group waited for the commit
+        self._published_at: dict[str, float] = {}
         self._events: list[str] = []  # lines about groups since the last commit, for the next row of rounds.jsonl
         self._returned = 0  # steps since the last commit whose samples will be trained again
         for record in records:
@@ -159,7 +160,7 @@ class Rounds:
         for group in self.groups.values():
             group.deadline = self._hold_until
 
-    # ---- what is known ----------------------------------------------------------------------------------------------
+    # ---- queries: version, members, samples, and the state for a rank -----------------------------------------------
 
     @property
     def version(self) -> int:
@@ -241,7 +242,7 @@ class Rounds:
         taken, self.news = self.news, News([], [], [])
         return taken
 
-    # ---- events -----------------------------------------------------------------------------------------------------
+    # ---- events: connections and reports of ranks, and the time -----------------------------------------------------
 
     def connect(self, name: str, rank: int, hello: Record, now: float) -> None:
         """Register the connection of a rank to the coordinator.
@@ -341,7 +342,7 @@ class Rounds:
             if self.closed is not None:
                 self._commit_if_held(now)
 
-    # ---- decisions --------------------------------------------------------------------------------------------------
+    # ---- decisions of `tick` ----------------------------------------------------------------------------------------
 
     def _end_lost_groups(self, now: float) -> None:
         """Remove groups from the run that have lost a rank, send no reports, or take no steps for their samples."""
@@ -472,7 +473,7 @@ class Rounds:
         missing = {name for name in self.waited_for & self.members if not self._is_idle(name)} - arrived
         if missing and (self._quorum_at is None or now < self._quorum_at + self._grace()):
             return
-        if safe or self.closing:  # at the run's end, fragments without contributions also get a last commit
+        if safe or self.closing:  # the run ends after a last commit of each fragment, even without contributions
             safe.sort(key=lambda entry: (entry["slot"], entry["base"], entry["cid"]))  # ranks sum in this order
             self.closed = [e["cid"] for e in safe if (self.version - e["base"]) % self.rules.fragments == 0]
             if missing:
@@ -507,7 +508,8 @@ class Rounds:
         cids = ",".join(entry["cid"] for entry in entries)
         digest = hashlib.sha256(f"{self.id_of(self.version)} {cids}".encode()).hexdigest()[:16]
         by_slot = sorted(self.live, key=lambda name: self.groups[name].slot)
-        writers = {self.groups[name].saves: name for name in reversed(by_slot)}  # the first group of each folder
+        # By folder of checkpoints: the group with the lowest slot, as only one group must save into a folder
+        writers = {self.groups[name].saves: name for name in reversed(by_slot)}
         writers.pop("", None)
         at_end = self._ends([*self.commits, {"merged": merged}])
 
@@ -607,7 +609,10 @@ class Rounds:
                 oldest = self.version - self._num_kept + 1
                 self._fingerprints = {key: number for key, number in self._fingerprints.items() if key[0] >= oldest}
             case _:
-                raise ValueError(f"the coordinator's journal has a record of an unknown kind: {record}")
+                raise ValueError(
+                    f"the coordinator's journal has a record of an unknown kind, from another version of MegaZ++: "
+                    f"{record}; start the version that has written the journal"
+                )
 
     def _start_round(self) -> None:
         self.closed = self._quorum_at = self._held_at = self._assembled_at = None
@@ -624,7 +629,7 @@ class Rounds:
         if part[3] < stop:
             leases.append([block, column, part[3], stop])
 
-    # ---- helpers ----------------------------------------------------------------------------------------------------
+    # ---- questions about groups and contributions, for decisions ----------------------------------------------------
 
     def _is_whole(self, group: Group) -> bool:
         """Return True if all ranks of the group are connected and have sent a report."""
@@ -685,7 +690,7 @@ class Rounds:
         if report is None or report["version"] != self.version:
             return False
         if any(entry["base"] == self.version for entry in report["published"].values()):
-            return False  # its contribution comes as soon as all of its ranks have packed it
+            return False  # the group's contribution comes as soon as all of its ranks have packed their messages
         return self.exhausted and report["wants"] > self.groups[name].granted and not report["unsent"]
 
     def _seconds_to_quorum(self, now: float) -> float | None:

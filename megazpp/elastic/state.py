@@ -72,7 +72,10 @@ class WholeOuterState(StatePart):
             return ["the elastic run starts at version 0, because the checkpoint is not of an elastic run"]
         for name, prefix in (("rows", COMMON), ("momentum", MOMENTUM)):
             if missing := self._outer.values(name).keys() - under(prefix, loaded).keys():
-                raise DamagedError(f"the checkpoint of an elastic run is damaged: {prefix}{min(missing)} is missing")
+                raise DamagedError(
+                    f"the checkpoint of an elastic run is damaged: {prefix}{min(missing)} is missing; "
+                    "load an earlier checkpoint"
+                )
             self._outer.set_values(name, under(prefix, loaded))
         self._loop.version, self._loop.id, self._loop.merged = from_tensor(loaded[VERSION])
         return []

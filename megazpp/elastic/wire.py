@@ -63,14 +63,20 @@ class Channel:
             own = os.urandom(NONCE_BYTES)
             sock.sendall(GREETING + own)
             if self._read(len(GREETING)) != GREETING:
-                raise WireError("the peer speaks another protocol, or another version of elastic DiLoCo")
+                raise WireError(
+                    "the peer speaks another protocol, or another version of elastic DiLoCo: check the address, and "
+                    "run the same version of MegaZ++ in all groups and the coordinator"
+                )
             other = self._read(NONCE_BYTES)
             nonces = other + own if accepted else own + other  # both sides use the same order
             sides = (b"accepted", b"connected") if accepted else (b"connected", b"accepted")
             self._send_key, self._receive_key = (_mac(secret, side, nonces) for side in sides)
             sock.sendall(_mac(self._send_key, b"proof"))
             if not hmac.compare_digest(self._read(MAC_BYTES), _mac(self._receive_key, b"proof")):
-                raise WireError("the peer does not know the secret of this run")
+                raise WireError(
+                    "the peer does not know the secret of this run: give all groups and the coordinator the same "
+                    "secret file"
+                )
         except BaseException:
             sock.close()
             raise
@@ -102,10 +108,16 @@ class Channel:
         """
         (length,) = _HEAD.unpack(self._read(_HEAD.size))
         if length > MOST_FRAME_BYTES:
-            raise WireError(f"a frame of {length} bytes is too long: at most {MOST_FRAME_BYTES} are allowed")
+            raise WireError(
+                f"the peer announced a frame of {length} bytes, but at most {MOST_FRAME_BYTES} are allowed: closing "
+                "the connection"
+            )
         mac, data = self._read(MAC_BYTES), self._read(length)
         if not hmac.compare_digest(mac, _mac(self._receive_key, _NUMBER.pack(self._received), data)):
-            raise WireError("the MAC of a frame is wrong: the frame was changed, repeated or reordered")
+            raise WireError(
+                "the MAC of a frame from the peer is wrong, so the frame was changed, repeated or reordered: "
+                "closing the connection"
+            )
         self._received += 1
         return json.loads(data)
 
@@ -127,10 +139,15 @@ class Channel:
         """
         message = self.receive()
         if not 0 <= message["bytes"] <= most_bytes:
-            raise WireError(f"the peer wants to send {message['bytes']} bytes, at most {most_bytes} are expected")
+            raise WireError(
+                f"the peer announced {message['bytes']} bytes of data, but at most {most_bytes} are expected: closing "
+                "the connection"
+            )
         data = self._read(message["bytes"])
         if hashlib.sha256(data).hexdigest() != message["sha256"]:
-            raise WireError("bulk data from the peer was damaged on the way: its SHA-256 is not the announced one")
+            raise WireError(
+                "bulk data from the peer was damaged on the way, and is dropped: its SHA-256 is not the announced one"
+            )
         return message, data
 
     def close(self) -> None:

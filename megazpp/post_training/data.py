@@ -56,7 +56,7 @@ class EpochOrder:
     def place(self, index: int) -> int:
         """Return the number of the example, in the order of the files, that becomes sample `index`."""
         if not 0 <= index < self._num_samples:
-            raise IndexError(f"there is no sample {index}: the dataset has {self._num_samples} samples, from 0 on")
+            raise IndexError(f"sample {index} of {self._num_samples} does not exist: indices begin with 0")
         epoch, place = divmod(index, self._size)
         return place if self._seed is None else int(self._permutation(epoch)[place])
 
