@@ -109,8 +109,8 @@ class Channel:
         (length,) = _HEAD.unpack(self._read(_HEAD.size))
         if length > MOST_FRAME_BYTES:
             raise WireError(
-                f"the peer announced a frame of {length} bytes, but at most {MOST_FRAME_BYTES} are allowed: closing "
-                "the connection"
+                f"a frame of {length} bytes from the peer is too long: at most {MOST_FRAME_BYTES} are allowed; "
+                "closing the connection"
             )
         mac, data = self._read(MAC_BYTES), self._read(length)
         if not hmac.compare_digest(mac, _mac(self._receive_key, _NUMBER.pack(self._received), data)):
