@@ -16,7 +16,7 @@ from megazpp.run.arguments import ParsedRun, RunConfig
 
 
 def adapter_settings(lora: LoraConfig, config: GPTConfig) -> AdapterSettings:
-    """Return the settings of a run's adapters, from the flags of LoRA; its fields about the base weights are None.
+    """Return the settings of a run's adapters, from the flags of LoRA. Their `base` and `checksum` are None.
 
     Args:
         lora: flags of LoRA, with a rank.
@@ -121,7 +121,8 @@ def with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, Any
         path = Path(lora.lora_load).expanduser().resolve()
         found, where = read_adapter(path, parsed.config.model)[0], f"--lora-load {path}"
         theirs = dict(zip(SETTINGS, found, strict=False)) | {"lora_load": str(path)}
-        theirs["base_weight_bits"] = lora.base_weight_bits  # the base may have other bits than in the training before
+        # PEFT's files do not record in how many bits the base was packed, so accept the user's number
+        theirs["base_weight_bits"] = lora.base_weight_bits
     else:
         return lora
     for name in ("lora_r", "lora_alpha", "lora_target_modules", "base_weight_bits"):

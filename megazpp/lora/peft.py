@@ -142,7 +142,9 @@ def find_branches(config: GPTConfig, targets: Sequence[str]) -> list[Branch]:
         ValueError: a target is not the name of a linear layer of the model.
     """
     pieces, branches = model_pieces(config), list[Branch]()
-    if find_architecture(config).fused:  # phi3's gate_up_proj would need one A for two matrices
+    # phi3 has one module gate_up_proj for the matrices gate and fc1, and its adapter one A for both. That is not
+    # supported, so leave these matrices out.
+    if find_architecture(config).fused:
         pieces = {name: piece for name, piece in pieces.items() if not re.search(r"\.mlp\.(gate|fc1)\.", name)}
     for linear in (f"layers.{layer}.{name}" for layer in range(config.layers) for name in _LINEARS):
         if piece := pieces.get(f"{linear}.weight"):
@@ -183,7 +185,7 @@ def adapter_pieces(config: GPTConfig, branches: Sequence[Branch], *, scores: boo
         theirs, rows = f"{_PREFIX}{branch.module}.lora_B.weight", weights[f"{branch.linear}.weight"]
         pieces[f"{branch.name}.a"] = transposed(f"{_PREFIX}{branch.module}.lora_A.weight")
         pieces[f"{branch.name}.b"] = same(theirs)
-        if branch.is_qkv and not branch.part:  # convert the order of B's rows like the weight's
+        if branch.is_qkv and not branch.part:  # B's rows have the order of the weight's rows, so convert both alike
             pieces[f"{branch.name}.b"] = (
                 qkv_rows([theirs], config) if rows.transposed else rows._replace(theirs=(theirs,))
             )
@@ -324,8 +326,8 @@ def with_adapter(model: Model, folder: Path) -> Model:
         why = (
             "which this model does not have as weights of its own" if missing else "which are tied to the output layer"
         )
-        raise ValueError(f"{path} changes {', '.join(sorted(problems))}, {why}")
-    # ---- back to our names
+        raise ValueError(f"{path} changes {', '.join(sorted(problems))}, {why}: this adapter cannot be merged")
+    # ---- convert the merged tensors back to this project's names
     merged = theirs | {name: theirs[name]._replace(read=read) for name, read in reads.items()}
     shapes = {name: ours[name].shape for name in pieces}
     joined = join_all(pieces, split_gate_up(merged), shapes, str(folder))
@@ -355,7 +357,9 @@ def _open_adapter(folder: Path, config: GPTConfig) -> tuple[Any, dict[str, torch
     path, values = folder / CONFIG, read_json(folder / CONFIG)
     # ---- reject adapters that are not plain LoRA
     if values.get("peft_type") != "LORA":
-        raise ValueError(f"{path} has peft_type {values.get('peft_type')!r}, but only LORA is supported")
+        raise ValueError(
+            f"{path} has peft_type {values.get('peft_type')!r}, but only LORA is supported: give adapters of LoRA"
+        )
     peft = import_package("peft", str(path))
     plain: dict[str, Any] = vars(peft.LoraConfig())
     off: tuple[Any, ...] = (None, False, "", [], {})
@@ -366,9 +370,11 @@ def _open_adapter(folder: Path, config: GPTConfig) -> tuple[Any, dict[str, torch
         if key not in _KNOWN and value not in (plain.get(key), *off, *inits.get(key, ()))
     ]
     if odd:
-        raise ValueError(f"{path} asks for {', '.join(odd)}, which is not supported")
+        raise ValueError(f"{path} asks for {', '.join(odd)}, which is not supported: give adapters without it")
     if not any((folder / name).is_file() for name in (TENSORS, PICKLED)):
-        raise ValueError(f"{folder / TENSORS} is missing: the folder has no tensors of an adapter")
+        raise ValueError(
+            f"{folder / TENSORS} is missing: the folder has no tensors of an adapter; give a folder that PEFT has saved"
+        )
     # ---- load the adapter on a base without weights
     try:
         with warnings.catch_warnings(action="ignore"):  # hides deprecation warnings of PEFT and transformers
@@ -393,7 +399,8 @@ def _open_adapter(folder: Path, config: GPTConfig) -> tuple[Any, dict[str, torch
     missing = [name for name in own if model.get_parameter(name).is_meta]
     if problems := [*missing, *loaded.unexpected_keys]:
         what = "are missing" if missing else "have no place in this model"
-        raise ValueError(f"{folder}: {', '.join(problems[:3])} {what}")
+        remedy = "the files are incomplete, or are of an adapter for another model"
+        raise ValueError(f"{folder}: the adapter's tensors {', '.join(problems[:3])} {what}: {remedy}")
     plain = {
         name.removeprefix(_PREFIX).replace(".base_layer.", "."): tensor
         for name, tensor in tensors.items()

@@ -77,7 +77,7 @@ def load_adapted(
     Raises:
         ValueError: the adapters of --lora-load were trained on base weights with another checksum.
     """
-    # ---- frozen base weights
+    # ---- load the base weights, frozen and packed in --base-weight-bits
     settings = adapter_settings(lora, spec.config)
     dims, device = place.dims, place.device
     bits = lora.base_weight_bits
@@ -100,7 +100,7 @@ def load_adapted(
         if found.checksum not in (None, settings.checksum):
             raise ValueError(
                 f"--lora-load {lora.lora_load} was trained on weights with checksum {found.checksum}, but --load "
-                f"{settings.base} has {settings.checksum}: its base was {found.base}"
+                f"{settings.base} has {settings.checksum}; give the adapters' base by --load: its base was {found.base}"
             )
         begun |= tensors
     _begin_with(built, begun)
@@ -133,7 +133,9 @@ def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGener
                 continue
             assert isinstance(linear, Linear), name
             linear.adapter = _adapter(model, linear, branches, settings, agreeing)
-    if agreeing is not None:  # recomputation and checkpoints save and restore the generator of the model's settings
+    # Recomputation and checkpoints save and restore only the generator in the model's settings, so that generator must
+    # be the one of the adapters' dropout
+    if agreeing is not None:
         model.settings = dataclasses.replace(model.settings, generator=agreeing)
         for layer in model.layers:
             assert isinstance(layer, TransformerLayer)
@@ -151,7 +153,7 @@ def _add_to_experts(experts: Experts, branches: list[Branch], settings: AdapterS
     if experts.grouped and rank % GROUPED_MULTIPLE:
         raise ValueError(
             f"--lora-r {rank} with adapters on experts: torch's grouped matrix product needs a multiple of "
-            f"{GROUPED_MULTIPLE}"
+            f"{GROUPED_MULTIPLE}; give such a rank"
         )
     for branch in branches:
         sizes = (inner, hidden) if branch.part == "fc2" else (hidden, inner)

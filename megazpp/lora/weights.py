@@ -101,7 +101,10 @@ class AdapterOpener(AdapterConverter):
             reader = rest.open(base, read_record(base), files)
 
             def share_of_checksum(reader: SafeReader = reader) -> int:
-                """Return this rank's summand of the base's checksum, over every n-th weight, for n ranks."""
+                """Return this rank's part of the base's checksum: the sum over every n-th weight, for n ranks.
+
+                The checksum of the base is the sum of all ranks' parts.
+                """
                 weights = ((key, reader.read_whole(key)) for key in _weights(reader)[files.rank :: files.size])
                 return sum(sum_of_bits(key.removeprefix(MODEL), whole, (0, 0), whole.shape) for key, whole in weights)
 
@@ -175,7 +178,9 @@ class AdaptedReader(SafeReader):
             # Round merged values to the dtype of the checkpoint, so that they do not depend on the dtype of `box`
             part = torch.empty(box.shape, dtype=self._saved[key].properties.dtype)
             self._base.read_box(key, offsets, part)
-            # An experts' weight has one matrix after another, each with its own A and B, so merge each matrix alone
+            # A weight of experts stacks the matrices of all experts, each with its own A and B, so merge each matrix
+            # alone. factors[0] has `width` rows for each expert, so len(factors[0]) // width is the number of experts
+            # (1 for other weights), and each expert has `rows` rows of the weight.
             (first, left), (height, width) = offsets, self._saved[key].size
             rows = height // (len(factors[0]) // width)
             for block in range(first // rows, -(-(first + len(box)) // rows)):
@@ -195,7 +200,8 @@ class AdaptedReader(SafeReader):
         names = [name for name in self._own.tensors() if name.startswith(prefix)]
         parts = {name.removeprefix(prefix): self._own.read_whole(name) for name in names}
         if parts and is_experts:
-            return (parts["b"], parts["a"]) if matrix == "fc2" else (parts["a"], parts["b"])  # fc2 is transposed
+            # The experts' fc2 is stored transposed, as [inputs, outputs], so its columns belong to B
+            return (parts["b"], parts["a"]) if matrix == "fc2" else (parts["a"], parts["b"])
         return joined_factors(parts, config.query_groups, config.heads, config.head_size) if parts else None
 
 
