@@ -60,9 +60,15 @@ class SampleConfig(FeatureConfig):
     def __post_init__(self) -> None:
         check_not_negative(self, "sample_tokens", "sample_temperature", "sample_top_k")
         if not 0.0 < self.sample_top_p <= 1.0:
-            raise ValueError(f"--sample-top-p {self.sample_top_p} is not in (0, 1]: 1 samples from all tokens")
+            raise ValueError(
+                f"--sample-top-p {self.sample_top_p} is not in (0, 1]: give a cumulative probability in this range; 1 "
+                "samples from all tokens"
+            )
         if not 0.0 <= (self.sample_min_p or 0.0) <= 1.0:
-            raise ValueError(f"--sample-min-p {self.sample_min_p} is not in [0, 1]: 0 samples from all tokens")
+            raise ValueError(
+                f"--sample-min-p {self.sample_min_p} is not in [0, 1]: give a fraction of the largest probability; 0 "
+                "samples from all tokens"
+            )
         check_positive(self, "sample_repetition_penalty")
         if "" in self.sample_stop:
             raise ValueError("--sample-stop '' is in every text: give a string that is not empty")

@@ -213,7 +213,8 @@ def draw_completions(
         torch.zeros(batch, limit, device=device),
         torch.zeros(batch, dtype=torch.bool, device=device),
     )
-    broken = torch.zeros((), dtype=torch.bool, device=device)  # True once a logit was NaN
+    # True once a logit of any row was NaN; on the device, so that the host need not wait after each token
+    broken = torch.zeros((), dtype=torch.bool, device=device)
     for count in range(limit):
         stops = stopped()
         if stops and together.size == 1:
@@ -255,6 +256,8 @@ def draw_completions(
         if ends:
             found.ended[places] |= (token.unsqueeze(1) == end_ids).any(dim=1)
         # ---- find the rows that have ended, and shrink the batch
+        # Here the host waits for the device. Without `is_last`, skip this if no token ends a row, after the last token,
+        # and except after every `look_every` tokens.
         if is_last is None and (not ends or count + 1 == limit or (count + 1) % look_every):
             continue
         marks = (found.ended[places], broken.expand(len(rows)), agreed[-1:].expand(len(rows)))
@@ -273,7 +276,10 @@ def draw_completions(
             rows, places = [rows[place] for place in left], places[torch.tensor(left).to(device)]
             longest = max(len(prompts[row]) for row in rows)
     if broken:
-        raise UserError("no token can be sampled: the model's logits are NaN, so its weights have diverged")
+        raise UserError(
+            "no token can be sampled: the model's logits are NaN, so its weights have diverged; use an "
+            "earlier checkpoint"
+        )
     tokens, lengths, logps, ended = (tensor.cpu() for tensor in found)
     there = torch.arange(limit) < lengths.unsqueeze(1)
     return Drawn(tokens * there, lengths, logps * there, ended)

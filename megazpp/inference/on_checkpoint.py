@@ -98,7 +98,8 @@ def run_on_checkpoint(
         return 0
 
     # ---- checks before anything is allocated
-    config = dataclasses.replace(parsed.config, features=())  # optional features change only training runs
+    # Optional features change only training runs, so leave out the features that the checkpoint's run has used
+    config = dataclasses.replace(parsed.config, features=())
     parsed = parsed._replace(config=config)
     problems = Problems()
     with problems:

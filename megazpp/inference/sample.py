@@ -45,7 +45,8 @@ def pick_rows(
     if config.sample_temperature == 0.0:
         return _penalized(logits, config, seen).argmax(dim=-1)
     below = next_probabilities(logits, config, seen).double().cumsum(dim=-1)
-    # Take the first token whose cumulative probability exceeds the random number, so never one of probability 0
+    # Take the first token whose cumulative probability exceeds the random number. A token of probability 0 is never
+    # taken, because it does not increase the cumulative probability.
     found = torch.searchsorted(below, uniform.unsqueeze(-1) * below[:, -1:], right=True).squeeze(-1)
     return found.clamp(max=logits.shape[-1] - 1)  # NaN in the logits would give an id beyond the vocabulary
 
