@@ -87,6 +87,8 @@ def node_folder(name: str) -> Path | None:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            problem = "must be a folder that only this user can access, because compiled kernels are loaded from it"
-            raise ValueError(f"{folder} {problem}; remove it, or set {TRITON[0]}")
+            raise ValueError(
+                f"{folder} must be a folder that only this user can access, because compiled kernels are loaded from "
+                f"it; remove it, or set {TRITON[0]}"
+            )
     return own / name

@@ -36,7 +36,8 @@ from megazpp.training.config import FEWEST, WINDOW, AnomalyConfig
 from megazpp.training.context import RunContext
 from megazpp.zero.sharding import Sharding
 
-SHOWN = 8  # largest number of parameters and of micro-batches in the error message; the file lists all
+# Largest number of parameters, and of micro-batches, in the error message; not-finite-<iteration>.json lists all
+SHOWN = 8
 
 
 class LossHistory:
@@ -218,7 +219,8 @@ class Guard:
         """
         world, plan = self.run.dims.world, self.plan
         reports = world.gather_objects(self._failure or StepReport(self.run.dims.data_rank))
-        # Only rank 0 has reports. It makes the error message, and writes the details to a file of the run folder.
+        # Only rank 0 receives reports; the other ranks have an empty list. Rank 0 makes the error message, and writes
+        # the details to a file of the run folder.
         message = None
         if reports:
             first = next(each for each in reports if each.iteration is not None)
@@ -250,10 +252,11 @@ class Guard:
             The end of the log line about the spike: the iteration of the checkpoint, or why there is none.
         """
         assert self.rewind is not None
-        losses = self.history.state_dict()  # `rewind` loads an older history, without the latest losses
+        # `rewind` also loads the checkpoint's older history of losses. Keep the latest losses, and put them back below.
+        losses = self.history.state_dict()
         try:
             return f", and the weights return to iteration {self.rewind()}"
-        except ValueError as error:  # no checkpoint has been saved yet
+        except ValueError as error:  # no checkpoint has been saved yet: continue, and say so in the log line
             return f" ({error})"
         finally:
             self.history.load_state_dict(losses)

@@ -184,15 +184,18 @@ def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
     given = "" if config.micro_batch_size is None else f"--micro-batch-size {size} x "
     divisor = f"{given}data-parallel size {data_parallel_size}"
     if global_batch_size % rank_samples:
-        raise ValueError(f"--global-batch-size {global_batch_size} is not divisible by {divisor}")
+        raise ValueError(f"--global-batch-size {global_batch_size} is not divisible by {divisor}: change one of them")
     # ---- ramp-up of the global batch size
     start, increment, samples = config.rampup_batch_size or (global_batch_size, global_batch_size, 0)
     given = f"--rampup-batch-size {start} {increment} {samples}"
     if start > global_batch_size or (global_batch_size - start) % increment:
         whole = in_use(config, "global_batch_size", global_batch_size)
-        raise ValueError(f"{given}: {whole} is not {start} plus a multiple of {increment}")
+        raise ValueError(
+            f"{given}: {whole} is not {start} plus a multiple of {increment}, so increments of the start size do not "
+            "reach it: change one of the three sizes"
+        )
     if start % rank_samples or (start < global_batch_size and increment % rank_samples):
-        raise ValueError(f"{given}: start size and increment are not divisible by {divisor}")
+        raise ValueError(f"{given}: start size and increment are not divisible by {divisor}: change them")
     return BatchPlan(
         micro_batch_size=size,
         data_parallel_size=data_parallel_size,

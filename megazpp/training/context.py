@@ -152,7 +152,7 @@ def default_run_dir(config_name: str, now: datetime.datetime) -> Path:
             path.mkdir(parents=True)
         except OSError as error:
             if isinstance(error, FileExistsError) and path.is_dir():
-                continue  # another job has just created this folder
+                continue  # another job has just created this folder: try the next number
         return path
 
 
@@ -181,8 +181,9 @@ def make_writable(path: str | Path, flag: str) -> Path:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        problem = f"is not a folder that can be written to: {error.strerror}; choose another folder"
-        raise ValueError(f"{flag} {path} {problem}") from error
+        raise ValueError(
+            f"{flag} {path} is not a folder that can be written to: {error.strerror}; choose another folder"
+        ) from error
     return path
 
 

@@ -56,7 +56,8 @@ def model_flops_per_token(model: GPTConfig, *, padded_vocab_size: int, seq_lengt
     mlps = (model.layers - experts) * dense + experts * mixture
     projections = 2 * model.hidden * model.head_size * (model.heads + model.query_groups)
     spans = [keys_per_token(seq_length, span) for span in model.attention_span]
-    attention = round(2 * query_size * sum(spans))  # attention scores, and the weighted sum of the values
+    # Multiply-adds per token in all layers: one product for the attention scores, one for the weighted sum of values
+    attention = round(2 * query_size * sum(spans))
     return 6 * (mlps + model.layers * projections + attention + model.hidden * padded_vocab_size)
 
 

@@ -147,7 +147,8 @@ def train(
             with ExitStack() as around:
                 for observer in observers:
                     around.enter_context(observer(iteration))
-                around.enter_context(timeline.span(STEP, f"step {iteration}"))  # shows the watchdog that steps begin
+                # The span covers all of the step, so the watchdog notices a hang outside of collectives too.
+                around.enter_context(timeline.span(STEP, f"step {iteration}"))
                 try:
                     with timeline.span(WAIT, "data"):
                         batches = loader.step(progress.consumed_samples, batch_size)

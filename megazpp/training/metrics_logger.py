@@ -87,7 +87,8 @@ class MetricsRecorder:
         """Record a training step. If a log interval ends with the step, or the step is the `last` one, log a line."""
         # ---- for a log line, compute the numbers that no other step has
         run, dims, log = self.run, self.run.dims, last or self.logs(record.iteration)
-        sent = self._sent_bytes_per_node() if log else NOTHING_SENT  # the parameter norm below sends further bytes
+        # Read the counted bytes first, because the parameter norm below sends bytes that no training step needs.
+        sent = self._sent_bytes_per_node() if log else NOTHING_SENT
         if log and self.config.log_params_norm:
             self.sharding.settle()
             model, axes = self.sharding.model, (dims.tp, dims.shard)
@@ -131,7 +132,7 @@ class MetricsRecorder:
         if norm is None or not math.isfinite(norm):
             return
         usual = statistics.median(self._norms) if len(self._norms) >= SPIKE_STEPS else 0.0
-        if 0.0 < SPIKE * usual < norm:  # a median of zero would give an infinite ratio
+        if 0.0 < SPIKE * usual < norm:  # no note for a median of 0, because the note gives the ratio of norm to median
             self.run.log(
                 f"note: iteration {record.iteration}: grad norm {norm:.3f} is {norm / usual:.0f} x the median of the "
                 f"{len(self._norms)} steps before it, {usual:.3f}"

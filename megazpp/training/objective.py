@@ -113,7 +113,7 @@ class LanguageModelLoss:
         def head(
             model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor | None
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            """Return the loss of each token from the last layer's output `x`, and pass on the losses of routers."""
+            """Return the loss of each token, from the last layer's output `x`, and `router_loss` unchanged."""
             return model.token_losses(x, batch.labels)[0], router_loss
 
         losses, router_loss = model(

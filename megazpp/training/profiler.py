@@ -65,7 +65,8 @@ class Profiler(AbstractContextManager["Profiler"]):
             yield
             return
         if self._profiles and self._trace is None:
-            self._first = iteration  # a resumed run may start after --profile-step-start
+            # The first recorded iteration, for log and file name. A resumed run may start after --profile-step-start.
+            self._first = iteration
             cuda = [ProfilerActivity.CUDA] if self._dims.timeline.device_type == "cuda" else []
             # By default the profiler ignores threads that were started before it, such as the communication queues'.
             threads = _ExperimentalConfig(profile_all_threads=True)
@@ -109,7 +110,7 @@ def _write(path: Path, write: Callable[[str], object]) -> None:
     If this fails, a warning is printed, and training continues.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # the run folder may exist only on the node of rank 0
+        path.parent.mkdir(parents=True, exist_ok=True)  # other nodes than rank 0's may not have the run folder yet
         with renamed_when_done(path.with_name(f".unfinished-{path.name}"), path, synced=False) as unfinished:
             write(str(unfinished))
     except OSError as error:

@@ -60,7 +60,7 @@ def record_results(
         where, how = f"iteration {progress.iteration} on test set", {"has_perplexity": recorder.has_perplexity}
         for line in validation_lines(where, test_loss, metric=metric, **how):
             run.log(line)
-    # ---- combine the results of all ranks
+    # ---- combine the losses, the CPU time of all ranks and their highest memory peak into the summary
     measured = None if recorder.last_validation is None else recorder.last_validation[1]
     used = torch.tensor(meter.cpu_seconds, dtype=torch.float64, device=run.device)
     peak = torch.tensor(float(peak_memory_bytes(run.device)), dtype=torch.float64, device=run.device)
@@ -140,7 +140,8 @@ def zero3_traffic(
         precision: dtypes of compute and gradient reduction.
         micro_batches: number of micro-batches per rank in all steps together.
     Returns:
-        The bytes with their calculation, or None if each copy of the model is inside one node.
+        The bytes with their calculation; None without DiLoCo if each copy of the model is sharded inside one local
+        domain.
     """
     layout = dims.layout
     if layout.cross * layout.replica_group == 1:
@@ -155,7 +156,9 @@ def zero3_traffic(
     )
     cross = micro_batches * (2 * weights + gradients) * (ranks - 1) // ranks
     domains, nodes = layout.cross * layout.replicate * layout.replica_group, layout.cluster.num_nodes
-    if domains != nodes:  # NVLink domains, or tensor parallelism, span several nodes, which share the bytes of a ring
+    # If a local domain spans several nodes (an NVLink rack, or tensor parallelism across nodes), the uplinks of these
+    # nodes share the bytes of one ring, so each uplink carries only a part of them.
+    if domains != nodes:
         formula += f", which {nodes // domains} nodes share"
         cross = cross * domains // nodes
     return Zero3Traffic(weights, gradients, micro_batches, cross, formula)

@@ -218,6 +218,7 @@ def wandb_mode() -> Literal["online", "offline", "disabled"]:
         return "offline"
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return "online"
-    netrc = importlib.import_module("requests.utils")  # the package requests is installed, because wandb requires it
+    # Read the netrc file as wandb does, by the package requests, which is installed because wandb requires it.
+    netrc = importlib.import_module("requests.utils")
     server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
     return "offline" if netrc.get_netrc_auth(server) is None else "online"

@@ -107,7 +107,9 @@ class TrainStep:
         # ---- compute the gradient norm, and check the previous step's loss and norm
         with self._span("norm"):
             norms = self.sharding.states.norms(self.dims.tp)
-            if norms is None:  # the gradients are in `.grad`, not in host memory
+            # None: the gradients are in `.grad`, not in host memory. First complete those gradients of replicated
+            # parameters of which each tensor-parallel rank has only a part.
+            if norms is None:
                 sum_partial_gradients_((p for name, p in named if name in self._partial), self.dims.tp)
             norm = global_grad_norm(named, *axes, divisor=scale, norms=norms)
             numbers = [loss, norm.value.double()]

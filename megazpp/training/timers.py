@@ -80,7 +80,8 @@ class StepRecorder:
         compares = self._config.log_straggler and iteration % self._interval == 0
         # Inter-node gathers of the previous step may still be in flight, so the trace also needs that step's spans.
         draws = drawn is not None and drawn - 1 <= iteration <= drawn
-        if draws and self._barrier_end is None:  # the end of a barrier defines time zero of the trace on all ranks
+        # An all-reduce serves as a barrier, whose end defines time zero of the trace on all ranks.
+        if draws and self._barrier_end is None:
             float(self._run.dims.world.all_reduce_(torch.zeros((), device=self._run.device)))
             self._barrier_end = time.perf_counter()
         # ---- record the spans of the step
