@@ -112,7 +112,7 @@ def versions() -> Section:
 
 
 def devices() -> Section:
-    """Return the CPU, and each GPU with its links, as a rank on that GPU would detect them."""
+    """Return the CPU's usable cores and memory, and each GPU with the NVLinks that a rank on it would detect."""
     gibibytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = {"CPU": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable, {gibibytes:.1f} GiB"}
     places = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
@@ -162,7 +162,7 @@ def missing() -> Section:
     if not cuda and Path("/dev/nvidiactl").exists():
         found["CUDA"] = "torch cannot use the GPU: install a build for its driver, see pytorch.org/get-started"
     unneeded = set() if cuda else set(CUDA_ONLY)
-    if sys.version_info >= (3, 14):  # its standard library has compression.zstd
+    if sys.version_info >= (3, 14):  # Python's standard library has compression.zstd since this version
         unneeded.add("backports.zstd")
     for name, use in (dict.fromkeys(REQUIRED, "needed") | OPTIONAL).items():
         if name not in unneeded and _version(name) is None:

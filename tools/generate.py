@@ -131,7 +131,7 @@ def check(config: RunConfig, extra: GenerateConfig) -> None:
     tokenizer = build_tokenizer(config.tokenizer, config.data, log=lambda line: None)
     starts = Starts(tokenizer, config, extra, lambda note: None)
     if not [starts.make(prompt) for batch in read_prompts(given, file, 1) for prompt in batch]:
-        raise ValueError(f"--prompt-file {file} holds no prompt")
+        raise ValueError(f"--prompt-file {file} holds no prompt; write at least one into it")
 
 
 class Starts:
@@ -228,7 +228,7 @@ def run(loaded: Loaded) -> None:
         loaded.say(f"with the cache: {generated.describe()}")
         done, count = done + len(starts), count + sum(map(len, generated.tokens))
 
-    # Print the totals.
+    # Raise an error if there was no prompt. If the weights were streamed, print the speed.
     if not done:
         raise ValueError("stdin has no prompt; write one per line, or give --prompt or --prompt-file")
     if loaded.streamed is not None:

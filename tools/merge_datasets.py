@@ -54,7 +54,7 @@ def main(config: MergeConfig) -> None:
         first, dataset = datasets[0], datasets[-1]
         if dataset.has_modes:
             raise ValueError(
-                f"--input {prefix} is multimodal, which is not supported: its sequence modes would be lost"
+                f"--input {prefix} is multimodal, which is not supported: its sequence modes would be lost; omit it"
             )
         if dataset.dtype != first.dtype:
             raise ValueError(
@@ -79,7 +79,7 @@ def _find_pairs(values: Sequence[str]) -> list[Path]:
         if path.is_dir():
             found = sorted({file.with_suffix("") for file in path.iterdir() if file.suffix in (".bin", ".idx")})
             if not found:
-                raise ValueError(f"--input {value}: the folder has no .bin or .idx files")
+                raise ValueError(f"--input {value}: the folder has no .bin or .idx files; give the folder of the pairs")
             prefixes += found
         else:
             prefixes.append(path)

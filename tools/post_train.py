@@ -82,15 +82,16 @@ from megazpp.run.trainer import Trainer, open_run
 @distributed_program
 def main(argv: list[str]) -> int:
     """Post-train a model as a worker, or check the flags and start the workers. Return the exit code."""
-    # ---- flags
+    # ---- read the flags
     parsed = parse(argv)
 
-    # ---- the checkpoint to start from
+    # ---- find the checkpoint from which the run starts or resumes, and take its flags
     parsed, source, earlier = find_start(parsed, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
     if parsed.answers():
         return 0
 
-    # ---- checks before anything is allocated or written; the plan is dropped, because workers may find other hosts
+    # ---- check the flags before anything is allocated or written. The run's plan made here only serves these checks:
+    # workers make it again, because they may discover a different cluster.
     config, place = parsed.config, detect_rank_info(parsed.config.launch)
     problems, plans = Problems(), config.section(PlanConfig).plan
     with problems:
@@ -103,7 +104,7 @@ def main(argv: list[str]) -> int:
     with problems:
         check_device(config.model, device_type())
     with problems:
-        # our launcher has checked the files for its workers
+        # Rank 0 checks the files, unless MegaZ++'s launcher has started it and has thus checked them already.
         if launched_rank() == 0 and LAUNCHER_PID not in os.environ and not plans:
             check_files(parsed, earlier)
     problems.raise_all()
@@ -114,7 +115,7 @@ def main(argv: list[str]) -> int:
         return start_workers(place, config.launch, main)
     facts = facts_of(parsed)  # all ranks have to agree on them
     with worker_process(place, config.launch, facts) as worker, open_run(worker, parsed, announced, source) as run:
-        # ---- build
+        # ---- build the models, the objective and the data of the run
         with user_errors():
             post = PostTraining(run)
             parts = post.parts()

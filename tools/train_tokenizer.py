@@ -107,7 +107,7 @@ def _texts(paths: Sequence[Path], config: TrainTokenizerConfig) -> Iterator[str]
                 said = time.monotonic()
                 say(f"read {read:,} characters, {read / (said - started) / 1e6:.1f} million per second: {path}")
     if read == 0:
-        raise ValueError(f"--input {' '.join(config.input)} holds no text")
+        raise ValueError(f"--input {' '.join(config.input)} holds no text; give files with text")
     seconds = time.monotonic() - started
     say(f"read {read:,} characters in {seconds:.1f} s; training {config.vocab_size} pieces takes a while")
 

@@ -114,7 +114,10 @@ class Results:
         if path.exists():
             saved = json.loads(path.read_text())
             if saved["shape"] != shape:
-                raise ValueError(f"--out {path.parent} holds samples of {saved['shape']}, not of {shape}: change --out")
+                raise ValueError(
+                    f"--out {path.parent} holds samples of another cluster or model, {saved['shape']}, but the flags "
+                    f"give {shape}: give another --out"
+                )
             self.samples, self.parameters = [Sample(**fields) for fields in saved["samples"]], saved["parameters"]
 
     def missing(self, rate: str, round_index: int, variants: list[str]) -> list[str]:

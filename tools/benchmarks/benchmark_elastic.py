@@ -48,9 +48,8 @@ TINY = (
     "--tokenizer-type NullTokenizer --vocab-size 256 --lr 1e-3 --train-iters 100000 --micro-batch-size 2 "
     "--diloco-outer-momentum 0.6 --diloco-outer-lr 0.7 --log-interval 1000 --eval-iters 1"
 )
-WIDE = (
-    "--num-layers 2 --hidden-size 512 --num-attention-heads 4 --vocab-size 8192"  # 10.6M parameters: messages take time
-)
+# A model of 10.6M parameters, whose messages take long enough on a slow network to delay the groups measurably
+WIDE = "--num-layers 2 --hidden-size 512 --num-attention-heads 4 --vocab-size 8192"
 TEXT = (
     "@configs/gpt_tiny.args --hidden-size 64 --seq-length 64 --max-position-embeddings 64 --vocab-size 512 "
     "--micro-batch-size 4 --train-iters 1000 --diloco-outer-lr 1 --diloco-outer-momentum 0 --log-interval 100 "
@@ -109,17 +108,20 @@ class Site:
         return process
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill all processes of a group, or the coordinator."""
+        """Kill `process`, the job of a replica group or the coordinator, with all its child processes."""
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def wait(self, condition: Callable[[], Any]) -> None:
-        """Wait until `condition` returns True."""
+        """Wait until `condition()` is true. Raise a TimeoutError if that takes longer than LIMIT_SECONDS."""
         began = time.monotonic()
         while not condition():
             if time.monotonic() > began + LIMIT_SECONDS:
-                raise TimeoutError(f"nothing happened for {LIMIT_SECONDS:g} s; see the outputs in {self.folder}")
+                raise TimeoutError(
+                    f"the awaited event of the run did not happen within {LIMIT_SECONDS:g} s; the outputs of the "
+                    f"coordinator and the groups in {self.folder} may show why"
+                )
             time.sleep(POLL_SECONDS)
 
     def wait_for_version(self, version: int) -> None:

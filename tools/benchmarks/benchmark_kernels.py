@@ -84,7 +84,7 @@ def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece
     for fmt in (BlockFormat(8, block_size), BlockFormat(4, block_size)):
         bits = fmt.bits
         wire, table = fmt.bits_per_element(n) / 8, range_table(plan_row(n, fmt), torch.float32)
-        # ---- pack and unpack
+        # ---- calls that pack values into a message, and unpack a message; also as differences from a base
         for name, dtype in DTYPES.items():
             x = torch.randn(n, device=device).to(dtype)
             messages = torch.zeros(table.layout.message_bytes, dtype=torch.uint8, device=device)
@@ -97,12 +97,12 @@ def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece
             add = partial(unpack_onto, messages, table, out=x)
             pieces.append(Piece(f"quantize {name} to int{bits}, base bf16", n, moved + 2 * n, difference))
             pieces.append(Piece(f"add int{bits} to {name}", n, moved + n * x.element_size(), add))
-        # ---- pack with error feedback
+        # ---- a call that packs values with error feedback, which it reads and writes too
         errors, kept = Feedback.zeros((), table, device), 2 * n * (1 + 2 / block_size)
         with_feedback = partial(quantize, errors=errors)
         pieces.append(Piece(f"quantize {name} to int{bits}, feedback", n, moved + kept, with_feedback))
 
-        # ---- sum of messages
+        # ---- a call that unpacks and sums the messages of all peers
         table = range_table(plan_row(n // peers, fmt), torch.float32)
         received = torch.zeros(peers, table.layout.message_bytes, dtype=torch.uint8, device=device)
         pack(torch.randn(peers, n // peers, device=device), table, messages=received)

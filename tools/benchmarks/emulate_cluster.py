@@ -39,7 +39,9 @@ from megazpp.parallel.launch import POLL_SECONDS, Workers, describe_failure, fir
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 UNLIMITED = "unlimited"
-SMALLEST_BURST, BURST_SECONDS, QUEUE_LATENCY = 128_000, 0.004, "50ms"  # a burst of less than a few packets would stall
+# A limited link may send the bytes of BURST_SECONDS at once, but at least SMALLEST_BURST bytes, because it would stall
+# with a burst of less than a few packets. Packets that would wait for longer than QUEUE_LATENCY are dropped.
+SMALLEST_BURST, BURST_SECONDS, QUEUE_LATENCY = 128_000, 0.004, "50ms"
 FIRST_PORT = 29500
 LAST_CHARACTERS = 4000  # number of characters shown from the end of a rank's stderr
 NO_IPV6 = "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6"  # IPv6 neighbor discovery would count as traffic
@@ -285,7 +287,7 @@ def parse_rate(rate: str) -> float | None:
 
 
 def _address(node: int) -> str:
-    """Return the IP address of a node."""
+    """Return the IP address of a node of the emulated cluster, for example "10.88.0.1" for node 0."""
     return f"10.88.0.{node + 1}"
 
 
