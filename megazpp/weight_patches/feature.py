@@ -27,14 +27,18 @@ class WeightPatchesFeature(Feature):
 
         if plan.layout.replica_group > 1:
             raise ValueError(
-                "--save-weight-patches cannot be combined with --diloco-steps: replica groups have different weights"
+                "--save-weight-patches cannot be combined with --diloco-steps, because replica groups have different "
+                "weights: leave out one of them"
             )
         if config.zero.optimizer_cpu_offload:
-            raise ValueError("--optimizer-cpu-offload does not support --save-weight-patches: leave out one of them")
+            raise ValueError("--optimizer-cpu-offload does not support --save-weight-patches: leave one of them out")
         check_patches(config.model, config.precision, plan.wire)
 
     def attach(self, parts: TrainerParts) -> Attached:
-        """Return the action that writes files after each training step; no action without --save-weight-patches."""
+        """Return the action that writes weight patches after each training step.
+
+        Without --save-weight-patches, return an `Attached` without actions.
+        """
         flags = parts.config.section(PatchesConfig)
         if flags.save_weight_patches is None:
             return Attached()

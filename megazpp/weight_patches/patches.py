@@ -101,7 +101,7 @@ class WeightPatches:
                 changes[name] = encode_change(new, self._last[name])
             self._last[name] = new.cpu()
         buffers = {name: buffer.cpu() for name, buffer in self._model.named_buffers() if self._file == 0}
-        # ---- write the files
+        # ---- write this rank's `patch` file, and its `weights` file at the start and after each interval
         weights, base = self._last | buffers, self._chain
         if first:
             self._chain = checksum(weights)
@@ -115,7 +115,7 @@ class WeightPatches:
             self._write("weights", weights, {"checksum": f"{checksum(weights):08x}", "model": json.dumps(model)})
 
     def _begin_chain(self) -> None:
-        """Create the numbered folder for a new chain of weight patches. All ranks call this."""
+        """Create the numbered folder for a new chain of weight patches, and store its path. All ranks call this."""
         chain: Path | None = None
         if self._dims.world.rank == 0:
             chain = first_free(lambda number: self._folder / f"{number:04d}")
@@ -191,7 +191,10 @@ def check_patches(config: GPTConfig, precision: PrecisionConfig, wire: CommPlan)
         wire: formats in which weights are communicated, which must have 16 bits.
     """
     if precision.param_dtype.itemsize != 2:
-        raise ValueError("--save-weight-patches needs --bf16 or --fp16, because every step changes all fp32 weights")
+        raise ValueError(
+            "--save-weight-patches needs --bf16 or --fp16: with fp32, each step changes all weights, so patches would "
+            "be as large as the model"
+        )
     if wire.gather is not None and wire.gather.fmt is not None:
         raise ValueError(
             f"--save-weight-patches needs 16-bit weights, but training computes with weights in {wire.gather.fmt.bits} "

@@ -28,8 +28,10 @@ from megazpp.data.tokenizer_folder import import_package
 from megazpp.kernels.weight_delta import decode
 from megazpp.weight_patches.patches import checksum
 
+# The name of a file of weight patches: kind, training step, index of the file, and number of files per step.
 _NAME = re.compile(r"(weights|patch)-(\d+)-(\d+)-of-(\d+)\.safetensors")
 _SAVED = "weight_patch.json"  # file in a folder that `PatchReader.save` has written, and may therefore replace
+_REMEDY = "copy the file again, or restart the training run, which then writes all weights into a new folder"
 
 
 class _Part(NamedTuple):
@@ -72,7 +74,8 @@ class PatchReader:
             The training step of the weights; None if there are no complete files yet.
         Raises:
             ValueError: there are no complete files for `step`.
-            DamagedError: a file is damaged, or its patch is made for other weights. This patch has changed nothing.
+            DamagedError: a file is damaged, or its patch is made for other weights. The reader then has the weights of
+                its attribute `step`, to which earlier patches may have advanced.
         """
         step = newest_step(self._folder) if step is None else step
         if step is None:
@@ -82,7 +85,10 @@ class PatchReader:
         starts += sorted(weights, reverse=True)
         start = next((a for a in starts if a <= step and all(n in patches for n in range(a + 1, step + 1))), None)
         if start is None:
-            raise ValueError(f"{chain or self._folder} has no complete files for step {step}")
+            raise ValueError(
+                f"{chain or self._folder} does not have all files that lead to the weights of step {step}: wait until "
+                "all training ranks have written theirs, or load another step (newest_step)"
+            )
         if start != self.step or chain != self._chain:
             self._parts = [_read_weights(path) for path in weights[start]]
             self._chain, self.step = chain, start
@@ -120,7 +126,10 @@ class PatchReader:
             remove(folder)
 
     def _model(self) -> Model:
-        """Return the model of the run. A tensor is assembled from the shards of all training ranks when it is read."""
+        """Return the run's model as a converter's `Model`, with unsharded tensors by their names in `GPTModel`.
+
+        A tensor is assembled from the shards of all training ranks when it is read.
+        """
         assert self._parts, "advance() has found no weights yet"
         about, tensors = self._parts[0].model, dict[str, Deferred]()
         for part in self._parts:
@@ -139,7 +148,10 @@ class PatchReader:
         return whole
 
     def _apply(self, paths: Sequence[Path]) -> None:
-        """Verify the patches of all training ranks for one step, then apply them. `paths` has one file per rank."""
+        """Verify the patches of all training ranks for one step, then change the weights by all of them.
+
+        A damaged file raises DamagedError before any weight changes. `paths` has one `patch` file per training rank.
+        """
         found = [(part, *_read_patch(path, part)) for path, part in zip(paths, self._parts, strict=True)]
         for part, changes, _ in found:
             for name, change in changes.items():
@@ -151,7 +163,10 @@ class PatchReader:
 
 
 def newest_step(folder: str | Path) -> int | None:
-    """Return the newest training step whose weights a `PatchReader` can read from a folder; None if there is none."""
+    """Return the newest training step whose weights a `PatchReader` can read; None if there is none.
+
+    `folder` is the folder that the training run's --save-weight-patches names.
+    """
     _, weights, patches = _newest_chain(Path(folder))
     return next((a for a in count(max(weights)) if a + 1 not in patches), None) if weights else None
 
@@ -195,14 +210,17 @@ def _read(path: Path, start: int = 0) -> tuple[dict[str, torch.Tensor], dict[str
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             return tensors, file.metadata() or {}, f"{checksum(tensors, start):08x}"
     except (safetensors.SafetensorError, OSError) as error:
-        raise DamagedError(f"{path} is damaged: {error}") from error
+        raise DamagedError(f"{path} cannot be read as a safetensors file: {error}; {_REMEDY}") from error
 
 
 def _read_weights(path: Path) -> _Part:
-    """Read and verify a `weights` file, with all shards that one training rank has written."""
+    """Read and verify a `weights` file, and return all shards of the training rank that has written the file."""
     tensors, about, found = _read(path)
     if found != about.get("checksum"):
-        raise DamagedError(f"{path} is damaged: its tensors have the checksum {found}, not {about.get('checksum')}")
+        raise DamagedError(
+            f"{path} is damaged: its tensors have the checksum {found}, not {about.get('checksum')} as in its header; "
+            f"{_REMEDY}"
+        )
     return _Part(tensors, json.loads(about["model"]), about["chain"])
 
 
@@ -213,15 +231,20 @@ def _read_patch(path: Path, part: _Part) -> tuple[dict[str, torch.Tensor], str]:
         path: file to read.
         part: shards of the training rank that has written the file.
     Returns:
-        The changes of each shard by name, and the checksum of the chain after this patch.
+        The changes of each shard by name, as lossless weight deltas ([M] uint8), and the new values of the buffers.
+        Then the checksum of the chain after this patch, as 8 hexadecimal digits.
     Raises:
         DamagedError: the file is damaged, or the patch is made for other weights.
     """
     changes, about, found = _read(path, int(part.chain, 16))
     if about.get("base") != part.chain:
         raise DamagedError(
-            f"{path} applies to weights with chain {about.get('base')}, but the weights read so far have {part.chain}"
+            f"{path} changes weights with the checksum {about.get('base')}, but the weights read so far have the "
+            f"checksum {part.chain}; {_REMEDY}"
         )
     if found != about.get("chain"):
-        raise DamagedError(f"{path} is damaged: its chain has the checksum {found}, not {about.get('chain')}")
+        raise DamagedError(
+            f"{path} is damaged: the checksum with its changes is {found}, not {about.get('chain')} as in its header; "
+            f"{_REMEDY}"
+        )
     return changes, found

@@ -19,20 +19,31 @@ from megazpp.weight_patches.reader import PatchReader
 
 @dataclass
 class PatchFolder(base.WeightTransferInitInfo):
-    """The settings of a weight transfer: the path, on the workers' hosts, of the folder of --save-weight-patches."""
+    """The settings of vLLM's weight transfer.
+
+    Attributes:
+        folder: path, on the hosts of vLLM's workers, of the folder that the training run's --save-weight-patches names.
+    """
 
     folder: str
 
 
 @dataclass
 class PatchStep(base.WeightTransferUpdateInfo):
-    """The request to load weights: the training step whose weights all workers of vLLM load."""
+    """The request of vLLM's caller to load newer weights.
+
+    Attributes:
+        step: training step whose weights all workers of vLLM load.
+    """
 
     step: int
 
 
 class PatchTransferEngine(base.WeightTransferEngine[PatchFolder, PatchStep]):
-    """The receiving side of vLLM's weight transfer, in each worker of vLLM. vLLM defines and calls the methods."""
+    """The receiving side of vLLM's weight transfer, in each worker of vLLM.
+
+    The methods implement vLLM's interface `WeightTransferEngine`, and vLLM calls them to load newer weights.
+    """
 
     init_info_cls, update_info_cls = PatchFolder, PatchStep
     supports_draft_weight_update = False

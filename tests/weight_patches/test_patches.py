@@ -136,9 +136,9 @@ def test_damaged_or_foreign_patch_is_refused_and_changes_nothing(chain, small_ch
     second, third = (chain / f"patch-00000{step}-00001-of-00002.safetensors" for step in (2, 3))
     whole = second.read_bytes()
     for content, message in [
-        (whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], "its chain has the checksum"),
-        (whole[: len(whole) // 2], "is damaged"),
-        (third.read_bytes(), "applies to weights with chain"),
+        (whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], "the checksum with its changes is"),
+        (whole[: len(whole) // 2], "cannot be read as a safetensors file"),
+        (third.read_bytes(), "changes weights with the checksum"),
     ]:
         second.write_bytes(content)
         reader = PatchReader(chain.parent)
@@ -165,7 +165,7 @@ def test_incomplete_files_are_not_read(chain):
     (chain / "patch-000005-00000-of-00002.safetensors").unlink()
     reader = PatchReader(chain.parent)
     assert reader.advance() == newest_step(chain.parent) == 4
-    with pytest.raises(ValueError, match="no complete files for step 5"):
+    with pytest.raises(ValueError, match="not have all files that lead to the weights of step 5"):
         reader.advance(5)
     (chain / "weights-000004-00000-of-00002.safetensors").unlink()
     (chain / "patch-000002-00001-of-00002.safetensors").unlink()
