@@ -140,7 +140,8 @@ class Checkpoints:
         if folder is None:
             return
         num_weights = sum(parameter.numel() for parameter in self._state.model.parameters())
-        # A checkpoint has fp32 weights, and with --save-optim two fp32 moments per weight.
+        # A checkpoint has fp32 weights, and with --save-optim two fp32 moments per weight. If hosts have separate
+        # folders, each of their disks gets an equal fraction.
         needed = 4 * num_weights * (3 if self._config.save_optim else 1) / folder.num_separate
 
         def compare() -> None:
@@ -171,6 +172,7 @@ class Checkpoints:
         own = folder is not None and folder.of(iteration).resolve() == verified.path.resolve()
         if folder is not None and own and verified.source.iteration is not None:
             # A later restart of the job must resume from this iteration, not from a later checkpoint in the folder.
+            # Only the rank that has locked the folder changes its tracker file.
             raise_on_all_ranks(self._axis, lambda: folder.track(iteration) if folder.is_locked else None)
         return resumed
 
@@ -247,7 +249,7 @@ class Checkpoints:
         source = LoadSource(self._folder, optimizer=self._config.save_optim, rng=self._config.save_rng)
         verified = verify(source, self._axis, self._say)
         if verified is None:
-            raise ValueError(f"{self._folder.name} has no checkpoint to go back to")
+            raise ValueError(f"{self._folder.name} has no checkpoint to go back to after the loss spike")
         return self.load(verified, Schedule(**self._record.schedule)).progress
 
     def finish(self) -> None:

@@ -75,12 +75,20 @@ def read_checksums(folder: Path) -> dict[str, FileSum]:
     try:
         *lines, last = read_small_file(path).decode(errors="replace").splitlines(keepends=True) or [""]
     except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {cause(error)}") from error
+        raise DamagedError(
+            f"{path} cannot be read: {cause(error)}; copy it again, or use another checkpoint"
+        ) from error
     matches = [_LINE.fullmatch(line) for line in lines]
     if last != f"{zlib.crc32(''.join(lines).encode()):08x}  the lines above\n" or not all(matches):
-        raise DamagedError(f"{path} is damaged: its last line is not the checksum of the lines before it")
+        raise DamagedError(
+            f"{path} is damaged: its last line is not the checksum of the lines before it; copy the folder of this "
+            "file again, or use another checkpoint"
+        )
     if outside := [m[3] for m in matches if m and (m[3].startswith("/") or ".." in Path(m[3]).parts)]:
-        raise DamagedError(f"{path} names a file outside of the checkpoint: {outside[0][:80]}")
+        raise DamagedError(
+            f"{path} names a file outside of the checkpoint: {outside[0][:80]}; use a checkpoint from a source that "
+            "you trust"
+        )
     return {m[3]: FileSum(int(m[2]), int(m[1], 16)) for m in matches if m}
 
 
@@ -105,7 +113,7 @@ def verify_files(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, names: 
     sums = read_checksums(checkpoint)
     writers = {name: int(match[1]) if (match := _WRITER.match(name)) else 0 for name in sums}
     mine = [name for name in sums if writers[name] % num_ranks == rank and (names is None or name in names)]
-    # ---- read each file that is assigned to this rank
+    # ---- read each file that is assigned to this rank, and compare its size and checksum with the list
     problems = []
     for name in mine:
         path, expected = checkpoint / name, sums[name]

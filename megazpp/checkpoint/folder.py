@@ -118,7 +118,10 @@ class CheckpointFolder:
         named = self.of(iteration)
         if not named.is_dir():
             aside = "".join(f"; {path} may be it" for path in self.path.glob(f"{named.name}.replaced-*"))
-            raise DamagedError(f"{self.path / TRACKER} names iteration {iteration}, but {named} is missing{aside}")
+            raise DamagedError(
+                f"{self.path / TRACKER} names iteration {iteration}, but {named} is missing{aside}; restore this "
+                "folder, or write another iteration into the tracker file"
+            )
         return iteration
 
     def tracked(self) -> int | None:
@@ -141,7 +144,7 @@ class CheckpointFolder:
                 + (f" (and --ckpt-step {int(match[1])})" if match and self.flag != "--save" else "")
             )
 
-    # ---- methods that need the lock -----------------------------------------------------------------------------
+    # ---- methods that change the folder of checkpoints, and therefore need its lock ---------------------------------
 
     @property
     def is_locked(self) -> bool:
@@ -160,7 +163,7 @@ class CheckpointFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock_for_this_job(self.path / "lock", self.name, patience_seconds=patience_seconds, say=say)
-            # This checks that folders can be created, because a checkpoint is a folder.
+            # A checkpoint is a folder. Creating one now shows a missing permission before the training, not at a save.
             Path(tempfile.mkdtemp(prefix=".", dir=self.path)).rmdir()
         except OSError as error:
             self.unlock()
@@ -231,7 +234,7 @@ class CheckpointFolder:
         sync_directory(self.partial(iteration))
         there = self.iterations()
         earlier, left = ([other for other in there if (other < iteration) == before] for before in (True, False))
-        if earlier and left:  # the tracker file must not name a checkpoint of the abandoned branch during its rename
+        if earlier and left:  # a crash during the renames must not leave a tracker that names a renamed checkpoint
             self.track(earlier[-1])
         self._prepare(iteration)
         aside = [_set_aside(self.of(other)) for other in left]
@@ -306,9 +309,11 @@ def read_tracker(tracker: Path, *, words: tuple[str, ...] = ()) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise DamagedError(f"{tracker} cannot be read: {error.strerror}") from error
+        raise DamagedError(f"the tracker file {tracker} cannot be read: {error.strerror}") from error
     if text not in words and not re.fullmatch("[0-9]+", text):
-        raise DamagedError(f"{tracker} is damaged: it says {text[:40]!r}, not an iteration")
+        raise DamagedError(
+            f"{tracker} is damaged: it says {text[:40]!r}, not an iteration; write a checkpoint's iteration into it"
+        )
     return text
 
 
@@ -372,7 +377,10 @@ def read_tokenizer(save: Path, name: str) -> TokenizerConfig:
     """
     folder = save / name
     if not _TOKENIZER.fullmatch(name):
-        raise DamagedError(f"{save}: {name!r} is not the name of a tokenizer folder")
+        raise DamagedError(
+            f"{save}: {name!r} in {RECORD} is not the name of a tokenizer folder; name a tokenizer with "
+            "--tokenizer-model"
+        )
     if not folder.is_dir():
         raise DamagedError(
             f"{folder}, the tokenizer of these checkpoints, is missing: copy it too, or name a tokenizer with "
@@ -381,5 +389,7 @@ def read_tokenizer(save: Path, name: str) -> TokenizerConfig:
     verify_files(folder)
     found = find_tokenizer(folder.absolute())
     if found == TokenizerConfig():
-        raise DamagedError(f"{folder} contains no tokenizer")
+        raise DamagedError(
+            f"{folder} contains no files of a tokenizer: name the tokenizer of these checkpoints with --tokenizer-model"
+        )
     return found

@@ -101,7 +101,7 @@ def read_record(checkpoint: Path) -> CheckpointMetadata:
             iteration in the folder's name.
         ValueError: run.json has the format of another version of this program.
     """
-    # ---- parse the file
+    # ---- parse run.json
     path = checkpoint / RECORD
     try:
         values = json.loads(read_small_file(path))
@@ -110,10 +110,13 @@ def read_record(checkpoint: Path) -> CheckpointMetadata:
             record = CheckpointMetadata(**values | {"progress": TrainingProgress(**values["progress"])})
             Schedule(**record.schedule)
     except (OSError, ArithmeticError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DamagedError(f"{path} cannot be read: {in_words(error)}") from error
+        raise DamagedError(f"{path} cannot be read, so the checkpoint cannot be loaded: {in_words(error)}") from error
     if not is_readable:
-        raise ValueError(f"{path} has format {values['format']}, but this version reads only format {FORMAT}")
-    # ---- check types and iteration
+        raise ValueError(
+            f"{path} has format {values['format']}, but this version reads only format {FORMAT}: load the checkpoint "
+            "with the version that has written it"
+        )
+    # ---- check the types and sizes of all values, and compare the iteration with the folder's name
     problems = wrong_types(CheckpointMetadata, vars(record)) or [
         *wrong_types(TrainingProgress, record.progress._asdict()),
         *wrong_types(GPTConfig, record.flags),
@@ -122,10 +125,13 @@ def read_record(checkpoint: Path) -> CheckpointMetadata:
     numbers = record.progress._replace(stop_reason=None)._asdict().items() if not problems else ()
     problems += [f"{name} is {shown(x)}" for name, x in numbers if x is not None and not 0 <= x <= MOST]
     if problems:
-        raise DamagedError(f"{path}: {'; '.join(problems)}")
+        raise DamagedError(f"{path}: {'; '.join(problems)}; the checkpoint is damaged, so use another one")
     named = iteration_of(checkpoint)
     if named is not None and named != record.progress.iteration:
-        raise DamagedError(f"{path} is of iteration {record.progress.iteration}, but the folder's name says {named}")
+        raise DamagedError(
+            f"{path} is of iteration {record.progress.iteration}, but the folder's name says {named}: give the folder "
+            "of the checkpoint its original name"
+        )
     return record
 
 
@@ -172,7 +178,8 @@ SHAPE = {name: _PROPERTIES.get(name, name) for name in _SHAPE_FIELDS}
 SAMPLES = "samples"  # batch size, number of data ranks, and a description of the data (data/identity.py)
 IMPORTED_FROM = "imported_from"  # path of the Hugging Face folder from which the model was converted
 SCORE_PAD = "score_pad"  # padding token of a converted reward model, which scores the last token that is not padding
-# Flags that determine the training samples or their order. `data_notes` compares them when a run resumes.
+# Flags that determine the training samples or their order. `data_notes` compares them when a run resumes. PLACES has
+# the flags that name the data, and TEXT those that change how a text is tokenized.
 PLACES = ("data_path", "text_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "split")
 TEXT = ("chat_template", "chat_template_kwargs", "system_prompt", "eos_token", "add_special_tokens")
 DATA = (
@@ -200,7 +207,8 @@ def check_same_model(saved: Mapping[str, Any], model: GPTConfig, where: Path) ->
     names = [name for name, derived in SHAPE.items() if getattr(model, derived) != getattr(other, derived)]
     if names:
         own = dataclasses.asdict(model)
-        given = [name for name in names if own[name] != saved.get(name)]  # the others only follow from these flags
+        # Other sizes in `names` only follow from these flags, so the message leaves them out.
+        given = [name for name in names if own[name] != saved.get(name)]
         changes = ", ".join(_changes(given or names, own, saved))
         raise ValueError(f"{changes} in {where}; --use-checkpoint-args takes the model's shape from the checkpoint")
 
@@ -214,7 +222,10 @@ def check_same_vocabulary(record: CheckpointMetadata, vocab_size: int, where: Pa
         where: path of the checkpoint, for the message.
     """
     if record.vocab_size != vocab_size:
-        raise ValueError(f"the tokenizer has {vocab_size} tokens, but the tokenizer of {where} had {record.vocab_size}")
+        raise ValueError(
+            f"the tokenizer has {vocab_size} tokens, but the tokenizer of {where} had {record.vocab_size}: remove the "
+            "tokenizer's flags, or name the checkpoint's tokenizer"
+        )
 
 
 def check_same_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], where: Path) -> None:
@@ -280,14 +291,14 @@ def data_notes(
     Returns:
         A list with one note, or [] if nothing has changed.
     """
-    # ---- compare the flags; tuples become lists, because flags read from JSON have lists
+    # ---- compare the data flags with the checkpoint's; tuples become lists, because flags read from JSON have lists
     own: dict[str, Any] = {name: list(x) if isinstance(x, tuple) else x for name, x in flags.items()}
     before, now, (size, earlier_size) = saved.get(SAMPLES, {}), own.get(SAMPLES, {}), batch_sizes
     # If both runs read the same tokens, changed paths and text flags do not matter.
     passed_over = (*PLACES, *TEXT) if same_sources(before, now) else ()
     names = [name for name in DATA if name in saved and name not in passed_over and saved[name] != own.get(name)]
     changes = _changes(names, flags, saved)
-    # ---- compare the batch sizes and the data
+    # ---- compare the global batch sizes and the contents of the data with the checkpoint's
     if None not in batch_sizes and size != earlier_size:
         by = "" if flags.get("global_batch_size") else f" (--micro-batch-size x {now.get('ranks')} data ranks)"
         changes.append(f"the global batch size is {size}{by}, was {earlier_size}")
@@ -363,7 +374,7 @@ def agreed_schedule(
         return schedule
     if config.use_checkpoint_opt_param_scheduler:
         return Schedule(**saved).stretched(ratio)
-    # ---- no flag selects one of the two schedules: raise an error that explains how they differ
+    # ---- no flag selects the run's or the checkpoint's schedule: raise an error that lists their differences
     differ = [name for name in own if own[name] != saved.get(name)]
     lines = [
         f"the schedule's {name.replace('_', ' ').replace('ramp', 'weight-decay ramp')} is {own[name]}, "

@@ -137,17 +137,21 @@ class Moments(StatePart):
                 others.add(name)
             elif name in parameters:
                 weight, own = parameters[name].detach(), self._optimizer.state.get(parameters[name], {})
-                new = torch.zeros_like(weight) if entry.size else torch.zeros(())  # a moment; a step count has no size
+                # A moment has the parameter's shape. A scalar, whose saved size is (), is the parameter's step count.
+                new = torch.zeros_like(weight) if entry.size else torch.zeros(())
                 targets[key] = own[moment] if moment in own else new.to(entry.properties.dtype)
         for name, found in kinds.items():
             alike = [other for other in kinds.values() if ("momentum_buffer" in other) == ("momentum_buffer" in found)]
             if lacking := set[str]().union(*alike) - found:
-                raise DamagedError(f"the checkpoint's optimizer states of {name} lack {', '.join(sorted(lacking))}")
+                raise DamagedError(
+                    f"the checkpoint's optimizer states of {name} lack {', '.join(sorted(lacking))}: pass "
+                    "--no-load-optim to load only the weights, or load another checkpoint"
+                )
         self._anew = len(others)
         return targets
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Pass the loaded states to `Optimizer.load_state_dict`, which moves each tensor to the right device.
+        """Pass the loaded optimizer states to `Optimizer.load_state_dict`, which moves each tensor to the right device.
 
         Returns:
             A note with the number of parameters whose moments begin at zero, because another optimizer has written the
@@ -179,7 +183,7 @@ class ErrorFeedback(StatePart):
     def __init__(self, sharding: Sharding, dims: ParallelDims, values: RunValues) -> None:
         axes = [getattr(dims, name) for name in dims.layout.coordinates]
         layout, place = ("x".join(str(getattr(axis, part)) for axis in axes) for part in ("size", "rank"))
-        if (ep := dims.layout.ep) > 1:  # with another ep size, a buffer of equal shape can belong to other experts
+        if (ep := dims.layout.ep) > 1:  # with another ep size, equal keys and shapes can belong to other experts
             layout = f"{layout}.ep{ep}"
         self.prefix, self._sharding, self._values = f"feedback.{layout}.{place}.", sharding, values
         self.sources: list[Callable[[], dict[str, torch.Tensor]]] = [sharding.rank_state]
@@ -234,16 +238,18 @@ class SecondaryPartition(StatePart):
             if crossing != InterNodeMessage.KEYFRAME:
                 resident = gather.resident()
                 own = gather.unit.as_parameters(resident.weights[resident.cross.rank])
-                state |= {name: weight.clone() for name, weight in own.items()}  # --async-save does not support views
+                state |= {name: weight.clone() for name, weight in own.items()}  # --async-save cannot copy views
         return state
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
         """Return a tensor of zeros for each entry of the secondary partition that the checkpoint has, by name.
 
-        A checkpoint of a run with another layout may lack entries.
+        A checkpoint of a run with another layout may lack entries. From a checkpoint of DiLoCo, no entry is loaded.
         """
         if any(key.startswith(REPLICA_GROUP) for key in saved):
-            return {}  # in a DiLoCo checkpoint, this part is of one replica group, but `model.` has the outer weights
+            # In a DiLoCo checkpoint, the secondary partition belongs to the inner weights of one replica group. The run
+            # loads the outer weights from `model.`, to which weight deltas of the secondary partition would not fit.
+            return {}
         own: dict[str, torch.Tensor] = {}
         for gather in self._sharding.residents:
             own[gather.crossing_key] = torch.zeros((), dtype=torch.uint8, device="cpu")

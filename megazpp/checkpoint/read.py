@@ -94,14 +94,15 @@ class LoadSource(NamedTuple):
             try:
                 wanted = self.folder.latest()
             except DamagedError:
-                # Checkpoints after the missing one may belong to a branch that the run has left by --ckpt-step.
+                # Checkpoints after the missing one may belong to a branch that the run has left by --ckpt-step. Only
+                # earlier ones are therefore loaded in its place.
                 with contextlib.suppress(DamagedError):  # a damaged tracker file names no iteration
                     tracked = self.folder.tracked()
                     found = [iteration for iteration in found if tracked is None or iteration < tracked]
                 if not self.fallback or not found:
                     raise
                 wanted = found[-1]
-        # ---- add the earlier iterations, the newest first
+        # ---- with --load-fallback, add all earlier iterations, the newest first
         return [] if wanted is None else [wanted, *(i for i in reversed(found) if i < wanted and self.fallback)]
 
     def continues_records_of(self, record: CheckpointMetadata, config: CheckpointConfig) -> bool:
@@ -181,7 +182,10 @@ def choose_source(
         **choices,
     )
     if config.exit_on_missing_checkpoint and not source.candidates():
-        raise ValueError(f"--load {config.load} has no checkpoint ({source.folder.path / TRACKER} is missing)")
+        raise ValueError(
+            f"--load {config.load} has no checkpoint ({source.folder.path / TRACKER} is missing): correct the path, or "
+            "leave out --exit-on-missing-checkpoint"
+        )
     return source
 
 
@@ -292,12 +296,15 @@ def verify(source: LoadSource | None, axis: MeshAxis, say: Callable[[str], None]
         return None
 
     def check(iteration: int) -> tuple[int, CheckpointMetadata]:
-        """Verify the files of one checkpoint on all ranks, and return their total size in bytes and the metadata."""
+        """Verify the files of an iteration's checkpoint on all ranks; return their total bytes and its metadata."""
         path = folder.of(iteration)
         size = raise_on_all_ranks(axis, lambda: verify_files(path, rank=axis.rank, num_ranks=axis.size))
         digests = axis.share_object(axis.gather_objects((socket.gethostname(), checkpoint_digest(path))))
         if other := next((host for host, digest in digests if digest != digests[0][1]), None):
-            raise DamagedError(f"{path} on {other} is not part of the same checkpoint as on {digests[0][0]}")
+            raise DamagedError(
+                f"{path} on {other} is not part of the same checkpoint as on {digests[0][0]}: copy the checkpoint's "
+                "files of the same save to both hosts"
+            )
         record = raise_on_all_ranks(axis, lambda: read_record(path) if axis.rank == 0 else None)
         return size, axis.share_object(record)
 
@@ -361,7 +368,7 @@ class CheckpointReader:
             self._say(f"note: {note}")
         seconds = verified.seconds + time.perf_counter() - started
         self._say(f"  successfully loaded {where} | {verified.size_bytes / GIGA:.3f} GB in {seconds:.2f} s")
-        # ---- find the position to resume from
+        # ---- find this run's position in its learning-rate schedule
         progress = verified.start._replace(stop_reason=None)
         position = progress.scheduled_samples * schedule_ratio(record, self._own)
         if not source.optimizer:  # as in Megatron-LM, a run with new moments starts its schedule from the beginning
@@ -378,11 +385,11 @@ class CheckpointReader:
             schedule: learning-rate schedule of this run's flags.
             checkpoint: folder of the checkpoint, for messages.
         Returns:
-            The learning-rate schedule to use: the given one or the checkpoint's.
+            The learning-rate schedule to use: `schedule` or the checkpoint's.
         Raises:
             ValueError: the checkpoint does not fit this run. The message names the flags.
         """
-        # ---- compare model and tokenizer
+        # ---- compare the checkpoint's model and tokenizer with the run's
         own, is_whole = self._own, source.opener.is_whole
         if source.continues and is_whole(own) and not is_whole(record):
             raise ValueError(
@@ -405,7 +412,7 @@ class CheckpointReader:
                     f"Unable to load {what} from checkpoint {checkpoint}: it was written with --no-save-{name}. "
                     f"Specify --no-load-{name} or --finetune"
                 )
-        # ---- compare data, optimizer and schedule
+        # ---- compare the checkpoint's data, optimizer and learning-rate schedule with the run's
         if source.continues:
             sizes, consumed = (batch_size_of(own), batch_size_of(record)), record.progress.consumed_samples
             for note in data_notes(record.flags, own.flags, checkpoint, consumed=consumed, batch_sizes=sizes):
@@ -429,7 +436,7 @@ class CheckpointReader:
             A note for the log about each kind of values that the checkpoint does not have. The run starts with new
             ones.
         """
-        # ---- open the checkpoint, and check names and shapes
+        # ---- open the checkpoint, and compare names and shapes of its weights with the model's
         parts, weights = {"optimizer": source.optimizer, "rng": source.rng}, self._state.weights()
         reader = SafeReader(checkpoint)
         if not source.continues:
@@ -444,7 +451,7 @@ class CheckpointReader:
             try:
                 self._state.values.load_state_dict(vars(record))
             except (KeyError, TypeError, ValueError) as error:
-                problem = f"loss scale, losses or groups are damaged: {error!r}"
+                problem = f"loss scale, earlier losses or values of optimizer groups are damaged: {error!r}"
                 raise DamagedError(f"{checkpoint / RECORD}: {problem}") from error
         return self._state.accept(targets, iteration=record.progress.iteration, **parts)
 
@@ -531,6 +538,6 @@ def load_weights(
     reader = CheckpointReader(CheckpointConfig(), state, own, axis, say)
     verified = verify(source, axis, say)
     if verified is None:
-        raise ValueError(f"{source.folder.name} has no checkpoint")
+        raise ValueError(f"{source.folder.name} has no checkpoint whose weights could be loaded: name another folder")
     reader.read(verified, Schedule(**record.schedule))
     return verified.iteration

@@ -33,7 +33,7 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import raise_on_all_ranks
 
 Chunk = tuple[str, tuple[int, ...]]  # one chunk of a saved tensor: the tensor's key, and the index of the first element
-Part = tuple[torch.Tensor, tuple[slice, ...]]  # a view of a tensor to fill, and the slices of a chunk with its values
+Part = tuple[torch.Tensor, tuple[slice, ...]]  # a view to fill, and the slices of the saved chunk to copy into it
 _AT_ONCE = 1 << 22  # largest number of elements that `read_box` reads from a file at once (but at least one row)
 
 
@@ -50,7 +50,7 @@ class SafeReader:
 
     def __init__(self, checkpoint: Path) -> None:
         self.path = checkpoint
-        self._pieces: dict[MetadataIndex, tuple[Path, int]] = {}
+        self._pieces: dict[MetadataIndex, tuple[Path, int]] = {}  # cache of `_find_piece`: file and byte offset
         self._covered = set[str]()  # keys of the tensors whose chunks `_check_chunks` has accepted
         self._exists = functools.cache(Path.exists)
         # While `fill` runs, `read_box` collects here the parts to fill from files that are only on other hosts.
@@ -114,7 +114,7 @@ class SafeReader:
         for key, target in targets.items():
             size, shape = tuple(saved[key].size), tuple(target.shape)
             if size != shape and (key not in padded or size[1:] != shape[1:]):
-                raise ValueError(f"{self.path}: {key} has shape {size}, not {shape}")
+                raise ValueError(f"{self.path}: {key} has shape {size}, but this run's tensor has {shape}")
             box, offsets = target, (0,) * target.dim()
             if isinstance(target, DTensor):
                 (chunk,) = target.__create_chunk_list__()
@@ -165,7 +165,7 @@ class SafeReader:
                 count = len(part) * width * dtype.itemsize
                 content = np.fromfile(path, np.uint8, count, offset=start + row * width * dtype.itemsize)
                 if content.size < count:
-                    raise ValueError(f"{path} is too short: it ends inside of {key}")
+                    raise ValueError(f"{path} is truncated inside of the tensor {key}: copy the file again")
                 part.copy_(torch.from_numpy(content).view(dtype).view(-1, *sizes[1:])[:, *columns])
                 low[0] += len(part)
 
@@ -196,7 +196,8 @@ class SafeReader:
             tuple(map(sum, zip(begin, tuple(chunk.sizes) or (1,), strict=True)))
             for begin, chunk in zip(begins, entry.chunks, strict=True)
         ]
-        # The borders of all chunks cut the tensor into cells. `counts` has the number of chunks that cover each cell.
+        # The borders of all chunks cut the tensor into cells. `counts` has the number of chunks that cover each cell: 0
+        # in a gap, and more than 1 where chunks overlap.
         cuts = [sorted({0, length, *(corner[i] for corner in (*begins, *ends))}) for i, length in enumerate(size)]
         counts = np.zeros([len(cut) - 1 for cut in cuts], np.int64)
         for corners in zip(begins, ends, strict=True):
@@ -204,7 +205,10 @@ class SafeReader:
             counts[tuple(map(slice, low, high))] += 1
         inside = all((cut[0], cut[-1]) == (0, length) for cut, length in zip(cuts, size, strict=True))
         if not inside or (counts != 1).any():
-            raise ValueError(f"{self.path}: the chunks of {key} do not cover each of its elements exactly once")
+            raise ValueError(
+                f"{self.path}: the chunks of {key} do not cover each of its elements exactly once; use another "
+                "checkpoint"
+            )
         self._covered.add(key)
 
     def _find_piece(self, index: MetadataIndex) -> tuple[Path, int]:
@@ -223,7 +227,7 @@ class SafeReader:
                 if found.relative_path not in self._files:
                     raise ValueError(
                         f"{self.path}: {index.fqn} is in the file {str(found.relative_path)[:80]!r}, which {CHECKSUMS} "
-                        "does not list"
+                        "does not list; use another checkpoint"
                     )
                 path = self.path / found.relative_path
                 if not path.exists():
@@ -235,9 +239,11 @@ class SafeReader:
                     view.seek(0)
                     described = torch.load(view, map_location="cpu", weights_only=True)
             except (pickle.UnpicklingError, RuntimeError, LookupError, EOFError) as error:
-                raise ValueError(f"{self.path}: {index.fqn} cannot be read as a tensor: {error}") from error
+                raise ValueError(
+                    f"{self.path}: {index.fqn} cannot be read as a tensor: {error}; use another checkpoint"
+                ) from error
             if not described.is_contiguous() or described.storage_offset():
-                raise ValueError(f"{path}: {index.fqn} is not stored as a contiguous tensor")
+                raise ValueError(f"{path}: {index.fqn} is not stored as a contiguous tensor; use another checkpoint")
             self._pieces[index] = path, start
         return self._pieces[index]
 
@@ -267,7 +273,10 @@ class _IndexUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) == ("builtins", "getattr"):
             return _member
-        raise ValueError(f"a checkpoint's index must not refer to {module}.{name}, which could run code")
+        raise ValueError(
+            f"a checkpoint's index must not refer to {module}.{name}, which could run code: nothing is loaded; use a "
+            "checkpoint from a source that you trust"
+        )
 
 
 def _member(kind: type[Enum], name: str) -> Enum:
@@ -276,5 +285,8 @@ def _member(kind: type[Enum], name: str) -> Enum:
     Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(its class, its name)`.
     """
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
-        raise ValueError(f"a checkpoint's index must not refer to an attribute of {kind}")
+        raise ValueError(
+            f"a checkpoint's index must not refer to an attribute of {kind}, because only enums are allowed: use a "
+            "checkpoint from a source that you trust"
+        )
     return kind[name]

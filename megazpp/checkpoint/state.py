@@ -122,7 +122,8 @@ class RunValues:
         self.saved_scale = float(scaler.get("scale", self.scaler.scale))
         if self._guard is not None and guard:
             self._guard.load_state_dict(guard)
-        if any(values["groups"]):  # torch's optimizers store no values here, and their number of groups may change
+        # Only apex's optimizers store values in the groups. Others may have another number of groups than at the save.
+        if any(values["groups"]):
             for group, own in zip(self._optimizer.param_groups, values["groups"], strict=True):
                 group.update(own)
 

@@ -101,4 +101,4 @@ def check_weights(
             problem = rows_problem(record, there[0])
         if problem:
             what = f"the tensors are not of the model that {RECORD} describes: {key} {problem}"
-            raise DamagedError(f"{checkpoint}: {what}")
+            raise DamagedError(f"{checkpoint} is damaged: {what}")

@@ -91,7 +91,8 @@ def test_wrong_files_on_a_host_are_an_error_on_all_hosts(tmp_path):
         assert found.count(MISSING) == 2
     shutil.rmtree(tmp_path / "one/beta")
     assert set(ranks(2).run(problem, PLAIN, tmp_path / "one")) == {
-        f"{tmp_path}/one/beta/iter_0000002/checksums.txt cannot be read: No such file or directory"
+        f"{tmp_path}/one/beta/iter_0000002/checksums.txt cannot be read: No such file or directory; "
+        "copy it again, or use another checkpoint"
     }
     shutil.rmtree(tmp_path / "one/beta", ignore_errors=True)
     shutil.copytree(tmp_path / "other/beta", tmp_path / "one/beta")
