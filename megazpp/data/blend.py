@@ -59,7 +59,9 @@ def open_sources(values: Sequence[str], *, flag_name: str) -> tuple[list[DataSou
     """
     prefixes, weights = parse_blend(values, flag_name=flag_name)
     if len(prefixes) > MOST_DATASETS:
-        raise ValueError(f"{flag_name} names {len(prefixes)} datasets, but a blend has at most {MOST_DATASETS}")
+        raise ValueError(
+            f"{flag_name} names {len(prefixes)} datasets, but a blend has at most {MOST_DATASETS}: merge some of them"
+        )
     problems, sources = Problems(), list[DataSource]()
     for prefix in prefixes:
         with problems:
@@ -167,7 +169,7 @@ class BlendedDataset:
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         """Return the token ids of sample `index` of the blend: [seq_length + 1] int64."""
         if not 0 <= index < len(self):
-            raise IndexError(f"blended dataset: sample {index} of {len(self)}")
+            raise IndexError(f"sample {index} of a blended dataset is not one of its {len(self)} samples")
         return self.datasets[self._chosen[index]][int(self._numbers[index])]
 
     @property

@@ -34,9 +34,11 @@ def check_cache_dir(path: Path, flag: str = FLAG) -> None:
     flag = cache_name(path, flag)
     existing = next(place for place in (path, *path.parents) if place.exists())
     if not existing.is_dir():
-        raise ValueError(f"{flag}: cannot write {path}: {existing} is no directory")
+        raise ValueError(f"{flag}: cannot write {path}, because {existing} is a file: name another directory")
     if existing != path and not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{flag}: cannot write {path}: {existing} cannot be written to")
+        raise ValueError(
+            f"{flag}: cannot write {path}, because {existing} cannot be written to: name another directory"
+        )
 
 
 def cache_key(**parts: Any) -> str:
@@ -60,7 +62,8 @@ def build_once(path: Path, build: Callable[[Path], None], *, flag: str = FLAG) -
     """
     if path.exists():
         return path
-    # An OSError means no permission, a full disk, a file system without locks, and the like.
+    # An OSError can mean no permission, a full disk, or a file system without locks. Its message does not name the
+    # flag, so the message below does.
     with errors_as(f"{cache_name(path, flag)}: cannot write {path}", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_name(f".{path.name}.lock")):

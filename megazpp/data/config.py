@@ -87,7 +87,7 @@ def parse_split(split: str) -> Splits[tuple[float, float]]:
     except ValueError:
         parts = []
     if not 1 <= len(parts) <= 3 or not all(0 <= part < math.inf for part in parts) or sum(parts) == 0:
-        raise ValueError(f"--split {split!r} is not up to three proportions such as '969, 30, 1'")
+        raise ValueError(f"--split {split!r} is not a list of one to three proportions: give a value like '969, 30, 1'")
     shares = [part / sum(parts) for part in (*parts, 0.0, 0.0)[:3]]
     edges = [0.0, *itertools.accumulate(shares)]
     return Splits(*itertools.pairwise(edges))
@@ -123,7 +123,7 @@ def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ..
             raise ValueError(f"{flag_name} {' '.join(values)}: weights must be positive numbers")
         called = [value for value in values[::2] if any(path.exists() for path in pair_paths(Path(value)))]
         if len(called) == len(weights):  # each number is also the name of a dataset, and the user may mean the datasets
-            also = f"{called[0]} is also a dataset"
+            also = f"the weight {called[0]} is also the name of a dataset"
             raise ValueError(f"{flag_name} {' '.join(values)}: {also}{_as_dataset(called[0])}")
         return tuple(values[1::2]), weights
     if called := [value for value, number in zip(values, numbers, strict=True) if number is not None]:

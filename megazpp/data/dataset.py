@@ -204,7 +204,7 @@ def build_datasets(
     Raises:
         ValueError: flags contradict each other, a file is missing or damaged, or a split has too few tokens.
     """
-    # ---- open the sources
+    # ---- open the sources of tokens
     require_source(config)
     check_eod(**batch_options(config, tokenizer))
     assert config.seq_length is not None
@@ -231,7 +231,7 @@ def build_datasets(
                     f"note: --split: {source.name} has too few documents ({len(source.sequences.lengths)}) for each use"
                     " to get whole ones; it is split by tokens, inside documents"
                 )
-    # ---- build the samples
+    # ---- build the training, validation and test samples
     used = [
         source for (sources, _), wanted in zip(opened, num_samples, strict=True) if wanted > 0 for source in sources
     ]

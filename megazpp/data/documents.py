@@ -126,13 +126,15 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
                 columns = import_package(_PARQUET, "it", "pyarrow").ParquetFile(file).schema_arrow.names
                 for key in keys:
                     if key not in columns:
-                        raise ValueError(f"it has no column {key!r}; its columns are {', '.join(columns)}")
+                        raise ValueError(
+                            f"the Parquet file has no column {key!r}; its columns are {', '.join(columns)}"
+                        )
             else:
                 head = _read_head(decompressed(path, file))
                 if (reason := _not_text(head)) is not None:
-                    raise ValueError(f"it is neither UTF-8 text nor JSON lines: {reason}")
+                    raise ValueError(f"the file is neither UTF-8 text nor JSON lines: {reason}")
                 if kind == "text" and _JSON.match(head.removeprefix(_BOM)):
-                    raise ValueError(f"it begins as JSON does, but is not named .jsonl, so {_JSON_ADVICE}")
+                    raise ValueError(f"the file begins as JSON does, but is not named .jsonl, so {_JSON_ADVICE}")
                 if kind == "json lines" and (reason := _not_lines(head)) is not None:
                     raise ValueError(reason)
     if kind == "text" and len(keys) != 1:
@@ -152,6 +154,7 @@ def _not_text(head: bytes) -> str | None:
     """Return the reason why a file with the first bytes `head` is not UTF-8 text; None if it may be UTF-8 text."""
     encoding = next((name for mark, name in _ENCODINGS.items() if head.startswith(mark)), None)
     # UTF-16 and UTF-32 texts have an even number of bytes. An odd number shows another kind of file with such a mark.
+    # With fewer than 6 bytes, too little follows the mark to tell.
     if encoding is not None and len(head) >= 6 and len(head) % 2 == 0:
         return f"it is {encoding} (iconv -f {encoding} -t UTF-8 converts it)"
     place = next((place for place, byte in enumerate(head) if byte < 8), None)
@@ -195,8 +198,8 @@ def read_blocks(path: Path, keys: Sequence[str] | None = None, *, block_bytes: i
             for content, num_lines, reached in pieces:
                 yield Block(path, kind, line, content, reached - position)
                 line, position = line + num_lines, reached
-        except Exception as error:  # each decompressor raises its own types of exceptions
-            what = f"the file cannot be read from here on: {type(error).__name__}: {error}"
+        except Exception as error:  # any type, because each decompressor raises its own types of exceptions
+            what = f"the file is damaged from this line on: {type(error).__name__}: {error}"
             raise ValueError(f"{path}, line {line}: {what}") from error
 
 
@@ -236,7 +239,7 @@ def read_records(path: Path, read: Callable[[dict[str, object]], T]) -> Iterator
         ValueError: the file cannot be read or is plain text, or a line is malformed or rejected by `read`.
     """
     if path.is_file() and kind_of(path) == "text":
-        raise ValueError(f"{path} cannot be read: it is plain text, neither JSON lines nor Parquet")
+        raise ValueError(f"{path} cannot be read: it is plain text, but JSON lines or Parquet is expected")
     check_readable(path, ())
     for block in read_blocks(path):
         for found in _parsed(block, lambda value: read(_object(value))):
@@ -263,7 +266,7 @@ def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T]
             if isinstance(record, bytes):
                 text = record.removeprefix(_BOM)
                 if plain and (place := text.find(0)) >= 0:
-                    raise ValueError(f"byte {place} is 0x00, which text never contains")
+                    raise ValueError(f"byte {place} of the file is 0x00, which text never contains")
                 if not plain and not text.strip():
                     continue
                 value = text.decode().replace("\r\n", "\n").replace("\r", "\n") if plain else _json_value(text.decode())
@@ -281,7 +284,7 @@ def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T]
 def stop_or_skip(bad: BadLine, on_error: Literal["stop", "skip"], log: Callable[[str], None]) -> None:
     """Raise ValueError for a malformed line if --on-error is "stop"; log that the line is skipped if it is "skip"."""
     if on_error == "stop":
-        unit = "files" if kind_of(bad.path) == "text" else "lines"  # a plain text file is one document, skipped as such
+        unit = "files" if kind_of(bad.path) == "text" else "lines"  # a plain text file is a single document
         raise ValueError(f"{bad} (--on-error skip skips such {unit})")
     log(f"skipped {bad}")
 

@@ -123,7 +123,8 @@ class GPTDataset:
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch < seq_length + 1:
             raise TooFewTokensError(
-                f"{name} has {self.tokens_per_epoch} tokens, too few for one sample of --seq-length {seq_length} + 1"
+                f"{name} has {self.tokens_per_epoch} tokens, too few for one sample of --seq-length {seq_length} + 1; "
+                "give more data, or a smaller --seq-length"
             )
         facts: dict[str, Any] = {"num_samples": num_samples, "seq_length": seq_length, "seed": seed}
         facts["first"] = sequence_range[0]
@@ -142,7 +143,7 @@ class GPTDataset:
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         """Return the token ids of sample `index`: [seq_length + 1] int64."""
         if not 0 <= index < len(self):
-            raise IndexError(f"{self.name}: sample {index} of {len(self)}")
+            raise IndexError(f"sample {index} of {self.name} is not one of its {len(self)} samples")
         window = int(self.indices.shuffle[index])
         (first, offset), (last, end) = self.indices.samples[window : window + 2].tolist()
         documents = self.indices.documents[first : last + 1].tolist()

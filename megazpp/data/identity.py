@@ -58,7 +58,7 @@ def describe_samples(
 
 
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any], others: Sequence[str]) -> list[str]:
-    """Return a message for each dataset whose tokens have changed since the checkpoint under the same name.
+    """Return a message for each dataset that has the same name as in the checkpoint, but other tokens.
 
     Args:
         before: description of the data in the checkpoint; see `describe_samples`.

@@ -81,7 +81,10 @@ class IndexedDatasetBuilder:
         for start in range(0, len(tokens), _PIECE):
             ids = tokens[start : start + _PIECE]
             if ids.dtype != self._dtype and not (limits.min <= ids.min() and ids.max() <= limits.max):
-                raise ValueError(f"{self._bin_path}: token ids {ids.min()} to {ids.max()} do not fit {self._dtype}")
+                raise ValueError(
+                    f"{self._bin_path}: token ids {ids.min()} to {ids.max()} do not fit the dtype {self._dtype} of "
+                    "this pair"
+                )
             self._file.write(ids.astype(self._dtype, copy=False).tobytes())
         before = len(self._lengths)
         self._lengths.frombytes(np.asarray(lengths, dtype=np.int32).tobytes())
@@ -140,6 +143,6 @@ def _claim(path: Path) -> BinaryIO:
         mine = True  # the file system does not support locks, so other processes cannot be detected
     if not mine:
         file.close()
-        raise ValueError(f"{path}: another process is writing it")
+        raise ValueError(f"{path}: another process is writing this file; wait for its end, or write to another path")
     file.truncate(0)
     return file

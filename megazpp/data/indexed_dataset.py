@@ -31,8 +31,9 @@ HEADER = struct.Struct("<9sQBQQ")
 # dtype of the token ids by its code in the .idx. Codes 6 and 7 (float64 and float32, in either order depending on the
 # library) are not supported, because token ids are integers.
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-# A digest reads at most this many bytes of a file. In a larger file, the bytes are this many evenly spaced pieces.
+# A digest reads at most _DIGEST_BYTES bytes of a file. Of a larger file, it reads _DIGEST_PIECES evenly spaced pieces.
 _DIGEST_BYTES, _DIGEST_PIECES = 1 << 26, 64
+_AGAIN = "tokenize the data again with preprocess_data.py"
 
 
 def pair_paths(prefix: Path) -> tuple[Path, Path]:
@@ -63,7 +64,9 @@ class IndexedDataset:
         self.bin_path, self.idx_path = pair_paths(self.prefix)
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
-                raise ValueError(f"{path} {'is a directory' if path.is_dir() else 'does not exist'}")
+                raise ValueError(
+                    f"{path} {'is a directory' if path.is_dir() else 'does not exist'}: name another .bin/.idx pair"
+                )
         self.dtype, num_sequences, num_indices = _read_header(self.idx_path)
         index = np.memmap(self.idx_path, dtype=np.uint8, mode="r", offset=HEADER.size)
         ends = np.cumsum([4 * num_sequences, 8 * num_sequences, 8 * num_indices])
@@ -119,26 +122,28 @@ class IndexedDataset:
                 the .bin without gaps.
         """
         if self.lengths.min() < 0:
-            raise ValueError(f"{self.idx_path} is damaged: a sequence has the length {self.lengths.min()}")
+            raise ValueError(f"{self.idx_path} is damaged: a sequence has the length {self.lengths.min()}; {_AGAIN}")
         documents = self.document_indices
         if len(documents) < 2 or documents[[0, -1]].tolist() != [0, len(self)] or (np.diff(documents) < 0).any():
             raise ValueError(
-                f"{self.idx_path} is damaged: its document indices do not rise from 0 to its {len(self)} sequences"
+                f"{self.idx_path} is damaged: its document indices do not rise from 0 to its {len(self)} sequences; "
+                f"{_AGAIN}"
             )
         size, item = self.bin_path.stat().st_size, self.dtype.itemsize
         if size == 0:
-            raise ValueError(f"{self.bin_path} holds no tokens")
+            raise ValueError(f"{self.bin_path} holds no tokens: {_AGAIN}")
         ends = item * self.lengths.astype(np.int64)
         ends += self.pointers
         if self.pointers[0] != 0 or not np.array_equal(self.pointers[1:], ends[:-1]):
             raise ValueError(
-                f"{self.idx_path} is damaged, or not of {self.dtype}: its sequences do not lie back to back in the .bin"
+                f"{self.idx_path} is damaged, or not of {self.dtype}: its sequences do not lie back to back in the "
+                f".bin; {_AGAIN}"
             )
         expected = int(ends[-1])
         if size != expected:
             raise ValueError(
                 f"{self.bin_path} is {'truncated' if size < expected else 'too long'}, or not of {self.dtype}: it"
-                f" has {size} bytes and its index describes {expected}"
+                f" has {size} bytes and its index describes {expected}; {_AGAIN}"
             )
 
 
@@ -158,20 +163,24 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
             f"{path} is in the old TNTIDX format (lazy or cached); tokenize the data again, with preprocess_data.py"
         )
     if not header.startswith(MAGIC):
-        raise ValueError(f"{path} is not a Megatron index: it starts with {header[:9]!r} instead of {MAGIC!r}")
+        raise ValueError(
+            f"{path} is not a Megatron index: it starts with {header[:9]!r} instead of {MAGIC!r}; {_AGAIN}"
+        )
     if len(header) < HEADER.size:
-        raise ValueError(f"{path} is truncated: {size} bytes are less than its {HEADER.size}-byte header")
+        raise ValueError(f"{path} is truncated: {size} bytes are less than its {HEADER.size}-byte header; {_AGAIN}")
     _, version, code, num_sequences, num_indices = HEADER.unpack(header)
     if version != 1:
-        raise ValueError(f"{path} has version {version} of the format, but only version 1 is supported")
+        raise ValueError(f"{path} has version {version} of the format, but only version 1 is supported; {_AGAIN}")
     if code not in DTYPES:
-        raise ValueError(f"{path} has the dtype code {code}; codes of integer types are {', '.join(map(str, DTYPES))}")
+        raise ValueError(
+            f"{path} has the dtype code {code}; codes of integer types are {', '.join(map(str, DTYPES))}; {_AGAIN}"
+        )
     if num_sequences == 0:
-        raise ValueError(f"{path} holds no sequences, so the dataset is empty")
+        raise ValueError(f"{path} holds no sequences, so the dataset is empty; {_AGAIN}")
     expected = HEADER.size + 12 * num_sequences + 8 * num_indices
     if size not in (expected, expected + num_sequences):  # multimodal datasets have a byte more per sequence
         raise ValueError(
             f"{path} is damaged: {size} bytes where {num_sequences} sequences and {num_indices} document indices"
-            f" take {expected}"
+            f" take {expected}; {_AGAIN}"
         )
     return np.dtype(DTYPES[code]), num_sequences, num_indices

@@ -98,7 +98,7 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         else:
             batches = [future.result() for future in self._ahead.pop(step, []) or self._submit(self._workers, step)]
         self.wait_seconds += time.perf_counter() - started
-        if self._workers is not None:  # prepare the next training steps, and cancel those that will not come
+        if self._workers is not None:  # prepare the next training steps, and cancel steps that the run will not take
             ahead: dict[_Step, list[Future[Any]]] = {}
             for _ in range(_STEPS_AHEAD):
                 consumed, size = sum(step), step[1]
@@ -129,7 +129,9 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         stride = self._micro_batch_size * self._data_size
         if size % stride:
             ranks = f"{self._micro_batch_size} x {self._data_size} data-parallel ranks"
-            raise ValueError(f"--global-batch-size {size} is not divisible by --micro-batch-size {ranks}")
+            raise ValueError(
+                f"--global-batch-size {size} is not divisible by --micro-batch-size {ranks}: change one of them"
+            )
         start = consumed + self._data_rank * self._micro_batch_size
         return range(start, start + size, stride)
 

@@ -61,7 +61,7 @@ class PreprocessConfig:
         check_words(self)
         check_positive(self, "workers", "log_interval")
         if len(set(self.json_keys)) != len(self.json_keys):
-            raise ValueError(f"--json-keys {' '.join(self.json_keys)} names a field twice")
+            raise ValueError(f"--json-keys {' '.join(self.json_keys)} names a field twice: name each field once")
 
 
 class Encoded(NamedTuple):
@@ -136,7 +136,7 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callab
         ValueError: a flag or an input file is not usable, there is no text, or a line is malformed and --on-error is
             stop. No output file is left in these cases.
     """
-    # ---- check the flags
+    # ---- check the flags, and load the tokenizer
     loaded = load_tokenizer(tokenizer)
     inputs, prefixes = _check(config, loaded)
     assert loaded is not None
@@ -144,7 +144,7 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callab
         log(f"note: {note}")
     dtype, keys = optimal_dtype(loaded.vocab_size), config.json_keys
     progress = PreprocessProgress(total_disk_bytes=sum(path.stat().st_size for path in inputs))
-    # ---- tokenize and write
+    # ---- tokenize the documents, and write the .bin/.idx pair of each field
     with contextlib.ExitStack() as stack:
         builders = [stack.enter_context(IndexedDatasetBuilder(prefix, dtype)) for prefix in prefixes]
         blocks = itertools.chain.from_iterable(read_blocks(path, keys) for path in inputs)
@@ -167,7 +167,10 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callab
                 log(str(progress))
         for builder, key in zip(builders, keys, strict=True):
             if len(builder) == 0:
-                raise ValueError(f"--input {' '.join(config.input)} holds no {key}: this field is empty everywhere")
+                raise ValueError(
+                    f"--input {' '.join(config.input)} has no text in the field {key}: leave the field out of "
+                    "--json-keys"
+                )
         for builder in builders:
             builder.finalize()
     if not config.append_eod and (end := document_end(loaded)):

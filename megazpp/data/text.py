@@ -85,7 +85,7 @@ def check_texts(paths: Sequence[Path], *, flag_name: str = _FLAG) -> None:
     """
     first = [next(read_documents(path, flag_name=flag_name), None) for path in paths]
     if not any(first):
-        raise ValueError(f"{flag_name} {_names(paths)} holds no text")
+        raise ValueError(f"{flag_name} {_names(paths)} contains only empty documents: name a file with text")
 
 
 def cached_sentencepiece(
@@ -119,7 +119,7 @@ def cached_sentencepiece(
 
     key = cache_key(kind="sentencepiece-1", text=content_hash(paths), vocab_size=vocab_size, exact=exact)
     path = cache_dir / "tokenizers" / f"{key}.model"
-    if not path.exists():  # processes that only wait for another process to train the tokenizer also log this line
+    if not path.exists():  # one process trains; the others wait for it, and log this line too
         log(f"training a SentencePiece tokenizer of {vocab_size} pieces on {_names(paths)}")
     tokenizer = SentencePieceTokenizer(build_once(path, build).read_bytes())
     if tokenizer.vocab_size != vocab_size:
@@ -147,7 +147,7 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int, **options: An
         ValueError: the text does not support `vocab_size` pieces.
         Exception: an error that reading `documents` raised.
     """
-    # ---- cut the documents into lines of limited length
+    # ---- choose the trainer's options, and define how documents are cut into lines of limited length
     model, has_coverage = io.BytesIO(), "character_coverage" in options
     defaults: dict[str, Any] = {"model_type": "bpe", "num_threads": 1, "minloglevel": 2}
     options = defaults | options
@@ -165,7 +165,7 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int, **options: An
             failure = error
             raise
 
-    # ---- train the model
+    # ---- train the SentencePiece model
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=lines(),
@@ -253,7 +253,7 @@ def write_indexed_dataset(documents: Iterator[str], tokenizer: Tokenizer, prefix
 def _all_documents(paths: Sequence[Path], flag_name: str = _FLAG) -> Iterator[str]:
     texts = itertools.chain.from_iterable(read_documents(path, flag_name=flag_name) for path in paths)
     if (first := next(texts, None)) is None:
-        raise ValueError(f"{flag_name} {_names(paths)} holds no text")
+        raise ValueError(f"{flag_name} {_names(paths)} contains only empty documents: name a file with text")
     yield from itertools.chain([first], texts)
 
 

@@ -100,7 +100,7 @@ def find_tokenizer(folder: Path) -> TokenizerConfig:
     If the folder has no tokenizer, the result has all flags at their defaults.
     """
     names = {name for name in (*VOCABULARIES, DESCRIPTION) if (folder / name).is_file()}
-    if DEFINITION in names or len(names) > 1:  # several files, such as vocab.json and merges.txt, make one tokenizer
+    if DEFINITION in names or len(names) > 1:  # several files, such as vocab.json and merges.txt, need transformers
         return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
     if SENTENCEPIECE in names:
         return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(folder / SENTENCEPIECE))
@@ -137,7 +137,7 @@ def read_settings(files: Mapping[str, bytes], name: str, where: str = "of the to
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} {where} is not JSON: {in_words(error)}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{name} {where} holds no JSON object")
+        raise ValueError(f"{name} {where} contains a JSON value that is not an object")
     return values
 
 
@@ -183,7 +183,9 @@ def ids_of(value: Any) -> list[int]:
     """
     found = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(each) is int for each in found):
-        raise ValueError(f"eos_token_id is {value!r}, neither an id nor a list of ids")
+        raise ValueError(
+            f"the entry eos_token_id of the tokenizer's files is {value!r}, neither an id nor a list of ids"
+        )
     return found
 
 
@@ -219,10 +221,12 @@ def open_folder(files: Mapping[str, bytes]) -> Any:
             found = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # any type is possible: a malformed tokenizer.json raises a bare Exception
             reason = str(error).replace(folder, "the folder")
-            raise ValueError(f"transformers cannot read it as a tokenizer: {reason}") from error
+            raise ValueError(f"transformers cannot read the tokenizer's files: {reason}") from error
     if not getattr(found, "is_fast", False):
         kind = type(found).__name__
-        raise ValueError(f"transformers opens it as {kind}, but only fast tokenizers are supported")
+        raise ValueError(
+            f"transformers opens the tokenizer as {kind}, but only fast tokenizers are supported: add a {DEFINITION}"
+        )
     return found
 
 

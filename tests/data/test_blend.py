@@ -69,7 +69,9 @@ def test_numeric_dataset_names_are_not_read_as_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for prefix in ("2020", "2021"):
         write_pair(tmp_path / prefix, [[1] * 16])
-    with pytest.raises(ValueError, match=r"2020 2021: 2020 is also a dataset; .* given as \./2020"):
+    with pytest.raises(
+        ValueError, match=r"2020 2021: the weight 2020 is also the name of a dataset; .* given as \./2020"
+    ):
         open_sources(["2020", "2021"], flag_name="--data-path")
     sources, weights = open_sources(["2020", "./2020", "1", "./2021"], flag_name="--data-path")
     assert (len(sources), weights) == (2, (2020.0, 1.0))
@@ -118,7 +120,7 @@ def test_blend_takes_its_shares_and_builds_only_needed_samples(tmp_path):
     # Source a needs 75 samples of 8 tokens: 10 epochs of 64 tokens give 79. Source b needs 25, and one epoch gives 99.
     assert [len(part) for part in dataset.datasets] == [79, 99]
     assert sum(int(dataset[i][0]) < 4 for i in range(len(dataset))) == 75
-    with pytest.raises(IndexError, match="sample 100 of 100"):
+    with pytest.raises(IndexError, match="sample 100 of a blended dataset is not one of its 100"):
         dataset[100]
 
 

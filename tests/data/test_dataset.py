@@ -146,7 +146,11 @@ def test_unusable_files_are_rejected_before_anything_is_built(tmp_path):
         ({"data_path": (str(tmp_path / "absent"),)}, byte_level, f"--data-path {tmp_path}/absent"),
         ({"valid_data_path": (str(tmp_path / "junk"),)}, byte_level, f"--valid-data-path {tmp_path}/junk"),
         ({}, byte_level, "none is given"),
-        ({"mock_data": True}, TokenizerConfig(vocab_size=64), "--vocab-size 64 is below the 256 byte values"),
+        (
+            {"mock_data": True},
+            TokenizerConfig(vocab_size=64),
+            "--vocab-size 64 is below 256, the number of byte values",
+        ),
         ({"data_path": (good,)}, TokenizerConfig(), "--tokenizer-model is missing"),
         ({"data_path": (good,)}, TokenizerConfig(tokenizer_model="absent.model"), "--tokenizer-model absent.model"),
     ]
@@ -296,8 +300,11 @@ def test_unreadable_text_is_rejected_by_name(tmp_path):
         ),
         (lambda: resolve_text_paths([f"{tmp_path}/*.txt"]), "*.txt matches no file"),
         (lambda: resolve_text_paths(["builtin:hamlet"]), "there is no such corpus; there are builtin:moby_dick"),
-        (lambda: cached_indexed_dataset(empty, ByteTokenizer(), **cache), "--text-path empty.jsonl holds no text"),
-        (lambda: cached_sentencepiece(empty, 300, **sized), "--text-path empty.jsonl holds no text"),
+        (
+            lambda: cached_indexed_dataset(empty, ByteTokenizer(), **cache),
+            "--text-path empty.jsonl contains only empty documents",
+        ),
+        (lambda: cached_sentencepiece(empty, 300, **sized), "--text-path empty.jsonl contains only empty documents"),
     ]
     assert not not_refused(rows, lambda ask: ask())
     # the error names the bad line, although SentencePiece's training reads it, and not --vocab-size

@@ -137,7 +137,7 @@ def test_bad_line_is_named_and_the_others_are_read(tmp_path):
     with pytest.raises(ValueError, match="--on-error skip skips such files"):
         stop_or_skip(bad, "stop", print)
     (bad,) = documents(write(tmp_path / "a.txt", b"a\n" * 5000 + b"\0"))
-    assert bad.reason == "byte 10000 is 0x00, which text never contains"
+    assert bad.reason == "byte 10000 of the file is 0x00, which text never contains"
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -148,18 +148,18 @@ def test_damaged_file_is_rejected_after_its_readable_blocks(tmp_path, suffix):
     third = len(whole) // 3
     for content in (whole[:third], whole[:-1], whole[:third] + b"\xff" * 100 + whole[third + 100 :]):
         path, blocks = write(tmp_path / f"a.jsonl{suffix}", content), list[Block]()
-        with pytest.raises(ValueError, match=r"a\.jsonl\.\w+, line \d+: the file cannot be read from here on: \w+: "):
+        with pytest.raises(ValueError, match=r"a\.jsonl\.\w+, line \d+: the file is damaged from this line on: \w+: "):
             blocks.extend(read_blocks(path, block_bytes=1000))
         assert len(blocks) > 40
         if content == whole[: len(content)]:
             assert lines.startswith(b"".join(block.content for block in blocks))
-    with pytest.raises(ValueError, match=r"a.txt.gz, line 1: the file cannot be read"):
+    with pytest.raises(ValueError, match=r"a.txt.gz, line 1: the file is damaged"):
         documents(write(tmp_path / "a.txt.gz", gzip.compress(b"a\n" * 10_000)[:-1]))
 
 
 def test_files_of_unsupported_formats_are_rejected_in_advance(tmp_path):
     (tmp_path / "folder").mkdir()
-    archive, zipped = tmp_path / "archive.zip", "it is neither UTF-8 text nor JSON lines: unpack an archive"
+    archive, zipped = tmp_path / "archive.zip", "the file is neither UTF-8 text nor JSON lines: unpack an archive"
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("a.jsonl", JSON_LINES)
     rows = [
@@ -176,9 +176,9 @@ def test_files_of_unsupported_formats_are_rejected_in_advance(tmp_path):
         ("zstd.txt", zstd.compress(JSON_LINES), "name a compressed file .gz or .zst"),
         ("utf16.jsonl", "{}".encode("utf-16"), "it is UTF-16 (iconv -f UTF-16 -t UTF-8 converts it)"),
         ("utf16le.txt", "call me".encode("utf-16-le"), "byte 1 is 0x00, which text never contains"),
-        ("array.txt", b'[\n {"text": "a"}]', "it begins as JSON does, but is not named .jsonl"),
-        ("array", b'["a", "b"]', "it begins as JSON does, but is not named .jsonl"),
-        ("lines.txt", b'{"text": "a"}\n', "it begins as JSON does, but is not named .jsonl"),
+        ("array.txt", b'[\n {"text": "a"}]', "the file begins as JSON does, but is not named .jsonl"),
+        ("array", b'["a", "b"]', "the file begins as JSON does, but is not named .jsonl"),
+        ("lines.txt", b'{"text": "a"}\n', "the file begins as JSON does, but is not named .jsonl"),
         ("utf32.txt", "call me".encode("utf-32"), "it is UTF-32 (iconv"),
         ("nul.txt", b"call\0me", "byte 4 is 0x00, which text never contains"),
         ("bell.jsonl", b'{"text": "a\x07"}', "byte 11 is 0x07, which text never contains"),
@@ -202,7 +202,7 @@ def test_files_of_unsupported_formats_are_rejected_in_advance(tmp_path):
     assert not not_refused([(*row[:2], str(tmp_path / row[0])) for row in rows], check)
     columns = write_parquet(tmp_path / "a", title=["a"], body=["b"]).read_bytes()
     rows = [
-        ("a.parquet", columns, "text", "body", "it has no column 'text'; its columns are title, body"),
+        ("a.parquet", columns, "text", "body", "the Parquet file has no column 'text'; its columns are title, body"),
         ("a.txt", b"a", "text", "title", "a.txt is plain text with one text per document, so it has no text and title"),
     ]
     assert not not_refused(rows, check)
@@ -233,8 +233,8 @@ def test_bad_record_is_rejected_by_file_and_line(tmp_path):
         ("a.jsonl", b'{"a": 1}\n{"a": \n', "a.jsonl, line 2: not JSON"),
         ("a.jsonl", b'{"a": 1}\n[1]\n', "a.jsonl, line 2: [1] is not a JSON object"),
         ("a.jsonl", b'{"a": "\xff"}\n', "a.jsonl, line 1: not UTF-8"),
-        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9)[:-12], "the file cannot be read from here on"),
-        ("a.txt", b"words", "a.txt cannot be read: it is plain text, neither JSON lines nor Parquet"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9)[:-12], "the file is damaged from this line on"),
+        ("a.txt", b"words", "a.txt cannot be read: it is plain text, but JSON lines or Parquet is expected"),
         ("a.parquet", b"words", "a.parquet cannot be read"),
     ]
     assert not not_refused(rows, lambda name, content: list(read_records(write(tmp_path / name, content), dict)))

@@ -121,5 +121,5 @@ def test_too_few_tokens_and_foreign_ids_are_rejected():
     ]
     assert not not_refused(rows, lambda ask: ask())
     for index in (-1, 2):
-        with pytest.raises(IndexError, match=f"sample {index} of 2"):
+        with pytest.raises(IndexError, match=f"sample {index} of x is not one of its 2 samples"):
             make([9], 1)[index]

@@ -117,7 +117,10 @@ def test_extend_writes_the_same_bytes_as_single_documents(tmp_path, monkeypatch,
     assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
     assert (tmp_path / "a.idx").read_bytes() == (tmp_path / "b.idx").read_bytes()
     assert IndexedDataset(tmp_path / "b").document_lengths.tolist() == [3, 1, 0, 3, 1]
-    with pytest.raises(ValueError, match="65536 do not fit uint16"), IndexedDatasetBuilder(tmp_path / "c", "<u2") as c:
+    with (
+        pytest.raises(ValueError, match="65536 do not fit the dtype uint16"),
+        IndexedDatasetBuilder(tmp_path / "c", "<u2") as c,
+    ):
         c.extend(np.array([1, 65536]), [2], [1])
 
 
@@ -131,7 +134,7 @@ def test_files_are_synced_before_renaming_and_the_index_comes_last(tmp_path, mon
 
 
 def test_failed_write_keeps_the_old_pair(tmp_path):
-    with pytest.raises(ValueError, match="70000 do not fit uint16"):
+    with pytest.raises(ValueError, match="70000 do not fit the dtype uint16"):
         write_pair(tmp_path / "a", [[1, 70000]])
     assert contents(tmp_path) == {}
     write_pair(tmp_path / "a", [[1, 2]])
@@ -160,7 +163,7 @@ def test_pair_is_locked_while_written_and_leftovers_are_replaced(tmp_path):
         (tmp_path / name).write_bytes(b"leftover " * 100)
     with IndexedDatasetBuilder(tmp_path / "a", "<u2") as first:
         first.add_document([1])
-        with pytest.raises(ValueError, match=r"a\.bin\.unfinished: another process is writing it"):
+        with pytest.raises(ValueError, match=r"a\.bin\.unfinished: another process is writing this file"):
             IndexedDatasetBuilder(tmp_path / "a", "<u2")
         first.add_document([2])
         first.finalize()

@@ -129,7 +129,7 @@ def test_corpus_or_key_without_text_is_rejected_and_leaves_nothing(tmp_path):
     rows = [*((content, "text") for content in blank), (b'{"text": "one", "title": ""}\n', "title")]
     for content, key in rows:
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"--input .*a\.jsonl holds no {key}"):
+        with pytest.raises(ValueError, match=rf"--input .*a\.jsonl has no text in the field {key}"):
             run([path], tmp_path / "x", json_keys=("text", "title"))
     assert contents(tmp_path).keys() == {"a.jsonl"}
 

@@ -142,16 +142,19 @@ def test_flags_choose_the_tokenizer_or_are_rejected(tmp_path, sentencepiece_mode
     rows = [
         ({by_model: f"{here}/none"}, "none does not exist"),
         ({by_model: f"{here}/merges.txt"}, "merges.txt is not a SentencePiece model"),
-        ({by_model: f"{here}/junk.json"}, "junk.json: transformers cannot read it"),
+        ({by_model: f"{here}/junk.json"}, "junk.json: transformers cannot read the tokenizer's files"),
         ({by_model: f"{here}/empty"}, "contains neither tokenizer.json nor"),
         ({by_model: here, by_type: "SentencePieceTokenizer"}, "is a directory"),
         ({by_model: here, "eos_token": "none"}, "--eos-token none is not in the vocabulary"),
-        ({by_type: "NullTokenizer", "eos_token": "a"}, "--eos-token a is for Hugging Face tokenizers"),
-        ({"eos_token": "a"}, "--eos-token a needs a Hugging Face tokenizer"),
+        ({by_type: "NullTokenizer", "eos_token": "a"}, "--eos-token a applies only to Hugging Face tokenizers"),
+        ({"eos_token": "a"}, "--eos-token a needs --tokenizer-model"),
         ({by_type: "HuggingFaceTokenizer"}, "HuggingFaceTokenizer needs --tokenizer-model"),
-        ({by_type: "NullTokenizer", "vocab_size": 255}, "--vocab-size 255 is below the 256 byte values"),
+        ({by_type: "NullTokenizer", "vocab_size": 255}, "--vocab-size 255 is below 256, the number of byte values"),
         ({by_type: "GPT2BPETokenizer"}, "needs --vocab-file and --merge-file"),
-        ({"vocab_file": f"{here}/none", "merge_file": f"{here}/junk"}, f"--vocab-file {here}/none is not a file"),
+        (
+            {"vocab_file": f"{here}/none", "merge_file": f"{here}/junk"},
+            f"--vocab-file {here}/none is not an existing file",
+        ),
     ]
     assert not not_refused(rows, lambda flags: load_tokenizer(TokenizerConfig(**flags)))
 
@@ -321,7 +324,9 @@ def test_stop_ids_come_from_generation_config_or_else_config(tmp_path):
             (folder / f"{name}.json").write_text(json.dumps(values))
         assert load(folder).stop_ids == stops, files
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
-    with pytest.raises(ValueError, match="eos_token_id is '</s>', neither an id nor a list of ids"):
+    with pytest.raises(
+        ValueError, match="eos_token_id of the tokenizer's files is '</s>', neither an id nor a list of ids"
+    ):
         _ = load(folder).stop_ids
 
 

@@ -174,7 +174,10 @@ def look_up_on_a_full_disk(folder: str) -> None:
 
 def test_unwritable_folder_and_full_disk_are_errors_on_all_ranks(tmp_path):
     (tmp_path / "file").touch()
-    row = (str(tmp_path / "file"), f"--data-cache-path: cannot write {tmp_path}/file: {tmp_path}/file is no directory")
+    row = (
+        str(tmp_path / "file"),
+        f"--data-cache-path: cannot write {tmp_path}/file, because {tmp_path}/file is a file",
+    )
     assert ranks(2).run(not_refused, [row], look_up) == [[], []]
     full = (str(tmp_path), f"--data-cache-path: cannot write {tmp_path}")
     assert ranks(2).run(not_refused, [full], look_up_on_a_full_disk) == [[], []]

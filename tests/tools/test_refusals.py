@@ -34,7 +34,7 @@ merge_datasets --input a --output-prefix a --overwrite | a is one of the inputs
 merge_datasets --input a --output-prefix wide | wide.bin exists
 preprocess_data --input none.jsonl | none.jsonl does not exist
 preprocess_data --input junk.jsonl | junk.jsonl, line 1: not UTF-8
-preprocess_data --input empty.jsonl | holds no text
+preprocess_data --input empty.jsonl | contains only empty documents
 preprocess_data --input a.jsonl --tokenizer-type SentencePieceTokenizer --tokenizer-model y | y does not exist
 preprocess_data --input a.jsonl --output-prefix there/x | there is no directory
 preprocess_data --input a.jsonl --json-keys body | a.jsonl, line 1: the field 'body' is missing
@@ -46,7 +46,7 @@ train_tokenizer --character-coverage 2 | --character-coverage 2.0 is not a fract
 train_tokenizer --workers 1 | --input is missing
 train_tokenizer --input a.jsonl --output-prefix none/x | none is no directory
 train_tokenizer --input none.jsonl | none.jsonl does not exist
-train_tokenizer --input empty.jsonl | holds no text
+train_tokenizer --input empty.jsonl | contains only empty documents
 train_tokenizer --input junk.jsonl | junk.jsonl, line 1: not UTF-8
 train_tokenizer --input a.jsonl --vocab-size 0 | --vocab-size 0 is not positive
 train_tokenizer --input a.jsonl --output-prefix there | there.model exists (--overwrite replaces it)
@@ -57,7 +57,7 @@ report run --output run/metrics.jsonl | metrics.jsonl exists and is not a report
 report run --output none/r.html | none/r.html cannot be written: No such file or directory
 evaluate | --load is missing
 evaluate --load . | --load . has no checkpoint
-evaluate --load ours --input empty.jsonl | --input empty.jsonl holds no text
+evaluate --load ours --input empty.jsonl | --input empty.jsonl contains only empty documents
 evaluate --load ours --input junk.jsonl | junk.jsonl, line 1: not UTF-8
 evaluate --load ours --input nowhere | --input nowhere is neither a text nor the prefix of
 evaluate --load ours --input lone | lone.bin
