@@ -188,7 +188,7 @@ class Checkpoints:
         started, folder = time.perf_counter(), self._folder
         assert folder is not None, "a save needs --save"
         self._finish_writing()
-        # ---- collect the tensors and the metadata
+        # ---- collect the tensors and the metadata to save
         config, iteration = self._config, progress.iteration
         self._say(f"saving checkpoint at iteration {iteration:7d} to {folder.path}")
         tensors = self._state.tensors(optimizer=config.save_optim, rng=config.save_rng)

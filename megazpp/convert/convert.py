@@ -51,7 +51,9 @@ def convert(
         raise ValueError(f"{'--input' if config.input is None else '--output'} is missing: name a folder")
     source, target = Path(config.input).expanduser(), Path(config.output).expanduser()
     if not source.is_dir():
-        raise ValueError(f"--input {source} {'is not a folder' if source.exists() else 'does not exist'}")
+        raise ValueError(
+            f"--input {source} {'is not a folder' if source.exists() else 'does not exist'}: name the model's folder"
+        )
     check_output(target)
     kind = config.source or guess_format(source)
     wanted = config.target or ("huggingface" if kind == "megazpp" else "megazpp")
@@ -67,12 +69,20 @@ def convert(
             "otherwise leave it out"
         )
     if (kind == "megazpp") == (wanted == "megazpp") and not merges:
-        raise ValueError(f"--from {kind} --to {wanted}: exactly one of the two has to be megazpp")
+        raise ValueError(
+            f"--from {kind} --to {wanted}: exactly one of the two has to be megazpp, because no other pair of formats "
+            "is converted"
+        )
     if adapter is not None and not adapter.is_dir():
-        raise ValueError(f"--adapter {adapter} {'is not a folder' if adapter.exists() else 'does not exist'}")
+        raise ValueError(
+            f"--adapter {adapter} {'is not a folder' if adapter.exists() else 'does not exist'}: name its folder"
+        )
     if kind == "huggingface" and config.ckpt_step is not None:
-        raise ValueError(f"--ckpt-step {config.ckpt_step}: --input {source} is a single model without iterations")
-    # ---- open the model, and write it
+        raise ValueError(
+            f"--ckpt-step {config.ckpt_step}: --input {source} is a single model without iterations; leave out "
+            "--ckpt-step"
+        )
+    # ---- open the model, and write it in the other format
     say(f"--input {source} has the format {kind}")
     record: CheckpointMetadata | None = None
     if kind == "megazpp":
@@ -109,7 +119,8 @@ def guess_format(folder: Path) -> str:
     if any(folder.glob("mp_rank_*")) or (folder / TRACKER).is_file():
         return "megatron"
     raise ValueError(
-        f"--input {folder} is neither a Hugging Face model ({CONFIG}) nor a folder of checkpoints ({TRACKER})"
+        f"--input {folder} is neither a Hugging Face model ({CONFIG}) nor a folder of checkpoints ({TRACKER}): name "
+        "another folder"
     )
 
 
@@ -251,10 +262,10 @@ def check_output(path: Path) -> None:
     if path.is_dir():
         if any(path.iterdir()):
             raise ValueError(f"--output {path} is not empty; name a new or empty folder")
-        if path.is_mount():  # a folder cannot be renamed to a mount point
+        if path.is_mount():  # the finished folder could not be renamed to a mount point
             raise ValueError(f"--output {path} is the mount point of a file system; give a folder inside it")
     elif path.exists() or path.is_symlink():
-        raise ValueError(f"--output {path} exists and is not a folder")
+        raise ValueError(f"--output {path} exists and is not a folder; name a new or empty folder")
 
 
 @contextlib.contextmanager
@@ -272,10 +283,12 @@ def whole_folder(path: Path) -> Iterator[Path]:
         unfinished.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise ValueError(f"--output {path} cannot be written to: {error.strerror}") from error
+        raise ValueError(f"--output {path} cannot be written to: {error.strerror}; name another folder") from error
     try:
         if not try_lock(descriptor):
-            raise ValueError(f"--output {path} is being written by another conversion")
+            raise ValueError(
+                f"--output {path} is being written by another conversion: wait for its end, or name another folder"
+            )
         for entry in unfinished.iterdir():
             remove(entry)
         with renamed_when_done(unfinished, path):

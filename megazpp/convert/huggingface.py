@@ -131,11 +131,13 @@ def _read_config(folder: Path) -> Settings:
         try:
             values = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
         except Exception as error:  # transformers raises errors of many types for an invalid config.json
-            raise ValueError(f"{folder / CONFIG}: {' '.join(str(error).split())}") from error
+            raise ValueError(f"transformers cannot read {folder / CONFIG}: {' '.join(str(error).split())}") from error
         kind = values["model_type"]
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ValueError(f"{folder / CONFIG}: model_type {kind!r} is not one that can be converted ({known})")
+        raise ValueError(
+            f"{folder / CONFIG}: model_type {kind!r} cannot be converted; these model types can be: {known}"
+        )
     return Settings(values, str(folder / CONFIG))
 
 
@@ -228,7 +230,10 @@ def choose_architecture(config: GPTConfig) -> Architecture:
     architecture = find_architecture(config)
     if problems := _differences(architecture, config):
         flags = ", ".join(as_written(config, config.__dataclass_fields__[name]) for name in problems)
-        raise ValueError(f"{architecture.class_name} cannot hold a model with {flags}")
+        raise ValueError(
+            f"{architecture.class_name} cannot hold a model with {flags}, and no other family of Hugging Face is "
+            "nearer to this model"
+        )
     return architecture
 
 
@@ -261,7 +266,7 @@ def to_files(architecture: Architecture, tensors: dict[str, Deferred]) -> dict[s
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; raise ValueError if the file is missing or contains something else."""
     if not path.is_file():
-        raise ValueError(f"{path} is missing, but a Hugging Face model needs it")
+        raise ValueError(f"{path} is missing, but a Hugging Face model needs it: copy the complete folder")
     return read_settings({path.name: path.read_bytes()}, path.name, f"in {path.parent}")
 
 
@@ -282,11 +287,16 @@ def _open_files(folder: Path, architecture: Architecture, explicit: str | None) 
     if file.endswith(".index.json") and Path(file).name == file:
         places = read_json(folder / file).get("weight_map")
         if not isinstance(places, dict):
-            raise ValueError(f"{folder / file} has no weight_map of files")
+            raise ValueError(
+                f"{folder / file} has no weight_map from tensors to files, so it is damaged: copy it again"
+            )
     found, known = dict[str, Deferred](), (architecture.prefix, "lm_head.", "score.")
     for part in sorted({*map(str, places.values())}):
         if Path(part).name != part or part in ("", ".", ".."):
-            raise ValueError(f"{folder} names {part!r} as a file of weights, which is not a file of this folder")
+            raise ValueError(
+                f"{folder} names {part!r} as a file of weights, which is not a file of this folder; use a folder from "
+                "a source that you trust"
+            )
         tensors = open_tensors(folder / part, lambda name: not architecture.buffers.fullmatch(name))
         found |= {name if name.startswith(known) else known[0] + name: entry for name, entry in tensors.items()}
     return found

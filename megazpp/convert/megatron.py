@@ -87,15 +87,26 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
     ranks, where = [load_file(file) for file in files], str(files[0])
     arguments, version = ranks[0].get("args"), ranks[0].get("checkpoint_version", 0)
     if not isinstance(arguments, argparse.Namespace):
-        raise ValueError(f"{where} has no args: its version of Megatron did not save them with the weights")
+        raise ValueError(
+            f"{where} has no args, the flags of its run, because its version of Megatron-LM did not save them; save "
+            "the checkpoint again with a newer version"
+        )
     if version not in (0, 1.0, 2.0, 3.0):
-        raise ValueError(f"{where}: checkpoint_version {version!r} is not known (0, 1.0, 2.0, 3.0)")
+        raise ValueError(
+            f"{where}: checkpoint_version {version!r} is not supported; the supported versions are 0, 1.0, 2.0 and 3.0"
+        )
     settings = Settings(vars(arguments), f"{where}: args")
     if settings.count("pipeline_model_parallel_size", 1) > 1:
-        raise ValueError(f"{settings.where}: pipeline_model_parallel_size is not 1, but only 1 can be converted")
+        raise ValueError(
+            f"{settings.where}: pipeline_model_parallel_size is not 1, but only 1 can be converted; Megatron's "
+            "tools/checkpoint can change it"
+        )
     name = "tensor_model_parallel_size" if "tensor_model_parallel_size" in settings else "model_parallel_size"
     if settings.count(name, len(ranks)) != len(ranks):
-        raise ValueError(f"{settings.where}: {name} is {settings.count(name)}, but there are {len(ranks)} ranks")
+        raise ValueError(
+            f"{settings.where}: {name} is {settings.count(name)}, but there are files of {len(ranks)} ranks: copy the "
+            "complete folder"
+        )
     config = model_config(_read_config(settings), where)
     # ---- join the tensors of all ranks
     parts = [our_tensors(rank["model"], str(file)) for rank, file in zip(ranks, files, strict=True)]
@@ -112,14 +123,17 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
             of_ranks = [half[-1] for half in halves]
         tensors[name] = _deferred(of_ranks, join)
     if config.use_rope_scaling and "language_model" in ranks[0]["model"]:
-        raise ValueError(f"{where}: args: use_rope_scaling True is not supported here with the legacy model")
+        raise ValueError(
+            f"{where}: args: use_rope_scaling is not supported in checkpoints of Megatron-LM's legacy model, only in "
+            "those of Megatron-Core"
+        )
     if config.tied:
         tensors.pop(OUTPUT, None)  # with tied embeddings, the stored output matrix is a copy of the embedding matrix
     # ---- find the training progress and the tokenizer
     done, consumed = ranks[0].get("iteration"), getattr(arguments, "consumed_train_samples", 0)
     names = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if name in settings]
     tokenizer: dict[str, Any] = {name: settings.text(name) for name in names}
-    here = all(Path(file).exists() for file in tokenizer.values())  # False for paths of another machine
+    here = all(Path(file).exists() for file in tokenizer.values())  # paths of another machine are left out
     return checked_model(config, tensors, where)._replace(
         progress=TrainingProgress(done if isinstance(done, int) else 0, consumed, consumed),
         seq_length=settings.count("seq_length", config.max_position_embeddings),
@@ -141,7 +155,9 @@ def find_checkpoint(folder: Path, iteration: int | None) -> Path:
         return folder
     text = str(iteration) if iteration is not None else read_tracker(folder / TRACKER, words=("release",))
     if text is None:
-        raise ValueError(f"--input {folder} has neither mp_rank_00 nor {TRACKER}")
+        raise ValueError(
+            f"--input {folder} has neither mp_rank_00 nor {TRACKER}: name a folder of Megatron-LM checkpoints"
+        )
     found = folder / (text if text == "release" else f"iter_{int(text):07d}")
     if not any(found.glob("mp_rank_*")):
         kind = "is a distributed checkpoint, which is not supported (--ckpt-format torch writes legacy ones)"
@@ -164,11 +180,13 @@ def _rank_files(checkpoint: Path) -> list[Path]:
         )
     names = [folder.name for folder in folders]
     if names != [f"mp_rank_{rank:02d}" for rank in range(len(names))]:
-        raise ValueError(f"{checkpoint} has {', '.join(names)}: a rank is missing")
+        raise ValueError(
+            f"{checkpoint} has {', '.join(names)}, so the folder of a rank is missing: copy the complete checkpoint"
+        )
     files = [[folder / name for name in FILES if (folder / name).is_file()] for folder in folders]
     for folder, found in zip(folders, files, strict=True):
         if not found:
-            raise ValueError(f"{folder / FILES[0]} is missing")
+            raise ValueError(f"{folder / FILES[0]} is missing: copy the complete checkpoint")
     return [found[0] for found in files]
 
 
@@ -233,14 +251,17 @@ def our_tensors(model: Mapping[str, Any], where: str, prefix: str = "") -> dict[
             found |= our_tensors(value, where, f"{name}.")
         elif isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
             if (ours := _our_name(name)) is None:
-                raise ValueError(f"{where}: {name} has no place in this model")
+                raise ValueError(
+                    f"{where}: the tensor {name} is not supported, because no tensor of this program's model "
+                    "corresponds to it"
+                )
             found[ours] = value
     return found
 
 
 def _our_name(name: str) -> str | None:
     """Return the name in `GPTModel` of a tensor in a Megatron-LM checkpoint; None for an unknown name."""
-    if fused := _FUSED_NORM.fullmatch(name):  # in Transformer Engine, the norm before a linear layer is a part of it
+    if fused := _FUSED_NORM.fullmatch(name):  # Transformer Engine's linear layer contains the norm before it
         name = f"{fused[1]}{_FUSED_NORMS[fused[2]]}.{fused[3]}"
     if layer := _LAYER.fullmatch(name):
         ours = _LAYER_NAMES.get(layer[2].removeprefix("self_"))
@@ -310,18 +331,22 @@ def load_file(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals(allowed):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
+        raise ValueError(f"{path} is missing: copy the complete checkpoint") from None
     except pickle.UnpicklingError as error:
         # The message of torch is not shown, because it explains how to load the file by running its code.
         named = re.search(r"GLOBAL (\S+)", str(error))
         if named is None:
-            raise ValueError(f"{path} is damaged or no checkpoint") from error
+            raise ValueError(f"{path} is damaged or no checkpoint: copy it again") from error
         text = f"it names {named[1]}, which no checkpoint needs"
-        raise ValueError(f"{path} is refused, and nothing in it was run: {text}") from error
+        raise ValueError(
+            f"{path} is refused, and nothing in it was run: {text}; use a checkpoint from a source that you trust"
+        ) from error
     except _DAMAGE as error:
-        raise ValueError(f"{path} is damaged or no checkpoint ({type(error).__name__})") from error
+        raise ValueError(f"{path} is damaged or no checkpoint ({type(error).__name__}): copy it again") from error
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
-        raise ValueError(f"{path} holds no model: it has no dictionary of tensors with the name model")
+        raise ValueError(
+            f"{path} contains no model: its entry 'model' is not a dictionary of tensors; name another checkpoint"
+        )
     return content
 
 

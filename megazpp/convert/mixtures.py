@@ -81,7 +81,9 @@ class Mixture(Relative):
         if self.sparse:
             step, without = settings.count(_SPARSE[0], 1), settings.values.get(_SPARSE[1]) or []
             if not isinstance(without, list) or any(not isinstance(layer, int) for layer in without):
-                raise ValueError(f"{settings.where}: {_SPARSE[1]} {without!r} is not a list of layers")
+                raise ValueError(
+                    f"{settings.where}: {_SPARSE[1]} {without!r} is not a list of layer numbers: correct config.json"
+                )
             marks = [int(layer not in without and (layer + 1) % step == 0) for layer in range(layers)]
             found["moe_layer_freq"] = "1" if all(marks) else str(marks).replace(" ", "")
         return found

@@ -130,13 +130,16 @@ def model_shapes(
         ValueError: no model can be built from `config`, or it has more layers than there are tensors.
     """
     if config.layers > num_tensors:
-        raise ValueError(f"{where} describes a model of {config.layers} layers, but there are {num_tensors} tensors")
+        raise ValueError(
+            f"{where} describes a model of {config.layers} layers, but its files have only {num_tensors} tensors: copy "
+            "them again"
+        )
     unpadded = dataclasses.replace(config, make_vocab_size_divisible_by=1)
     try:
         with torch.device("meta"):
             model = GPTModel(unpadded, vocab_size=rows, scalar_head=scalar_head)
     except (ValueError, RuntimeError, TypeError, OverflowError) as error:  # torch raises these for absurd sizes
-        raise ValueError(f"{where} describes no model: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{where} describes no model that can be built: {str(error).splitlines()[0]}") from error
     return {name: tuple(tensor.shape) for name, tensor in model_state(model).items()}
 
 
@@ -151,7 +154,9 @@ def checked_model(config: GPTConfig, tensors: Mapping[str, Deferred], where: str
         ValueError: a tensor is missing, unexpected, or of the wrong shape.
     """
     if WORDS not in tensors:
-        raise ValueError(f"{where} holds no word embeddings: it is not a complete model")
+        raise ValueError(
+            f"{where} contains no word embeddings, so the model is not complete: name another folder or file"
+        )
     rows = tensors[WORDS].shape[0]
     expected = model_shapes(config, rows, where, num_tensors=len(tensors), scalar_head=HEAD in tensors)
     check_tensors({name: entry.shape for name, entry in tensors.items()}, expected, where)
@@ -303,7 +308,7 @@ def split_all(pieces: Mapping[str, ForeignTensors], ours: Mapping[str, Deferred]
         return parts[index].contiguous()
 
     if lost := sorted(ours.keys() - pieces.keys()):
-        raise ValueError(f"the other format has no place for {', '.join(lost)}")
+        raise ValueError(f"the target format has no tensors that correspond to {', '.join(lost)} of this model")
     found = {}
     for name, piece in pieces.items():
         entry = ours[name]

@@ -50,7 +50,9 @@ class AdapterConverter(WeightOpener):
             ValueError: a file is missing or damaged, the adapter does not fit the model, or no feature converts
                 adapters.
         """
-        raise ValueError(f"--adapter {folder}: the optional feature that merges adapters is not installed")
+        raise ValueError(
+            f"--adapter {folder}: the optional feature that merges adapters is not installed: leave out --adapter"
+        )
 
     def export(self, checkpoint: Path, record: CheckpointMetadata, config: GPTConfig, base: Path, folder: Path) -> None:
         """Write a checkpoint's adapters, if it has any, in the format of another program.
@@ -140,7 +142,8 @@ def open_tokenizer(
         pass  # the tokenizer is the checkpoint's, or the checkpoint does not say which one it had
     elif tokenizer.vocab_size != record.vocab_size:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the tokenizer of {folder} had {record.vocab_size}"
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the tokenizer of {folder} had {record.vocab_size}: "
+            "name the checkpoint's tokenizer, or none"
         )
     else:
         say(f"WARNING: the tokenizer gives other ids than the tokenizer of {folder}")

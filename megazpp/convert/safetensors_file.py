@@ -37,7 +37,7 @@ def open_tensors(path: Path, used: Callable[[str], bool] = lambda name: True) ->
         ValueError: the file is missing, damaged or has another format, or a tensor has an unsupported dtype.
     """
     if not path.is_file():
-        raise ValueError(f"{path} is missing, so the weights are not complete")
+        raise ValueError(f"{path} is missing, so the weights are not complete: copy all files of the model")
     if path.suffix == ".bin":
         return _open_pickled(path, used)
     safetensors = import_package("safetensors", str(path))
@@ -50,7 +50,7 @@ def open_tensors(path: Path, used: Callable[[str], bool] = lambda name: True) ->
             entry = file.get_slice(name)
             dtype = entry.get_dtype()
             if dtype not in DTYPES:
-                raise ValueError(f"{path}: {name} has type {dtype}; only {', '.join(DTYPES)} can be converted")
+                raise ValueError(f"{path}: {name} has the dtype {dtype}, but only {', '.join(DTYPES)} can be converted")
             found[name] = Deferred(tuple(entry.get_shape()), DTYPES[dtype], functools.partial(_read, path, name))
     return found
 
@@ -60,10 +60,15 @@ def _open_pickled(path: Path, used: Callable[[str], bool]) -> dict[str, Deferred
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         found = {name: held(tensor) for name, tensor in values.items() if used(name)}
     except Exception as error:  # torch raises errors of many types for damaged files
-        raise ValueError(f"{path} is damaged or holds more than tensors: {type(error).__name__}") from error
+        raise ValueError(
+            f"{path} is damaged or contains more than tensors ({type(error).__name__}): copy it again, or save it as "
+            "safetensors"
+        ) from error
     for name, entry in found.items():
         if entry.dtype not in DTYPES.values():
-            raise ValueError(f"{path}: {name} has type {entry.dtype}; only {', '.join(DTYPES)} can be converted")
+            raise ValueError(
+                f"{path}: {name} has the dtype {entry.dtype}, but only {', '.join(DTYPES)} can be converted"
+            )
     return found
 
 

@@ -79,7 +79,7 @@ class Settings:
         """
         value = self._get(key, allowed[0])
         if value not in allowed:
-            raise self._wrong(key, value, f"is not supported here (only {', '.join(map(str, allowed))})")
+            raise self._wrong(key, value, f"is not supported; supported values are {', '.join(map(str, allowed))}")
         return value
 
     def each(self, key: str, *allowed: Any) -> list[Any]:
@@ -90,7 +90,7 @@ class Settings:
         items = self._get(key, [])
         for item in items if isinstance(items, list) else [items]:
             if item not in allowed or not isinstance(items, list):
-                raise self._wrong(key, item, "is not supported here")
+                raise self._wrong(key, item, f"is not supported; supported values are {', '.join(map(str, allowed))}")
         return items
 
     def absent(self, *keys: str, empty: tuple[Any, ...] = (None, False)) -> None:
@@ -103,7 +103,7 @@ class Settings:
         for key in keys:
             value = self.values.get(key)
             if not any(value is nothing or (nothing is not None and value == nothing) for nothing in empty):
-                raise self._wrong(key, value, "is not supported here")
+                raise self._wrong(key, value, "is not supported, because it enables a feature that this program lacks")
 
     def part(self, key: str) -> Settings:
         """Return the settings nested under `key`, such as `rope_parameters`; empty settings if the value is missing."""
@@ -117,7 +117,7 @@ class Settings:
         value = self.values.get(key)
         value = default if value is None else value
         if value is None:
-            raise ValueError(f"{self.where}: {self._prefix}{key} is missing")
+            raise ValueError(f"{self.where}: {self._prefix}{key} is missing, but the model needs it")
         return value
 
     def _wrong(self, key: str, value: Any, problem: str) -> ValueError:

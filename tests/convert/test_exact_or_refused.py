@@ -247,7 +247,7 @@ def test_tied_output_matrix_that_differs_from_the_embedding_is_rejected(tmp_path
 
 # fmt: off
 REFUSED: list[tuple[str, Values, str]] = [
-    ("gpt2", {"model_type": "gemma"}, "model_type 'gemma' is not one that can be converted"),
+    ("gpt2", {"model_type": "gemma"}, "model_type 'gemma' cannot be converted"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
     ("gpt2", {"n_layer": 0}, "n_layer 0 is not a positive integer"),
     ("gpt2", {"n_head": 5}, "--hidden-size 24 is not divisible by --num-attention-heads 5"),
@@ -265,8 +265,8 @@ REFUSED: list[tuple[str, Values, str]] = [
     ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.v_proj.weight and 6 more are missing"),
     ("llama", {"num_hidden_layers": 1}, "have no place in this model"),
     # absurd sizes are rejected at once; building such a model would take minutes and all memory
-    ("gpt2", {"n_layer": 10**4}, "describes a model of 10000 layers, but there are 28 tensors"),
-    ("gpt2", {"n_layer": 10**9}, "describes no model: --num-layers 1000000000 is more than 10000"),
+    ("gpt2", {"n_layer": 10**4}, "describes a model of 10000 layers, but its files have only 28 tensors"),
+    ("gpt2", {"n_layer": 10**9}, "describes no model that can be built: --num-layers 1000000000 is more than 10000"),
     ("gpt2", {"n_embd": 10**9}, "n_inner 4000000000 is above 2147483647, which no model reaches"),
     ("gpt2", {"n_inner": 10**9}, "has shape"),
     ("gpt2", {"n_positions": 10**30}, f"n_positions {10**30} is above 2147483647, which no model reaches"),

@@ -92,18 +92,24 @@ def test_converted_checkpoint_has_the_weights_and_the_tokenizers_rows(tmp_path):
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"args": None}, "has no args"),
     ({"args": argparse.Namespace(num_layers=2)}, "args: num_attention_heads is missing"),
-    ({"args": arguments(GPT, 4)}, "tensor_model_parallel_size is 4, but there are 2 ranks"),
-    ({"checkpoint_version": 4.0}, "checkpoint_version 4.0 is not known"),
-    ({"model": {"language_model": {"pooler": torch.zeros(2)}}}, "language_model.pooler has no place"),
+    ({"args": arguments(GPT, 4)}, "tensor_model_parallel_size is 4, but there are files of 2 ranks"),
+    ({"checkpoint_version": 4.0}, "checkpoint_version 4.0 is not supported"),
+    ({"model": {"language_model": {"pooler": torch.zeros(2)}}}, "language_model.pooler is not supported"),
     ({"args": arguments(GPT, 2, num_experts=8)}, "num_experts 8 is not supported"),
-    ({"args": arguments(GPT, 2, position_embedding_type="rope", use_rope_scaling=True)}, "here with the legacy model"),
+    (
+        {"args": arguments(GPT, 2, position_embedding_type="rope", use_rope_scaling=True)},
+        "not supported in checkpoints of Megatron-LM.s legacy model",
+    ),
     ({"args": arguments(GPT, 2, window_size=(4, 0))}, "window_size (4, 0) is not supported"),
     ({"args": arguments(GPT, 2, quick_geglu=True)}, "quick_geglu True is not supported"),
     ({"args": arguments(GPT, 2, activation_func_clamp_value=7.0)}, "activation_func_clamp_value 7.0"),
     ({"args": arguments(GPT, 2, glu_linear_offset=1.0)}, "glu_linear_offset 1.0 is not supported"),
     ({"args": arguments(GPT, 2, apply_residual_connection_post_layernorm=True)}, "post_layernorm True"),
     ({"args": arguments(GPT, 2, num_layers=10**4)}, "describes a model of 10000 layers"),
-    ({"args": arguments(GPT, 2, num_layers=10**9)}, "describes no model: --num-layers 1000000000 is more than 10000"),
+    (
+        {"args": arguments(GPT, 2, num_layers=10**9)},
+        "describes no model that can be built: --num-layers 1000000000 is more than 10000",
+    ),
     ({"args": arguments(GPT, 2, num_layers=3)}, "layers.2.attention_norm.weight"),
     ({"args": arguments(GPT, 2, hidden_size=28)}, "has shape"),
 ]
@@ -125,7 +131,7 @@ def test_pipeline_missing_rank_and_distributed_checkpoint_are_told_apart(tmp_pat
         (tmp_path / file).parent.mkdir()
         (tmp_path / file).write_bytes(content)
     rows = [
-        (tmp_path / "rank", 100, "has mp_rank_01, mp_rank_02: a rank is missing"),
+        (tmp_path / "rank", 100, "has mp_rank_01, mp_rank_02, so the folder of a rank is missing"),
         (tmp_path / "rank", 200, "iter_0000200 contains no folder mp_rank_00"),
         (tmp_path / "rank", 300, "iter_0000300 is a distributed checkpoint"),
         (tmp_path / "pipeline", None, "mp_rank_00_000 belongs to a pipeline"),
@@ -190,5 +196,5 @@ def test_junk_file_is_rejected(tmp_path):
         assert "\n" not in str(caught.value)
     for other in ([1, 2], {"weights": torch.ones(2)}, {"model": 3}):
         torch.save(other, file)
-        with pytest.raises(ValueError, match="holds no model"):
+        with pytest.raises(ValueError, match="contains no model"):
             load_file(file)

@@ -33,7 +33,7 @@ def test_junk_and_unsupported_dtypes_are_rejected_in_one_line(tmp_path):
     whole, integers = safetensors.torch.save(TENSORS), safetensors.torch.save({"w": torch.ones(4, dtype=torch.int8)})
     contents = [b"", b"abc", bytes(range(256)) * 9, whole[:30], whole[:-1], whole + b"x", b"\xff" * 8 + whole[8:]]
     rows = [(content, "is damaged or no safetensors file") for content in contents]
-    for content, message in [*rows, (integers, "w has type I8; only F32, F16, BF16 can be converted")]:
+    for content, message in [*rows, (integers, "w has the dtype I8, but only F32, F16, BF16 can be converted")]:
         file.write_bytes(content)
         with pytest.raises(ValueError, match=message) as caught:
             open_tensors(file)

@@ -117,7 +117,7 @@ def test_buffers_arrive_wherever_weights_are_loaded_or_copied(load, layout):
 
 def test_export_refuses_a_buffer_that_the_other_format_cannot_hold():
     tensors = {name: held(torch.zeros(1)) for name in ("a", "b")}
-    with pytest.raises(ValueError, match="the other format has no place for b"):
+    with pytest.raises(ValueError, match="the target format has no tensors that correspond to b"):
         split_all({"a": same("x")}, tensors)
 
 

@@ -212,7 +212,7 @@ def test_back_end_loads_the_step_that_the_update_names_into_vllm(folder, monkeyp
         engine.finish_weight_update()
         found = {name: parameter.data for name, parameter in model.named_parameters()}
         torch.testing.assert_close(found, dict(reader.weights()), rtol=0, atol=0)
-    with pytest.raises(ValueError, match="no complete files for step 4"):
+    with pytest.raises(ValueError, match="not have all files that lead to the weights of step 4"):
         engine.update_weights({"step": 4})
     engine.shutdown()
     sys.modules.pop("megazpp.weight_patches.vllm")
