@@ -313,7 +313,7 @@ def write_checkpoint(
     writer = SummingWriter(partial, axis.timeline, read)
 
     def complete() -> str:
-        """Complete a checkpoint after its tensors: write metadata and checksums, rename it, and set the tracker file.
+        """Complete a checkpoint whose tensors are written: write metadata and checksums, rename it, set the tracker.
 
         Returns:
             The end of the log line, if checkpoints of another branch of the run were renamed; otherwise "".

@@ -191,7 +191,7 @@ DATA = (
 
 
 def shape_of(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those flags of a checkpoint that define the model's shape; --use-checkpoint-args copies them."""
+    """Return the flags that define the checkpoint's model shape, by field name. --use-checkpoint-args copies them."""
     return {name: flags[name] for name in SHAPE if name in flags}
 
 

@@ -91,7 +91,8 @@ class Weights(StatePart):
         """Invalidate the secondary partition, which belongs to the weights before the load.
 
         Returns:
-            A note if the checkpoint has no scalar head, so that it begins with random weights; otherwise [].
+            A list with a note if the checkpoint has no scalar head, so that it begins with random weights; otherwise
+            [].
         """
         self._sharding.invalidate_weights()
         if all(name in loaded for name, _ in self._model.named_parameters()):
@@ -154,8 +155,8 @@ class Moments(StatePart):
         """Pass the loaded optimizer states to `Optimizer.load_state_dict`, which moves each tensor to the right device.
 
         Returns:
-            A note with the number of parameters whose moments begin at zero, because another optimizer has written the
-            checkpoint; otherwise [].
+            A list with a note, which gives the number of parameters whose moments begin at zero because another
+            optimizer has written the checkpoint; [] if there are none.
         """
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -183,7 +184,7 @@ class ErrorFeedback(StatePart):
     def __init__(self, sharding: Sharding, dims: ParallelDims, values: RunValues) -> None:
         axes = [getattr(dims, name) for name in dims.layout.coordinates]
         layout, place = ("x".join(str(getattr(axis, part)) for axis in axes) for part in ("size", "rank"))
-        if (ep := dims.layout.ep) > 1:  # with another ep size, equal keys and shapes can belong to other experts
+        if (ep := dims.layout.ep) > 1:  # so that a run with another ep size does not load buffers of other experts
             layout = f"{layout}.ep{ep}"
         self.prefix, self._sharding, self._values = f"feedback.{layout}.{place}.", sharding, values
         self.sources: list[Callable[[], dict[str, torch.Tensor]]] = [sharding.rank_state]
@@ -199,7 +200,7 @@ class ErrorFeedback(StatePart):
         """Set buffers that the checkpoint does not have to zero, and rescale error feedback to the current loss scale.
 
         Returns:
-            A note if error feedback begins at zero; otherwise [].
+            A list with a note if error feedback begins at zero; otherwise [].
         """
         missing = [name for name, x in self.tensors().items() if name not in loaded]
         for name in missing:
@@ -263,7 +264,7 @@ class SecondaryPartition(StatePart):
         A sharding unit with a missing entry sends complete weights to other nodes at its next gather.
 
         Returns:
-            A note if the checkpoint lacks the secondary partition of a sharding unit; otherwise [].
+            A list with a note if the checkpoint lacks the secondary partition of a sharding unit; otherwise [].
         """
         complete = True
         for gather in self._sharding.residents:
@@ -321,7 +322,7 @@ class RandomGenerators(StatePart):
         """Set the random generators to the loaded states, or seed them again if the checkpoint has no states.
 
         Returns:
-            A note if the generators are seeded again; otherwise [].
+            A list with a note if the generators are seeded again; otherwise [].
         """
         if not loaded:
             # The new seed depends on the iteration, so that the dropout masks of the run's first steps do not repeat.

@@ -433,8 +433,8 @@ class CheckpointReader:
             record: metadata of the checkpoint.
             checkpoint: folder of the checkpoint.
         Returns:
-            A note for the log about each kind of values that the checkpoint does not have. The run starts with new
-            ones.
+            A list with a note for the log about each kind of values that the checkpoint does not have, and that the run
+            therefore starts anew.
         """
         # ---- open the checkpoint, and compare names and shapes of its weights with the model's
         parts, weights = {"optimizer": source.optimizer, "rng": source.rng}, self._state.weights()

@@ -80,8 +80,8 @@ class StatePart:
             loaded: the tensors that `targets` returned, filled with the checkpoint's values, by name.
             iteration: iteration of the checkpoint.
         Returns:
-            A note for the log about each kind of values that the checkpoint does not have. The run starts with new
-            ones.
+            A list with a note for the log about each kind of values that the checkpoint does not have, and that the run
+            therefore starts anew.
         """
         return []
 
@@ -172,8 +172,8 @@ class TrainState:
             rng: True if they include the states of the random generators, as in the call of `targets`.
             iteration: iteration of the checkpoint.
         Returns:
-            A note for the log about each kind of values that the checkpoint does not have. The run starts with new
-            ones.
+            A list with a note for the log about each kind of values that the checkpoint does not have, and that the run
+            therefore starts anew.
         """
         parts = self._parts_of(optimizer, rng)
         return [note for part in parts for note in part.accept(under(part.prefix, loaded), iteration)]

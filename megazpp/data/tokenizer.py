@@ -183,7 +183,7 @@ class SpecialTokens(NamedTuple):
         return len(self.before + self.after) if self.used else 0
 
     def around(self, ids: list[int]) -> list[int]:
-        """Return the token ids of a text with the special tokens before and after them, if this run adds these."""
+        """Return the token ids of a text, with special tokens before and after them if this run adds special tokens."""
         return [*self.before, *ids, *self.after] if self.number else ids
 
     def missing(self, ids: list[int]) -> tuple[list[int], list[int]]:

@@ -34,7 +34,7 @@ merge_datasets --input a --output-prefix a --overwrite | a is one of the inputs
 merge_datasets --input a --output-prefix wide | wide.bin exists
 preprocess_data --input none.jsonl | none.jsonl does not exist
 preprocess_data --input junk.jsonl | junk.jsonl, line 1: not UTF-8
-preprocess_data --input empty.jsonl | contains only empty documents
+preprocess_data --input empty.jsonl | has no text in the field text
 preprocess_data --input a.jsonl --tokenizer-type SentencePieceTokenizer --tokenizer-model y | y does not exist
 preprocess_data --input a.jsonl --output-prefix there/x | there is no directory
 preprocess_data --input a.jsonl --json-keys body | a.jsonl, line 1: the field 'body' is missing
@@ -46,7 +46,7 @@ train_tokenizer --character-coverage 2 | --character-coverage 2.0 is not a fract
 train_tokenizer --workers 1 | --input is missing
 train_tokenizer --input a.jsonl --output-prefix none/x | none is no directory
 train_tokenizer --input none.jsonl | none.jsonl does not exist
-train_tokenizer --input empty.jsonl | contains only empty documents
+train_tokenizer --input empty.jsonl | holds no text
 train_tokenizer --input junk.jsonl | junk.jsonl, line 1: not UTF-8
 train_tokenizer --input a.jsonl --vocab-size 0 | --vocab-size 0 is not positive
 train_tokenizer --input a.jsonl --output-prefix there | there.model exists (--overwrite replaces it)
