@@ -292,7 +292,7 @@ def _join(parts: Sequence[torch.Tensor], *, name: str, config: GPTConfig, versio
 
 
 def _deferred(parts: Sequence[torch.Tensor], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Deferred:
-    """Return a tensor that is joined from the shards of all tensor-parallel ranks when the conversion reads it.
+    """Return a `Deferred`, which joins a tensor from the shards of all tensor-parallel ranks when it is read.
 
     Args:
         parts: shards in the order of ranks.

@@ -98,7 +98,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"args": arguments(GPT, 2, num_experts=8)}, "num_experts 8 is not supported"),
     (
         {"args": arguments(GPT, 2, position_embedding_type="rope", use_rope_scaling=True)},
-        "not supported in checkpoints of Megatron-LM.s legacy model",
+        "not supported in checkpoints of Megatron-LM's legacy model",
     ),
     ({"args": arguments(GPT, 2, window_size=(4, 0))}, "window_size (4, 0) is not supported"),
     ({"args": arguments(GPT, 2, quick_geglu=True)}, "quick_geglu True is not supported"),
@@ -108,7 +108,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"args": arguments(GPT, 2, num_layers=10**4)}, "describes a model of 10000 layers"),
     (
         {"args": arguments(GPT, 2, num_layers=10**9)},
-        "describes no model that can be built: --num-layers 1000000000 is more than 10000",
+        "describes no model: --num-layers 1000000000 is more than 10000",
     ),
     ({"args": arguments(GPT, 2, num_layers=3)}, "layers.2.attention_norm.weight"),
     ({"args": arguments(GPT, 2, hidden_size=28)}, "has shape"),
