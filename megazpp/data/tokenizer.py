@@ -56,10 +56,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
     tokenizer: Tokenizer
     if not names_tokenizer(config):
         if config.eos_token is not None:
-            raise ValueError(
-                f"--eos-token {config.eos_token} needs --tokenizer-model with a Hugging Face tokenizer, whose eos "
-                "token it replaces"
-            )
+            raise ValueError(f"--eos-token {config.eos_token} needs --tokenizer-model with a Hugging Face tokenizer")
         return None
     if config.kind == "NullTokenizer":
         tokenizer = ByteTokenizer(config.vocab_size or 256)
@@ -75,10 +72,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
         is_theirs = config.kind == "HuggingFaceTokenizer"
         tokenizer = _load_huggingface(path, config) if is_theirs else _load_sentencepiece(path)
     if config.eos_token is not None and not isinstance(tokenizer, HFTokenizer):
-        raise ValueError(
-            f"--eos-token {config.eos_token} applies only to Hugging Face tokenizers, not to {config.kind}: leave it "
-            "out"
-        )
+        raise ValueError(f"--eos-token {config.eos_token} does not apply to {config.kind}: leave out --eos-token")
     if config.model_vocab_size is not None:
         tokenizer.fit(config.model_vocab_size)
     return tokenizer
@@ -111,9 +105,7 @@ def special_tokens_note(tokenizer: Tokenizer, *, prompts: bool = False) -> str |
 
 def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
     if path.is_dir():
-        raise ValueError(
-            f"--tokenizer-model {path} is a directory, but a SentencePiece model is a file: name the .model file"
-        )
+        raise ValueError(f"--tokenizer-model {path} is a directory: name the file of the SentencePiece model")
     template = path.with_name(TEMPLATE)
     # A checkpoint stores a SentencePiece model under this name, with the chat template in a file next to the model.
     kept = path.name == SENTENCEPIECE and template.is_file()
@@ -127,18 +119,13 @@ def _load_huggingface(path: Path, config: TokenizerConfig) -> HFTokenizer:
         files = {name: content for name, content in files.items() if name == DESCRIPTION}
         files[DEFINITION] = path.read_bytes()
     if not files.keys() & VOCABULARIES:
-        raise ValueError(
-            f"--tokenizer-model {path} contains neither {DEFINITION} nor another vocabulary file: name another folder"
-        )
+        raise ValueError(f"--tokenizer-model {path} contains neither {DEFINITION} nor another vocabulary; name another")
     return _open(files, f"--tokenizer-model {path}", config)
 
 
 def _load_gpt2(config: TokenizerConfig) -> HFTokenizer:
     if config.vocab_file is None or config.merge_file is None:
-        raise ValueError(
-            "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file, and one of them is missing: give "
-            "both"
-        )
+        raise ValueError("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file: give both")
     for name, file in (("--vocab-file", config.vocab_file), ("--merge-file", config.merge_file)):
         if not Path(file).is_file():
             raise ValueError(f"{name} {file} is not an existing file: correct the path")
@@ -503,10 +490,7 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, num_ids: int = 256) -> None:
         if num_ids < 256:
-            raise ValueError(
-                f"--vocab-size {num_ids} is below 256, the number of byte values that --tokenizer-type NullTokenizer "
-                "encodes: give at least 256"
-            )
+            raise ValueError(f"--vocab-size {num_ids} is below 256, the number of byte values of a NullTokenizer")
         self.vocab_size = num_ids + 1
         self.eod, self.eod_name = num_ids, "<|endoftext|>"
         self.variables, self.special_ids = {"eos_token": self.eod_name, "bos_token": ""}, {self.eod_name: num_ids}

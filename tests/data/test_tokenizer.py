@@ -146,7 +146,7 @@ def test_flags_choose_the_tokenizer_or_are_rejected(tmp_path, sentencepiece_mode
         ({by_model: f"{here}/empty"}, "contains neither tokenizer.json nor"),
         ({by_model: here, by_type: "SentencePieceTokenizer"}, "is a directory"),
         ({by_model: here, "eos_token": "none"}, "--eos-token none is not in the vocabulary"),
-        ({by_type: "NullTokenizer", "eos_token": "a"}, "--eos-token a applies only to Hugging Face tokenizers"),
+        ({by_type: "NullTokenizer", "eos_token": "a"}, "--eos-token a does not apply to NullTokenizer"),
         ({"eos_token": "a"}, "--eos-token a needs --tokenizer-model"),
         ({by_type: "HuggingFaceTokenizer"}, "HuggingFaceTokenizer needs --tokenizer-model"),
         ({by_type: "NullTokenizer", "vocab_size": 255}, "--vocab-size 255 is below 256, the number of byte values"),
