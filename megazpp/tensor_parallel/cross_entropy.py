@@ -194,7 +194,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, labels, normalizer = ctx.saved_tensors
         settings, chunks, logits = ctx.settings, ctx.chunks, ctx.logits
-        ctx.logits = None  # backward overwrites the logits and then frees them
+        # Backward overwrites these logits. Without this reference they are freed as soon as their chunk is processed,
+        # and a second backward computes them again.
+        ctx.logits = None
         several, temperature = len(chunks) > 1, settings.temperature
         gradient_ = _compiled(_gradient_) if settings.fuse else _gradient_
         scale = grads[0].flatten() / temperature

@@ -123,7 +123,9 @@ def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> 
     tp, split, product = layers[0].tp, layers[0].sequence_parallel, layers[0].product
     weights = [local(layer.weight) for layer in layers]
     biases = [None if layer.bias is None else local(layer.bias) for layer in layers]
-    # An adapter needs the gathered input, which the fused operation below does not return.
+    # The operation below overlaps the collectives of backward with matrix products. It does not return the gathered
+    # input, which an adapter needs. On one rank it serves only eager code with several layers, whose gradients of x it
+    # sums without autograd.
     adapted = any(layer.adapter is not None and layer.adapter.adds for layer in layers)
     together = tp.size > 1 or (len(layers) > 1 and not torch.compiler.is_compiling())
     if product is None and together and torch.is_grad_enabled() and x.requires_grad and not adapted:

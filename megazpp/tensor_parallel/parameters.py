@@ -67,8 +67,8 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
 def local_parameters(places: Sequence[tuple[dict[str, Any], str]]) -> Iterator[None]:
     """Return a context in which modules hold local tensors, as `local` returns them, instead of DTensor parameters.
 
-    It serves calls of compiled graphs. A graph could take DTensors itself, but it would unwrap each parameter, and wrap
-    each gradient, in a dozen Python calls.
+    The caller runs a graph of torch.compile in this context. A graph could take DTensors itself, but it would unwrap
+    each parameter, and wrap each gradient, in a dozen Python calls.
 
     Args:
         places: for each parameter to replace, the parameter dict of its module and its name there, see `places_of`.
@@ -89,7 +89,10 @@ def local_parameters(places: Sequence[tuple[dict[str, Any], str]]) -> Iterator[N
 
 
 def places_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Return (parameter dict of the owning module, name there) for each parameter of a module and its submodules."""
+    """Return where a module and its submodules hold their parameters, for `local_parameters`.
+
+    There is one pair per parameter: the dict `_parameters` of the submodule that owns it, and its name in this dict.
+    """
     return [(each._parameters, name) for each in module.modules() for name in each._parameters]
 
 
@@ -108,7 +111,8 @@ class _Locals(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
-        # `DTensor.__new__` skips `__init__`, which does nothing but takes host time in two wrappers.
+        # Create the DTensors by `DTensor.__new__` alone: `DTensor.__init__` does nothing, but its two Python wrappers
+        # take host time.
         found = [
             None if grad is None else DTensor.__new__(DTensor, grad.contiguous(), spec, requires_grad=False)
             for grad, spec in zip(grads, ctx.specs, strict=True)
@@ -145,7 +149,7 @@ def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Pa
 def exact_parameters(model: nn.Module) -> frozenset[str]:
     """Return the names of the model's parameters whose specification says that they are never quantized.
 
-    Parameters of modules without `specs` are not among them.
+    Parameters of modules without the attribute `specs` may be quantized, so they are not in the result.
     """
     return frozenset(
         f"{prefix}.{attribute}" if prefix else attribute
@@ -156,7 +160,10 @@ def exact_parameters(model: nn.Module) -> frozenset[str]:
 
 
 def existing_rows(model: nn.Module) -> dict[str, int]:
-    """Return, by parameter name, the number of rows that are not padding, for parameters with vocabulary rows."""
+    """Return the number of rows that are not padding, by name of the parameter, as for embedding and output layer.
+
+    Parameters without padding rows (`ParameterSpec.rows` is None) have no entry.
+    """
     return {name: spec.rows for name, _, _, spec in owned_parameters(model) if spec.rows is not None}
 
 

@@ -215,7 +215,8 @@ def _exchange_rows(x: torch.Tensor, ep: MeshAxis, send: list[int], receive: list
     width = x.shape[-1]
     parts = [rows * width for rows in send], [rows * width for rows in receive]
     found = ep.exchange(x.contiguous().view(-1), *parts, of="tokens")
-    # FSDP2 attaches a backward hook to a module's result, which must therefore not be an ordinary view, see `Experts`.
+    # `Experts` returns this tensor, and FSDP2 attaches a backward hook to a module's results, which therefore must not
+    # be views of another tensor. `_unsafe_view` changes the shape without marking the result as a view.
     return torch.ops.aten._unsafe_view(found, (-1, width))
 
 
