@@ -93,7 +93,10 @@ class HostMemory(DeviceStates):
     device: torch.device = torch.device("cpu")
 
     def connect(self, units: Sequence[HostedUnit], context: CommContext, dims: ParallelDims) -> None:
-        """Take units, dtypes and the traffic counter from the sharded model; see `DeviceStates.connect`."""
+        """Store what the copies need of the sharded model: units, dtypes, timeline and traffic counter.
+
+        `shard_model` calls this method; see `DeviceStates.connect` for the arguments.
+        """
         wire, zero = context.plan, context.zero
         self.num_sums = context.cross.size if wire.reduce is not None and zero.zero_offload_partial_sums else 0
         self.sum_dtype = torch.bfloat16 if zero.zero_accumulate_in_bf16 else torch.float32
@@ -147,7 +150,11 @@ class HostMemory(DeviceStates):
             shard.allocate(self)
 
     def _new_queue(self) -> CommQueue:
-        """Return a queue in which the updates of one slot run: a CUDA stream, a thread, or at once in the caller."""
+        """Return the queue that runs the optimizer updates which use one of the slots of device memory.
+
+        On CUDA the queue is a stream. On the CPU it is a thread if gathers overlap with the compute; otherwise the
+        caller runs each update at once.
+        """
         if self.device.type == "cuda":
             return StreamQueue()
         return ThreadQueue(HOST, self.timeline) if self._overlap else CommQueue()
@@ -206,7 +213,7 @@ class HostMemory(DeviceStates):
         return self._sum_slots[-1]
 
     def begin_step(self) -> None:
-        """Mark the gradients of the last training step as outdated; see `DeviceStates.begin_step`."""
+        """Mark the gradients of the last training step as outdated, so that `take` overwrites them in host memory."""
         for shard in self.shards:
             shard.has_sum = False
 
@@ -330,7 +337,7 @@ class HostShard:
         parts = zip(trained, self._split(flat), strict=True)
         return [p.to_sharded_dtensor(part.view(p.sharded_param._local_tensor.shape)) for p, part in parts]
 
-    # ---- gradients -------------------------------------------------------------------------------------------------
+    # ---- gradients: accumulate them in host memory, and compute their norms ------------------------------------------
 
     def take(self, total: torch.Tensor, *, last: bool) -> torch.Tensor:
         """Add reduced gradients to those of the current training step in host memory.
@@ -376,7 +383,7 @@ class HostShard:
 
     @property
     def _partial_places(self) -> list[int]:
-        """The positions in `_trained` of the parameters with partial gradients on tensor-parallel ranks."""
+        """The positions of the parameters in `HostMemory.partial` among the unit's trained parameters."""
         partial, parameters = self.memory.partial, self.unit.parameters
         return [place for place, index in enumerate(self._trained) if parameters[index].name in partial]
 
@@ -392,7 +399,7 @@ class HostShard:
         sizes = [parameter._local_tensor.numel() for parameter in self.parameters]
         return [flat[segment.start : segment.start + size] for segment, size in zip(segments, sizes, strict=True)]
 
-    # ---- update ----------------------------------------------------------------------------------------------------
+    # ---- optimizer update ------------------------------------------------------------------------------------------
 
     def update(self, apply: Callable[[Staged], None]) -> None:
         """Queue an optimizer update of the unit's trained parameters.
@@ -403,7 +410,10 @@ class HostShard:
         """
 
         def run(slot: torch.Tensor) -> None:
-            """Upload the unit's states into `slot` [4, n], update them, and download weights and moments."""
+            """Upload the unit's states to the device, update them there, and download weights and moments.
+
+            The rows of `slot` [4, n] hold the weights, the gradients and the two moments on the device.
+            """
             memory, states = self.memory, (self._weights, self.gradients, *self.moments)
             with memory.timeline.span(HOST, f"update {self.unit.name}"):
                 rows = [memory.upload(state, row[: self.size]) for state, row in zip(states, slot, strict=True)]
@@ -441,7 +451,10 @@ class HostedUnit(Unit):
             self._group.reduce_grads = before
 
     def pop_gradients(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """Return the unreduced, unsharded gradients of the parameters with these indices, and clear them in FSDP2."""
+        """Return the unreduced, unsharded gradients of the unit's parameters with these indices, in their order.
+
+        FSDP2's references to these gradients are set to None, so that the next backward starts new ones.
+        """
         found = []
         for p in [self.fsdp_parameters[index] for index in indices]:
             # In torch 2.15 this attribute is a property, and accumulated gradients are in `.grad`.

@@ -43,9 +43,10 @@ class HostedReduce(SummingReduce):
         self._allocates_input = True
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return FSDP2's input tensor on the device, and at the second call of a reduction its output tensor.
+        """Return a tensor [size] for FSDP2, which calls this method twice in each reduction.
 
-        The output tensor is the host buffer of the unit's gradients.
+        The first call returns a new tensor on the device, for the unreduced gradients. The second call returns a view
+        of the host buffer of the unit's gradients, for the reduced gradients.
         """
         if self._allocates_input:
             self._allocates_input = False
@@ -55,7 +56,9 @@ class HostedReduce(SummingReduce):
     def reduce(self, gradients: torch.Tensor, output: torch.Tensor) -> None:
         """Start the reduction of `gradients` [W n], which also moves its result to host memory."""
         work = self.start(gradients, output)
-        self._waits = True  # makes `post_backward` clear `.grad`: FSDP2 would add the host buffer to itself next time
+        # Make `post_backward` clear `.grad`, which FSDP2 sets to a view of the host buffer. Otherwise FSDP2 would add
+        # the buffer to itself in the next micro-batch.
+        self._waits = True
         if work is not None:
             self._schedule.finish_later(work, functools.partial(self.unit.states.finish, work))
 
@@ -83,8 +86,8 @@ class HostedSum(HostedReduce):
 
     def __init__(self, unit: HostedUnit, context: CommContext) -> None:
         super().__init__(unit, context)
-        # On CUDA the copies always run in the queue of the shard axis, which overlaps them with the compute. The
-        # context's queue would run them at once if no overlap is configured.
+        # On CUDA the copies to the host always run in the queue of the shard axis, which overlaps them with compute.
+        # Without configured overlap, `context.shard_queue` would run them at once, on the compute stream.
         self._queue = context.shard_queue if context.shard.queue.blocks_host else context.shard.queue
 
     def post_backward(self, *given: Any) -> None:
@@ -127,8 +130,8 @@ class HostedTwoHopReduce(HostedReduce, TwoHopReduce):
         slot = None
         if self.unit.states.memory.num_sums:
             slot = self.unit.states.memory.take_sum_slot()
-            # A copy, in which `used_by` stays the slot's previous use: `_hop_inside` waits for it. The slot itself gets
-            # this use below.
+            # `_hop_inside` waits for `used_by`, the previous hop across nodes that used this slot. Give it a copy of
+            # the slot, because `used_by` of the slot itself is set to the new hop below.
             self._slot = dataclasses.replace(slot)
         work = super().start(gradients, result)
         if work is not None and slot is not None:
