@@ -86,13 +86,13 @@ class DilocoConfig(FeatureConfig):
         delay = self.diloco_fragment_sync_delay
         if delay >= steps:
             raise ValueError(
-                f"--diloco-fragment-sync-delay {delay} is not less than --diloco-steps {steps}: a fragment's result "
-                "must be merged before the fragment synchronizes again"
+                f"--diloco-fragment-sync-delay {delay} is not less than --diloco-steps {steps}, but a fragment must "
+                f"merge its result before it synchronizes again: set a delay of at most {steps - 1}"
             )
         if steps % self.diloco_fragments:
             raise ValueError(
-                f"--diloco-steps {steps} is not divisible by --diloco-fragments {self.diloco_fragments}: fragments "
-                "must synchronize at equal intervals"
+                f"--diloco-steps {steps} is not divisible by --diloco-fragments {self.diloco_fragments}, but fragments "
+                f"must synchronize at equal intervals: set --diloco-steps to a multiple of {self.diloco_fragments}"
             )
 
     @property
@@ -220,8 +220,8 @@ def plan_diloco(
         raise ValueError(f"--optimizer-cpu-offload does not support --diloco-steps {steps}: leave one of them out")
     if config.diloco_fragments > num_layers:
         raise ValueError(
-            f"--diloco-fragments {config.diloco_fragments} is more than --num-layers {num_layers}: a fragment needs at "
-            "least one layer"
+            f"--diloco-fragments {config.diloco_fragments} is more than --num-layers {num_layers}, but a fragment "
+            f"needs at least one layer: use at most {num_layers} fragments"
         )
     # ---- defaults of the outer optimizer
     few, short = iterations // steps < FEWEST, steps < SHORTEST

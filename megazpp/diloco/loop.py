@@ -58,7 +58,9 @@ class LocalSteps:
         replica_groups.count(self._objective.tokens)
         self._losses, self._steps = launched.loss + self._losses.to(launched.loss.device), self._steps + 1
         meets = last or replica_groups.meets_at(iteration)
-        if meets:  # all groups wait for each other here: exchange losses, and counts of steps that were not finite
+        # All groups wait for each other at this step. Sum over all ranks: the mean loss since the last such step, and
+        # whether a group has seen a NaN or Inf (`failed`) or requests a return to the last checkpoint (`back`).
+        if meets:
             launched.check()
             world = self._dims.world
             known = torch.tensor([*self._guard.found, 0.0], dtype=torch.float64)

@@ -205,7 +205,8 @@ class ReplicaGroups:
         self.merge_at = [0] * plan.fragments
         # For each fragment, the number of tokens on which this group has trained since the fragment was last sent
         self._tokens = torch.zeros(plan.fragments, dtype=torch.float64, device=device)
-        # By fragment, the `tokens` of its last `send_fragment`, which must stay in memory until they are all-reduced
+        # By fragment, the tensor with this group's number of tokens that the fragment's last synchronization sums over
+        # groups. It must stay in memory until this asynchronous all-reduce is complete.
         self._told: dict[int, torch.Tensor] = {}
 
     def meets_at(self, iteration: int) -> bool:

@@ -118,13 +118,16 @@ class ReplicaGroupState(StatePart):
             return ["replica groups start at the outer weights, because the checkpoint has another number of groups"]
         needed = {f"{key}{name}" for key in (COMMON, f"{self._own}inner.") for name, _ in self.model.named_parameters()}
         if missing := sorted((needed | {f"{self._own}{COUNTS}", f"{self._own}{VALUES}"}) - loaded.keys()):
-            raise DamagedError(f"the DiLoCo checkpoint has no tensor {missing[0]}, which a resumed run needs")
+            raise DamagedError(
+                f"the DiLoCo checkpoint of iteration {iteration} has no tensor {missing[0]}, which a resumed run "
+                "needs: load an earlier checkpoint with --ckpt-step"
+            )
         try:
             self._values.load_state_dict(from_tensor(loaded[f"{self._own}{VALUES}"]))
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(
-                f"loss scale or losses of a replica group are damaged in the checkpoint ({self._own}{VALUES}): "
-                f"{error!r}"
+                f"loss scale or losses of a replica group are damaged in the checkpoint of iteration {iteration} "
+                f"({self._own}{VALUES}: {error!r}): load an earlier checkpoint with --ckpt-step"
             ) from error
         counts = loaded[f"{self._own}{COUNTS}"]
         if counts.shape != self.replica_groups.counts().shape:
