@@ -279,6 +279,11 @@ def read_adapter(folder: Path, config: GPTConfig) -> tuple[AdapterSettings, dict
     return settings, {name: each.detach().clone(memory_format=contiguous) for name, each in tensors.items()}
 
 
+def tensors_file(folder: Path) -> Path:
+    """Return the file with an adapter's tensors, which PEFT writes as safetensors or, in old versions, pickled."""
+    return folder / (TENSORS if (folder / TENSORS).is_file() else PICKLED)
+
+
 def with_adapter(model: Model, folder: Path) -> Model:
     """Return a model in which adapters in PEFT's format are merged into the weights.
 

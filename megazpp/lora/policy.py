@@ -23,7 +23,7 @@ from megazpp.data.text import content_hash
 from megazpp.lora.checks import adapter_settings
 from megazpp.lora.config import LoraConfig
 from megazpp.lora.layers import Linear, LowRankAdapter, LowRankExpertAdapter, QkvAdapter
-from megazpp.lora.peft import TENSORS, AdapterSettings, Branch, find_branches, read_adapter, write_adapter
+from megazpp.lora.peft import AdapterSettings, Branch, find_branches, read_adapter, tensors_file, write_adapter
 from megazpp.model.backends import GROUPED_MULTIPLE
 from megazpp.model.gpt import GPTModel, TransformerLayer
 from megazpp.model.layer_parts import Dropout, SharedGenerator
@@ -95,7 +95,7 @@ def load_adapted(
     begun = {key.removeprefix(MODEL): saved.read_whole(key) for key in saved.tensors() if key.startswith(SCALAR_HEAD)}
     if lora.lora_load is not None:
         found, tensors = read_adapter(Path(lora.lora_load), spec.config)
-        (digest,) = content_hash([Path(lora.lora_load) / TENSORS])
+        (digest,) = content_hash([tensors_file(Path(lora.lora_load))])
         check_equal_on_all_ranks(place.files, f"--lora-load {lora.lora_load}", digest)
         if found.checksum not in (None, settings.checksum):
             raise ValueError(

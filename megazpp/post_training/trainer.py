@@ -23,7 +23,7 @@ from megazpp.data.loader import BatchLoader
 from megazpp.data.text import content_hash
 from megazpp.inference.config import SampleConfig
 from megazpp.lora.feature import adapter_opener
-from megazpp.lora.peft import TENSORS
+from megazpp.lora.peft import tensors_file
 from megazpp.lora.policy import AdaptedPolicy, load_adapted, save_adapter
 from megazpp.packed_weights.format import at_rest
 from megazpp.packed_weights.reader import FrozenPlace, open_frozen_place
@@ -337,7 +337,7 @@ class PostTraining:
         )
         digest = checkpoint_digest(source.checkpoint)
         if self.lora.lora_load is not None:
-            digest += content_hash([Path(self.lora.lora_load) / TENSORS])[0]
+            digest += content_hash([tensors_file(Path(self.lora.lora_load))])[0]
         open_once = functools.cache(self._open_reference)
         for dataset in (each for each in self.datasets if each is not None):
             dataset.ref_logps = cached_logps(

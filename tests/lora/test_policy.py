@@ -20,6 +20,7 @@ from megazpp.convert.native import open_checkpoint
 from megazpp.lora.checks import adapter_settings
 from megazpp.lora.config import LoraConfig
 from megazpp.lora.layers import LowRankAdapter, LowRankExpertAdapter, adapters_off
+from megazpp.lora.peft import tensors_file
 from megazpp.lora.policy import AdaptedPolicy, add_adapters, load_adapted, save_adapter
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
@@ -266,6 +267,13 @@ def test_adapter_adds_its_product_times_alpha_over_rank():
         adapter.a.copy_(torch.rand_like(adapter.a))
         adapter.b.copy_(torch.rand_like(adapter.b))
         torch.testing.assert_close(adapter(x), 4.0 * (x @ adapter.a @ adapter.b.t()))
+
+
+def test_file_of_an_adapter_is_found_in_both_of_pefts_formats(tmp_path):
+    (tmp_path / "adapter_model.bin").touch()
+    assert tensors_file(tmp_path) == tmp_path / "adapter_model.bin"
+    (tmp_path / "adapter_model.safetensors").touch()
+    assert tensors_file(tmp_path) == tmp_path / "adapter_model.safetensors"
 
 
 def load_another(case: Case, load: str, folder: str, other: str) -> None:
