@@ -106,9 +106,10 @@ NCCL_BLOCKS = 32
 # ranks, in which the planner counts 34, 43 and 53 launches. The host was an AMD EPYC of 2.4 GHz, with a substitute for
 # the CUDA driver instead of a GPU.
 HOST_MICROSECONDS = 70.0
-# Smallest bandwidth, in GB/s, of a network adapter that the planner takes for a fast one: 100 Gbit/s.
+# Smallest bandwidth, in GB/s, at which the planner counts a network adapter as fast: 100 Gbit/s (`shares_adapters`).
 ADAPTER_GIGABYTES = 12.5
-# GB/s from one rank to network adapters that several ranks share. Fitted to two runs on V100, see DGX2_EFFICIENCY.
+# GB/s at which one rank brings bytes to network adapters that it shares with other ranks. Fitted to two runs on V100,
+# see DGX2_EFFICIENCY.
 UPLINK_GIGABYTES = 48.55
 # Fractions that were assumed before any comparison with runs: matrix products reach the fraction that was measured on
 # V100, memory and links reach 0.8. Numbers of multiprocessors are from NVIDIA's data sheets.
@@ -230,7 +231,8 @@ class Costs:
             weight_bytes: bytes of the weights.
             message_bytes: bytes of the encoded delta.
         """
-        # Two kernels each read the old and the new weights: one computes the size of the delta, the other writes it.
+        # Encoding runs two kernels. Both read the old and the new weights, which makes 4 x weight_bytes: one kernel
+        # computes the size of the lossless delta, and the other writes the delta.
         return self.memory(4 * weight_bytes + message_bytes)
 
     def decode(self, weight_bytes: int, message_bytes: int) -> float:

@@ -210,7 +210,7 @@ class Estimator:
         The estimate is None if none was computed, or if it was computed for another cluster or another load of the
         experts than this estimator's.
         """
-        # ---- return at once if there is no choice, or if fp32 compute decides it
+        # ---- return at once if flags set the format, no weights cross nodes, or fp32 compute excludes lossless deltas
         if not config.zero.chooses_weight_delta:
             return None, None
         plan = plan_run(config, self.cluster, device_type=self._device_type)
@@ -224,7 +224,7 @@ class Estimator:
         cluster = dataclasses.replace(self.cluster, device=device, links=known_links(plan.layout))
         if cluster.links is None and math.isinf(device.gigabytes):
             return default, None
-        # ---- estimate the run with both formats, at an even load of experts
+        # ---- estimate the run with lossless deltas and with int8 weights between nodes, at an even load of experts
         even = Estimator(cluster, device_type=self._device_type, elastic=self.elastic)
         is_own = cluster == self.cluster and self.expert_load == even.expert_load
 

@@ -254,9 +254,10 @@ def _contexts(estimator: Estimator, own: Estimate) -> Iterator[str]:
 
 
 def _takes(diloco: DilocoPlan) -> str:
-    """Return the end of the report's sentence about the bandwidth with which a synchronization's bytes are fast enough.
+    """Return what DiLoCo's synchronization achieves at the sufficient network bandwidth, as words for the report.
 
-    Example: "overlap with the steps of its delay".
+    They complete "a synchronization's bytes ... with at least 10 Gbit/s". With a delay between sending and merging:
+    "overlap with the steps of its delay". Without delay: "take at most 5 % of the time".
     """
     return "overlap with the steps of its delay" if diloco.delay else f"take at most {100 * EXPOSED:g} % of the time"
 
@@ -292,7 +293,7 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
             label += " (auto: lossless)" if gather.differences else " (auto: int8)"
         rows.append((label, f"{estimate.node_cross_bytes / MEGA:.1f}", size, *times))
     yield from aligned(rows)
-    # ---- notes on the table, and the sentence on ZeRO++
+    # ---- notes below the table of schemes, and the sentence that says whether ZeRO++ pays
     note = "* per-node bandwidth, each way, above which the network is no longer the bottleneck"
     for name in diloco:
         if name in found and (plan := found[name].plan.of(DilocoPlan)) is not None:

@@ -131,7 +131,8 @@ class Simulation:
     def begin_step(self) -> float:
         """Set all clocks to the latest of their times, clear `busy`, and return this time in seconds.
 
-        The clocks are not reset to 0, because works of the previous step still have their end times.
+        The clocks are not reset to 0, because a `SimulatedWork` of the previous step keeps its end time, for which this
+        step may wait.
         """
         moment = max(clock.now for clock in self._clocks)
         for clock in self._clocks:
@@ -227,7 +228,7 @@ class SimulatedQueue(CommQueue):
 
 
 class SimulatedWork(Work[T]):
-    """Handle of a task of a simulated queue. The task has run; its simulated end is the queue's time at this moment."""
+    """Handle of a task that a simulated queue has run. The task's simulated end is the clock's time at construction."""
 
     def __init__(self, result: T, clock: Clock, simulation: Simulation) -> None:
         super().__init__(result)
@@ -439,10 +440,13 @@ class SimulatedUnit(Unit):
         if isinstance(self.gather, TwoHopGather) and wire.gather is not None:
             received = nodes * self.gather.message_bytes
             self.secondary_bytes = self.gather.secondary.kept_bytes if wire.gather.keep else 0
+            # The local hop receives the messages of all peers; one rank in the local domain has no local hop. The cross
+            # hop receives messages into this buffer, or with hpZ into the secondary partition, which is counted above.
             self.gather_buffer = (peers * received if peers > 1 else 0) + (0 if wire.gather.keep else received)
         if isinstance(self.reduce, TwoHopReduce):
             inside, across = self.reduce.message_bytes
-            self.reduce_buffer = (2 if peers > 1 else 1) * peers * nodes * inside  # messages to send, and received ones
+            # Messages to send and received messages. With one rank in the local domain both are the same messages.
+            self.reduce_buffer = (2 if peers > 1 else 1) * peers * nodes * inside
             self.cross_buffer = 2 * nodes * across
             self.partial_bytes = nodes * self.size * (2 if context.zero.zero_accumulate_in_bf16 else 4)
             errors = self.reduce.errors(META)
@@ -572,4 +576,4 @@ class SimulatedLosslessCodec(LosslessCodec):
         self._spend(self._costs.decode(base.nbytes, messages.nbytes))
 
     def learn(self, messages: torch.Tensor) -> None:
-        """Do nothing. The real codec reads the size counters of received messages, and these have no content."""
+        """Do nothing. The real codec reads size counters from received messages; simulated messages have no content."""

@@ -126,7 +126,8 @@ class StepSimulator:
         # ---- simulated mesh axes, with a communication queue each
         self._moments, self._costs = moments, costs or Costs()
         self._simulation = Simulation(self._costs)
-        # Layers of the same kind share one segment, whose kernels are summed once.
+        # Layers of the same kind share one traced segment. The durations of its kernels are summed once, in a
+        # `KernelSeries`, and not in each simulated layer, which would be slow.
         segments = {id(segment): segment for segment in self.trace.segments.values()}
         self._series = {key: self._series_of(segment) for key, segment in segments.items()}
         self.counter, self.ledger = TrafficCounter(), Ledger()
@@ -199,7 +200,8 @@ class StepSimulator:
         self._received: SimulatedUnit | None = None  # unit whose frozen weights are gathered and not yet unpacked
         self._gathers, self._reductions, self._copies = (self._simulation.new_clock() for _ in range(3))
         self._copied_out = 0.0  # time at which FSDP2 has copied the last gather's parameters out of the gather's buffer
-        self._copied_from = self._sent_from = 0  # bytes of the buffers of the last gather and of the last reduction
+        # Bytes of the buffers that FSDP2 still holds: of the last gather that was copied out, and of the last reduction
+        self._copied_from = self._sent_from = 0
         self._partial_sums_wait = False  # True if partial sums wait for the cross hop at the end of the step
 
     def run(self, micro_batches: int) -> SimulatedStep:
@@ -317,7 +319,7 @@ class StepSimulator:
             for unit in group if not (tied and index == 0) else ():
                 self._release(unit, when=self._stage_of(unit) == 3)
                 self._free_unpacked(unit)
-        if tied:  # with tied embeddings, the output layer uses the word embedding of the first unit again
+        if tied:  # the output layer uses the word embedding, so the first unit is freed only after the output layer
             self._work(FORWARD, len(self._groups))
             self._release(units[0], when=self._stage_of(units[0]) == 3)
             self._free_unpacked(units[0])
@@ -392,7 +394,8 @@ class StepSimulator:
                 seconds.append((axis, self._costs.collective(axis, kind, operation.bytes)))
                 calls, sent_bytes = traffic.get((axis, kind), NOTHING)
                 traffic[axis, kind] = Traffic(calls + 1, sent_bytes + operation.bytes)
-            elif kind == before == "memory":  # torch.compile fuses successive passes over memory into one kernel
+            # torch.compile fuses successive passes over memory into one kernel, which costs one launch.
+            elif kind == before == "memory":
                 seconds[-1] = "compute", seconds[-1][1] + self._costs.operation(operation)
             else:
                 seconds.append(("compute", self._costs.operation(operation)))
@@ -404,13 +407,13 @@ class StepSimulator:
         return segment >= 0 and bool(self.trace.segments[BACKWARD, segment].operations)
 
     def _sum_over_data(self) -> None:
-        """Simulate the all-reduce of one fp64 number over all data-parallel ranks, as of the loss."""
+        """Simulate the all-reduce of one fp64 number over all data-parallel ranks, as training does for the loss."""
         for axis in (self._shard, self._replicate):
             axis.all_reduce_(torch.empty((), dtype=torch.float64, device=META))
 
     def _optimizer(self) -> None:
         """Simulate the end of a step: sum gradients over tp, compute their norm, and update all weights."""
-        # ---- all-reduce gradients over tp to which each tp rank contributes a summand
+        # ---- all-reduce over tp the gradients that are sums over the tp ranks, such as those of norms
         partial = sum(map(math.prod, own_shapes(self.trace.partial, self._shard.size, self._shard.rank)))
         if self._axes["tp"].size > 1 and partial:
             flat = self._axes["tp"].all_reduce_(torch.empty(partial, device=META))
@@ -421,7 +424,8 @@ class StepSimulator:
             self._axes[name].all_reduce_(torch.empty((), dtype=torch.float64, device=META))
         if self.muon is not None:
             self.orthogonalize(iteration=1)
-        # ---- update: the norm reads gradients, AdamW reads and writes weights, gradients and both moments
+        # ---- update of the weights: passes over 4 bytes per element of a rank's shards. The gradient norm makes 1 pass
+        # (it reads gradients). AdamW makes 8: it reads and writes weights, gradients and both moments.
         passes = 1 + 8
         if not self._on_host:
             self._touch(passes * 4 * sum(unit.size for unit in self.units))
@@ -540,11 +544,16 @@ class StepSimulator:
     # ---- FSDP2 ----------------------------------------------------------------------------------------------------
 
     def _gather(self, unit: SimulatedUnit) -> None:
-        """Simulate FSDP2's `unshard`: start the gather of a unit, unless the unit is gathered or its gather runs."""
+        """Simulate FSDP2's `unshard`: start the gather of a unit's parameters.
+
+        Nothing happens if they are already gathered, if their gather is in flight, or if none of them is trained.
+        """
         if unit.gathered or unit.ready is not None or unit.gather is None:
             return
         clock = self._gathers
-        if self._on_cpu:  # the gather delays the process without --overlap-param-gather, otherwise only the queues
+        # On a CPU without --overlap-param-gather, the process itself waits for the gather. With this flag the gather
+        # runs in the communication queues and does not delay the process.
+        if self._on_cpu:
             compute = self._simulation.compute
             clock = Clock(compute.now) if self._context.overlap_gather else compute
         if unit.axis.size > 1:
@@ -569,7 +578,8 @@ class StepSimulator:
         compute.wait_until(unit.ready)
         if forward:
             self._gathers.wait_until(self._copied_out)
-        if unit.axis.size > 1 and forward:  # FSDP2 frees a gather's buffer only when the next unit has been copied out
+        # In forward, FSDP2 keeps the buffer of a unit's gather until the next unit has been copied out of its buffer.
+        if unit.axis.size > 1 and forward:
             self.ledger.add(Memory.BUFFERS, -self._copied_from)
             self._copied_from = size
         self.ledger.add(Memory.GATHERED, size)
@@ -597,7 +607,7 @@ class StepSimulator:
             first: True for the first micro-batch of the step.
             last: True for the last micro-batch of the step.
         """
-        # ---- free the gathered parameters of the unit
+        # ---- free the gathered parameters of the unit; a unit without trained parameters has none, and no gradients
         if unit.reduce is None:
             return
         stage = self._stage_of(unit)
@@ -619,19 +629,24 @@ class StepSimulator:
         self._touch(2 * whole.nbytes)
         reductions.wait_until(compute.now)
         # ---- account for the memory of the reduction
+        # Partial sums that wait for the cross hop at the end of the step are already counted as persistent memory.
         partial = 0 if self._partial_sums_wait else unit.partial_bytes
-        # With partial sums in host memory, only the first micro-batch allocates them; later ones use a staging slot.
+        # With partial sums in host memory, the first micro-batch allocates new sums on the device. Later micro-batches
+        # upload the sums into a staging slot, which is counted as `Memory.STAGING`.
         first_sums = unit.partial_bytes if self._sums_on_host and first else partial
         two_hop = isinstance(unit.reduce, TwoHopReduce)
-        # With states in host memory, the result is counted as a buffer of the cross hop below, not here.
+        # With training states in host memory, the rank's reduced gradient is a buffer of the cross hop, counted below.
         own_result = 0 if self._on_host and two_hop else result.nbytes
         self.ledger.pass_through(Memory.BUFFERS, unit.reduce_buffer + first_sums + own_result)
         if last or self._zero.zero_cross_every_microbatch or (self._on_host and not two_hop):
             on_device = result.nbytes
-            if self._on_host:  # the reduced gradients (one rank has them already), and the uploaded sum of earlier ones
+            # With states in host memory, the device has up to two fp32 buffers: one for the reduced gradients, if there
+            # are several ranks to reduce over, and one for the uploaded sum of earlier micro-batches' gradients.
+            if self._on_host:
                 on_device = MASTER_BYTES * unit.size * ((unit.axis.size > 1) + unit.reduced)
             self.ledger.pass_through(Memory.BUFFERS, unit.cross_buffer + partial + on_device)
-            if self._context.overlap_reduce:  # in the worst case the partial sums of all units wait for the cross hop
+            # With overlap, the partial sums of all units wait in memory for the cross hop in the worst case.
+            if self._context.overlap_reduce:
                 late_sum = 0 if self._on_host or unit.reduce.fills(result) else result.nbytes
                 self.ledger.add(Memory.BUFFERS, partial + late_sum)
         if self._sums_on_host and self._partial_sums_wait and not first:
@@ -741,7 +756,11 @@ def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: DilocoPlan) -
 
 
 def summed(*parts: tuple[int, TrafficTable]) -> TrafficTable:
-    """Return the sum of factor x table over (factor, table) pairs, for tables of calls and bytes, without zeros."""
+    """Return a traffic table with the weighted sum of several traffic tables, without entries that are zero.
+
+    Args:
+        *parts: pairs (factor, table); each table has calls and sent bytes by (kind of link, axis, collective).
+    """
     found: dict[tuple[str, str, str], Traffic] = {}
     for times, table in parts:
         for key, traffic in table.items():

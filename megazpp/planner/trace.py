@@ -183,14 +183,16 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
             f"experts, with {other}: leave one of them out"
         )
     alike["moe_layer_freq"] = "[0,1]" if mixed else "1"  # layer 0 represents dense layers, layer 1 those with experts
-    # With frozen parameters the first two layers differ from later ones: no gradient leaves the first layer, and its
-    # input is freed in the second.
+    # Number of traced layers: one for each kind of layer that differs from the others. With frozen parameters there are
+    # three kinds, because no gradient leaves the first layer, and the first layer's input is freed in the second layer.
+    # There are two kinds if only some layers have experts, or if only some recompute.
     most = 3 if inputs.prepare is not None else 2 if mixed or again is not None else 1
     shape = dataclasses.replace(config, num_layers=min(config.layers, most), recompute_num_layers=again, **alike)
     keys = sum(keys_per_token(inputs.seq_length, span) for span in config.attention_span) / config.layers
     # ---- trace the embedding and the head, and then the layers
     share = keys / inputs.seq_length
-    # With experts, the trace of the head has two layers, so that it includes the sum of two routers' losses.
+    # In a model with experts, two layers run before the traced head, because the routers' losses of the layers are
+    # added up: with one layer, the trace would lack this addition.
     few = min(config.layers, max(most, 2 if config.expert_layers else 1))
     without = dataclasses.replace(shape, num_layers=few, **NO_RECOMPUTE)
     ends, _ = record_segments(without, inputs._replace(ep=1, expert_load=1.0), share, with_head=True)
@@ -275,7 +277,10 @@ def record_segments(
         mask = torch.empty(size, inputs.seq_length)
 
     def head(model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor | None) -> torch.Tensor:
-        """Return the scalar whose backward is traced: the sum of the losses, or of the hidden states."""
+        """Return the scalar whose backward is traced, with the routers' losses of a model with experts added.
+
+        With the head it is the sum of the tokens' losses, and without the head the sum of the hidden states.
+        """
         if with_head:
             losses, _ = model.token_losses(x, tokens, with_entropy=inputs.with_entropy)
             loss = (losses * mask).sum()
@@ -324,7 +329,7 @@ def _units(model: GPTModel, kinds: Sequence[int], *, trained: bool) -> tuple[tup
         parameters = [p for module in modules for p in module.parameters()]
         parts = [[p for p in parameters if p not in of_experts], [p for p in parameters if p in of_experts]]
         found, first = [chosen(part) for part in parts if part], names[parameters[0]]
-        if parts[1] and not trained:  # frozen experts are in the frozen unit of their layer
+        if parts[1] and not trained:  # frozen experts have no unit of their own: they belong to the layer's frozen unit
             found = [chosen(parameters), []]
         for p in parameters:
             del rest[names[p]]
@@ -374,7 +379,7 @@ class TraceRecorder(TorchDispatchMode):
         Args:
             kind: name of a collective, or "memory" for a kernel.
             size: bytes that this rank sends, or that the kernel reads and writes.
-            axis: axis of the collective.
+            axis: axis of the collective; not used for "memory".
         """
         self._now.operations.append(Operation(kind, size, axis=axis))
 

@@ -38,7 +38,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "hpZ": {"zero_hpz_partition_size": "auto"},
     "qgZ": {"zero_quantized_gradients": True},
     "--zeropp": {"zeropp": True},
-    # The last two compare formats of weights between nodes, and exist only for 16-bit weights.
+    # INT8 and LOSSLESS are --zeropp with each of the two formats of weights between nodes. The report compares them
+    # only for runs that compute in 16 bits, because lossless deltas exist only for 16-bit weights.
     INT8: {"zeropp": True, "zero_weight_bits": None, "zero_weight_delta": "none"},
     LOSSLESS: {"zeropp": True, "zero_weight_delta": "lossless"},
 }
