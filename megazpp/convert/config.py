@@ -12,7 +12,7 @@ from megazpp.base.flags import check_words, flag
 class ConvertConfig:
     """Conversion.
 
-    Source, target and formats.
+    Source and target of a model's conversion, and their formats.
     """
 
     input: str | None = flag(None, "folder of a Hugging Face model, or of checkpoints of Megatron-LM or MegaZ++")

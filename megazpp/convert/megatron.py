@@ -117,7 +117,8 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
     for name in parts[0]:
         join = functools.partial(_join, name=name, config=config, version=version)
         of_ranks = [part[name] for part in parts]
-        if config.swiglu and ".mlp.fc1." in name:  # in each rank's fused matrix, the rows of gate come before fc1's
+        # With SwiGLU, Megatron-LM's fc1 has the rows of gate before its own. `GPTModel` has two tensors.
+        if config.swiglu and ".mlp.fc1." in name:
             halves = [tensor.chunk(2) for tensor in of_ranks]
             tensors[name.replace(".fc1.", ".gate.")] = _deferred([half[0] for half in halves], join)
             of_ranks = [half[-1] for half in halves]
@@ -133,7 +134,7 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
     done, consumed = ranks[0].get("iteration"), getattr(arguments, "consumed_train_samples", 0)
     names = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if name in settings]
     tokenizer: dict[str, Any] = {name: settings.text(name) for name in names}
-    here = all(Path(file).exists() for file in tokenizer.values())  # paths of another machine are left out
+    here = all(Path(file).exists() for file in tokenizer.values())  # paths of another machine do not exist here
     return checked_model(config, tensors, where)._replace(
         progress=TrainingProgress(done if isinstance(done, int) else 0, consumed, consumed),
         seq_length=settings.count("seq_length", config.max_position_embeddings),

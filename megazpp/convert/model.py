@@ -138,7 +138,7 @@ def model_shapes(
     try:
         with torch.device("meta"):
             model = GPTModel(unpadded, vocab_size=rows, scalar_head=scalar_head)
-    except (ValueError, RuntimeError, TypeError, OverflowError) as error:  # torch raises these for absurd sizes
+    except (ValueError, RuntimeError, TypeError, OverflowError) as error:  # torch's errors for impossible sizes
         raise ValueError(f"{where} describes no model that can be built: {str(error).splitlines()[0]}") from error
     return {name: tuple(tensor.shape) for name, tensor in model_state(model).items()}
 

@@ -139,7 +139,7 @@ def open_tokenizer(
     if tokenizer is None:
         say("note: the checkpoint comes without a tokenizer; --tokenizer-model adds it to the output")
     elif record.tokenizer in (None, tokenizer.identity):
-        pass  # the tokenizer is the checkpoint's, or the checkpoint does not say which one it had
+        pass  # the checkpoint's tokenizer is equal, or the checkpoint does not say which tokenizer it had
     elif tokenizer.vocab_size != record.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the tokenizer of {folder} had {record.vocab_size}: "

@@ -26,7 +26,7 @@ from megazpp.data.gpt_dataset import GPTDataset, Sequences, Source
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.kernels.blend_order import MOST_DATASETS, blend_order
 
-_COUNTED_AT_ONCE = 1 << 24  # samples per call of np.bincount, which needs 8 bytes of memory for each of them
+_COUNTED_AT_ONCE = 1 << 24  # samples that np.bincount counts per call, to limit its 8 bytes of memory per sample
 
 
 class DataSource(NamedTuple):

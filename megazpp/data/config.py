@@ -24,7 +24,7 @@ _TAKEN_BACK = " (a flag that is repeated without a value removes its earlier val
 class DataConfig:
     """Data.
 
-    Sources of tokens, and the cut into samples.
+    Sources of tokens for training, validation and test, and how their documents are cut into samples.
     """
 
     data_path: tuple[str, ...] = flag(

@@ -290,7 +290,7 @@ def build_sample_index(lengths: npt.NDArray[np.int32], num_samples: int, seq_len
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     starts = np.arange(num_samples + 1, dtype=np.int64) * seq_length
-    holders = np.searchsorted(ends, starts, side="right")  # for each start, the first document that ends after it
+    holders = np.searchsorted(ends, starts, side="right")  # document of each start; "right" passes empty documents
     small = max(len(lengths), int(lengths.max())) <= np.iinfo(np.int32).max
     index = np.empty((num_samples + 1, 2), dtype=np.int32 if small else np.int64)
     index[:, 0] = holders

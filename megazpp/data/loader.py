@@ -174,7 +174,7 @@ def mapped(batch: Batch, f: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy each tensor of a micro-batch to `device`. From pinned memory, the copy does not block the host."""
+    """Return a micro-batch with all tensors copied to `device`. From pinned memory, copies do not block the host."""
     return mapped(batch, lambda t: t.to(device, non_blocking=True))
 
 

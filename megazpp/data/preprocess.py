@@ -45,7 +45,7 @@ _READ_AHEAD = 4  # items per worker that `map_in_processes` submits before it yi
 class PreprocessConfig:
     """Preprocessing.
 
-    The corpus to tokenize, and the datasets to write.
+    The corpus to tokenize, and the .bin/.idx pairs to write.
     """
 
     input: tuple[str, ...] = flag((), "JSON lines, Parquet or text files, also .gz and .zst", nargs="+")

@@ -432,11 +432,12 @@ class HFTokenizer(Tokenizer):
         self.identity = f"huggingface-{self._digest(split)}{self.special_tokens}"
 
     def _digest(self, split: bool) -> str:
-        """Return the part of `identity` for the vocabulary, eod, and changes that transformers makes at opening.
+        """Return the part of `identity` for the vocabulary, the eod, and changes that transformers makes at opening.
 
-        The string starts with a hash of the vocabulary files. If transformers changes the definition in tokenizer.json
-        when it opens the files, a hash of the changed parts is appended. The serialization of the complete definition
-        by the package tokenizers is not hashed, because it differs between versions of this package.
+        The string has a hash of the vocabulary files and the eod's id. If transformers changes the definition in
+        tokenizer.json when it opens the files, a hash of the changed entries is appended. The serialization of the
+        complete definition by the package tokenizers is not hashed, because it differs between versions of this
+        package.
 
         Args:
             split: True if the tokenizer splits the names of special tokens in a text like other text.
@@ -512,7 +513,10 @@ class ByteTokenizer(Tokenizer):
 
 
 def _around(tokenizer: Any) -> list[Any]:
-    """Return the parts of a fast tokenizer's definition that decide, beside the vocabulary, how it encodes a text."""
+    """Return the entries of a fast tokenizer's definition that decide, beside the vocabulary, how it encodes a text.
+
+    They are JSON values: normalizer, pre-tokenizer, added tokens, and options of the model.
+    """
     values = json.loads(tokenizer.to_str())
     options = {name: value for name, value in values["model"].items() if value and name not in ("vocab", "merges")}
     return [values["normalizer"], values["pre_tokenizer"], values["added_tokens"], options]
