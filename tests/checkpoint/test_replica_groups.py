@@ -104,9 +104,9 @@ def accepted(case: Case) -> list[str]:
     there, own = attempt.state.tensors(optimizer=True, rng=False), f"replica_group.{attempt.dims.replica_group.rank}."
     missing = ("diloco.common.final_norm.weight", f"{own}inner.final_norm.weight", f"{own}values")
     without = {gone: {key: x for key, x in there.items() if key != gone} for gone in missing}
-    rows = [(rest, f"the DiLoCo checkpoint has no tensor {gone}") for gone, rest in without.items()]
+    rows = [(rest, f"the DiLoCo checkpoint of iteration 1 has no tensor {gone}") for gone, rest in without.items()]
     cut = there | {f"{own}values": there[f"{own}values"][:-3]}
-    rows.append((cut, f"are damaged in the checkpoint ({own}values)"))
+    rows.append((cut, f"are damaged in the checkpoint of iteration 1 ({own}values: "))
 
     def accept(tensors: dict[str, torch.Tensor]) -> None:
         attempt.state.accept(tensors, optimizer=True, rng=False, iteration=1)
