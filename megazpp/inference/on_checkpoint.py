@@ -153,7 +153,7 @@ def _load(
     check_equal_on_all_ranks(dims.world, "the tokenizer", str(tokenizer.identity))
     for notice in (*parsed.notices, *notices):
         say(f"note: {notice}")
-    # ---- model: streamed or frozen, or sharded
+    # ---- load the model with frozen weights (streamed, packed or complete), or with sharded weights
     spec, (extra, weights) = config.model_spec(tokenizer.vocab_size, wire), parsed.extra
     built: tuple[GPTModel, WeightHandle]
     if weights.packs or not spread:

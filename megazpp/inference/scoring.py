@@ -118,8 +118,8 @@ def check_input(path: str) -> None:
         files = resolve_text_paths([path])
     except ValueError as error:
         raise ValueError(
-            f"--input {path} is neither a text nor the prefix of a .bin/.idx pair: give a path as for --text-path, or "
-            "the pair's path without .bin"
+            f"--input {path} is neither a text nor the prefix of a .bin/.idx pair: give an existing text "
+            "file, or the pair's path without .bin"
         ) from error
     check_texts(files, flag_name="--input")
 
