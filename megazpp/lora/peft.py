@@ -63,7 +63,8 @@ _KNOWN = (
 )
 # Values of init_lora_weights that leave the base weights unchanged
 _INITS = (True, False, None, "gaussian", "orthogonal", "eva")
-_SCORES, _HEADS, _SCORE = "SEQ_CLS", ("classifier", "score"), "score.weight"  # PEFT's task and head of reward models
+# For reward models: PEFT's task type, the module names that PEFT uses for their heads, and the head's weight
+_SCORES, _HEADS, _SCORE = "SEQ_CLS", ("classifier", "score"), "score.weight"
 _WORDS = re.compile(r"\b(lm_head|embed_tokens|wte)\.")  # embeddings and output layers, with a row for each token id
 _LINEARS = ("attention.qkv", "attention.proj", "mlp.gate", "mlp.fc1", "mlp.fc2")
 
@@ -310,7 +311,7 @@ def with_adapter(model: Model, folder: Path) -> Model:
         ours.setdefault(HEAD, held(torch.zeros(1, config.hidden)))
     pieces = {name: piece for name, piece in (model_pieces(config) | {HEAD: same(_SCORE)}).items() if name in ours}
     theirs = to_files(architecture, split_all(pieces, ours))
-    # ---- apply the adapter
+    # ---- apply the adapter: collect the weights that it replaces, and the LoRA layers, which are merged when read
     tied = {*pieces[WORDS].theirs} if config.tied else set()
     for name, tensor in (saved | plain).items():
         own = theirs.get(next(iter(tied)) if tied and name == "lm_head.weight" else name)

@@ -226,12 +226,12 @@ class PostTrainingConfig:
 
     @property
     def loss(self) -> Any:
-        """The first of the loss functions of --loss-type; None for objectives without a choice."""
+        """The first loss function of --loss-type, for grpo the only one; None for objectives without --loss-type."""
         return next(iter(self.losses), None)
 
     @property
     def reward_scale(self) -> RewardScale:
-        """The divisor of advantages: the value of --scale-rewards, or its default for --advantage-estimator."""
+        """The kind of divisor of advantages: --scale-rewards, or by default "none" with rloo and "group" with grpo."""
         return self.scale_rewards or ("none" if self.advantage_estimator == "rloo" else "group")
 
     @property
@@ -252,17 +252,17 @@ class PostTrainingConfig:
 
     @property
     def group_size(self) -> int:
-        """The number of completions that are sampled for each prompt."""
+        """The number of completions that are sampled for each prompt; 1 for ppo."""
         return self.num_generations if self.objective == "grpo" else 1
 
     @property
     def slices(self) -> int:
-        """The number of optimizer steps of one pass over the completions of one generation."""
+        """The number of optimizer steps in which one pass over a generation's completions is divided."""
         return self.num_mini_batches if self.objective == "ppo" else self.steps_per_generation
 
     @property
     def passes(self) -> int:
-        """The number of passes over the completions of one generation."""
+        """The number of times that training uses each completion of a generation."""
         return self.num_ppo_epochs if self.objective == "ppo" else self.num_iterations
 
 

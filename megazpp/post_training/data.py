@@ -65,7 +65,7 @@ class EpochOrder:
         raise NotImplementedError
 
     def order(self) -> str:
-        """Return a digest of all samples and their order, with which a resumed run detects changed data."""
+        """Return a digest of the contents, number and order of all samples; a resumed run finds changed data by it."""
         return cache_key(digest=self._digest, size=self._size, seed=self._seed)
 
     def sources(self) -> list[Source]:

@@ -83,7 +83,7 @@ def check_arguments(functions: Sequence[RewardFunction], columns: Iterable[str])
             if parameter.default is inspect.Parameter.empty and not starred and not (named and name in known):
                 raise ValueError(
                     f"reward function {each.name} requires the argument {name!r}, but reward functions get only "
-                    f"{', '.join(known)}, by name"
+                    f"{', '.join(known)}, by name: rename the argument, or give it a default"
                 )
 
 
@@ -254,7 +254,7 @@ def _arguments(
 
 
 def _places(prompts: Sequence[Prompt]) -> str:
-    """Return the lines of the data from the first to the last prompt, for error messages."""
+    """Return the file and line of the first and of the last prompt as text, for error messages."""
     return f"{prompts[0].place} to {prompts[-1].place}" if prompts else "no prompts"
 
 
