@@ -153,7 +153,7 @@ class Agent:
         return cid
 
     def messages_of(self, version: int) -> tuple[Record, list[bytes]] | None:
-        """Return the record of the commit that made a version, and the messages of its contributions in order.
+        """Return the record of the commit that made a version, and its contributions' messages in the order of the sum.
 
         None if this rank does not know the commit yet, or has not fetched all of its messages.
         """

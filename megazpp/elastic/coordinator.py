@@ -72,7 +72,7 @@ class Journal:
             )
 
     def _read(self, term: int) -> list[dict]:
-        """Return the records of a term, without a last line that was cut short; [] if the term has no journal."""
+        """Return the records in the journal of a term, without a line cut short at the end; [] without a journal."""
         if not self._path(term).exists():
             return []
         *lines, _ = self._path(term).read_text().split("\n")

@@ -35,7 +35,7 @@ class Elastic(Feature):
         return plan_elastic(config, plan)
 
     def as_one_job(self, config: RunConfig) -> RunConfig:
-        """Return the same run without a coordinator, as one job that contains all replica groups."""
+        """Return the config of the same run as one job that contains all replica groups, without a coordinator."""
         return config.with_section(ElasticConfig())
 
     def attach(self, parts: TrainerParts) -> Attached:

@@ -64,11 +64,14 @@ class Rules(NamedTuple):
     fragments: int  # P: number of fragments of the model, which synchronize in turn
     iterations: int  # steps of the run if all groups take part from its start to its end
     ranks: int  # number of ranks per group
-    quorum: int | None  # contributions of whole intervals after which the grace begins; None: half of the live groups
-    grace: float | None  # seconds that a round waits for more groups; None: 3 % of an interval, at least 1 s
+    # number of contributions of whole intervals after which a round's grace begins; None: half of the live groups
+    quorum: int | None
+    # seconds that a round waits for more contributions after its quorum; None: 3 % of an interval's time, at least 1 s
+    grace: float | None
     min_groups: int  # least number of live groups with which the run continues; fewer groups wait
-    save_interval: int | None  # iterations of merged samples between two checkpoints; None: only at the end
-    eval_interval: int | None  # iterations of merged samples between two evaluations; None: no evaluation
+    # number of global batches of merged samples between two checkpoints; None: one checkpoint at the end
+    save_interval: int | None
+    eval_interval: int | None  # number of global batches of merged samples between two evaluations; None: no evaluation
 
 
 @dataclass
@@ -78,7 +81,9 @@ class Group:
     The fields up to `cell` follow from records, so a restarted coordinator knows them again.
     """
 
-    slot: int  # number that no other group has; selects the preferred column of samples, and orders sums
+    # number that no other group has. It selects the group's preferred column of samples, and ranks sum contributions in
+    # the order of their groups' slots.
+    slot: int
     incarnation: str  # identifier of this start of the group's job
     status: str = "joining"  # "joining" (fetches the outer weights), "member" (takes part) or "out" (removed for good)
     granted: int = 0  # number of cells of samples that the coordinator has leased to the group so far
@@ -661,7 +666,10 @@ class Rounds:
         return self.rules.quorum or max(1, (len(self.live) + 1) // 2)
 
     def _grace(self) -> float:
-        """Return the seconds that a round waits for more groups after its quorum has arrived."""
+        """Return the seconds that a round waits for more groups after its quorum has arrived.
+
+        The default is 3 % of the time that the fastest live group needs for an interval, and at least 1 second.
+        """
         if self.rules.grace is not None:
             return self.rules.grace
         seconds = [group.reports[0]["seconds"] or 0.0 for group in (self.groups[name] for name in self.live)]
