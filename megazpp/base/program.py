@@ -233,7 +233,7 @@ class JobError(Exception):
             program: name of the program; "" for the file name of the running script.
         """
         for line in str(self).splitlines():
-            print(f"{program or Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
+            say(f"{program or Path(sys.argv[0]).name}: error: {line}")
 
 
 class UserError(JobError):
@@ -321,8 +321,12 @@ class Problems:
 
 
 def say(line: Any) -> None:
-    """Print a line to stderr, where the line does not mix with results on stdout."""
-    print(line, file=sys.stderr, flush=True)
+    """Print a line to stderr, where the line does not mix with results on stdout.
+
+    One write includes the line's end, so that lines of several processes or threads do not run into each other.
+    """
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def say_notices(notices: Iterable[str]) -> None:
