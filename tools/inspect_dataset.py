@@ -19,7 +19,8 @@ from megazpp.base.program import program_of
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 
-CHECKED_IDS, CHECKED_DOCUMENTS = 1 << 27, 1000  # limits of the checks, because a whole large dataset takes minutes
+# Numbers of token IDs and of documents that are compared with the tokenizer; all of a large dataset would take minutes
+CHECKED_IDS, CHECKED_DOCUMENTS = 1 << 27, 1000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     # ---- read the flags
     parsed = parse(argv)
 
-    # ---- find the checkpoint from which the run starts or resumes, and take its flags
+    # ---- find the checkpoint from which the run starts or resumes, and complete the flags from it
     parsed, source, earlier = find_start(parsed, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
     if parsed.answers():
         return 0

@@ -114,7 +114,7 @@ class ParallelDims:
 
     @functools.cached_property
     def experts(self) -> ParallelDims:
-        """The mesh and the axes of experts' parameters, on the same ranks; `self` if their axes are the dense axes.
+        """The mesh and axes of experts' parameters, on the same ranks; `self` if all parameters use the same axes.
 
         Process groups are created on first use, so all ranks must make the first use together.
         """
@@ -168,7 +168,7 @@ class ParallelDims:
         return axis if self._dense is None else EXPERT_NAMES.get(axis, axis)
 
     def _is_shared(self, axis: str) -> bool:
-        """Return True if this is the experts' mesh, and it uses the dense mesh's axis of the name `axis`."""
+        """Return True if this is the experts' mesh, and its axis `axis` is the same object as the dense mesh's."""
         return self._dense is not None and axis not in EXPERT_NAMES
 
     def _axis(self, axis: str, name: str, group: dist.ProcessGroup | None) -> MeshAxis:

@@ -56,7 +56,7 @@ class Fork:
             os.kill(self.pid, signum)
 
     def _exit_code(self, options: int) -> int | None:
-        """Return the exit code of the forked process; `options` are those of `os.waitpid`."""
+        """Return the forked process's exit code; None if it still runs and `options`, for `os.waitpid`, are WNOHANG."""
         if self._code is None:
             pid, status = os.waitpid(self.pid, options)
             self._code = os.waitstatus_to_exitcode(status) if pid else None

@@ -318,7 +318,8 @@ class Hosts:
             self._first, *theirs = json.loads(store.get("host/0"))
             for flag, own, other in zip(("--nnodes", "--nproc"), mine[1:], theirs, strict=True):
                 if own != other:
-                    self._mistake = ValueError(f"{flag} is {own} on {self.name}, but {other} on {self._first}")
+                    differs = f"{flag} is {own} on {self.name}, but {other} on {self._first}"
+                    self._mistake = ValueError(f"{differs}: give the same value on all hosts")
                     return
         store.add(JOINED, 1)
 

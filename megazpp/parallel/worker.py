@@ -198,7 +198,7 @@ def seed_everything(seed: int, *, data_rank: int, tp_rank: int) -> None:
 
 
 def _report_once(error: BaseException, worker: Worker, *, alone: bool) -> int:
-    """Print the error that ended this worker if the worker is the first rank to fail, and return its exit code.
+    """Print the error that ended this worker if it is the first rank to fail, and return the worker's exit code.
 
     If another rank has failed first, the first rank of each other host prints which rank has failed.
 

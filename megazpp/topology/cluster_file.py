@@ -320,7 +320,7 @@ def _mapping(where: str, value: Any, keys: Collection[str], *, needed: Collectio
     """
     if not isinstance(value, dict):
         given = "(empty)" if value is None else shown(value)
-        raise ValueError(f"{where} {given} is not a mapping of keys to values")
+        raise ValueError(f"{where} {given} is not a mapping of keys to values: write lines like `key: value`")
     for key in value:
         if key not in keys:
             raise ValueError(

@@ -29,7 +29,8 @@ CARRIES = {
 }
 # By kind of link, whether the bandwidth of `Link` is the bandwidth of one rank or of one node
 SENDER = {"domain": "rank", "node": "rank", "network": "node"}
-MAX_NODES, MAX_RANKS = 16, 8  # largest numbers of nodes in the placement, and of ranks in the column "first group"
+# Largest number of nodes in the printed placement, and of ranks in the column "first group" of the table of axes
+MAX_NODES, MAX_RANKS = 16, 8
 
 
 def topology_text(layout: Layout) -> str:

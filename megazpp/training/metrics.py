@@ -164,8 +164,8 @@ class IntervalRecord:
     def line(self) -> str:
         """The log line of the interval: Megatron-LM's up to "number of nan iterations", then fields of MegaZ++.
 
-        The latter are the largest gradient norm, tokens/s and TFLOP/s per rank, MFU, memory, MB per step and wire, and
-        the remaining time.
+        MegaZ++'s fields are the largest gradient norm, tokens/s and TFLOP/s per rank, MFU, memory, MB per step and
+        wire, and the remaining time.
         """
         last, memory, sent = self.last, self.peak_memory_bytes, self.sent_bytes
         parts = [

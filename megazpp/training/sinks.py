@@ -186,7 +186,11 @@ class TensorBoardSink:
 
     @functools.cached_property
     def _writer(self) -> Any:
-        """TensorBoard's writer of events, opened at the first use, because `resume` may set the purge step before."""
+        """TensorBoard's writer of events.
+
+        The writer is opened at its first use. Before that, `resume` may choose the step from which the writer makes
+        TensorBoard purge the events of earlier files.
+        """
         return self._tensorboard.SummaryWriter(log_dir=str(self._folder), max_queue=1000, purge_step=self._purge_step)
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:

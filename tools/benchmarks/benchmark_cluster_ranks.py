@@ -130,7 +130,7 @@ def serve(cluster: Cluster, flags: dict[str, str], control: int, worker: Worker)
         """Return the number of bytes that this rank has sent to other nodes since its start."""
         return torch.tensor([sum(dims.counter.sent_bytes("cross") for dims in dims_of.values())])
 
-    # ---- run commands
+    # ---- run the commands of the benchmark, which rank 0 receives and shares with all ranks
     pipe, world = Connection(control) if worker.rank == 0 else None, first.dims.world
     if pipe:
         pipe.send({"parameters": first.num_parameters})

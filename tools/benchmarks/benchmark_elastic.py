@@ -264,7 +264,7 @@ def measure_goodput(out: Path) -> str:
         groups = {name: run.start(name, step_seconds=0.6) for name in "abc"}
         run.wait_for_version(2 + every)
         for kill in range(kills):
-            time.sleep(3.0)  # in the middle of an interval
+            time.sleep(3.0)  # until the middle of the interval of 10 steps x 0.6 s
             run.kill(groups["b"])
             groups["b"] = run.start("b", step_seconds=0.6)
             run.wait_for_version(2 + every * (kill + 2))

@@ -41,7 +41,9 @@ from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import build_model
 from megazpp.training.step import TrainStep
 
-LENGTH, BATCH, HELD_OUT, WARM_UP = 64, 12, 0.1, 0.1  # tokens per sample, samples per step; fractions of text and steps
+# Tokens per sample; samples per step of all groups together; fraction of the text that is held out for validation;
+# fraction of the steps that warm up the learning rate
+LENGTH, BATCH, HELD_OUT, WARM_UP = 64, 12, 0.1, 0.1
 MODEL = (
     f"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length {LENGTH} --max-position-embeddings {LENGTH} "
     "--vocab-size 256 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --hidden-dropout 0 "

@@ -1,4 +1,4 @@
-"""Train a mixture whose experts transformers shards, with ZeRO++. Run on each of two nodes; HOST is the first address:
+"""Train a mixture of experts, which transformers shards, with ZeRO++. Run on two nodes; HOST is the first's address:
 
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 tools/examples/qwen3_experts.py
 """

@@ -71,7 +71,8 @@ def test_interrupted_benchmark_resumes_with_missing_samples_of_its_model(tmp_pat
     assert again.missing("1gbit", 0, ["zero3", "zeropp"]) == ["zeropp"]
     assert again.missing("1gbit", 1, ["zero3"]) == ["zero3"]
     assert again.missing("2gbit", 0, ["zero3"]) == ["zero3"]
-    with pytest.raises(ValueError, match=r"--out .* holds samples of .*'num_layers': 2.* not of .*'num_layers': 3"):
+    problem = r"--out .* holds samples of .*'num_layers': 2.* the flags give .*'num_layers': 3"
+    with pytest.raises(ValueError, match=problem):
         Results(path, SHAPE_OF_TWO | {"num_layers": 3})
 
 
