@@ -1,4 +1,4 @@
-"""Test Hugging Face folders of which `from_pretrained` uses more than the weights."""
+"""Test Hugging Face folders with files beside the weights that `from_pretrained` uses too, such as an adapter."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,10 @@ transformers = pytest.importorskip("transformers")
 
 
 def add_adapter(folder: Path) -> torch.Tensor:
-    """Add an adapter to a folder with a model, and return the logits of `from_pretrained`, which applies it."""
+    """Add a LoRA adapter with random weights to a folder with a model.
+
+    Return the logits that transformers computes from the folder; `from_pretrained` applies the adapter.
+    """
     torch.manual_seed(0)
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -31,7 +34,8 @@ def test_adapter_beside_the_weights_is_refused_or_merged(tmp_path):
     assert (expected - alone).abs().max() > 0.01
     with pytest.raises(ValueError, match=f"adapter_config.json.*--adapter {folder} merges it"):
         convert_folder(folder, tmp_path / "refused")
-    with pytest.raises(ValueError, match="also holds an adapter"):  # another adapter than the one beside the weights
+    # --adapter names another folder, so the adapter beside the weights would be ignored silently
+    with pytest.raises(ValueError, match="also holds an adapter"):
         open_model(folder, adapter=tmp_path)
     merged = convert_folder(folder, tmp_path / "merged", adapter=str(folder))
     torch.testing.assert_close(our_logits(open_checkpoint(merged, None)[0]), expected, rtol=1e-4, atol=1e-4)

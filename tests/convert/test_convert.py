@@ -1,4 +1,7 @@
-"""Test the output folder of a conversion: it is complete or missing, and existing files are not changed."""
+"""Test the output folder of a checkpoint conversion.
+
+It is complete or does not exist, and existing files never change.
+"""
 
 import multiprocessing
 import time

@@ -1,4 +1,4 @@
-"""Test that every config.json gives transformers' logits, or is rejected with an error that names its key."""
+"""Test that every config.json gives transformers' logits, or is rejected with an error that names the key in it."""
 
 import itertools
 import json
@@ -15,10 +15,11 @@ from safetensors.torch import save_file
 
 from megazpp.convert.huggingface import open_model
 
-CLOSE = 1e-4  # absolute tolerance for logits of about 1
+CLOSE = 1e-4  # absolute tolerance for logits of about 1, because sums run in other orders
 ABSENT = object()
 Values = dict[str, Any]
-BASE: dict[str, Values] = {  # sizes of each model_type; GPT-2's default of 12 heads divides 24
+# config.json with small sizes for each model_type; GPT-2's default of 12 heads divides the hidden size of 24
+BASE: dict[str, Values] = {
     kind: {"model_type": kind} | sizes | ({"n_embd": 24} if kind == "gpt2" else {"sliding_window": None})
     for kind, sizes in SIZES.items()
 }
@@ -90,7 +91,7 @@ BIASES = [Value({}), Value({"attention_bias": True, "mlp_bias": True}),
           Value({"attention_bias": True}, "mlp_bias False"), Value({"mlp_bias": True}, "mlp_bias True")]
 PARTIAL = [Value({}), Value({"partial_rotary_factor": 0.5}),
            Value(rope(rope_type="default", partial_rotary_factor=0.5)),
-           Value({"partial_rotary_factor": 0.3}),  # 2 of 8 channels
+           Value({"partial_rotary_factor": 0.3}),  # 0.3 of a head's 8 channels is rounded down to 2 rotated channels
            Value({"partial_rotary_factor": 0.1}, "--rotary-percent 0.1 of")]
 NORMALIZED = [Value({}), Value({"norm_topk_prob": True}), Value({"norm_topk_prob": False})]
 SPARSE = [Value({}), Value({"mlp_only_layers": [0]}), Value({"mlp_only_layers": [1]}),
@@ -112,7 +113,8 @@ AXES: dict[str, list[list[Value]]] = {
     ],
     "llama": [ROTARY, *COMMON, LAYERS,
         BIASES,
-        [Value({}), Value({"sliding_window": 5})],  # which transformers ignores
+        # transformers ignores sliding_window for Llama, so this project must too
+        [Value({}), Value({"sliding_window": 5})],
     ],
     "mistral": [FEW_ROTARY, *COMMON,
         [Value({}), Value(FULL, "model_type 'ministral'")],
@@ -174,11 +176,12 @@ AXES: dict[str, list[list[Value]]] = {
 
 
 def write_folder(folder: Path, kind: str, values: Values) -> Any:
-    """Write a random model of transformers in a folder with exactly this config.json."""
+    """Save a random transformers model in `folder` with exactly this config.json. Return the model."""
     write_config(folder, kind, values)
     model = randomized(transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder)))
     model.save_pretrained(folder)
-    write_config(folder, kind, values)  # replaces the config.json that transformers wrote
+    # save_pretrained has written a config.json with more keys, which this call replaces
+    write_config(folder, kind, values)
     return model
 
 
@@ -189,11 +192,15 @@ def write_config(folder: Path, kind: str, values: Values) -> None:
 
 
 def check(folder: Path, kind: str, *settings: Value) -> bool:
-    """Return True if the config.json gives transformers' logits, and False if it is rejected by one of its keys."""
+    """Check a config.json with all `settings`: it must give transformers' logits, or be rejected by one of its keys.
+
+    Return True if it gives the logits, and False if it is rejected.
+    """
     values = {key: value for setting in settings for key, value in setting.keys.items()}
     reasons = [setting.refused for setting in settings if setting.refused is not None]
     if values.get("use_sliding_window") and values.get("sliding_window") == 5:
-        reasons = [reason for reason in reasons if "sliding_attention" not in reason]  # accepted with a window
+        # layer_types with "sliding_attention" are accepted if sliding_window is set
+        reasons = [reason for reason in reasons if "sliding_attention" not in reason]
     if not reasons:
         with torch.no_grad():
             expected = write_folder(folder, kind, values)(TOKENS).logits
@@ -214,7 +221,7 @@ def test_every_setting_is_exact_or_rejected_by_its_key(kind, tmp_path):
 
 
 def settings_of_all_pairs(kind: str) -> list[list[Value]]:
-    """Return combinations of one exact value per axis that contain every pair of values."""
+    """Return lists with one accepted value per axis of AXES[kind]. Together they contain every pair of values."""
     axes = [[value for value in axis if value.refused is None] for axis in AXES[kind]]
     picked = [case.values for case in pairwise(itertools.product(*map(range, map(len, axes)))) if not case.marks]
     return [[axis[place] for axis, place in zip(axes, places, strict=True)] for places in picked]
@@ -264,7 +271,7 @@ REFUSED: list[tuple[str, Values, str]] = [
     ("llama", {"vocab_size": 108}, "model.embed_tokens.weight has shape [107, 32]"),
     ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.v_proj.weight and 6 more are missing"),
     ("llama", {"num_hidden_layers": 1}, "have no place in this model"),
-    # absurd sizes are rejected at once; building such a model would take minutes and all memory
+    # absurd sizes must be rejected before a model is built, which would take minutes and all memory
     ("gpt2", {"n_layer": 10**4}, "describes a model of 10000 layers, but its files have only 28 tensors"),
     ("gpt2", {"n_layer": 10**9}, "describes no model: --num-layers 1000000000 is more than 10000"),
     ("gpt2", {"n_embd": 10**9}, "n_inner 4000000000 is above 2147483647, which no model reaches"),

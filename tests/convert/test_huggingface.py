@@ -1,4 +1,7 @@
-"""Test conversion from and to Hugging Face formats: bits and logits are kept, for any tensor-parallel size."""
+"""Test conversion from and to Hugging Face formats.
+
+Weights keep their bits and logits their values, for any tensor-parallel size.
+"""
 
 import dataclasses
 import json
@@ -44,7 +47,7 @@ from megazpp.post_training.batch import make_rollout_batch
 from megazpp.post_training.reference import FrozenModel
 
 BITS = {"rtol": 0.0, "atol": 0.0}
-SUMS = {"rtol": 0.0, "atol": 1e-5}  # tolerance for logits of about 1, whose fp32 sums run in another order
+SUMS = {"rtol": 0.0, "atol": 1e-5}  # tolerance for logits of about 1, because fp32 numbers are added in other orders
 SCALED = {"rope_scaling": dict(LLAMA3)}
 TIED = {"tie_word_embeddings": True}
 EXACT_GELU = {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 40}
@@ -139,7 +142,7 @@ def test_glm_layer_that_predicts_a_second_token_is_left_out(tmp_path):
     assert set(open_model(folder).tensors) == set(our_model(open_model(folder)).state_dict())
 
 
-KEPT = (  # keys of config.json that are kept
+KEPT = (  # keys of config.json whose values must survive a conversion to this project's format and back
     *("vocab_size", "initializer_range", "tie_word_embeddings"),
     *("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"),
 )
@@ -173,7 +176,10 @@ def test_rotary_settings_are_read_into_flags(tmp_path):
 
 
 def logits_on_ranks(load: str, tp: int) -> torch.Tensor:
-    """Return our model's logits [B, S, V] for a checkpoint, with a vocabulary padded for `tp`."""
+    """Load a checkpoint into a model with `tp` tensor-parallel ranks; return the logits [B, S, V].
+
+    The model pads the vocabulary for `tp`; the logits leave the padding out.
+    """
     source, record = find_weights(CheckpointFolder(load, "--load"), None)
     config = dataclasses.replace(GPTConfig(**shape_of(record.flags)), hidden_dropout=0.0, attention_dropout=0.0)
     model, sharding, dims = build_on_ranks(Case(model=config, tp=tp, vocab_size=record.vocab_size, seq_length=SEQ))
@@ -209,7 +215,8 @@ def test_model_in_several_files_is_the_same_model(tmp_path, monkeypatch):
     back = convert_folder(convert_folder(parts, tmp_path / "ours"), tmp_path / "back")
     assert len(list(back.glob("model-0000?-of-0000?.safetensors"))) > 2
     torch.testing.assert_close(file_tensors(back), file_tensors(whole), **BITS)
-    assert torch.equal(logits(back), logits(whole))  # read through the index
+    # transformers reads the several files through model.safetensors.index.json
+    assert torch.equal(logits(back), logits(whole))
 
 
 def test_vocabulary_padding_of_a_run_is_not_exported(tmp_path):
@@ -218,12 +225,16 @@ def test_vocabulary_padding_of_a_run_is_not_exported(tmp_path):
     words = open_checkpoint(tmp_path / "ours", None)[0].tensors["embedding.word.weight"]
     found = file_tensors(convert_folder(tmp_path / "ours", tmp_path / "theirs"))["transformer.wte.weight"]
     assert found.shape == words.shape == (case.vocab_size, case.model.hidden)
-    assert case.vocab_size % case.tp == 1  # so the run had one padding row
+    # 101 words on 2 tensor-parallel ranks, so the run padded the embedding by one row
+    assert case.vocab_size % case.tp == 1
     assert torch.equal(found, words.read())
 
 
 def test_original_gpt2_files_are_read(tmp_path):
-    """Their names have no prefix, and they contain causal masks and the tied matrix twice."""
+    """Convert a file like OpenAI's original GPT-2, and back to transformers' format.
+
+    Names of its tensors lack the prefix "transformer.". The file also has causal masks, and the tied embedding twice.
+    """
     theirs = save(make_gpt2(), tmp_path / "theirs")
     tensors = file_tensors(theirs)
     old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -251,7 +262,10 @@ def test_index_that_names_a_file_outside_its_folder_is_rejected(tmp_path):
 
 
 def marked_files(folder: Path) -> dict[str, float]:
-    """Write every file that may hold a model's weights, each with another final norm."""
+    """Write all files that transformers may read weights from, each with another value in the final norm.
+
+    Return that value by file name, so that a test sees which file was read.
+    """
     tensors, norm = file_tensors(save(make_llama(), folder)), "model.norm.weight"
     marks = dict(zip(huggingface._FILES, (1.0, 2.0, 3.0, 4.0), strict=True))
     for file, mark in marks.items():
@@ -307,7 +321,11 @@ def test_pickled_file_is_read_as_weights_only(tmp_path, content, capsys):
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_old_folders_are_read_like_transformers_reads_them(tmp_path, zipped):
-    """They have pickled files without a prefix, rotary and causal buffers, and a layer in fp32."""
+    """Convert old Hugging Face folders, and compare logits with transformers.
+
+    They have pickled files whose names lack the model's prefix, buffers for rotary embeddings and causal masks, and one
+    layer in fp32.
+    """
     for kind in ("llama", "gpt2"):
         folder = tmp_path / kind
         theirs = save(make_model(kind, tie_word_embeddings=True).bfloat16(), folder)
@@ -328,7 +346,9 @@ def test_old_folders_are_read_like_transformers_reads_them(tmp_path, zipped):
 LLAMA = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "disable_bias_linear": True}
 QWEN3 = LLAMA | {"qk_layernorm": True}
 GROUPS = {"group_query_attention": True, "num_query_groups": 2}
-NOT_THERE: list[tuple[dict[str, Any], str]] = [  # the message names the family that differs in the fewest flags
+# flags of a model that no family of Hugging Face can hold; the message names the family that differs in the fewest
+# flags
+NOT_THERE: list[tuple[dict[str, Any], str]] = [
     (
         {"swiglu": True, "disable_bias_linear": True, "normalization": "RMSNorm", "qk_layernorm": True},
         "Qwen3ForCausalLM cannot hold a model with --position-embedding-type learned_absolute",
@@ -403,7 +423,10 @@ def test_reward_model_without_a_class_in_transformers_is_refused(tmp_path, kind)
 @pytest.mark.parametrize("eos", [3, [3, 5], [5, 3]])
 @pytest.mark.parametrize("kind", ["llama", slow("gpt2")])
 def test_scores_match_transformers_if_padding_is_eos(tmp_path, kind, eos):
-    """A text ends with one padding token, with two, or without any."""
+    """Compare scores of a reward model with transformers, also if the end token is used as padding.
+
+    The texts end with one padding token, with two, and with none.
+    """
     import transformers
 
     auto = transformers.AutoModelForSequenceClassification
@@ -442,7 +465,7 @@ def test_id_beyond_the_embedding_is_left_out_of_an_export(tmp_path, monkeypatch,
     values = json.loads((tmp_path / "back" / "config.json").read_text())
     assert {name: values[name] for name in ids} == kept
     assert len([line for line in said if "is left out of config.json" in line]) == sum(ids[x] != kept[x] for x in ids)
-    logits(tmp_path / "back")  # transformers can load it
+    logits(tmp_path / "back")  # transformers can load the exported folder
 
 
 def test_adapter_is_refused_without_the_feature_that_merges_it(tmp_path):

@@ -1,4 +1,7 @@
-"""Test import of Megatron-LM checkpoints: ranks of every version form the full model, and pickles run no code."""
+"""Test the import of Megatron-LM checkpoints.
+
+The files of all ranks, of every version, form the unsharded model, and pickled code never runs.
+"""
 
 import argparse
 import dataclasses
@@ -142,7 +145,7 @@ def test_pipeline_missing_rank_and_distributed_checkpoint_are_told_apart(tmp_pat
 
 @dataclasses.dataclass
 class Malicious:
-    """Object whose unpickling runs a command."""
+    """An object of which unpickling runs a shell command, as in a malicious checkpoint."""
 
     command: str
 

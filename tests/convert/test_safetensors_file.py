@@ -23,9 +23,9 @@ def test_safetensors_files_are_read_and_written_like_by_the_package(tmp_path):
     write_tensors(ours, open_tensors(theirs))
     torch.testing.assert_close(safetensors.torch.load_file(ours), TENSORS, rtol=0, atol=0)
     with safetensors.safe_open(ours, framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}  # transformers requires it
+        assert file.metadata() == {"format": "pt"}  # transformers refuses files without this metadata
     (header,) = struct.unpack("<Q", ours.read_bytes()[:8])
-    assert header % 8 == 0  # the data is aligned
+    assert header % 8 == 0  # the header ends at a multiple of 8 bytes, so the tensors behind it are aligned
 
 
 def test_junk_and_unsupported_dtypes_are_rejected_in_one_line(tmp_path):

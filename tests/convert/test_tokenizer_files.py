@@ -1,4 +1,7 @@
-"""Test that a model's tokenizer is found, kept and written, and that transformers reads it with the same ids."""
+"""Test that a model's tokenizer is found, saved in checkpoints and exported.
+
+An exported tokenizer must give the same token ids in transformers.
+"""
 
 import io
 import json
@@ -23,7 +26,7 @@ KINDS = ["bpe", "unigram", "gpt2", "huggingface"]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, TokenizerConfig]:
-    """Return the config of one tokenizer of each kind that has files."""
+    """Make one tokenizer of each kind that is read from files; return the TokenizerConfig by kind."""
     home = tmp_path_factory.mktemp("tokenizers")
     for kind in ("bpe", "unigram"):
         (home / f"{kind}.model").write_bytes(train_sentencepiece(iter([TEXT]), 288, model_type=kind))
@@ -66,7 +69,10 @@ def test_byte_tokenizer_of_any_size_keeps_its_last_id(last, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_tokenizer_trained_on_a_book_is_written_for_transformers(kind, tmp_path):
-    """Texts include characters outside the vocabulary, and strings that look like special pieces."""
+    """Train a SentencePiece tokenizer on a book, export it, and compare its ids with transformers'.
+
+    Texts include characters outside the vocabulary, and strings that look like special pieces.
+    """
     book = list(read_documents(*resolve_text_paths(["builtin:moby_dick"])))[:40]
     ours = SentencePieceTokenizer(train_sentencepiece(iter(book), 2048, model_type=kind))
     marks = ["a <eod> b", "<unk>x", "<0x41>", "<", "<<é<eod>"]
