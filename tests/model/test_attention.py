@@ -1,4 +1,4 @@
-"""Rotary embeddings, document masks and whole attention layers against independent formulas."""
+"""Test rotary embeddings, document masks and complete attention layers against independent formulas."""
 
 import functools
 import itertools
@@ -21,12 +21,12 @@ FAR = torch.arange(2000, 2009).expand(2, 9)
 
 
 def rotated(channels: int, **flags: Any) -> GPTConfig:
-    """Return the config of a model that rotates all `channels` of a head."""
+    """Return the config of a model whose heads have `channels` channels, all of which get rotary embeddings."""
     return GPTConfig(position_embedding_type="rope", kv_channels=channels, **flags)
 
 
 def rotate_complex(x: torch.Tensor, position_ids: torch.Tensor, *, channels: int, base: float) -> torch.Tensor:
-    """Rotate the channel pairs (i, i + channels/2) of x [S, B, D] as complex numbers.
+    """Apply rotary embeddings to the channel pairs (i, i + channels/2) of x [S, B, heads, D] as complex numbers.
 
     The factor is exp(i position base^(-2i/channels)).
     """
@@ -37,7 +37,7 @@ def rotate_complex(x: torch.Tensor, position_ids: torch.Tensor, *, channels: int
 
 
 def test_rotary_embeddings_rotate_pairs_like_complex_numbers():
-    """Tolerances are one fp32 rounding of the angles.
+    """Compare rotary embeddings with products of complex numbers. Tolerances are one fp32 rounding of the angles.
 
     Relative 6e-8 of at most 2009 radians is 1.2e-4; below 10 radians it is 1e-6.
     """
@@ -59,11 +59,11 @@ def test_rotary_embeddings_rotate_pairs_like_complex_numbers():
 
 def test_query_attends_only_to_earlier_tokens_of_its_document():
     for starts in (
-        [0, 14],  # one document over two rows; rows are separate nevertheless
+        [0, 14],  # one document spans both rows of 7 tokens, but attention never crosses rows
         [0, 7, 14],
         [0, 1, 2, 7, 12, 13, 14],
         [0, 3, 7, 8, 14],
-        [*range(15)],  # every token is a document
+        [*range(15)],  # 14 documents of one token each
     ):
         mask = document_mask(torch.tensor(starts, dtype=torch.int32), batch=2, seq=7)
         assert mask.shape == (2, 1, 7, 7)
@@ -84,11 +84,14 @@ def head_norm(config: GPTConfig, letter: str, x: torch.Tensor, weights: dict[str
 def attention_by_heads(
     config: GPTConfig, mask: torch.Tensor, x: torch.Tensor, weights: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Compute attention one head at a time; the rows of the fused projection are [group, (queries, key, value), D]."""
+    """Compute an attention layer one head at a time, as a reference.
+
+    Rows of the fused projection are [group, (queries, key, value), D].
+    """
     projected = x @ weights["qkv.weight"].t() + weights.get("qkv.bias", 0.0)
     groups, contexts = projected.unflatten(-1, (config.query_groups, -1, config.head_size)), []
     for group in groups.unbind(2):
-        *queries, key, value = group.unbind(2)  # [S, B, D] each
+        *queries, key, value = group.unbind(2)  # queries of the group's heads, one key and one value: [S, B, D] each
         for query in queries:
             q, k = head_norm(config, "q", query, weights), head_norm(config, "k", key, weights)
             scores = torch.einsum("qbc,kbc->bqk", q, k) / math.sqrt(config.head_size)
@@ -128,7 +131,7 @@ def test_attention_on_any_layout_equals_its_formula_per_head(size):
 
 
 def keeps_fused_product(inputs: AttentionInputs, **changes: Any) -> bool:
-    """Return True if autograd keeps the output of the fused projection; queries, keys and values are views of it."""
+    """Return True if autograd saves the output of the fused query-key-value projection for backward."""
     config = GPTConfig(hidden_size=8, num_attention_heads=4, attention_dropout=0.0, **changes)
     attention = SelfAttention(config, LayerSettings(), output_std=1.0).double()
     outputs: list[torch.Tensor] = []
@@ -140,7 +143,10 @@ def keeps_fused_product(inputs: AttentionInputs, **changes: Any) -> bool:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_rotary_attention_does_not_keep_the_fused_projection(masked):
-    """Rotated queries and keys are new tensors, and the copied values are only a small part of the projection."""
+    """Check that attention with rotary embeddings frees the output of the fused query-key-value projection.
+
+    Rotated queries and keys are new tensors, and the copied values are only a small part of the projection.
+    """
     mask = document_mask(torch.tensor([0, 2, 6, 7, 12]), batch=2, seq=6) if masked else None
     core = {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}
     cases = itertools.product(("multi-head", "grouped", "multi-query"), (1.0, 0.5), ({}, core))
@@ -152,9 +158,9 @@ def test_rotary_attention_does_not_keep_the_fused_projection(masked):
 
 
 def test_attention_without_rotary_keeps_the_fused_projection():
-    """Without rotary embeddings, queries, keys and values are views of the projection.
+    """Check that attention keeps the output of the fused query-key-value projection where freeing it saves nothing.
 
-    Norms of heads need the projection as their input.
+    Without rotary embeddings, queries, keys and values are views of it. Norms of heads need it as their input.
     """
     rotary = config_angles(rotated(4), torch.arange(6).expand(2, 6))
     assert keeps_fused_product(AttentionInputs(rotary=None, mask=None), kv_channels=4)

@@ -1,4 +1,8 @@
-"""Back ends: no mask for cuDNN, no S x S tensors for documents, and compiled layers where a compiler exists."""
+"""Test the choice of attention kernels, and which layers are compiled.
+
+Attention passes no mask to cuDNN, attention inside documents makes no S x S tensors, and layers are compiled where a
+compiler exists.
+"""
 
 import dataclasses
 import itertools
@@ -28,7 +32,10 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @torch.no_grad()
 def documents_and_generation(gpt: GPTModel) -> list[torch.Tensor]:
-    """Run a model with documents (with a mask), with a prompt (without one) and with one more token (with one)."""
+    """Run a model on packed documents (attention with a mask), on a prompt (without), and on one more token (with).
+
+    Return the losses of the documents, and the logits of the prompt and of the token.
+    """
     cache, tokens = KVCache(len(gpt.layers), 3, SEQ), packed().tokens
     found = [losses_of(gpt, packed()), gpt(tokens[:, :5], cache=cache)]
     cache.add([5, 3, 4])
@@ -37,7 +44,11 @@ def documents_and_generation(gpt: GPTModel) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_cuda_masks_use_two_kernels_without_grouped_heads(style, monkeypatch):
-    """CPU tensors report is_cuda, to select the code for CUDA. Without a mask torch may choose among all kernels."""
+    """Check how attention calls torch on CUDA; CPU tensors report `is_cuda` here, to select that code.
+
+    With a mask, only the memory-efficient and the math kernel are allowed, and keys and values are repeated for all
+    heads. Without a mask torch may choose any kernel.
+    """
     gpt, calls, original = build_gpt(STYLES[style]), [], F.scaled_dot_product_attention
     expected, everything = documents_and_generation(gpt), set(_cur_sdpa_kernel_backends())
 
@@ -60,9 +71,12 @@ def test_cuda_masks_use_two_kernels_without_grouped_heads(style, monkeypatch):
 def one_by_one(
     q, k, v, starts, key_starts, longest, longest_key, *, window_size, enable_gqa=False, scale=None
 ) -> torch.Tensor:
-    """Replace torch's varlen_attn, which needs CUDA, by attention inside each document, and check its arguments."""
+    """Compute attention inside each document, in place of torch's varlen_attn, which needs CUDA.
+
+    The function also checks the arguments that varlen_attn would get.
+    """
     left, right = window_size
-    assert right == 0  # causal
+    assert right == 0  # a query sees no later tokens (causal attention)
     assert not enable_gqa or "enable_gqa" in attention_kernels.VARLEN_ARGUMENTS
     assert starts is key_starts
     assert starts.dtype == torch.int32
@@ -82,10 +96,15 @@ def one_by_one(
     ("gpt2", {"recompute_granularity": "full"}, 2, ("window_size", "enable_gqa")),
     ("llama", {}, 1, ("window_size", "enable_gqa")),
     ("llama", {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}, 2, ("window_size",)),
-    ("gpt2", {"recompute_granularity": "selective"}, 1, ("window_size",)),  # attention is not recomputed
+    # this kind of selective recomputation does not include attention, so each layer calls the kernel once
+    ("gpt2", {"recompute_granularity": "selective"}, 1, ("window_size",)),
 ])  # fmt: skip
 def test_document_kernel_equals_the_mask(style, changes, times, arguments, monkeypatch):
-    """Only the losses are rounded to fp32, hence 1e-6. Torch 2.11 has no enable_gqa, so heads are repeated there."""
+    """Compare attention by the variable-length kernel with attention by a document mask, in fp64.
+
+    The tolerance is 1e-6, because losses are rounded to fp32. torch 2.11 has no enable_gqa; there, keys and values are
+    repeated.
+    """
     kernel = mock.Mock(side_effect=one_by_one)
     monkeypatch.setattr(attention_kernels, "varlen_attn", kernel)
     monkeypatch.setattr(attention_kernels, "VARLEN_ARGUMENTS", frozenset(arguments))
@@ -108,7 +127,10 @@ WINDOWS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("in_documents", [False, True])
 @pytest.mark.parametrize("name", WINDOWS)
 def test_window_kernel_equals_the_mask(name, in_documents, monkeypatch):
-    """Only the losses are rounded to fp32, hence 1e-6. The reference applies the window by a mask."""
+    """Compare attention with a window by the variable-length kernel with attention by a window mask, in fp64.
+
+    The tolerance is 1e-6, because losses are rounded to fp32.
+    """
     monkeypatch.setattr(attention_kernels, "varlen_attn", one_by_one)
     monkeypatch.setattr(attention_kernels, "VARLEN_ARGUMENTS", frozenset(("window_size", "enable_gqa")))
     config, batch = dataclasses.replace(STYLES["llama"], **WINDOWS[name]), packed()
@@ -133,7 +155,10 @@ def test_window_longer_than_the_sample_changes_no_bit():
 @pytest.mark.parametrize("window", [None, "15,0"])
 @pytest.mark.parametrize("style", WIDE)
 def test_document_kernel_equals_the_mask_on_a_gpu(style, window):
-    """The tolerance allows a few bf16 roundings of 2^-8 in different places."""
+    """Compare torch's variable-length kernel with a document mask in bf16 on a GPU.
+
+    The tolerance allows a few bf16 roundings of 2^-8 at different operations.
+    """
     config = dataclasses.replace(WIDE[style], max_position_embeddings=128, window_size=window)
     batch = on_device(packed(128), GPU)
     (losses, grads), (ours, our_grads) = (
@@ -145,9 +170,10 @@ def test_document_kernel_equals_the_mask_on_a_gpu(style, window):
 
 
 def bytes_of_documents(kernel: DocumentKernel | None, seq: int) -> int:
-    """Return the memory peak of a forward and a backward of three rows without real tensors.
+    """Return the peak memory in bytes of forward and backward for three rows of `seq` tokens, traced on meta tensors.
 
-    torch checks the kernel's arguments.
+
+    Even on meta tensors, torch checks the arguments of the document kernel.
     """
     with torch.device("meta"):
         gpt = build_gpt(WIDE["llama"], document_kernel=kernel).bfloat16()

@@ -1,4 +1,4 @@
-"""torch.compile of layers: one graph per kind of layer, eager losses and gradients, also with FSDP2 and recomputation.
+"""Test torch.compile of layers: one graph per kind of layer, with the losses and gradients of eager layers.
 
 Except for one test, layers are compiled with torch's back end "aot_eager", which runs all of torch.compile but the C++
 compiler. The compiler would take most of the time.
@@ -40,16 +40,20 @@ def compiled(model: GPTConfig, **changes: Any) -> GPTConfig:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU: no g++ here")
 def test_compiled_kernels_match_eager_losses_and_gradients():
-    """Fused kernels sum in another order: 1e-5, relative and to the largest element of a gradient."""
+    """Compare a compiled model with an eager one. The tolerance is 1e-5, because fused kernels add in another order.
+
+    Gradients are compared relative to their largest element.
+    """
     model = dataclasses.replace(GPT2_STYLE, num_layers=1)
     (losses, grads), (expected, wanted) = (step(build_gpt(each)) for each in (compiled(model), model))
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
-    assert_gradients_near(grads, wanted)  # compiled models have the same parameter names
+    # compiling changes no parameter name, so both models' gradients have the same keys
+    assert_gradients_near(grads, wanted)
 
 
 @contextlib.contextmanager
 def aot_eager() -> Iterator[None]:
-    """Compile without generating code inside the block, so that no compiler is needed."""
+    """Let torch.compile inside the block use "aot_eager", which generates no code and so needs no C++ compiler."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     stopped = functools.partial(torch.compile, backend="aot_eager")
@@ -66,9 +70,10 @@ def graphs() -> int:
 
 
 def eager_and_compiled(model: GPTConfig, sequence_parallel: bool, float8: Float8Format | None) -> dict[str, Any]:
-    """Run two steps eagerly and compiled.
+    """Run two steps with an eager model and with a compiled one.
 
-    Returns results and traffic of both, graph breaks, and the shapes of the tensors that the compiled model kept.
+    Return losses, gradients and traffic of both models, the number of graphs, the graph breaks by reason, and the
+    shapes of the tensors that the compiled model saved for backward.
     """
     found: dict[str, Any] = {}
     product = None if float8 is None else float8_product(float8, emulate=True)
@@ -93,12 +98,16 @@ CORE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn",
     (1, False, "gpt2", CORE, None, 0),
     (2, False, "gpt2", DROPOUT | NORMS_AND_ACTIVATION, None, 0),
     nightly(2, True, "llama", DROPOUT | NORMS_AND_ACTIVATION, None, 0),
-    (2, True, "gpt2", DROPOUT | CORE, None, 1),  # one graph break, because of torch 2.13
+    (2, True, "gpt2", DROPOUT | CORE, None, 1),  # torch 2.13 breaks the graph once for this combination
     (1, False, "llama", {}, "hybrid", 0),
     nightly(2, True, "llama", {}, "hybrid", 0),
 ])  # fmt: skip
 def test_layer_is_one_graph_and_communicates_like_eager(size, sequence_parallel, style, changes, float8, breaks):
-    """Dropout masks are equal too. The tolerance is 1e-5 because compiled code sums in another order."""
+    """Check that a compiled layer is one graph, sends the same bytes as an eager layer, and gives equal results.
+
+    Results agree only if dropout masks are equal too. The tolerance is 1e-5, because compiled code adds in another
+    order.
+    """
     if float8:
         pytest.importorskip("torchao")
     model = dataclasses.replace(STYLES[style], **changes)
@@ -110,21 +119,22 @@ def test_layer_is_one_graph_and_communicates_like_eager(size, sequence_parallel,
         for (losses, grads), (wanted, wanted_grads) in zip(steps, expected, strict=True):
             torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
             assert_gradients_near(grads, wanted_grads)
-        if float8 is None:  # with sequence parallelism a slice of the sequence is kept: 16 tokens, 3 samples
+        # autograd saves hidden states of 16 tokens x 3 samples; with sequence parallelism only a rank's 8 tokens
+        if float8 is None:
             assert ((16, 3, model.hidden) in found["kept"]) == (not sequence_parallel)
             assert (8, 3, model.hidden) in found["kept"] or not sequence_parallel
 
 
 def test_all_layers_share_one_compilation():
-    """10 layers are more than torch's limit of graphs for one function."""
+    """Train and evaluate a compiled model of 10 layers, which is more than torch's limit of graphs for one function."""
     model, counts = compiled(GPT2_STYLE, num_layers=10, hidden_size=8, ffn_hidden_size=8), []
     with aot_eager():
         gpt = build_gpt(model)
         for action in (lambda: step(gpt), lambda: step(gpt), lambda: gpt.eval()(sample()[0])):
             action()
             counts.append(graphs())
-    assert counts[:2] == [3, 3]  # one graph for all layers, and one for each direction of the loss
-    assert counts[2] <= 4  # evaluation may add one graph, without dropout
+    assert counts[:2] == [3, 3]  # one graph for all layers, one for the forward of the loss, and one for its backward
+    assert counts[2] <= 4  # evaluation may add one graph of the layer without dropout
 
 
 def post_training_model(style: GPTConfig, *, frozen: bool = False) -> GPTModel:
@@ -132,10 +142,10 @@ def post_training_model(style: GPTConfig, *, frozen: bool = False) -> GPTModel:
 
 
 def test_post_training_models_have_one_graph_per_kind_for_any_size():
-    """There are 5 kinds of graphs, and each again for single rows, which is more than torch's limit of 8.
+    """Test that models of post-training have one graph per kind of layer, for any number and length of rows.
 
-    The kinds are the policy in training, without gradients and in evaluation, a frozen reference, and a reward model of
-    another size.
+    The five kinds are the policy in training, without gradients and in evaluation, a frozen reference, and a reward
+    model of another size. Single rows need each kind again, which is more than torch's limit of 8 graphs.
     """
     style, other = LLAMA_STYLE, dataclasses.replace(LLAMA_STYLE, hidden_size=16, ffn_hidden_size=16)
     with aot_eager():
@@ -153,13 +163,15 @@ def test_post_training_models_have_one_graph_per_kind_for_any_size():
                     model.train(training)(ids, ids)
             counts.append(graphs())
     frames = torch._dynamo.utils.counters["frames"]
-    assert frames["total"] == frames["ok"]  # no function fell back to eager
-    assert counts == [8, 8, 8, 13, 13, 13]  # including three graphs of the loss
+    # torch compiled each function that it saw; none fell back to eager execution
+    assert frames["total"] == frames["ok"]
+    # after each batch: 5 kinds of layers and 3 graphs of the loss, and 5 more kinds from the first single row on
+    assert counts == [8, 8, 8, 13, 13, 13]
 
 
 @aot_eager()
 def decode(compile_: bool) -> tuple[list[list[int]], list[int]]:
-    """Continue three, two and one prompts; return the tokens, and the number of graphs after each."""
+    """Generate tokens for three, two and one prompts; return the tokens, and the number of graphs after each call."""
     prompts, tokens, counts = [[5, 6, 7], [8, 9, 10, 11], [1]], [], []
     greedy = SampleConfig(sample_tokens=9, sample_temperature=0.0)
     model = build_gpt(dataclasses.replace(LLAMA_STYLE, compile=compile_))
@@ -173,7 +185,10 @@ def decode(compile_: bool) -> tuple[list[list[int]], list[int]]:
 
 @pytest.mark.parametrize("size", [nightly(1), 2])
 def test_decoding_has_one_graph_for_many_rows_and_one_for_single(size):
-    """Tokens are the same as without compilation, and --no-compile makes no graph."""
+    """Check that generation compiles one graph for several rows and one for a single row.
+
+    Tokens are the same as without compilation, and --no-compile makes no graph.
+    """
     for (tokens, counts), (expected, none) in zip(
         *(ranks(size).run(decode, each) for each in (True, False)), strict=True
     ):
@@ -188,7 +203,7 @@ def one_step(model: GPTConfig, sequence_parallel: bool) -> tuple[torch.Tensor, d
 
 @pytest.mark.parametrize(("size", "sequence_parallel", "kind"), [
     (1, False, "selective"),
-    (2, True, "full"),  # the recomputation includes the all-gathers of sequence parallelism
+    (2, True, "full"),  # full recomputation with sequence parallelism repeats the all-gathers too
 ])  # fmt: skip
 def test_recomputation_of_compiled_dropout_layers_changes_no_bit(size, sequence_parallel, kind):
     plain, recomputed = (compiled(GPT2_STYLE, **DROPOUT, recompute_granularity=each) for each in (None, kind))
@@ -216,11 +231,14 @@ def test_resumed_compiled_run_is_bit_identical(tmp_path):
     (2, 1, True, {}),
 ])  # fmt: skip
 def test_compiled_sharded_run_equals_one_plain_process(tp, cp, sequence_parallel, changes):
-    """Two steps of two micro-batches by build_model and FSDP2; 1e-5 as for every other layout."""
+    """Train two steps of two micro-batches with compiled layers under FSDP2, and compare with one plain process.
+
+    The tolerance is 1e-5, as for every other layout.
+    """
     case = Case(steps=2, micro_batches=2, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
     expected = train_plain(case)
     case = dataclasses.replace(case, model=compiled(case.model, **changes))
     for result, graphs_made in ranks(2).run(with_graphs, train_on_ranks, case):
         assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-        assert 0 < graphs_made < 20  # not one graph for each layer, step and micro-batch
+        assert 0 < graphs_made < 20  # compiled code is reused: layers, steps and micro-batches do not each add graphs

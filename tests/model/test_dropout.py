@@ -1,4 +1,7 @@
-"""Dropout under tensor parallelism: equal masks where tp ranks hold equal activations, different masks elsewhere."""
+"""Test dropout under tensor parallelism.
+
+Masks are equal where tp ranks hold equal activations, and different elsewhere.
+"""
 
 import dataclasses
 import itertools
@@ -22,7 +25,10 @@ HIDDEN_ONLY = dataclasses.replace(BOTH, attention_dropout=0.0)
 
 @pytest.mark.parametrize(("rate", "shared"), [(0.1, False), (0.5, True)])
 def test_dropout_zeroes_a_share_and_scales_the_rest(rate, shared):
-    """The share of zeros is within 5 standard errors for 40,000 samples. The gradient has the forward's mask."""
+    """Check the fraction of zeros within 5 standard errors for 40,000 elements.
+
+    The gradient must have the same mask and factor as the output.
+    """
     torch.manual_seed(3)
     dropout = Dropout(rate, SharedGenerator(CPU, seed=1, data_rank=0) if shared else None)
     x = torch.ones(40, 1000, requires_grad=True)
@@ -32,7 +38,7 @@ def test_dropout_zeroes_a_share_and_scales_the_rest(rate, shared):
     torch.testing.assert_close(y[~zeros], torch.full_like(y[~zeros], 1 / (1 - rate)), rtol=1e-6, atol=0)
     y.sum().backward()
     assert torch.equal(x.grad, y)
-    assert not torch.equal(dropout(x) == 0.0, zeros)  # the next call samples another mask
+    assert not torch.equal(dropout(x) == 0.0, zeros)  # the next call draws another mask
     assert dropout.eval()(x) is x or torch.equal(dropout(x), x)
 
 
@@ -47,7 +53,11 @@ def test_dropout_at_rate_zero_samples_nothing_and_keeps_bf16():
 
 
 def test_generators_of_a_job_start_differently():
-    """Compare shared generators and each rank's default one: 4 data ranks x 4 tp ranks, 3 adjacent seeds."""
+    """Check that all random generators of a job start with different numbers, for 3 adjacent seeds.
+
+    Each of 4 data ranks has one generator that its tp ranks share, and each of 4 x 4 ranks has torch's default
+    generator.
+    """
     starts = []
     for seed in (1234, 1235, 1236):
         for data_rank in range(4):
@@ -60,7 +70,10 @@ def test_generators_of_a_job_start_differently():
 
 
 def hidden_masks(sequence_parallel: bool) -> list[torch.Tensor]:
-    """Return the masks of the embedding's output and of attention and MLP in each of two layers."""
+    """Return this rank's dropout masks of one forward.
+
+    They are of the embedding's output, and of attention and MLP in each of two layers.
+    """
     gpt, masks = build_gpt(BOTH, sequence_parallel=sequence_parallel), list[torch.Tensor]()
     for dropout in (module for module in gpt.modules() if isinstance(module, Dropout)):
         dropout.register_forward_hook(lambda module, args, output: masks.append(output == 0.0))
@@ -69,7 +82,7 @@ def hidden_masks(sequence_parallel: bool) -> list[torch.Tensor]:
 
 
 def test_tp_masks_agree_on_the_residual_stream_and_differ_on_slices():
-    """At rate 0.25, independent masks agree on 0.625 of their elements.
+    """Compare masks of tp ranks. At rate 0.25, independent masks agree on 0.625 of their elements.
 
     With 240 elements per slice, 0.16 is 5 standard errors of 0.031.
     """
@@ -84,7 +97,10 @@ def test_tp_masks_agree_on_the_residual_stream_and_differ_on_slices():
 
 
 def contexts_of_equal_heads() -> list[torch.Tensor]:
-    """Return the attention core's output in evaluation and twice in training, with equal weights on every rank."""
+    """Return what attention passes to its output projection: once in evaluation, and twice in training.
+
+    All ranks have equal weights, so that only dropout masks can make ranks differ.
+    """
     gpt, seen = build_gpt(dataclasses.replace(BOTH, num_layers=1, hidden_dropout=0.0)), list[torch.Tensor]()
     qkv = local(gpt.layers[0].attention.qkv.weight.detach())
     qkv.copy_(draw(2, *qkv.shape))
@@ -95,7 +111,10 @@ def contexts_of_equal_heads() -> list[torch.Tensor]:
 
 
 def test_attention_dropout_differs_over_tp_ranks():
-    """Ranks hold different heads, which need different masks. The weights are equal, so only masks can differ."""
+    """Check that attention dropout differs between tp ranks, because they hold different heads.
+
+    The weights are equal on all ranks here, so only the masks can differ.
+    """
     (evaluated, trained, again), (evaluated_1, trained_1, _) = ranks(2).run(contexts_of_equal_heads)
     assert torch.equal(evaluated, evaluated_1)
     for other in (trained_1, again, evaluated):
@@ -103,9 +122,9 @@ def test_attention_dropout_differs_over_tp_ranks():
 
 
 def two_forwards(model: GPTConfig, sequence_parallel: bool, seed: int) -> dict[str, torch.Tensor]:
-    """Run two training forwards, a backward of the first, and an evaluation, which samples nothing.
+    """Run two training forwards, a backward of the first, and an evaluation, which draws no dropout mask.
 
-    Returns the losses of all three, and the gradients.
+    Return the losses under "first", "second" and "eval", and the gradients by parameter name.
     """
     gpt = build_gpt(model, sequence_parallel=sequence_parallel, dropout_seed=seed)
     first, gradients = step(gpt)
@@ -116,7 +135,10 @@ def two_forwards(model: GPTConfig, sequence_parallel: bool, seed: int) -> dict[s
 
 
 def compare_seeds(model: GPTConfig, sequence_parallel: bool) -> dict[str, torch.Tensor]:
-    """Compare runs with the same seed, with another seed, and without dropout; return the first run's results."""
+    """Compare training forwards with the same dropout seed, with another seed, and without dropout.
+
+    Return the losses and gradients of the first run.
+    """
     none = dataclasses.replace(model, hidden_dropout=0.0, attention_dropout=0.0)
     ours, same, other, plain = (
         two_forwards(config, sequence_parallel, seed)
@@ -134,7 +156,7 @@ def compare_seeds(model: GPTConfig, sequence_parallel: bool) -> dict[str, torch.
     ("size", "sequence_parallel", "model"), [(1, False, HIDDEN_ONLY), (2, True, BOTH), slow(4, False, BOTH)]
 )
 def test_dropout_depends_on_the_seed_and_is_off_in_evaluation(size, sequence_parallel, model):
-    """Losses, and gradients of replicated parameters, are equal on all tp ranks.
+    """Check that losses, and gradients of replicated parameters, are equal on all tp ranks.
 
     Otherwise these parameters would diverge.
     """
@@ -146,7 +168,10 @@ def test_dropout_depends_on_the_seed_and_is_off_in_evaluation(size, sequence_par
 
 
 def loss_of_the_same_samples(case: Case) -> tuple[int, list[list[float]]]:
-    """Return the loss with the samples of data rank 0, on every data rank."""
+    """Run the samples of data rank 0 on every data rank; return this rank's data rank and the losses.
+
+    Only dropout masks can make data ranks differ.
+    """
     model, _, dims = build_on_ranks(case)
     data = case.batch(0, 0, 4)
     return dims.data_rank, model(data.tokens, data.labels).tolist()
@@ -156,5 +181,6 @@ def loss_of_the_same_samples(case: Case) -> tuple[int, list[list[float]]]:
 def test_data_ranks_sample_different_masks(stage, tp, model):
     results = ranks(4).run(loss_of_the_same_samples, Case(model=model, tp=tp, stage=stage))
     for (one, loss), (other, loss_there) in itertools.combinations(results, 2):
-        assert (loss == loss_there) == (one == other)  # tp ranks of one data rank agree
+        # losses are equal exactly if two ranks have the same data rank (tp ranks share masks)
+        assert (loss == loss_there) == (one == other)
     assert {data_rank for data_rank, _ in results} == {*range(4 // tp)}

@@ -1,4 +1,4 @@
-"""Float8 products (--fp8-format): rounding, distance of a model to its 16-bit results, and refused settings.
+"""Test float8 matrix products (--fp8-format): rounding, distance to 16-bit results, and rejected settings.
 
 Most tests emulate float8 on a CPU.
 """
@@ -31,17 +31,20 @@ GRADIENTS: dict[Float8Format, torch.dtype] = {"e4m3": E4M3, "hybrid": E5M2}
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round x to `dtype` with a scale that maps its largest element to the largest number of the format."""
+    """Round x to the float8 format `dtype`, and return it in fp32.
+
+    The scale maps the largest element of x to the largest number of the format.
+    """
     scale = torch.finfo(dtype).max / x.abs().max()
     return (x * scale).to(dtype).float() / scale
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the norm of the difference, relative to the norm of `other`."""
+    """Return the norm of `one - other`, divided by the norm of `other`."""
     return float((one - other).norm() / other.norm())
 
 
-# ---- one product ------------------------------------------------------------------------------------------------
+# ---- one matrix product ----------------------------------------------------------------------------------------------
 
 
 def float8_device() -> str:
@@ -50,17 +53,22 @@ def float8_device() -> str:
 
 
 def products(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the exact output, and the exact gradients of x and weight."""
+    """Return the unquantized output of a linear layer, and the gradients of x and weight.
+
+    `grad` is the gradient of the output.
+    """
     return x @ weight.t() + bias, grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 @pytest.mark.parametrize("fmt", GRADIENTS)
 def test_float8_products_equal_products_of_rounded_inputs(fmt):
-    """Sums in fp32 agree to 1e-5, and on GPUs to 2^-10, because tensor cores keep about 14 bits (DeepSeek-V3, 3.3.2).
+    """Compare float8 products with fp32 products of inputs that are rounded to float8.
 
-    Products of unrounded inputs are a few per cent away, because float8 numbers have 4 significant bits, or 3 in e5m2.
+    They agree to 1e-5, and on GPUs to 2^-10, because tensor cores keep about 14 bits (DeepSeek-V3, 3.3.2). Products
+    of unrounded inputs are a few per cent away: float8 numbers have 4 significant bits, or 3 in e5m2.
     """
-    for shape in ((3, 5, 32), (4, 4, 32), (1, 7)):  # 15 rows; 16 rows; 7 columns, which GPUs do not support
+    # inputs of 15 rows, of 16 rows, and of 7 columns; GPUs do not support 7 columns, so the CPU emulates that case
+    for shape in ((3, 5, 32), (4, 4, 32), (1, 7)):
         device = "cpu" if shape[-1] % 16 else float8_device()
         sizes = [shape, (48, shape[-1]), (48,), (*shape[:-1], 48)]
         x, weight, bias, grad = (draw(n, *size, dtype=torch.float32).to(device) for n, size in enumerate(sizes))
@@ -86,7 +94,8 @@ def test_frozen_weight_skips_its_product_and_result_is_writable():
             product(x, trained, None).mul_(2.0).sum().backward()
         torch.testing.assert_close(x.grad, (2.0 * rounded(weight, E4M3).sum(dim=0)).expand_as(x), rtol=1e-5, atol=1e-5)
         assert (trained.grad is None) == (not trained.requires_grad)
-        counts.append(multiply.call_count // 2)  # torchao's float8 product calls a second one inside
+        # torch.mm counts double, because torchao's float8 product calls a second torch.mm inside
+        counts.append(multiply.call_count // 2)
     assert counts == [3, 2]
 
 
@@ -106,10 +115,10 @@ def test_nan_and_inf_become_nan_and_zeros_stay_zeros(bad, emulate):
 
 
 def test_scaled_products_get_operands_that_cuda_supports():
-    """Sizes, strides and dtypes follow torch 2.13's rules for CUDA tensors (torch/_meta_registrations.py).
+    """Check that operands of torch._scaled_mm follow torch 2.13's rules for CUDA tensors (_meta_registrations.py).
 
-    15 rows are padded to 16 for the product that sums over them. torch also has a scaled product for CPUs, with fewer
-    rules. Its result is compared with the emulation.
+    Sizes, strides and dtypes have rules. The matrix product that sums over 15 rows pads them to 16. torch._scaled_mm
+    also runs on CPUs, with fewer rules; its result is compared with the emulation.
     """
     x, weight, grad = draw(0, 3, 5, 32), draw(1, 48, 32), draw(2, 3, 5, 48)
     results, sizes, multiply = [], [], torch._scaled_mm
@@ -130,7 +139,7 @@ def test_scaled_products_get_operands_that_cuda_supports():
             y.backward(grad.bfloat16())
             results.append([y.detach(), *(leaf.grad for leaf in leaves)])
     assert sizes == [(15, 32, 48), (15, 48, 32), (48, 16, 32)]
-    torch.testing.assert_close(*results, rtol=2**-7, atol=2**-7)  # one rounding to bf16
+    torch.testing.assert_close(*results, rtol=2**-7, atol=2**-7)  # the two results may differ by one rounding to bf16
 
 
 # ---- a model ----------------------------------------------------------------------------------------------------
@@ -139,7 +148,10 @@ def test_scaled_products_get_operands_that_cuda_supports():
 def losses_and_gradients(
     model: GPTConfig, fmt: Float8Format | None, sequence_parallel: bool = False
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, int]]:
-    """Return losses, gradients, and the calls of collectives in backward."""
+    """Run a step of a model with float8 products in format `fmt`, or in fp32 if it is None.
+
+    Return the losses, the gradients by name, and the number of calls of each collective on tp in backward.
+    """
     product = None if fmt is None else float8_product(fmt, emulate=True)
     gpt = build_gpt(model, sequence_parallel=sequence_parallel, product=product)
     losses = gpt(*sample())
@@ -151,14 +163,15 @@ def losses_and_gradients(
     ("style", "fmt", "sequence_parallel", "calls"),
     [
         slow("gpt2", "e4m3", False, {"all_reduce": 5}),
-        # two of each collective for each of two layers, one for the output layer
+        # two calls of each collective for each of two layers, and one for the output layer
         ("llama", "hybrid", True, {"reduce_scatter": 5, "all_gather": 5}),
     ],
 )
 def test_float8_model_is_near_16_bits_and_gathers_inputs_once(style, fmt, sequence_parallel, calls):
-    """Losses differ little, because initial weights are small. Gradients accumulate the errors of all later products.
+    """Compare a float8 model with 16 bits, and a model on two tp ranks with one rank; count collectives in backward.
 
-    Each rank scales its own slices, so rounded operands differ from one rank's in the last bits.
+    Losses differ little, because initial weights are small. Gradients accumulate the errors of all later products.
+    Each rank scales its slices separately, so its rounded operands differ from one rank's in the last bits.
     """
     (losses, grads, _), (plain, exact, _) = (losses_and_gradients(STYLES[style], f) for f in (fmt, None))
     assert 0.0 < distance(losses, plain) < 2e-3
@@ -168,7 +181,8 @@ def test_float8_model_is_near_16_bits_and_gathers_inputs_once(style, fmt, sequen
     for rank, (ours, slices, backward) in enumerate(results):
         assert backward == calls
         assert distance(ours, losses) < 2e-3
-        for name in grads.keys() - {"embedding.word.weight", "output.weight"}:  # other tp sizes pad these differently
+        # these two matrices are left out, because their vocabulary padding depends on the tp size
+        for name in grads.keys() - {"embedding.word.weight", "output.weight"}:
             part, grad = slices[name], grads[name]
             split = [dim for dim in range(grad.dim()) if part.shape[dim] != grad.shape[dim]]
             assert distance(part, grad.chunk(2, split[0])[rank] if split else grad) < 0.2, name
@@ -198,7 +212,7 @@ def noticed(flags: str) -> tuple[str, ...]:
 
 
 def test_sizes_in_multiples_of_16_pass_with_a_note_on_eager_casts():
-    # compiled on CUDA by default
+    # Layers are compiled on CUDA by default, so neither flag line gives a note.
     assert noticed("--compile") == noticed("--kv-channels 8 --group-query-attention") == ()
     assert noticed("--tensor-model-parallel-size 2 --no-compile") == (
         "--fp8-format hybrid without --compile: each cast to float8 is several passes over memory",
@@ -232,7 +246,7 @@ def test_devices_without_float8_are_refused():
     rows = [
         (CPU, None, f"{refused}a CPU"),
         (gpu, (8, 0), f"{refused}NVIDIA A100 (cuda:1)"),
-        (gpu, None, f"{refused}NVIDIA A100 (cuda:1)"),  # an AMD GPU
+        (gpu, None, f"{refused}NVIDIA A100 (cuda:1)"),  # a compute capability of None means an AMD GPU
     ]
     with mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A100"):
         assert not not_refused(rows, find)

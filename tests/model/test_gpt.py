@@ -1,4 +1,4 @@
-"""GPT model: causality, documents, positions, shapes of outputs, and communication."""
+"""Test the GPT model: causality, documents, positions, shapes of outputs, and communication."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ BATCH = 3
 
 @torch.no_grad()
 def change_a_token() -> None:
-    """Compare, bitwise, the logits of a batch with the logits after token 9 of row 1 is replaced."""
+    """Replace token 9 of row 1, and check that exactly the logits from that token of that row on change."""
     tokens, _ = sample()
     changed = tokens.clone()
     changed[1, 9] = (changed[1, 9] + 1) % VOCAB
@@ -44,7 +44,10 @@ def logits_of_packed(model: GPTConfig, masked: bool) -> torch.Tensor:
 @pytest.mark.parametrize(("style", "size"), [("gpt2", 1), ("llama", 2)])
 @torch.no_grad()
 def test_packed_documents_equal_separate_documents(style, size):
-    """The tolerance of 1e-6 allows fp32 sums of other lengths; logits are about 0.1."""
+    """Compare documents packed into rows, with a document mask, with each document alone.
+
+    The tolerance of 1e-6 allows fp32 sums of other lengths; logits are about 0.1.
+    """
     alone, batch = build_gpt(STYLES[style]), packed()
     logits, unmasked = (
         torch.cat(ranks(size).run(logits_of_packed, STYLES[style], masked), dim=-1)[..., :VOCAB].flatten(0, 1)
@@ -53,7 +56,9 @@ def test_packed_documents_equal_separate_documents(style, size):
     for first, last in itertools.pairwise(batch.document_starts.tolist()):
         expected = alone(batch.tokens.flatten()[None, first:last])[0, :, :VOCAB]
         torch.testing.assert_close(logits[first:last], expected, rtol=0, atol=1e-6)
-        if first % SEQ:  # without the mask, a document behind another one in its row has other logits
+        # a document that begins inside a row has other logits without the mask, because it attends to the document
+        # before it
+        if first % SEQ:
             assert float((unmasked[first:last] - expected).abs().max()) > 1e-4
 
 
@@ -67,7 +72,10 @@ def test_positions_count_from_zero_by_default():
 
 
 def test_order_of_earlier_tokens_is_irrelevant_without_positions():
-    """One layer of attention without positions depends only on the set of earlier tokens."""
+    """Swap the first two tokens.
+
+    One attention layer without position embeddings depends only on the set of earlier tokens.
+    """
     model = dataclasses.replace(GPT2_STYLE, num_layers=1, position_embedding_type="none", max_position_embeddings=None)
     gpt = build_gpt(model)
     assert not [name for name, _ in gpt.named_parameters() if "position" in name]
@@ -77,7 +85,10 @@ def test_order_of_earlier_tokens_is_irrelevant_without_positions():
 
 
 def outputs_and_calls(model: GPTConfig, sequence_parallel: bool) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
-    """Return logits, losses, and the calls of collectives in forward and backward of the losses."""
+    """Return logits, losses, and the number of calls of each collective on tp.
+
+    The calls are a list with one dict for forward and one for backward of the losses.
+    """
     gpt, (tokens, labels) = build_gpt(model, sequence_parallel=sequence_parallel), sample()
     logits = gpt(tokens)
     losses, forward = counted(gpt.tp, gpt, tokens, labels)
@@ -89,11 +100,11 @@ def outputs_and_calls(model: GPTConfig, sequence_parallel: bool) -> tuple[torch.
 
 @pytest.mark.parametrize(("style", "size", "layers"), [("gpt2", 1, 1), ("llama", 2, 3), ("gpt2", 4, 1)])
 def test_forward_has_documented_shapes_and_communication(style, size, layers):
-    """Logits are [B, S, V/T] and losses [B, S] fp32, equal to losses of gathered logits up to fp32 rounding of 4.6
-    nats.
+    """Check shapes, losses and the number of collectives. Logits are [B, S, V/T], and losses are [B, S] in fp32.
 
-    The collectives are 2 per layer each way, one at each end, and two small ones in the loss. Column-parallel layers
-    gather again in backward.
+    Losses equal those of gathered logits up to fp32 rounding of 4.6 nats. There are 2 collectives per layer in forward
+    and in backward, one at each end of the model, and two small ones in the loss. With sequence parallelism,
+    column-parallel layers gather their inputs again in backward.
     """
     model, padded = dataclasses.replace(STYLES[style], num_layers=layers), STYLES[style].padded_vocab_size(VOCAB, size)
     count = 2 * layers + 1
@@ -113,7 +124,10 @@ def test_forward_has_documented_shapes_and_communication(style, size, layers):
 
 
 def test_scalar_head_computes_in_fp32():
-    """Inputs are bf16. fp32 sums in another order differ by 1e-6; products in bf16 would differ by 1e-3."""
+    """Check that the scalar head computes in fp32, although its inputs and the model are bf16.
+
+    fp32 sums in another order differ by 1e-6; matrix products in bf16 would differ by 1e-3.
+    """
     gpt, seen = build_gpt(GPT2_STYLE, scalar_head=True).bfloat16(), list[torch.Tensor]()
     gpt.final_norm.register_forward_hook(lambda module, args, output: seen.append(output))
     with torch.no_grad():

@@ -1,4 +1,7 @@
-"""GPT model against transformers' models with the same weights: logits, all gradients, and scaled rotary angles."""
+"""Test the GPT model against transformers' models with the same weights.
+
+Logits, all gradients and scaled rotary angles must agree.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,13 +22,13 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "gpt2": make_gpt2,
     "llama": make_llama,
     "llama tied, plain heads": lambda: make_llama(tie_word_embeddings=True, num_key_value_heads=4),
-    "qwen3": make_qwen3,  # has norms of heads
+    "qwen3": make_qwen3,  # Qwen3 normalizes queries and keys of each head
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_gradients_equal_transformers(name, tmp_path):
-    """The tolerance allows fp32 sums in another order.
+    """Compare logits and all gradients with transformers. The tolerance allows fp32 sums in another order.
 
     Weights and gradients of transformers' models are converted by this project's reader of weights.
     """
@@ -52,7 +55,10 @@ def test_logits_and_gradients_equal_transformers(name, tmp_path):
 
 @pytest.mark.parametrize(("base", "factor"), [(10000.0, 32.0), (500000.0, 8.0)])
 def test_scaled_rotary_angles_equal_llama_3_1(base, factor):
-    """Errors are fp32 roundings: 6e-3 at positions of 100000 radians, and 3e-7 of the frequency at position 1."""
+    """Compare angles of Llama 3.1's scaled rotary embeddings with transformers.
+
+    Errors are fp32 roundings: 6e-3 for angles of 100000 radians, and 3e-7 of the frequency at position 1.
+    """
     rope = {"rope_type": "llama3", "rope_theta": base, "factor": factor, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     config = transformers.LlamaConfig(
@@ -69,5 +75,6 @@ def test_scaled_rotary_angles_equal_llama_3_1(base, factor):
         torch.testing.assert_close(ours[:, 0, 0], theirs[0], rtol=0, atol=2e-2)
         torch.testing.assert_close(ours[:2, 0, 0], theirs[0, :2], rtol=0, atol=1e-6)
     plain, scaled = (sines[4, 0, 0] for _, sines in (unscaled, llama))
-    assert torch.equal(plain[:8], scaled[:8])  # frequencies with many turns are unchanged
+    # scaling leaves the high frequencies (many turns within the original length) unchanged
+    assert torch.equal(plain[:8], scaled[:8])
     assert float((plain - scaled).abs().max()) > 0.5

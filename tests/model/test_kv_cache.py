@@ -1,4 +1,7 @@
-"""Key-value cache: logits equal a forward's without a cache, for any lengths of rows and any order of forwards."""
+"""Test the key-value cache.
+
+Logits equal those of a forward without cache, for any lengths of rows and any order of forwards.
+"""
 
 import dataclasses
 
@@ -10,7 +13,7 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE
 from megazpp.inference.generate import logits_at
 from megazpp.model.kv_cache import KVCache
 
-ROUNDING = 1e-5  # tolerance in fp32, because a masked kernel replaces the causal one
+ROUNDING = 1e-5  # tolerance for fp32 logits, because with a cache a masked attention kernel replaces the causal kernel
 STYLES = {
     "gpt2": GPT2_STYLE,
     "llama": LLAMA_STYLE,
@@ -60,7 +63,10 @@ def test_cached_logits_do_not_depend_on_chunks_or_padding(style):
 @pytest.mark.parametrize("multiple", [1, 16])
 @torch.no_grad()
 def test_kept_rows_have_their_logits_with_rounded_mask_lengths(multiple):
-    """The lengths on the host and the places on the device agree after every change."""
+    """Remove and reorder rows of a cache, and check the logits of the remaining rows.
+
+    The lengths of rows on the host and their positions on the device must agree after every change.
+    """
     model, tokens = build_gpt(LLAMA_STYLE), sample()[0]
     cache = KVCache(2, 3, 16, mask_multiple=multiple)
     model(tokens[:, :4], cache=cache)

@@ -1,4 +1,4 @@
-"""MLP with each activation, on one rank and split over ranks, against formulas in fp64."""
+"""Test the MLP with each activation, on one rank and split over tp ranks, against formulas in fp64."""
 
 import functools
 import itertools
@@ -42,5 +42,8 @@ def compare_with_the_formula() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_mlp_equals_its_formula_in_any_layout(size):
-    """Output and all gradients agree. There is one collective at each end, also for SwiGLU's two matrices."""
+    """Compare output and all gradients with the formula.
+
+    There is one collective in forward and one in backward, also with SwiGLU's two matrices.
+    """
     ranks(size).run(compare_with_the_formula)

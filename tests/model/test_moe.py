@@ -1,4 +1,4 @@
-"""Mixture of experts in one process: grouped products, numbers of loads, and refused flags."""
+"""Test a mixture of experts in one process: grouped matrix products, metrics of expert loads, and rejected flags."""
 
 import dataclasses
 import math
@@ -26,7 +26,10 @@ SWIGLU = {"swiglu": True, "disable_bias_linear": True}
 
 
 def test_grouped_products_equal_looped_products_with_idle_experts():
-    """Check output and gradients; sums in another order differ by 1e-5."""
+    """Compare grouped matrix products with a loop over experts, of which two get no tokens: output and all gradients.
+
+    Sums in another order differ by 1e-5.
+    """
     generator, sizes = torch.Generator().manual_seed(1), [0, 5, 0, 8]
     tensors = [torch.randn(shape, generator=generator) for shape in ((13, 8), *[(4, 16, 8)] * 3)]
     results = []
@@ -43,7 +46,10 @@ def test_grouped_products_equal_looped_products_with_idle_experts():
 
 
 def assert_equal_operations(ours: Any, plain: Any, *shapes: tuple[int, ...]) -> None:
-    """Compare results and gradients for several numbers of rows, 0 among them; sums in another order differ by 1e-6."""
+    """Compare outputs and gradients of `ours` and `plain` for 5, 7, 1 and 0 rows.
+
+    Sums in another order differ by 1e-6.
+    """
     generator = torch.Generator().manual_seed(1)
     for n in (5, 7, 1, 0):
         inputs = [torch.randn((n, *shape), generator=generator).requires_grad_() for shape in shapes]
@@ -75,13 +81,17 @@ def test_compiled_gating_equals_plain_operations():
 
 @pytest.mark.gpu
 def test_experts_on_a_gpu_match_the_loop_and_do_not_wait():
-    """Compare bf16 gradients, with experts that get no tokens; torch raises an error if the host waits."""
+    """Compare bf16 gradients of grouped products with those of a loop; some experts get no tokens.
+
+    torch raises an error if grouped products let the host wait for the GPU.
+    """
     config = dataclasses.replace(MIXTURE_STYLE, num_experts=64, moe_ffn_hidden_size=24, kv_channels=8)
     tokens, labels = (tensor.to("cuda") for tensor in sample())
     gradients = []
     for grouped in (True, False):
         gpt = build_gpt(config, grouped=grouped).to("cuda", torch.bfloat16)
-        gpt(tokens, labels).mean().backward()  # torch waits when it loads kernels
+        # the first step is not checked, because the host waits while torch loads kernels
+        gpt(tokens, labels).mean().backward()
         gpt.zero_grad()
         torch.cuda.set_sync_debug_mode("error" if grouped else "default")
         try:
@@ -110,7 +120,7 @@ def test_loop_over_experts_has_a_reason(capability, dtype, changes, reason):
 
 
 def test_router_metrics_equal_their_formulas():
-    """Compute loads, entropy and balance from the router's own weights for two micro-batches."""
+    """Compare the router's logged loads, entropy and balance with values computed from its weights."""
     model = GPTModel(MIXTURE_STYLE, vocab_size=101)
     initialize_parameters_(model, seed=3, draw_device=torch.device("cpu"))
     router, seen = model.layers[0].mlp.router, []
@@ -119,7 +129,7 @@ def test_router_metrics_equal_their_formulas():
     for batch in tokens:
         model(batch, batch)
     model.eval()
-    model(tokens[0], tokens[0])  # evaluation does not count
+    model(tokens[0], tokens[0])  # a forward in evaluation adds nothing to the router's totals
     scores = (torch.cat([x.flatten(0, 1) for x in seen[:2]]) @ router.weight.detach().t()).softmax(-1)
     counts = torch.bincount(scores.topk(2, -1).indices.flatten(), minlength=4).double()
     expected = {
@@ -135,11 +145,15 @@ def test_router_metrics_equal_their_formulas():
     assert router_metrics(model, lambda sums: sums) == {}
     model.train()
     model(tokens[0], tokens[0])
-    assert router_metrics(model, lambda sums: 0 * sums) == {}  # no token was counted
+    assert router_metrics(model, lambda sums: 0 * sums) == {}  # totals of 0 tokens over all ranks give no metrics
 
 
 def test_expert_bias_changes_choices_but_not_weights_and_moves_towards_an_even_load():
-    """Expert 0 has a bias of 2, more than any sigmoid score, so every token chooses it. Evaluation changes nothing."""
+    """Give expert 0 a bias of 2, more than any sigmoid score, so that every token chooses it.
+
+    The bias changes the choice but not the weights of experts, and each update moves it by the update rate towards an
+    even load. An evaluation changes no totals.
+    """
     config = dataclasses.replace(BIASED_STYLE, moe_router_bias_update_rate=0.25)
     router = Router(config, tp=MeshAxis("tp"), cp=MeshAxis("cp"))
     initialize_parameters_(router, seed=3, draw_device=torch.device("cpu"))
@@ -153,7 +167,8 @@ def test_expert_bias_changes_choices_but_not_weights_and_moves_towards_an_even_l
     weight = scores.gather(1, choice)
     torch.testing.assert_close(routing.weight.detach(), weight / weight.sum(1, keepdim=True))
 
-    counts = 2 * torch.bincount(choice.flatten(), minlength=4)  # two training passes
+    # tokens per expert in two training forwards with the same input
+    counts = 2 * torch.bincount(choice.flatten(), minlength=4)
     expected = torch.tensor([2.0, 0.0, 0.0, 0.0]) + 0.25 * (counts.float().mean() - counts).sign()
     assert biased_routers(router) == [router]
     update_expert_bias_([router], lambda sums: sums, factor=1.0)
@@ -181,7 +196,10 @@ def router_losses(model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor) -
 
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_router_losses_leave_out_uncounted_tokens(recompute):
-    """Losses and gradients of padded rows equal those of each row alone without padding; sums differ by 1e-5."""
+    """Compare router losses and gradients of padded rows with those of each row alone, without padding.
+
+    Sums in another order differ by 1e-5.
+    """
     style = dataclasses.replace(MIXTURE_STYLE, num_layers=2, moe_z_loss_coeff=0.1, recompute_granularity=recompute)
     tokens = torch.randint(101, (3, 9), generator=torch.Generator().manual_seed(2))
     lengths, results = [4, 9, 1], []
@@ -200,7 +218,10 @@ def test_router_losses_leave_out_uncounted_tokens(recompute):
 
 
 def test_totals_leave_out_uncounted_tokens():
-    """The choices of padding change neither the logged loads nor the bias of experts."""
+    """Check that padding tokens do not enter the router's totals.
+
+    The totals give the logged loads and the updates of the bias of experts.
+    """
     router = Router(MIXTURE_STYLE, tp=MeshAxis("tp"), cp=MeshAxis("cp"))
     initialize_parameters_(router, seed=3, draw_device=torch.device("cpu"))
     x = torch.randn(5, 3, MIXTURE_STYLE.hidden, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm against formulas in fp64, and their gradients with a split sequence."""
+"""Test LayerNorm and RMSNorm against formulas in fp64, with gradients when tp ranks split the sequence."""
 
 import functools
 import itertools
@@ -27,7 +27,8 @@ def compare_with_the_formula() -> None:
         sliced = {"x_dim": 0, "y_dim": 0} if split else {}
         norm = compare_slices((kind, one_plus, split), make, whole, draw(0, 8, 3, 7), **sliced)
         assert ("bias" in norm.specs) == (kind == "LayerNorm")
-        assert norm.specs["weight"].value == float(not one_plus)  # an initial norm scales by one
+        # a new norm multiplies by 1: its weight is 1, or 0 if the norm multiplies by 1 + weight
+        assert norm.specs["weight"].value == float(not one_plus)
         assert all(spec.std == 0.0 and spec.split is None for spec in norm.specs.values())
 
 

@@ -1,4 +1,4 @@
-"""Recomputation gives bit-identical losses and gradients, also with dropout."""
+"""Test that recomputing activations gives bit-identical losses and gradients, also with dropout."""
 
 import dataclasses
 import itertools
@@ -29,14 +29,20 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def two_steps(model: GPTConfig, sequence_parallel: bool, documents: bool) -> dict[str, Any]:
-    """Return losses and accumulated gradients of two micro-batches, and the final state of the generators."""
+    """Return the losses and accumulated gradients of two micro-batches.
+
+    The final state of torch's random generator is under "default".
+    """
     gpt = build_gpt(model, sequence_parallel=sequence_parallel)
     (first, _), (second, gradients) = (step(gpt, packed() if documents else None) for _ in range(2))
     return {"first": first, "second": second, **gradients, "default": torch.get_rng_state()}
 
 
 def differences() -> list[str]:
-    """Return the differences to a run without recomputation, for each kind, with and without documents."""
+    """Return descriptions of all tensors that differ from a run without recomputation, for each kind of recomputation.
+
+    The list is empty if all are bit-identical. Runs are with and without documents.
+    """
     found = []
     for documents, style in itertools.product((False, True), STYLES):
         sequence_parallel = documents and tp_axis().size > 1
@@ -55,14 +61,20 @@ def differences() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_recomputation_with_dropout_changes_no_bit(size):
-    """The generators' states are equal too, so the masks of the next step do not change."""
+    """Check that recomputation with dropout changes no bit.
+
+    Random generators end in the same state too, so the next step's masks are equal.
+    """
     assert ranks(size).run(differences) == [[]] * size
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tp", "sequence_parallel"), [("selective", 1, False), ("full", 2, True)])
 def test_sharded_run_is_bit_identical_with_recomputation(kind, tp, sequence_parallel):
-    """FSDP2 gathers a layer's weights again for the recomputation; results are bit-identical."""
+    """Check that recomputation under FSDP2 changes no bit of losses and norms.
+
+    FSDP2 gathers a layer's weights again for it.
+    """
     case = Case(model=STYLES["gpt2"], tp=tp, sequence_parallel=sequence_parallel, micro_batches=2, steps=2)
     expected = ranks(4).run(train_on_ranks, case)
     recomputed = dataclasses.replace(case, model=dataclasses.replace(case.model, **KINDS[kind]))
@@ -71,7 +83,7 @@ def test_sharded_run_is_bit_identical_with_recomputation(kind, tp, sequence_para
 
 
 def calls_of_a_step(model: GPTConfig, training: bool) -> list[Any]:
-    """Return the calls of collectives on tp in forward and backward, and how often each layer's MLP ran."""
+    """Return the number of calls of each tp collective in forward and in backward, and how often each MLP ran."""
     gpt, ran = build_gpt(model).train(training), list[int]()
     for index, layer in enumerate(gpt.layers):
         layer.mlp.register_forward_pre_hook(lambda module, args, index=index: ran.append(index))
@@ -81,7 +93,10 @@ def calls_of_a_step(model: GPTConfig, training: bool) -> list[Any]:
 
 
 def test_chosen_layers_run_twice_with_their_forward_collectives():
-    """The last all-reduce of a layer is not repeated, because backward needs nothing that follows it."""
+    """Check which layers run twice, and how many of their forward collectives run again in backward.
+
+    A recomputation ends before the last all-reduce of a layer, because backward needs nothing that follows it.
+    """
     for kind, runs, repeated in (("full", [2, 2, 2], 6), ("block", [2, 1, 1], 2), ("selective", [1, 1, 1], 0)):
         model = dataclasses.replace(STYLES["gpt2"], **KINDS[kind])
         for forward, backward, ran in ranks(2).run(calls_of_a_step, model, True):
@@ -89,12 +104,12 @@ def test_chosen_layers_run_twice_with_their_forward_collectives():
             assert forward == {"all_reduce": 2 * 3 + 1 + 2}
             assert 7 + repeated // 2 <= backward["all_reduce"] <= 7 + repeated, kind
         for _, backward, ran in ranks(2).run(calls_of_a_step, model, False):
-            assert ran == [1, 1, 1]  # evaluation recomputes nothing
+            assert ran == [1, 1, 1]  # layers run once, because a model in evaluation mode does not recompute
             assert backward == {"all_reduce": 7}
 
 
 def saved_bytes(model: GPTConfig) -> int:
-    """Return the bytes that autograd keeps from forward to backward."""
+    """Return the bytes of activations that autograd saves from forward to backward; weights are left out."""
     gpt = build_gpt(model)
     weights = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
     with saved_tensors() as saved:
@@ -104,14 +119,17 @@ def saved_bytes(model: GPTConfig) -> int:
 
 
 def test_recomputation_keeps_fewer_bytes():
-    """Recomputing more keeps less: full < block < none, and norms and activations < norms only < none."""
+    """Check that more recomputation saves fewer bytes for backward.
+
+    The order is full < block < none, and norms and activations < norms only < none.
+    """
     plain = saved_bytes(STYLES["gpt2"])
     kept = {kind: saved_bytes(dataclasses.replace(STYLES["gpt2"], **KINDS[kind])) for kind in KINDS}
     assert kept["full"] == kept["uniform"] < kept["block"] < plain
     assert kept["selective"] == kept["activations"] < kept["norms"] < plain
     assert kept["core"] < plain
     gpt2 = STYLES["gpt2"]
-    tensor = 4 * 3 * SEQ * gpt2.hidden  # bytes of a norm's output
+    tensor = 4 * 3 * SEQ * gpt2.hidden  # bytes of the output of one norm for all tokens
     assert plain - kept["norms"] >= gpt2.layers * 2 * tensor
     assert kept["norms"] - kept["selective"] >= gpt2.layers * tensor * gpt2.ffn_size // gpt2.hidden
     assert kept["full"] < plain / 2
