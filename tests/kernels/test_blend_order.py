@@ -1,4 +1,7 @@
-"""Test the sample order of a blend: C and Python agree with Megatron's loop for any number of datasets."""
+"""Test the order of samples in a blend of datasets.
+
+C and Python code agree with Megatron's loop for any number of datasets.
+"""
 
 import itertools
 import shutil
@@ -21,7 +24,10 @@ PLANNERS = [
 
 
 def megatrons_loop(weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Take each sample from the dataset with the largest share * max(n, 1) - taken, like Megatron's loop."""
+    """Order samples like Megatron: take each from the dataset with the largest share * max(n, 1) - taken.
+
+    Return for each sample the index of its dataset, and its number within the dataset.
+    """
     shares, taken = weights / np.sum(weights), np.zeros(len(weights))
     datasets, numbers = np.empty(num_samples, dtype=np.int16), np.empty(num_samples, dtype=np.int64)
     for n in range(num_samples):
@@ -32,7 +38,7 @@ def megatrons_loop(weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, n
 
 
 def planned(planner: type, weights: np.ndarray, num_samples: int, *cuts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Plan the samples in parts that end at `cuts`."""
+    """Plan the samples by several calls of `planner`, one for each range of samples that ends at one of `cuts`."""
     one = planner(weights / np.sum(weights))
     datasets, numbers = np.empty(num_samples, dtype=np.int16), np.empty(num_samples, dtype=np.int64)
     for first, last in itertools.pairwise((0, *cuts, num_samples)):
@@ -51,9 +57,11 @@ def test_planner_matches_megatrons_loop_for_many_datasets(planner):
     for count in (1, 2, 22, 63, 129, 400):
         for weights in (
             np.ones(count),
-            random.lognormal(0, 2, count),  # like file sizes
-            random.integers(1, 5, count).astype(float),  # many equal shares, hence exact ties
-            np.concatenate([[1e6], 1 + 1e-9 * random.random(count)]),  # one large dataset, others nearly equal
+            random.lognormal(0, 2, count),  # weights spread over orders of magnitude, like the sizes of files
+            # many equal weights, so that datasets are often exactly equally far behind
+            random.integers(1, 5, count).astype(float),
+            # one very large dataset, and others with nearly equal weights
+            np.concatenate([[1e6], 1 + 1e-9 * random.random(count)]),
             random.permutation(1.0 + np.arange(count)),
         ):
             assert same(planner, weights, 1500, 1, 2, 700), (count, weights[:3])
@@ -69,13 +77,18 @@ def test_native_planner_matches_megatrons_loop_for_nearly_equal_shares():
 
 
 def candidates_per_sample(weights: np.ndarray, num_samples: int) -> float:
-    """Return how many candidates a sample is compared with on average, from the sizes of the blocks' candidate sets."""
+    """Return the mean number of datasets that the C planner compares for each sample.
+
+    The planner works in blocks of samples. For each block it first selects candidates, the datasets that the block can
+    take.
+    """
     planner, seen = native.NativePlanner(weights / weights.sum()), list[int]()
     datasets, numbers = np.empty(num_samples, dtype=np.int16), np.empty(num_samples, dtype=np.int64)
     block = planner._plan.block
     for first in range(0, num_samples, block):
         part = slice(first, first + block)
-        planner._arrays[1][2][:] = -1  # the candidates' numbers
+        # clears the planner's list of candidates, so that only this block's candidates are counted
+        planner._arrays[1][2][:] = -1
         planner.plan(first, datasets[part], numbers[part])
         seen.append(int((planner._arrays[1][2] >= 0).sum()))
     return float(np.mean(seen[len(seen) // 2 :]))

@@ -1,4 +1,7 @@
-"""Test the public functions of block quantization: errors, choice of implementation, and use by several threads."""
+"""Test the public functions of block quantization.
+
+The tests are about error messages, the choice of the implementation, and calls by several threads.
+"""
 
 import ctypes
 import itertools
@@ -59,7 +62,10 @@ def test_segments_of_any_length_and_leading_dims_round_trip():
 
 
 def test_base_follows_the_sent_values_over_many_differences():
-    """Sender and receiver hold identical bases, and the next message corrects each message's rounding error."""
+    """Send a changing tensor as quantized differences to a base, which sender and receiver update with each message.
+
+    Both bases stay identical, and each message corrects the rounding error of the one before.
+    """
     for lead, n, bits in itertools.product([(), (2, 3)], SIZES, (8, 4)):
         table, generator = table_of(n, bits), torch.Generator().manual_seed(n)
         x = torch.randn(*lead, n, generator=generator)
@@ -107,7 +113,8 @@ def test_invalid_tensors_are_rejected_by_name():
         (X, {"base": torch.zeros(2, 40, device="meta")}, "base is (2, 40) on meta"),
         (X, {"base": X.double()}, "base is torch.float64"),
         (X, {"base": X, "errors": Feedback.zeros((2,), table_of(40))}, "both errors and base"),
-        (X.to("meta"), {}, "no implementation for meta"),  # an error instead of a slow fallback
+        # a device without an implementation is an error, and never a slow fallback
+        (X.to("meta"), {}, "no implementation for meta"),
     ]
     assert not_refused(wrong, ask) == []
     with pytest.raises(ValueError, match="cannot be summed"):
@@ -170,7 +177,8 @@ def test_only_equal_triton_launches_are_repeated_and_checks_still_run(monkeypatc
         lambda x: unpack_onto(sent, table, out=x),
         lambda x: unpack_sum(sent[None], table, out=x, accumulate=True),
     ]
-    for same in (x, room[80:160].view(2, 40)):  # the second tensor has another address with the same alignment
+    # the second tensor has another address with the same alignment, so the prepared launch must take the new address
+    for same in (x, room[80:160].view(2, 40)):
         for call in calls:
             call(same)
     assert len(launched) == len(calls) == len(repeated)
@@ -188,7 +196,7 @@ def test_only_equal_triton_launches_are_repeated_and_checks_still_run(monkeypatc
 
 
 def test_threads_may_pack_concurrently():
-    """The communication thread and the main thread share no state."""
+    """Pack 32 tensors in four threads, and compare with packing in one thread: calls share no state."""
     rows, table = torch.randn(32, 50_000), table_of(50_000)
 
     def packed(row: Tensor) -> Tensor:

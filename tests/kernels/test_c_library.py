@@ -1,4 +1,7 @@
-"""Test compilation of a C file at first use: once per machine, safe when concurrent, with readable errors."""
+"""Test the compilation of a C file at its first use.
+
+It happens once per machine, is safe for concurrent processes, and has readable errors.
+"""
 
 import re
 import shutil
@@ -91,7 +94,7 @@ def test_unwritable_cache_is_named_in_the_error(tmp_path, source, monkeypatch):
 def test_damaged_library_is_named_in_the_error(cache, source, tmp_path, monkeypatch):
     load_c_library(source)
     (compiled,) = cache.iterdir()
-    # this process has not loaded a library from this path
+    # The damaged library gets a new path, because this process has already loaded the intact library from the old path.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     damaged = tmp_path / "other" / "megazpp" / "libraries" / compiled.name
     damaged.parent.mkdir(parents=True)

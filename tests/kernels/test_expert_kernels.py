@@ -1,4 +1,4 @@
-"""Kernels of the router and of the experts' rows: Triton against PyTorch's operations, also for odd sizes."""
+"""Test the kernels of the router and of expert rows: Triton against PyTorch's operations, also for odd sizes."""
 
 import itertools
 
@@ -21,15 +21,20 @@ pytestmark = [
 
 @pytest.mark.parametrize(("tokens", "copies", "experts", "width"), [(1, 1, 1, 8), (257, 2, 6, 20), (700, 3, 5, 2100)])
 def test_rows_of_experts_match_the_reference(tokens, copies, experts, width):
-    """Orders and copies are equal. Sums are in fp32 in the same order; fused multiply-adds differ by 1e-6."""
+    """Compare Triton kernels that sort, copy and sum expert rows with the PyTorch reference.
+
+    Orders and copies are equal. Sums are in fp32 in the same order; fused multiply-adds differ by 1e-6.
+    """
     generator = torch.Generator().manual_seed(tokens)
     triton = expert_rows.TRITON
     assert triton is not None
-    choice = torch.randint(max(experts - 1, 1), (tokens * copies,), generator=generator).to(DEVICE)  # one is idle
+    # the last expert is never chosen, so it gets no tokens
+    choice = torch.randint(max(experts - 1, 1), (tokens * copies,), generator=generator).to(DEVICE)
     found, expected = (module.sort_rows(choice, experts) for module in (triton, reference))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    tokens = min(tokens, 3 if width > 1000 else 33)  # the interpreter takes 1 ms and more for a row
+    # fewer tokens, because Triton's interpreter takes 1 ms and more per row
+    tokens = min(tokens, 3 if width > 1000 else 33)
     found = reference.sort_rows(choice[: tokens * copies], experts)
     x, grad = torch.randn(2, tokens, width, generator=generator).to(DEVICE)
     rows = torch.randn(tokens * copies, width, generator=generator).to(DEVICE)
@@ -61,7 +66,11 @@ LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.05}
     ("sigmoid with bias", 6, 4, {"moe_z_loss_coeff": 0.05}),
 ])  # fmt: skip
 def test_fused_router_matches_plain_operations(kind, experts, top_k, losses, monkeypatch):
-    """Compare choices, factors, losses, totals and gradients, also with a repeated choice; sums differ by 1e-5."""
+    """Compare the fused router kernel with plain operations.
+
+    Chosen experts, their weights, losses, totals and gradients must agree. The second of two forwards repeats the first
+    one's choice, as a recomputation does. Sums differ by 1e-5.
+    """
     config = GPTConfig(
         num_layers=1, hidden_size=24, num_attention_heads=1, swiglu=True, disable_bias_linear=True,
         num_experts=experts, moe_router_topk=top_k, **KINDS[kind] | losses,
@@ -84,7 +93,8 @@ def test_fused_router_matches_plain_operations(kind, experts, top_k, losses, mon
             results.append(
                 [found.choice, found.weight, *losses_found, *grads, *([] if again else [layer.take_totals()])]
             )
-        assert layer.take_totals() is None  # a recomputation does not count
+        # the repeated forward, like a recomputation, adds nothing to the router's totals
+        assert layer.take_totals() is None
         evaluated = layer.eval()(x, length=23)
         results[-1] += [evaluated.choice, evaluated.weight]
         assert evaluated.loss is None

@@ -1,4 +1,4 @@
-"""Test the sizes of quantized segments."""
+"""Test the sizes in bytes of segments that are quantized in blocks: payload and scales."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Compare the C and Triton implementations with the reference, bit for bit, at any segment offset.
+"""Compare block quantization in C and in Triton with the reference, bit for bit, at any segment offset.
 
 Triton runs on the GPU if there is one, otherwise on CPU tensors under its interpreter (see tests/conftest.py). The
 interpreter takes 10 ms and more per program, so it gets only the `few` cases, with few rows.
@@ -19,10 +19,11 @@ ON_GPU = torch.cuda.is_available()
 DEVICES = {"native": "cpu", "triton": "cuda" if ON_GPU else "cpu"}
 BLOCK_SIZES = [32, 64, 128, 256, 512, 1024, 2048]
 DTYPES = FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-KINDS = [(8, False), (4, False), (4, True)]  # bits, clip
+KINDS = [(8, False), (4, False), (4, True)]  # bits per value, and whether scales clip the largest values
 LENGTHS = [1, 63, 256, 257, 4096, 4101, 8300, *[100_000] * ON_GPU]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy warns about NaN and Inf
+# numpy warns about the NaN and Inf in the inputs
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 each_implementation = pytest.mark.parametrize(
     "name", ["native", pytest.param("triton", marks=[pytest.mark.gpu] if ON_GPU else [])]
 )
@@ -43,7 +44,7 @@ def cases(name: str, every: list[Any], few: list[Any]) -> list[Any]:
 
 
 def pack_one(name: str, x: torch.Tensor, fmt: BlockFormat, **how: Any) -> None:
-    """Pack one segment by the implementation `name` and by the reference, and compare the messages."""
+    """Pack x as one quantized segment by the implementation `name` and by the reference, and compare the messages."""
     pack_both(module_of(name), x, layout_of([(x.shape[-1], True)], fmt), DEVICES[name], **how)
 
 
@@ -98,7 +99,10 @@ FEW = [(33, False), (4170, True), (0, False), (5, True), (1050, False)]
 
 @each_implementation_slowly
 def test_many_quantized_and_exact_segments_match_the_reference(name):
-    """Quantized, exact and empty segments come in any order and start at any offset."""
+    """Compare messages with many segments with the reference.
+
+    Quantized segments, exact (unquantized) ones and empty ones come in any order and start at any offset.
+    """
     layouts = (MANY, MANY[::-1], [(70, False)])
     grid = [(bits, dtype, exact) for bits in (8, 4) for dtype in DTYPES for exact in DTYPES]
     every = [(seed, sizes, *kind) for kind in grid for seed, sizes in enumerate(layouts)]
@@ -116,7 +120,10 @@ def test_many_quantized_and_exact_segments_match_the_reference(name):
 
 
 def test_native_packs_every_16_bit_value_like_the_reference():
-    """Each block holds numbers of similar size, so that no value rounds to zero next to a large one."""
+    """Pack all 65536 bit patterns of bf16 and fp16 by the C code and by the reference.
+
+    Each block holds numbers of similar size, so that no value rounds to zero next to a large one.
+    """
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(1, 1, -1)
     for dtype in (BF16, FP16):
         for bits, clip in KINDS:
@@ -142,7 +149,10 @@ def test_native_sums_with_every_scale_match_the_reference(bits):
 
 @pytest.mark.gpu
 def test_repeated_triton_launch_uses_the_new_tensors():
-    """Later calls with equal shapes and alignments skip Triton's own inspection of the arguments."""
+    """Pack and unpack three times with new tensors of equal shapes, and compare with the reference.
+
+    Later calls skip Triton's own inspection of the arguments, but must use the new tensors' addresses.
+    """
     table = range_table(layout_of([(4101, True), (63, False)], BlockFormat(4, 128)), FP32)
     for _ in range(3):
         x, out = torch.randn(2, 3, 4164, dtype=BF16), torch.zeros(2, 3, 4164, dtype=BF16)
@@ -162,13 +172,13 @@ def test_repeated_triton_launch_uses_the_new_tensors():
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [8, 4])
 def test_offsets_beyond_two_to_the_31_elements_are_correct(bits):
-    """The last blocks of one segment of 2^31 + 257 elements equal the same elements quantized alone."""
+    """Quantize a segment of 2^31 + 257 elements, and compare its last blocks with the same elements quantized alone."""
     n, fmt = 2**31 + 257, BlockFormat(bits, 128)
     if torch.cuda.mem_get_info()[0] < 16 * 2**30:
         pytest.skip("needs 16 GiB of free GPU memory")
     x = torch.zeros(n, dtype=BF16, device="cuda")
     x[-5000:] = torch.randn(5000, device="cuda")
-    tail = x[-(4096 + 257) :].clone()  # starts at a block's start
+    tail = x[-(4096 + 257) :].clone()  # the tail begins at the first element of a block
     sent = []
     for data in (x, tail):
         table = range_table(plan_row(len(data), fmt), BF16)
@@ -184,7 +194,7 @@ def test_offsets_beyond_two_to_the_31_elements_are_correct(bits):
 
 @pytest.mark.gpu
 def test_rows_more_than_two_to_the_31_bytes_apart_are_correct():
-    """Row strides need 64 bits too, in addition to offsets within a row."""
+    """Unpack two messages that start more than 2^31 bytes apart, which 32-bit strides could not address."""
     table, apart = range_table(plan_row(1000, BlockFormat(8, 256)), FP32), 2**31 + 16
     buffer = torch.zeros(2 * apart, dtype=torch.uint8, device="cuda")
     messages = buffer.as_strided((2, table.layout.message_bytes), (apart, 1))

@@ -1,4 +1,7 @@
-"""Test the reference that defines the formats, with worked examples, error bounds and signal-to-noise ratios."""
+"""Test the reference implementation of block quantization, which defines the formats.
+
+The tests are worked examples, error bounds and signal-to-noise ratios.
+"""
 
 import itertools
 import math
@@ -15,7 +18,7 @@ from megazpp.kernels.formats import BlockFormat
 
 INT8, INT4 = BlockFormat(8, 32), BlockFormat(4, 32)
 
-Sent = tuple[Tensor, Tensor]  # payload, scales
+Sent = tuple[Tensor, Tensor]  # payload (packed integers) and scales of the blocks
 
 
 def zeros(n: int, fmt: BlockFormat) -> Sent:
@@ -47,19 +50,24 @@ def block(*head: float) -> Tensor:
 def test_int8_divides_the_largest_magnitude_into_127_steps():
     payload, scales = quantize(block(-127.0, 1.0, 2.5, 3.5, 126.4), INT8)
     assert scales.tolist() == [1.0]
-    assert payload.view(torch.int8)[:6].tolist() == [-127, 1, 2, 4, 126, 0]  # halves are rounded to the even integer
+    # 2.5 and 3.5 lie between two integers and are rounded to the even one
+    assert payload.view(torch.int8)[:6].tolist() == [-127, 1, 2, 4, 126, 0]
     scale = quantize(block(1.0), INT8)[1].item()
     assert scale > 1 / 127 > scale * (1 - 2**-7), "rounded up, so that nothing is clipped"
 
 
 def test_int4_scale_lets_values_exceed_the_integers_by_under_half_a_step():
-    """The lower nibbles of a block's bytes hold its first half, the upper nibbles its second half."""
+    """Check the int4 scale: the largest value may exceed the integers by less than half a step, without clipping.
+
+    The lower nibbles of a block's bytes hold the first half of the block, the upper nibbles the second half.
+    """
     x = torch.zeros(32)
     x[0], x[1], x[16], x[17] = -8.4375, 3.0, 7.0, -1.0
     payload, scales = quantize(x, INT4)
     assert scales.tolist() == [1.0]
     assert payload[:3].tolist() == [0 | 15 << 4, 11 | 7 << 4, 8 | 8 << 4]
-    x[16] = 2 * 7.4375  # the largest element is now positive, so the scale is negative
+    # now the largest magnitude is positive, so the scale is negative, because int4 has one more negative integer
+    x[16] = 2 * 7.4375
     assert quantize(x, INT4)[1].item() == -quantize(-x, INT4)[1].item() < 0
     assert quantize(block(-8.0, 7.4375 * 1.0625), INT4)[1].item() == 1.0625, "set by the element of the other sign"
     assert quantize(block(8.4375, 1.0), INT4)[1].item() == -1.0, "of a positive maximum"
@@ -67,9 +75,12 @@ def test_int4_scale_lets_values_exceed_the_integers_by_under_half_a_step():
 
 
 def test_int4_block_of_equal_magnitudes_keeps_both_signs_accurate():
-    """AdamW's first updates are the learning rate times the gradient's sign."""
+    """Quantize blocks whose elements have equal magnitude and both signs to int4.
+
+    AdamW's first updates are such blocks: the learning rate times the sign of the gradient.
+    """
     signs = torch.randint(0, 2, (4, 32), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
-    signs[3, 16:] *= 0.1  # half of the elements with equal magnitude are enough
+    signs[3, 16:] *= 0.1  # in the last block, only half of the elements have the largest magnitude
     step = 1e-3 * signs
     sent = torch.stack([there_and_back(row, INT4) for row in step])
     torch.testing.assert_close(sent[:3], step[:3], rtol=2**-8, atol=0)
@@ -111,7 +122,8 @@ def test_rounding_errors_stay_within_the_documented_bound(bits, block_size, n, e
     _, scales = quantize(x, fmt)
     error = (there_and_back(x, fmt) - x).abs()
     scale = scales.float().repeat_interleave(block_size)[:n]
-    sent_as_zeros = 2 ** (bits - 1) * torch.finfo(torch.float32).tiny  # the largest value of a block with scale 0
+    # a block of such small values gets the scale 0, so this bounds the error of its values
+    sent_as_zeros = 2 ** (bits - 1) * torch.finfo(torch.float32).tiny
     bound = torch.where(scale == 0, sent_as_zeros, scale.abs() / 2 * (1 + 2**-15))
     assert (error <= bound).all()
 
@@ -135,21 +147,28 @@ def test_signal_to_noise_ratio_on_gaussian_data():
 
 
 def test_difference_is_computed_in_fp32_for_any_dtype():
-    """The input would lose its difference from the base if it were rounded to bf16 first."""
+    """Quantize the difference of an fp32 tensor from a bf16 base.
+
+    The small difference would be lost if the tensor was rounded to bf16 first.
+    """
     x, base = block(1 + 2**-20, 300.0), block(1.0, 300.0).bfloat16()
     for fmt in (INT8, INT4):
         assert all(map(torch.equal, quantize(x, fmt, base=base), quantize(block(2**-20), fmt)))
 
 
 def test_dequantized_difference_is_added_in_fp32_and_rounded_once():
-    """Payload bytes are arbitrary. The sum is NaN where the row or the scale is NaN."""
+    """Add dequantized values to a row, and compare with an fp32 sum that is rounded once.
+
+    Payload bytes are arbitrary. The sum is NaN where the row or the scale is NaN.
+    """
     generator, n = torch.Generator().manual_seed(1), 257
     for fmt, dtype in itertools.product((INT8, INT4), (torch.float32, torch.bfloat16, torch.float16)):
         payload = torch.randint(256, (fmt.payload_bytes(n),), generator=generator, dtype=torch.uint8)
         scales = (0.01 * torch.randn(fmt.num_blocks(n), generator=generator)).bfloat16()
         row = torch.randn(n, generator=generator).to(dtype)
         row[7] = scales[-1] = math.nan
-        expected = (row.float() + dequantize((payload, scales), fmt, n)).to(dtype)  # the product is exact in fp32
+        # integer times bf16 scale is exact in fp32, so only the sum is rounded
+        expected = (row.float() + dequantize((payload, scales), fmt, n)).to(dtype)
         reference.dequantize_sum(payload[None], scales[None], fmt, row, True)
         torch.testing.assert_close(row, expected, rtol=0, atol=0, equal_nan=True)
         assert row.isnan().nonzero().flatten().tolist() == [7, 256], (fmt, dtype)
@@ -164,7 +183,10 @@ def test_non_finite_difference_is_sent_as_nan():
 
 
 def test_error_feedback_bounds_the_error_of_many_steps():
-    """The sum of many quantized steps has an error of about one step, instead of one error per step."""
+    """Sum 32 int4 tensors with and without error feedback.
+
+    With error feedback, the error of the sum is about that of one tensor. Without it, the errors of all tensors add up.
+    """
     fmt, error = BlockFormat(4, 128), zeros(1024, BlockFormat(8, 128))
     steps = torch.randn(32, 1024, generator=torch.Generator().manual_seed(0))
     with_feedback = sum(there_and_back(x, fmt, error) for x in steps) - steps.sum(0)
@@ -187,7 +209,10 @@ def test_non_finite_or_huge_step_leaves_no_error_behind():
 
 
 def test_error_average_keeps_the_share_beta_of_the_earlier_error():
-    """The tolerance covers the int8 rounding of each of the three stored errors and their scales' rounding."""
+    """Average error feedback: with beta = 0.8, the stored error is 0.8 times the old error plus 0.2 times the new one.
+
+    The tolerance covers the int8 rounding of each of the three stored errors, and the rounding of their scales.
+    """
     x, before = torch.randn(2, 256, generator=torch.Generator().manual_seed(3))
     earlier, latest, averaged = (quantize(0.1 * before, INT8) for _ in range(3))
     assert all(map(torch.equal, quantize(x, INT4, latest), quantize(x, INT4, averaged, beta=0.8)))

@@ -13,7 +13,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory) -> dict[str, dict[str, int]]:
-    """Compile the kernels and return, by kernel name, the count of each SASS instruction."""
+    """Compile the Triton kernels for sm_90 in a process of their own.
+
+    Return, by kernel name, the count of each SASS instruction.
+    """
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     paths = {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -37,7 +40,10 @@ def test_no_kernel_spills_or_uses_slow_conversion_instructions(kernels):
 
 
 def test_full_tiles_load_and_store_16_bytes_per_access(kernels):
-    """A tile has 4096 elements for 128 threads: 4 accesses per thread in bf16, 2 in int8, 1 in int4."""
+    """Count the 16-byte loads and stores of each kernel.
+
+    A tile has 4096 elements for 128 threads: 4 accesses per thread in bf16, 2 in int8, 1 in int4.
+    """
     wide = {name: (count(found, "LDG.E.128"), count(found, "STG.E.128")) for name, found in kernels.items()}
     assert wide["exact"] == (4, 4)
     assert wide["exact_sum"] == (8 * 8, 8), "8 messages of fp32"

@@ -1,4 +1,7 @@
-"""Test lossless weight deltas: decoding is bit-exact, implementations agree, and blocks that do not fit wait."""
+"""Test lossless weight deltas.
+
+Decoding is bit-exact, implementations agree, and blocks that do not fit into a message wait for the next.
+"""
 
 import itertools
 from pathlib import Path
@@ -23,7 +26,10 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def pair(size: int, dtype: torch.dtype, scale: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return new and old weights. Most differ by about `scale` units in the last place, wrapping around."""
+    """Return new and old weights.
+
+    Most differ by about `scale` units in the last place; large differences wrap around.
+    """
     generator = torch.Generator().manual_seed(seed)
     old = (0.02 * torch.randn(size, generator=generator)).to(dtype)
     steps = (scale * torch.randn(size, generator=generator)).round().clamp(-(2.0**15), 2.0**15 - 1).to(torch.int16)
@@ -31,7 +37,11 @@ def pair(size: int, dtype: torch.dtype, scale: float, seed: int = 0) -> tuple[to
 
 
 def blocks_of_all_kinds(dtype: torch.dtype, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights whose blocks change nowhere, in few or all elements, by little or much; the last has `last`."""
+    """Return new and old weights of 8 delta blocks.
+
+    The blocks have changes nowhere, in few or in all elements, by little or by much. The last block has only `last`
+    weights.
+    """
     sizes = {0: 256, 0.02: 256, 0.3: 256, 2: 256, 30: 256, 3000: 256, 30000: 256, 0.5: last}
     pairs = [pair(size, dtype, scale, seed=last) for scale, size in sizes.items()]
     new, old = (torch.cat(parts) for parts in zip(*pairs, strict=True))
@@ -39,7 +49,11 @@ def blocks_of_all_kinds(dtype: torch.dtype, last: int) -> tuple[torch.Tensor, to
 
 
 def coded(module: ModuleType, new: torch.Tensor, old: torch.Tensor, capacity: int) -> tuple[torch.Tensor, ...]:
-    """Encode by `module` into poisoned memory and return kinds, halves, body and size counters."""
+    """Encode the delta of new and old weights by `module`.
+
+    Return the kinds, halves, body and size counters. Their memory is filled with 77 before, so that a byte that was not
+    written shows.
+    """
     device, num_blocks = DEVICE if module is TRITON else "cpu", -(-len(new) // reference.BLOCK)
     kinds, halves = torch.full((2, num_blocks), 77, dtype=torch.uint8, device=device)
     body = torch.full((capacity,), 77, dtype=torch.uint8, device=device)
@@ -49,21 +63,25 @@ def coded(module: ModuleType, new: torch.Tensor, old: torch.Tensor, capacity: in
 
 
 def blocks_of_all_widths(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights of magnitudes from 2^-16 to 1 whose steps have few to many bits, with some very large steps."""
+    """Return new and old weights of 6 delta blocks.
+
+    Magnitudes are 2^-16 to 1. Changes need few to many bits, and some are very large.
+    """
     generator = torch.Generator().manual_seed(5)
     size = 6 * reference.BLOCK
     signs = 1 - 2 * torch.randint(2, (size,), generator=generator)
     old = (signs * torch.exp2(-16 * torch.rand(size, generator=generator))).to(dtype)
     scales = torch.exp2(torch.tensor([-2.0, 0, 3, 7, 11, 0])).repeat_interleave(reference.BLOCK)
     steps = (scales * torch.randn(size, generator=generator)).round()
-    steps[5 * reference.BLOCK :] *= torch.rand(reference.BLOCK, generator=generator) < 0.1  # a sparse body
+    # the last block changes in a tenth of its weights, so its kind is sparse
+    steps[5 * reference.BLOCK :] *= torch.rand(reference.BLOCK, generator=generator) < 0.1
     steps[100 :: reference.BLOCK] = 200 * scales[100 :: reference.BLOCK]
     return reference.order(reference.order(bits(old)) + steps.to(torch.int16)).view(dtype), old
 
 
 @pytest.fixture(params=["BMI2", "portable"])
 def c_library(request, monkeypatch):
-    """Let `native` use the C code that this CPU's instructions select, or the one for CPUs without BMI2."""
+    """Let `native` use the C code that it selects for this CPU, or the portable code for CPUs without BMI2."""
     if native.library().missing:
         pytest.skip("needs a C compiler")
     if request.param == "portable":
@@ -135,7 +153,7 @@ def test_every_bit_of_every_row_is_decoded():
 
 
 def sent(new: torch.Tensor, old: torch.Tensor, capacity: int | None = None) -> torch.Tensor:
-    """Encode a delta as one message [1, M]."""
+    """Encode the delta of new and old weights as one message, and return it: [1, bytes] uint8."""
     message = torch.empty(1, message_bytes(len(new), capacity), dtype=torch.uint8)
     encode(new, old, message[0])
     return message
@@ -144,7 +162,10 @@ def sent(new: torch.Tensor, old: torch.Tensor, capacity: int | None = None) -> t
 @settings(max_examples=40)
 @given(st.sampled_from(DTYPES), st.data())
 def test_any_bit_pattern_becomes_any_other(dtype, data):
-    """NaN, infinities, subnormals and both zeros need no special case."""
+    """Encode and decode the delta between any two lists of 16-bit patterns.
+
+    NaN, infinities, subnormals and both zeros need no special case.
+    """
     special = [0, -32768, 1, -32767, 0x7F80, 0x7FC0, -64, -128, 0x7C00, 0x7E00, -1, 32767]
     patterns = st.one_of(st.sampled_from(special), st.integers(-32768, 32767))
     old = data.draw(st.lists(patterns, min_size=1, max_size=300))
