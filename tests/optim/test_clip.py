@@ -1,4 +1,4 @@
-"""Global norms and clipping: every element counts once in any layout, and NaN or Inf stays NaN or Inf."""
+"""Test global norms and gradient clipping: every element counts once in any layout, and NaN or Inf stays NaN or Inf."""
 
 import math
 from dataclasses import replace
@@ -25,7 +25,7 @@ ONE = MeshAxis("tp"), MeshAxis("shard")
 
 
 def compare_with_one_process(tp: int, replicas: int) -> None:
-    """fp32 sums in another order agree to 1e-6."""
+    """Compare norms of a sharded model with those of one process; fp32 sums in another order agree to 1e-6."""
     whole, (model, dims) = one_process_model(), sharded_model(tp, replicas)
     for parameter in whole.parameters():
         parameter.grad = parameter.detach() / 2.0
@@ -53,9 +53,14 @@ def test_four_ranks_measure_and_clip_like_one_process(tp, replicas):
 
 
 def measure_padded(case: Case) -> tuple[StepRecord, float, float]:
-    """Return a step's record with counted zeros, the parameter norm, and the gradient norm without padding rows."""
+    """Take a step of a model whose vocabulary padding is not zero.
+
+    Return the step's record with the number of zero gradients, the parameter norm, and the gradient norm without
+    padding rows.
+    """
     step, dims = build_step(case)
-    for name, exist in existing_rows(step.model).items():  # fill the padding, as converted weights may
+    # fill the padding rows with 3.0, as weights from a converted checkpoint may have nonzero padding
+    for name, exist in existing_rows(step.model).items():
         parameter = step.model.get_parameter(name).detach()
         if not isinstance(parameter, DTensor):
             parameter[exist:] = 3.0
@@ -77,9 +82,10 @@ def measure_padded(case: Case) -> tuple[StepRecord, float, float]:
 
 @pytest.mark.parametrize("style", [slow(GPT2_STYLE), slow(LLAMA_STYLE)], ids=["tied", "untied"])
 def test_vocabulary_padding_enters_no_statistic(style):
-    """101 tokens have 128 rows at tp 1 and 256 at tp 2.
+    """Check that padding rows of the vocabulary enter neither norms nor the number of zero gradients.
 
-    Of four ranks, one then holds rows with and without padding, and others hold only padding.
+    The matrix of 101 tokens has 128 rows at tp 1 and 256 at tp 2. Of four ranks, one then holds rows with and without
+    padding, and others hold only padding.
     """
     case = Case(model=replace(style, make_vocab_size_divisible_by=128), steps=1)
     plain = GPTModel(replace(style, make_vocab_size_divisible_by=1), vocab_size=101)
@@ -99,7 +105,10 @@ def test_vocabulary_padding_enters_no_statistic(style):
 
 
 def measure_what_is_wrong() -> None:
-    """Check NaN and Inf in one element of one rank, and a shard axis that the norm does not sum over."""
+    """Check that NaN or Inf in one element on one rank reaches the global norm on all ranks.
+
+    Also check that a norm over the wrong shard axis is an error.
+    """
     model, dims = sharded_model(2, 1)
     for bad, norm in ((-math.inf, math.inf), (math.nan, math.nan)):
         if dims.tp.rank == dims.shard.rank == 1:
@@ -115,7 +124,10 @@ def test_nan_reaches_every_rank_and_unsummed_axis_is_an_error():
 
 
 def measure_a_plain_tensor() -> None:
-    """Check a plain tensor with all ranks of the job on the tp axis, and with all of them on the shard axis."""
+    """Check that a plain tensor (no DTensor), which all ranks hold, counts once in the global norm.
+
+    First all ranks of the job are on the tp axis, and then all of them are on the shard axis.
+    """
     parameter, tp = nn.Parameter(torch.zeros(9)), tp_axis()
     parameter.grad = torch.ones(9)
     shard = MeshAxis("shard", ranks=tp.ranks, rank=tp.rank, group=tp.group, wire="cross")
@@ -136,9 +148,11 @@ def norm_of(*grads: torch.Tensor) -> float:
 
 def test_sums_are_exact_in_one_process():
     half = torch.full((100_000,), 0.5, dtype=torch.bfloat16)
-    assert norm_of(half) == pytest.approx(0.5 * math.sqrt(100_000), rel=1e-6)  # bf16 is summed in fp32
+    # squares of bf16 numbers are summed in fp32, which bf16 could not represent
+    assert norm_of(half) == pytest.approx(0.5 * math.sqrt(100_000), rel=1e-6)
     large = torch.full((1,), 3e19)
-    assert norm_of(large, large) == pytest.approx(3e19 * math.sqrt(2))  # fp32 cannot represent the squares
+    # the squares of these numbers overflow fp32, but the norm is finite
+    assert norm_of(large, large) == pytest.approx(3e19 * math.sqrt(2))
     model = nn.Linear(63, 5)
     expected = nn.utils.parameters_to_vector(model.parameters()).norm().item()
     assert clip.global_parameter_norm(model.named_parameters(), *ONE, rows={}, device=CPU).item() == pytest.approx(
@@ -160,7 +174,7 @@ def test_clipping_factor_equals_megatrons():
         (0.5, 1.0, 1.0, 1.0),
         (5.0, 0.0, 4.0, 0.25),
         (5.0, 2.5, 4.0, 2.5 / (5.0 + 1e-6) / 4.0),
-        (1e-4, 1e-5, 1.0, 1 / 10.1),  # so small that the 1e-6 added to the norm matters
+        (1e-4, 1e-5, 1.0, 1 / 10.1),  # the norm is so small that the 1e-6 that is added to it changes the factor
         (math.nan, 1.0, 1.0, math.nan),
     ):
         parameter = nn.Parameter(torch.zeros(3))

@@ -1,4 +1,4 @@
-"""Loss scale: every step follows Megatron-LM's rule."""
+"""Test the dynamic loss scale: it follows Megatron-LM's rule at every step."""
 
 from helpers.refusals import not_refused
 
@@ -9,7 +9,10 @@ CONFIG = LossScaleConfig(initial_loss_scale=16.0, min_loss_scale=2.0, loss_scale
 
 
 def scales(outcomes: str, scaler: LossScaler | None = None) -> list[float]:
-    """Return the scale before the first and after every step; "." is a step without overflow, "x" one with overflow."""
+    """Return the loss scale before the first step and after every step of `outcomes`.
+
+    "." is a step without overflow, "x" is a step with overflow.
+    """
     scaler = scaler or DynamicLossScale(CONFIG)
     history = [scaler.scale]
     for outcome in outcomes:
@@ -19,12 +22,16 @@ def scales(outcomes: str, scaler: LossScaler | None = None) -> list[float]:
 
 
 def test_dynamic_scale_follows_megatrons_rule():
-    assert scales("......") == [16, 16, 16, 32, 32, 32, 64]  # doubles after each window
-    # one overflow is tolerated, and the scale stays at or above the minimum
+    # without overflow, the scale doubles after each window of 3 steps
+    assert scales("......") == [16, 16, 16, 32, 32, 32, 64]
+    # The first overflow is tolerated (hysteresis), each further one halves the scale, and the scale stays at or above
+    # the minimum of 2.
     assert scales("xxxxxx") == [16, 16, 8, 4, 2, 2, 2]
-    assert scales("x.x") == [16, 16, 16, 8]  # a step without overflow does not restore the hysteresis
-    assert scales("x...x") == [16, 16, 16, 16, 32, 32]  # a doubled scale restores the hysteresis
-    assert scales("..x...") == [16, 16, 16, 16, 16, 16, 32]  # an overflow restarts the window
+    # one step without overflow does not renew the tolerance, so the second overflow halves the scale
+    assert scales("x.x") == [16, 16, 16, 8]
+    assert scales("x...x") == [16, 16, 16, 16, 32, 32]  # when the scale doubles, one overflow is tolerated again
+    # an overflow restarts the window of 3 steps, also if it is tolerated
+    assert scales("..x...") == [16, 16, 16, 16, 16, 16, 32]
 
 
 def test_restored_scale_continues_unchanged():

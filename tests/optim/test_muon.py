@@ -1,4 +1,4 @@
-"""Muon on shards against torch.optim.Muon on whole matrices, or on the blocks of rows that nodes hold."""
+"""Test Muon on shards against torch.optim.Muon on unsharded matrices, or on the blocks of rows that each node holds."""
 
 import dataclasses
 import itertools
@@ -46,12 +46,12 @@ def is_matrix(name: str) -> bool:
 
 
 def is_split(name: str) -> bool:
-    """Return True if tensor-parallel ranks split the rows."""
+    """Return True if tensor-parallel ranks split the rows of the parameter `name`."""
     return name.rpartition(".")[0].endswith(("qkv", "fc1", "gate"))
 
 
 def blocks(name: str, num_rows: int, case: Case, nodes: int) -> list[torch.Tensor]:
-    """Return the rows of each block of a whole parameter on four ranks.
+    """Return the row indices of each block of an unsharded parameter that Muon orthogonalizes by itself on four ranks.
 
     Queries, keys and values are separate blocks, and so are the rows of different nodes.
     """
@@ -67,14 +67,17 @@ def blocks(name: str, num_rows: int, case: Case, nodes: int) -> list[torch.Tenso
 
 
 def gradient(name: str, shape: torch.Size, step: int) -> torch.Tensor:
-    """Return the gradient of a whole parameter, equal on every rank."""
+    """Return a random gradient of an unsharded parameter.
+
+    It depends on the name and the step, so all ranks get the same.
+    """
     return torch.randn(shape, generator=torch.Generator().manual_seed(step * 1000 + sum(map(ord, name))))
 
 
 def by_torch(
     weights: Weights, case: Case, nodes: int, steps: int = STEPS, gradient: Callable[..., torch.Tensor] = gradient
 ) -> Weights:
-    """Update every block by torch.optim.Muon in fp32, and all other parameters by AdamW; return the weights."""
+    """Update every block by torch.optim.Muon in fp32, and all other parameters by AdamW; return the weights by name."""
     parts = {
         name: [(rows, torch.nn.Parameter(weight[rows])) for rows in blocks(name, len(weight), case, nodes)]
         for name, weight in weights.items()
@@ -100,8 +103,10 @@ def by_torch(
             for rows, p in found:
                 p.grad = whole[rows]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # until torch 2.14
-            patch.setattr(torch.Tensor, "to", lambda tensor, **_: tensor.clone())  # from torch 2.15
+            # torch up to 2.14 casts to bf16 by this method; without the cast, Muon computes in fp32
+            patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+            # torch 2.15 and later cast to bf16 by this method
+            patch.setattr(torch.Tensor, "to", lambda tensor, **_: tensor.clone())
             muon.step()
         adam.step()
     order = {name: torch.cat([rows for rows, _ in found]).argsort() for name, found in parts.items()}
@@ -115,7 +120,10 @@ def build(case: Case) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 @torch.no_grad()
 def take_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, *, bad: float | None = None) -> None:
-    """Take a step with gradients and divisor three times too large; with `bad`, a step that must be skipped."""
+    """Take an optimizer step; gradients are three times too large, and so is the divisor that corrects them.
+
+    With `bad`, each gradient is multiplied by this NaN or Inf, and the step must be skipped.
+    """
     for name, p in model.named_parameters():
         whole = gradient(name, p.shape, step) * (3.0 if bad is None else bad)
         p.grad = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
@@ -124,7 +132,7 @@ def take_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: in
 
 
 def train(case: Case, steps: int = STEPS) -> tuple[Weights, Weights]:
-    """Return the whole weights before and after training."""
+    """Train `steps` steps, and return the unsharded weights before and after, by name."""
     model, optimizer = build(case)
     first = full_state(model, optimizer)
     for step in range(1, steps + 1):
@@ -133,7 +141,8 @@ def train(case: Case, steps: int = STEPS) -> tuple[Weights, Weights]:
     return first, {name: last[name] for name in first}
 
 
-FIVE_HEADS = dataclasses.replace(GPT2_STYLE, num_attention_heads=5, kv_channels=3)  # 45 rows, 12 on each rank
+# the fused projection has 45 rows, so the last of four ranks has fewer than 12
+FIVE_HEADS = dataclasses.replace(GPT2_STYLE, num_attention_heads=5, kv_channels=3)
 SETTINGS = OptimizerConfig(
     optimizer="muon", muon_momentum=0.8, muon_use_nesterov=False, muon_num_ns_steps=3, muon_adam_lr_multiple=0.5
 )
@@ -160,7 +169,10 @@ def test_muon_equals_torch_on_whole_matrices_or_rows_of_nodes(case):
 
 @pytest.mark.parametrize("ep", [1, 2])
 def test_each_expert_is_orthogonalized_whole_whatever_the_layout(ep):
-    """Gate and up [F, H], and down, which is stored as [F, H] and scaled as [H, F]."""
+    """Check one Muon step of the three matrices of each expert, for any layout.
+
+    Gate and up are [F, H]. Down is stored as [F, H], and scaled like the matrix [H, F] as which it is used.
+    """
     config = OptimizerConfig(optimizer="muon", muon_scale_mode="shape_scaling")
     case = Case(model=MIXTURE_STYLE, nodes=2, ep=ep, optimizer=config)
     first, last = ranks(4).run(train, case, 1)[0]
@@ -182,7 +194,7 @@ def test_update_scales_equal_megatrons():
 
 
 def in_8_bits(whole: torch.Tensor, dim: int, tp: int, shards: int) -> torch.Tensor:
-    """Return a parameter after packing and unpacking each of its shards in 8 bits."""
+    """Quantize each shard of an unsharded parameter to 8 bits, and return the parameter after dequantization."""
     found = []
     for of_tp in whole.chunk(tp, dim):
         segments = plan_segments([("", tuple(of_tp.shape))], shards)
@@ -214,7 +226,7 @@ def test_full_steps_use_whole_matrices_gathered_in_8_bits():
 
 
 def crossed(case: Case, optimizer: OptimizerConfig) -> list[int]:
-    """Return the bytes that each of four steps sends to other nodes."""
+    """Train four steps; return the bytes that this rank sends to other nodes in each step."""
     step, dims = build_step(dataclasses.replace(case, optimizer=optimizer))
     found = [dims.counter.sent_bytes("cross")]
     for iteration in range(1, 5):
@@ -232,12 +244,16 @@ def test_muon_crosses_nodes_only_at_intervals_by_a_byte_per_element():
     assert never == adam
     matrices = model.layers * model.hidden * (4 * model.hidden + 2 * model.ffn_size)
     for index, (more, without) in enumerate(zip(at_times, never, strict=True), 1):
-        sent = (more - without) / (matrices / 4)  # bytes per matrix element of a rank: 8 bits and a scale
+        # additional bytes per matrix element of this rank, which is sent in 8 bits with scales
+        sent = (more - without) / (matrices / 4)
         assert sent == 0 if index % 2 else 1.0 < sent < 1.02
 
 
 def skip(case: Case) -> None:
-    """Check that steps with NaN or Inf leave weights and state bit-identical, and do not affect the next step."""
+    """Check that a step with NaN or Inf gradients changes no bit of weights and optimizer state.
+
+    The step after it must be the same as without it.
+    """
     ends = []
     for bad in (None, math.nan, math.inf):
         model, optimizer = build(case)
@@ -282,7 +298,7 @@ def test_muon_training_matches_one_rank(case):
 
 
 def multiplications(case: Case) -> int:
-    """Count this rank's scalar multiplications in one optimizer step, by torch's FLOP counter."""
+    """Return the number of scalar multiplications in this rank's matrix products of one optimizer step."""
     model, optimizer = build(case)
     with FlopCounterMode(display=False) as counter:
         take_step(model, optimizer, 1)

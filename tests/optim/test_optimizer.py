@@ -1,6 +1,6 @@
-"""Optimizers on shards: parameter groups, rates, and the updates of torch's and apex's optimizers.
+"""Test optimizers on shards: parameter groups, rates, and the updates of torch's and apex's optimizers.
 
-A fake replaces apex's kernels.
+A fake class replaces apex's FusedAdam, which needs CUDA.
 """
 
 import sys
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class FakeFusedAdam(torch.optim.AdamW):
-    """Fake of apex's FusedAdam: the step is in the group, moments are in the state, and DTensors are not supported."""
+    """Fake of apex's FusedAdam: it counts steps in the parameter group and not in the state, and rejects DTensors."""
 
     def __init__(self, params, lr, betas, eps, adam_w_mode):
         assert adam_w_mode
@@ -42,7 +42,7 @@ class FakeFusedAdam(torch.optim.AdamW):
 
 
 def build(model: nn.Module, kind: str) -> torch.optim.Optimizer:
-    """Build the optimizer "adam", "sgd" or "apex"."""
+    """Build the optimizer `kind` for the model: "adam" or "sgd" of torch, or "apex" (a fake FusedAdam)."""
     name, backend = ("adam", "apex") if kind == "apex" else (kind, "torch")
     constants = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "sgd_momentum": 0.7}
     config = OptimizerConfig(optimizer=name, optimizer_backend=backend, **constants)
@@ -53,7 +53,7 @@ def build(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 1) -> None:
-    """Set the rates, and set each gradient to its parameter."""
+    """Prepare an optimizer step: set learning rate and weight decay, and use each parameter's value as its gradient."""
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
     set_rates_(optimizer, learning_rate=0.1 / step, weight_decay=0.1 * step)
@@ -67,7 +67,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Opt
 
 
 def compare_with_one_process(kind: str, tp: int) -> bool:
-    """Train the sharded model and the whole one; return True if a shard of this rank is empty."""
+    """Train a sharded model and an unsharded one, and compare their weights.
+
+    Return True if a shard of this rank is empty.
+    """
     whole, (model, _) = one_process_model(), sharded_model(tp, 1)
     train(whole, build(whole, "sgd" if kind == "sgd" else "adam"))
     optimizer = train(model, build(model, kind))
@@ -77,7 +80,7 @@ def compare_with_one_process(kind: str, tp: int) -> bool:
         assert [group["step"] for group in optimizer.param_groups] == [3, 3]
     for name, parameter in whole.named_parameters():
         ours = model.get_parameter(name).detach().full_tensor()
-        # the fused kernel may round its vector part and its scalar part differently
+        # torch's fused AdamW may round elements of its vectorized loop and of the remainder differently.
         torch.testing.assert_close(ours, parameter.detach(), rtol=1e-6, atol=1e-7)
     return any(parameter.to_local().numel() == 0 for parameter in model.parameters())
 
@@ -88,7 +91,7 @@ def test_optimizer_updates_shards_like_one_process(kind, tp):
 
 
 def compare_with_torch(tp: int, replicas: int) -> None:
-    """Compare with torch's optimizer on DTensors, after each has loaded the other's state."""
+    """Compare an update with torch's AdamW on DTensors, before and after both optimizers exchange their states."""
     model, theirs = (sharded_model(tp, replicas)[0] for _ in range(2))
     optimizer, divisor = build(model, "adam"), torch.tensor(3.7)
     groups = parameter_groups(theirs.named_parameters(), 0.1)
@@ -139,7 +142,7 @@ def test_apex_is_refused_where_it_cannot_run(tmp_path, monkeypatch):
     assert not not_refused([("cuda", missing), ("cuda", "or use --optimizer-backend torch")], check_apex)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "apex" / "optimizers").mkdir(parents=True)
-    # the unrelated package named apex on PyPI, which must not be imported
+    # Make a package like the unrelated `apex` on PyPI. The check must not import it.
     (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('imported')")
     assert not not_refused([("cuda", missing)], check_apex)
     (tmp_path / "apex" / "optimizers" / "fused_adam.py").touch()
@@ -155,7 +158,7 @@ def test_groups_without_weight_decay_equal_megatrons():
     assert {*map(id, decayed["params"])} == {id(model["linear"].weight), id(model["embedding"].weight)}
     assert {*map(id, exempt["params"])} == {*map(id, (model["linear"].bias, *model["norm"].parameters(), odd))}
     assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.3, 0.0)
-    model["linear"].bias.requires_grad_(False)  # frozen parameters and empty groups are left out
+    model["linear"].bias.requires_grad_(False)  # frozen parameters and empty parameter groups must be left out
     (only,) = parameter_groups(model["linear"].named_parameters(), weight_decay=0.1)
     assert (only["params"], only["wd_mult"]) == ([model["linear"].weight], 1.0)
 

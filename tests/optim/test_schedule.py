@@ -1,4 +1,4 @@
-"""Schedule of learning rate and weight decay, at hand-computed values, and refused flags."""
+"""Test the schedule of learning rate and weight decay at hand-computed values, and rejected flags."""
 
 import math
 from typing import Any
@@ -11,7 +11,10 @@ from megazpp.optim.schedule import Schedule, build_schedule
 
 
 def schedule(train_iters: int | None = 100, train_samples: int | None = None, **flags: Any) -> Schedule:
-    """Build a schedule with peak 1.0, minimum 0.1 and 10 samples per step."""
+    """Build a schedule of 10 samples per step.
+
+    By default, the learning rate has its peak at 1.0 and its minimum at 0.1.
+    """
     config = ScheduleConfig(**{"lr": 1.0, "min_lr": 0.1, **flags})
     return build_schedule(
         config, weight_decay=0.01, train_iters=train_iters, train_samples=train_samples, global_batch_size=10
@@ -23,19 +26,19 @@ COSINE = {"lr_decay_style": "cosine", "lr_warmup_iters": 10}
 CONSTANT = {"lr_decay_style": "constant", "lr_warmup_iters": 10}
 ROOT = {"lr_decay_style": "inverse-square-root"}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 40}
-RATES = [  # flags, and learning rates by consumed samples
+RATES = [  # each entry: flags of the schedule, and the expected learning rates by number of consumed samples
     # linear: from 1.0 at the end of the warm-up (200 samples) to 0.1 at 1000
     (WARM, {0: 0.0, 50: 0.25, 200: 1.0, 400: 0.1 + 0.75 * 0.9, 1000: 0.1, 5000: 0.1}),
     ({**WARM, "lr_warmup_init": 0.2}, {0: 0.2, 100: 0.6}),
     ({}, {0: 1.0, 500: 0.55}),
     ({"lr_decay_iters": 50}, {250: 0.55, 510: 0.1}),
-    # the warm-up fraction refers to the decay length, and may give a fraction of a sample
+    # --lr-warmup-fraction is a fraction of the decay length, and may give a fraction of a sample
     ({"lr_warmup_fraction": 0.25}, {125: 0.5}),
     ({"lr_warmup_fraction": 0.25, "lr_decay_iters": 40}, {50: 0.5}),
     ({"lr_warmup_fraction": 0.0125}, {12: 12 / 12.5}),
     # cosine: 0.5 * (cos(pi * progress) + 1) is 3/4 at a third of the decay and 1/2 at half
     (COSINE, {100: 1.0, 400: 0.1 + 0.75 * 0.9, 550: 0.55, 1001: 0.1}),
-    # constant: the peak forever
+    # constant: after the warm-up, the peak for the rest of the run
     (CONSTANT, {50: 0.5, 9999: 1.0}),
     # inverse square root: sqrt(warm-up / consumed), not below the minimum, and the minimum after the decay length
     ({**ROOT, "lr_warmup_iters": 10}, {400: 0.5, 1000: math.sqrt(0.1), 1001: 0.1}),
@@ -70,11 +73,12 @@ def test_weight_decay_ramp_equals_megatrons():
         ("cosine", {0: 0.1, 500: 0.2, 1000 / 3: 0.1 + 0.25 * 0.2, 1001: 0.3}),
     ):
         ramp = {"weight_decay_incr_style": style, "start_weight_decay": 0.1, "end_weight_decay": 0.3}
-        found = schedule(lr_decay_iters=20, **ramp)  # the weight decay ramps over the whole run
+        # the ramp of weight decay lasts for the whole run, whatever --lr-decay-iters says
+        found = schedule(lr_decay_iters=20, **ramp)
         assert {n: found.weight_decay(n) for n in curve} == pytest.approx(curve, rel=1e-12), style
 
 
-ITERS, SAMPLES = (10, None), (None, 99)  # lengths of the run in iterations and samples
+ITERS, SAMPLES = (10, None), (None, 99)  # lengths of the run: (--train-iters, --train-samples)
 WARMUP_AND_FRACTION = {"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1}
 DECAYS = {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.2, "end_weight_decay": 0.1}
 REFUSED = [
