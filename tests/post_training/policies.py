@@ -1,4 +1,4 @@
-"""A tiny policy on ranks and its training steps, shared by tests of objectives and rollouts."""
+"""A tiny policy model on several ranks, and its training steps, for the tests of objectives and rollouts."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ SEQ, BATCH = 24, 8  # tokens per row, rows per step
 
 @dataclass(frozen=True, kw_only=True)
 class PostCase(Case):
-    """A training with one objective on all ranks."""
+    """The configuration of a training run of a tiny policy with one post-training objective."""
 
     post: PostTrainingConfig
     model: GPTConfig = STYLE
@@ -51,8 +51,8 @@ def build(case: PostCase, *, scalar_head: bool | None = None) -> tuple[ShardedMo
 def train(
     built: ShardedModel, dims: ParallelDims, objective: Any, steps: Iterable[list[Any]]
 ) -> list[dict[str, float]]:
-    """Train on micro-batches of each step and return loss, gradient norm and metrics by step."""
-    # SGD, since Adam turns gradients that are only rounding into full-size updates
+    """Train on the micro-batches of each step; return one dict per step with loss, gradient norm and metrics."""
+    # SGD, because Adam turns gradients that consist of rounding errors into full-size updates
     optimizer = build_optimizer(built.model, OptimizerConfig(optimizer="sgd"))
     scaler = build_loss_scaler(LossScaleConfig(), fp16=False)
     step = TrainStep(*built, optimizer, scaler, dims, clip_grad=CLIP, objective=objective)
@@ -61,5 +61,5 @@ def train(
 
 
 def near(steps: list[dict[str, float]], *, rel: float, abs: float) -> list[Any]:
-    """Return values that compare equal to `steps` within the given tolerances."""
+    """Return one `pytest.approx` per step, which compares equal to the step's numbers within the tolerances."""
     return [pytest.approx(each, rel=rel, abs=abs) for each in steps]

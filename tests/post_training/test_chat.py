@@ -25,7 +25,10 @@ TOKENIZERS = [qwen2, llama3, llama2, added, unigram]
 
 
 def folder_of(folder: Path, write: Any, template: Any) -> Path:
-    """Write a tokenizer folder with a chat template, or with several named ones."""
+    """Write a tokenizer folder, and set its chat template: one string, or a list of named templates.
+
+    Return the folder.
+    """
     folder.mkdir()
     write(folder)
     path = folder / "tokenizer_config.json"
@@ -45,7 +48,7 @@ def read(path: Path, tokenizer: Tokenizer, record: dict[str, Any], log: Any = pr
 
 
 def theirs_of(tokenizer: Any, chat: Chat, messages: Any, **how: Any) -> Any:
-    """Call apply_chat_template with the arguments that TRL passes."""
+    """Return the result of transformers' apply_chat_template, called with the arguments that TRL passes."""
     columns = {name: json.loads(x) if isinstance(x, str) else x for name, x in chat.columns.items()}
     columns |= columns.pop("chat_template_kwargs", {})
     return tokenizer.apply_chat_template(messages, return_dict=True, **columns, **how)
@@ -97,7 +100,8 @@ def test_flags_choose_template_arguments_and_system_message(tmp_path):
         template = load_chat_template(ChatConfig(**flags), tokenizer)
         assert template.render([ASK]) == text, flags
     kept = load_chat_template(ChatConfig(chat_template="rag", system_prompt="be kind"), tokenizer)
-    assert kept.render(TALK[:1]) == "RBe brief."  # the conversation's own system message has priority
+    # a system message in the conversation has priority over --system-prompt
+    assert kept.render(TALK[:1]) == "RBe brief."
     own = load_chat_template(ChatConfig(chat_template="rag", chat_template_kwargs='{"tone": 3}'), tokenizer)
     assert own.render([ASK], options=options_of({"chat_template_kwargs": {"tone": 4}})) == "R4money?"
 
@@ -116,7 +120,10 @@ def test_template_files_in_the_folder_override_the_config(tmp_path):
 
 
 def test_parquet_nulls_are_missing_keys_but_json_nulls_are_kept(tmp_path):
-    """Arrow gives all objects of a column the same keys, so a null may mean a missing key."""
+    """Read conversations with tool calls from a Parquet file, and compare with transformers.
+
+    Arrow gives all objects of a column the same keys, so a null may mean a missing key.
+    """
     folder = folder_of(tmp_path / "their", qwen2, WITH_TOOLS)
     tokenizer, config = load(folder), DataFormatConfig(max_length=4000)
     schemas = [
@@ -131,7 +138,7 @@ def test_parquet_nulls_are_missing_keys_but_json_nulls_are_kept(tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     expected = theirs.apply_chat_template(record["messages"], tools=schemas, tokenize=True, return_dict=True)
     assert found.row(0)[0].tolist() == expected["input_ids"]
-    # columns for reward functions keep their nulls
+    # Columns that reward functions get as arguments keep their nulls.
     asked = {"prompt": [ASK], "answers": [{"a": 1, "b": None}], "level": None}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([asked]), tmp_path / "b.parquet")
     (prompt,) = read_prompts([tmp_path / "b.parquet"], tokenizer, template, max_prompt_length=99)
@@ -145,7 +152,8 @@ def test_parquet_nulls_are_missing_keys_but_json_nulls_are_kept(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("write", TOKENIZERS)
 def test_assistant_only_loss_warns_like_trl_if_no_turn_end_is_trained(tmp_path, write):
-    from trl.chat_template_utils import is_chat_template_stop_token_trained  # takes two seconds
+    # imported here and not at the top, because the import takes two seconds
+    from trl.chat_template_utils import is_chat_template_stop_token_trained
 
     templates = {"marked": MARKED, "late": LATE, "thinks": THINKS, "bare": MARKED.replace("<|im_end|>", "")}
     for name, source in templates.items():

@@ -14,7 +14,8 @@ PARSER = FlagParser(EXTRA, program="x")
 FIELDS = {flag_name(field): field for each in EXTRA for field in dataclasses.fields(each)}
 NEEDS = {name: field.metadata["flag"].needs for name, field in FIELDS.items()}
 NUMBERS = [name for name, field in FIELDS.items() if re.search(r"\b(int|float)\b", str(field.type))]
-# 0 mostly switches something off; a reward of weight 0 is only logged, a negative weight is a penalty
+# Flags for which 0 is a valid number. It mostly switches a feature off. A reward of weight 0 is only logged, and a
+# negative weight is a penalty.
 ZERO_MEANS_SOMETHING = (
     "--beta --label-smoothing --ref-ckpt-step --kl-coef --vf-coef --missing-eos-penalty --log-completions "
     "--lora-dropout --reward-weights --prefetch-layers"
@@ -36,14 +37,14 @@ def read(flags: str) -> None:
 
 
 def given(name: str) -> str:
-    """Return the flag with a value that differs from its default."""
+    """Return the flag `name` as on a command line, with a value that differs from its default."""
     default = FIELDS[name].default
     value = VALUES.get(name, "0.9" if isinstance(default, float) else "3")
     return name if isinstance(default, bool) else f"{name} {value}"
 
 
 def beside(name: str) -> str:
-    """Return the flags that turn on the feature of `name`, and the features it depends on."""
+    """Return the flags that turn on the feature to which the flag `name` belongs, and the features that it needs."""
     needs, own = NEEDS[name], BESIDE.get(name, "")
     if needs is None:
         return own

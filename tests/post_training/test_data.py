@@ -1,4 +1,4 @@
-"""Test datasets and batches: a sample depends only on its index, and padding has no loss."""
+"""Test datasets and batches of post-training. A sample depends only on its index, and padding has no loss."""
 
 from typing import Any
 
@@ -25,7 +25,10 @@ PAD = 99
 
 
 def examples(*lengths: int) -> Examples:
-    """Make rows i * 10, i * 10 + 1, ..., whose tokens all have a loss except the first one."""
+    """Make tokenized examples of the given lengths.
+
+    Example i is i * 10, i * 10 + 1, ..., and all its tokens but the first have a loss.
+    """
     rows = [np.arange(length, dtype=np.int32) + 10 * number for number, length in enumerate(lengths)]
     masks = [np.arange(length) > 0 for length in lengths]
     starts = np.cumsum([0, *lengths], dtype=np.int64)
@@ -38,7 +41,7 @@ def supervised(*lengths: int, samples: int, max_length: int, packing: bool = Fal
 
 
 def stacked(dataset: SupervisedDataset | PreferenceDataset) -> torch.Tensor:
-    """Stack all samples of a dataset."""
+    """Return all samples of a dataset, stacked into one tensor."""
     return torch.from_numpy(np.stack([dataset[index] for index in range(len(dataset))]))
 
 
@@ -81,7 +84,7 @@ def test_packing_loses_no_example_and_fits_like_best_fit_decreasing(lengths):
     rows = pack(np.array(lengths), 12)
     assert sorted(number for row in rows for number in row) == [*range(len(lengths))]
     assert all(sum(lengths[number] for number in row) <= 12 for row in rows)
-    reference: list[int] = []  # free space in each row
+    reference: list[int] = []  # the reference's rows: number of free tokens in each
     for length in sorted(lengths, reverse=True):
         fitting = [(left, row) for row, left in enumerate(reference) if left >= length]
         if fitting:
@@ -126,7 +129,10 @@ def test_packed_examples_have_separate_positions_and_documents():
 
 
 def test_packed_examples_have_the_losses_of_unpacked_ones():
-    """Losses differ only by rounding, since other examples are masked instead of absent."""
+    """Compare the loss of every label with and without packing several examples into a row.
+
+    They differ only by rounding, because attention masks the other examples of a row.
+    """
     model, lengths = build_gpt(LLAMA_STYLE), (5, 8, 3, 7, 4, 2)
     found = []
     for packing, rows in ((False, 6), (True, 3)):
@@ -135,7 +141,8 @@ def test_packed_examples_have_the_losses_of_unpacked_ones():
         )
         losses = losses_of(model, batch) * batch.loss_mask
         of_label = torch.zeros(101).index_put((batch.labels,), losses, accumulate=True)
-        assert of_label.count_nonzero() == sum(lengths) - len(lengths)  # every label occurs once
+        # every label has a loss once; all labels are different tokens, so `of_label` counts them
+        assert of_label.count_nonzero() == sum(lengths) - len(lengths)
         found.append(of_label)
     torch.testing.assert_close(*found, atol=1e-5, rtol=0)
 

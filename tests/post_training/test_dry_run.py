@@ -27,7 +27,7 @@ from megazpp.run.checks import plan_run
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import build_model
 
-# weights take most of the memory, so that a plan without some of them would be clearly wrong
+# In this model, weights take most of the memory. So a plan that left some of them out would be clearly wrong.
 SMALL = (
     "@configs/gpt_tiny.args --num-layers 3 --seq-length 32 --hidden-size 256 --num-attention-heads 4 "
     "--micro-batch-size 1 --global-batch-size 8 --vocab-size 99 --bf16 --hidden-dropout 0 --attention-dropout 0 "
@@ -51,13 +51,15 @@ def configs(
 def test_small_model_sends_adapters_across_nodes_and_base_inside():
     dry = dry_run_models(parse(f"{SMALL} --num-layers 2 --zeropp").config, configs("sft", lora_r=2), TWO_BY_TWO, rank=1)
     assert dry.trained == 2 * 2 * (256 + 3 * 256)
-    assert 0 < sent_on(dry.sent, "cross") < 4 * dry.trained  # bytes; the base would need far more
-    # in two micro-batches, the forward uses every unit, the backward the layers and the model's own unit
+    assert 0 < sent_on(dry.sent, "cross") < 4 * dry.trained  # bytes of adapters; the frozen base would need far more
+    # In each of two micro-batches, the forward gathers the 3 frozen units (two layers and the rest), and so does the
+    # backward.
     assert dry.sent["local", "frozen", "all_gather"] == (2 * (3 + 3), 2 * 2 * dry.base_bytes)
     assert dry.base_bytes == pytest.approx(2 * (2 * 12 * 256**2 + 32 * 256 + 128 * 256) / 2, rel=0.02)
 
 
-# error of the plan in percent; without a reference model it would be 10 % or more, without a frozen base 25 %
+# Each entry has the models' settings, flags, and the error of the planned memory in percent. A plan without a reference
+# model would be wrong by 10 % or more, and without a frozen base by 25 %.
 PLANNED: dict[str, tuple[PostConfigs, str, float]] = {
     "sft, adapters, 8 bits": (configs("sft", lora_r=4, bits=8), "", 0.11),
     "sft, many adapters, untied, zeropp": (configs("sft", lora_r=16), f"{UNTIED} --zeropp", 0.0),
@@ -107,9 +109,11 @@ def test_streamed_models_take_only_the_memory_of_resident_parts():
         assert (found["asking"][Memory.UNPACKED] > 0) == (not weights)
         return found["training"][Memory.REFERENCE]
 
-    # 8.25 bits per element, 8.5 with rows padded to 16 bytes; vectors are replicated on every rank
+    # A packed layer has 8.25 bits per element, or 8.5 where rows are padded to 16 bytes. Vectors (norms) are replicated
+    # on every rank.
     layer, vectors = (8 * 1.0625 + 4 * 1.03125) * 256**2, 4 * (3 * 13 + 2) * 256
-    # plus both ranks' parts of the current layer and of the next one
+    # Streamed weights need the embedding on the device (`ends`), and both ranks' parts of the current and the next
+    # layer.
     ends = (32 + 128) * 256 * 1.0625 + vectors
     assert kept() == pytest.approx((3 * 12 * 256**2 + (32 + 128) * 256) * 2 / 2, rel=0.02)
     assert kept(weight_bits=8) == pytest.approx(ends + 3 * layer / 2 + 2 * layer, rel=0.02)
@@ -124,7 +128,7 @@ def test_streamed_models_take_only_the_memory_of_resident_parts():
 
 
 def drawn(config: RunConfig, post: PostConfigs, cluster: Cluster) -> tuple[int, int]:
-    """Return peak bytes while completions of the longest prompts are generated, and the planned bytes."""
+    """Generate completions of the longest prompts; return the peak memory in bytes, and the planned bytes."""
     plan = plan_run(config, cluster, device_type="cpu")
     dims = ParallelDims(plan.layout, device_type="cpu")
     count = plan.batches.global_batch_size // dims.data_size
@@ -142,7 +146,10 @@ def drawn(config: RunConfig, post: PostConfigs, cluster: Cluster) -> tuple[int, 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", UNTIED])
 def test_generation_takes_the_planned_memory_except_activations(flags):
-    """One layer is 14 % of it, and keys and values are 10 %, so the tolerance would show if one were missing."""
+    """Compare planned with used memory during generation, within 2 %.
+
+    One layer is 14 % of the memory, and keys and values are 10 %, so a missing one would exceed the tolerance.
+    """
     config = parse(f"{SMALL} --global-batch-size 32 --vocab-size 257 {flags}").config
     for counted, planned in ranks(2).run(drawn, config, configs("grpo"), Cluster(num_nodes=1, ranks_per_node=2)):
         assert planned == pytest.approx(counted, rel=0.02)

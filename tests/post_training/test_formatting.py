@@ -1,4 +1,4 @@
-"""Test conversion of data records to tokens and loss masks; errors name file and line."""
+"""Test the conversion of data records to tokens and loss masks. Errors name the file and the line."""
 
 import json
 import math
@@ -42,13 +42,19 @@ def write(path: Path, *records: object) -> Path:
 def read(
     *paths: Path, tokenizer: Tokenizer = TOKENIZER, template: ChatTemplate = TEMPLATE, flags: Any = (), **options: Any
 ) -> Examples:
-    """Read the examples of files; `flags` are DataFormatConfig's."""
+    """Read the examples of all files.
+
+    `flags` are fields of DataFormatConfig, and `options` are arguments of `read_examples`.
+    """
     config = DataFormatConfig(**{"max_length": 200, **dict(flags)})
     return read_examples(paths, tokenizer, template, config, **{"pairs": False, "cache_dir": None, **options})
 
 
 def shown(examples: Examples) -> list[tuple[str, str]]:
-    """Return each row's text and the part of it that has a loss, with eod shown as $."""
+    """Return for each example its text, and the part of the text that has a loss.
+
+    The end-of-document token is shown as $.
+    """
 
     def text(ids: Any) -> str:
         return bytes(ord("$") if token == TOKENIZER.eod else token for token in ids.tolist()).decode(errors="replace")
@@ -58,7 +64,7 @@ def shown(examples: Examples) -> list[tuple[str, str]]:
 
 
 ASSISTANT = {"assistant_only_loss": True}
-# record, flags, text, part of the text that has a loss
+# Each entry has a data record, flags, the expected text, and the part of the text that has a loss.
 SUPERVISED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"text": "abc"}, {}, "abc$", "bc$"),
     ({"prompt": "1+1=", "completion": "2"}, {}, "1+1=2$", "2$"),
@@ -108,7 +114,7 @@ def test_cut_empty_and_equal_answers_are_counted_and_tokens_cached(path, tmp_pat
         "1 left out, because no token of their answers is left; " + same,
     ]
     again = read(path, flags={"max_length": 5}, **options)
-    assert lines[2:] == lines[1:2]  # the same counts are logged for cached tokens
+    assert lines[2:] == lines[1:2]  # reading from the token cache logs the same counts as tokenizing
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(again, examples, strict=True))
 
 
@@ -193,7 +199,10 @@ def test_prompts_keep_their_columns_and_place(path):
 
 
 def test_strings_get_tokenizer_marks_and_conversations_only_template_ones(path, tmp_path):
-    """Token IDs equal those from TRL's trainers: a text and eos form one string, and templates are used unchanged."""
+    """Compare token ids with those of TRL's trainers.
+
+    A plain text and the end token form one string, and templates are used unchanged.
+    """
     words = "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money\n" * 9
     template = "{{ bos_token }}{% for m in messages %}{{ m['role'] + ' ' + m['content'] + eos_token }}{% endfor %}"
     folder = write_llama_tokenizer(tmp_path / "their", words, chat_template=template)
@@ -211,7 +220,9 @@ def test_strings_get_tokenizer_marks_and_conversations_only_template_ones(path, 
     records += [{"text": "money"}, {"messages": talk}, {"prompt": "Call ", "completion": "me"}]
     lines: list[str] = []
     examples = read(write(path, *records), tokenizer=tokenizer, template=chat, log=lines.append)
-    assert "note: the answers of 1 begin inside a token of their prompt" in lines[0]  # " me" is one token
+    assert (
+        "note: the answers of 1 begin inside a token of their prompt" in lines[0]
+    )  # " me" is one token, so the answer "me" begins inside it
     expected = [plain("Call me</s>"), plain("Call me</s>"), plain("money</s>"), rendered(talk)]
     for number, (ids, first) in enumerate(zip(expected, [len(plain("Call"))] * 2 + [1, 1], strict=True)):
         assert ids[:2].count(1) == 1
@@ -225,7 +236,7 @@ def test_strings_get_tokenizer_marks_and_conversations_only_template_ones(path, 
 
 def test_text_has_each_special_token_once_and_a_prompt_no_end(path, tmp_path):
     (folder := tmp_path / "their").mkdir()
-    byte_fallback(folder)  # <s> $A </s>, and </s> ends a document
+    byte_fallback(folder)  # writes a tokenizer that adds <s> and </s>; </s> ends a document
     tokenizer = load_tokenizer(find_tokenizer(folder))
     texts = ("ab", "<s>ab", "ab</s>", "<s>ab</s>")
     write(
@@ -256,7 +267,9 @@ def test_space_at_the_end_of_a_prompt_is_not_trained_on(path, tmp_path):
 
 def test_margins_of_pairs_are_read_for_reward_models_only(path):
     pairs = [{"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin} for margin in (0.5, None, -2)]
-    pairs.insert(1, {"prompt": "a", "chosen": "b", "rejected": "b", "margin": 9})  # left out
+    pairs.insert(
+        1, {"prompt": "a", "chosen": "b", "rejected": "b", "margin": 9}
+    )  # equal answers, so this pair is left out
     found = read(write(path, *pairs), pairs=True, margins=True)
     assert found.margins.tolist() == [0.5, 0.0, -2.0]
     for margin in ("1", math.nan, [1]):
@@ -271,7 +284,7 @@ def test_reading_with_a_time_limit_raises_timeout_or_the_first_error(path, tmp_p
     write(path, good, bad)
     with pytest.raises(TimeoutError):
         read(path, seconds=0.0)
-    # the beginning of each file is always read
+    # The beginning of each file is read even after the time limit, so an error in the first line is found.
     with pytest.raises(ValueError, match=r"b.jsonl, line 1: there is neither"):
         read(path, write(tmp_path / "b.jsonl", bad), seconds=0.0)
     with pytest.raises(TimeoutError):
@@ -279,7 +292,10 @@ def test_reading_with_a_time_limit_raises_timeout_or_the_first_error(path, tmp_p
 
 
 def test_template_may_use_other_roles_and_calls_without_content(path):
-    """Keys with null values are removed before the template sees a message."""
+    """Test messages with unknown roles, and with tool calls in place of content.
+
+    Keys with null values are removed before the template sees a message.
+    """
     source = (
         "{% for m in messages %}{{ m.keys() | join('+') }}:{{ m.role }}{{ m.content }}{{ m.tool_calls }} {% endfor %}"
     )

@@ -1,4 +1,7 @@
-"""Compare losses and gradients with TRL's numbers from write_trl_goldens.py, and test properties beyond these."""
+"""Compare losses and gradients with stored numbers of TRL, and test properties beyond these numbers.
+
+write_trl_goldens.py has written the numbers.
+"""
 
 import collections
 import itertools
@@ -20,7 +23,7 @@ VERSIONS = {"1.16.0": {"sft": 1, "reward": 2, "dpo": 12, "grpo": 18, "rloo": 2, 
 FILES = {version: json.loads((Path(__file__).parent / f"trl_{version}.json").read_text()) for version in VERSIONS}
 CASES = [case for file in FILES.values() for case in file["cases"]]
 Case = dict[str, Any]
-Numbers = dict[str, torch.Tensor]  # tensors by TRL's names
+Numbers = dict[str, torch.Tensor]  # tensors by their names in TRL
 
 
 def test_stored_cases_cover_all_kinds_and_trl_versions():
@@ -38,7 +41,10 @@ def leaf(numbers: Any) -> torch.Tensor:
 
 
 def logps(case: Case, logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Return the labels' log-probabilities [B, S], as the model returns them."""
+    """Return the log-probabilities of the labels from stored logits: [B, S].
+
+    This project's model computes them itself.
+    """
     labels = torch.tensor(case["tokens"])[:, 1:]
     return (logits[:, :-1] / temperature).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
@@ -115,7 +121,10 @@ def grpo_in_micro_batches(case: Case) -> Numbers:
 
 
 def ppo(case: Case) -> Numbers:
-    """Compute PPO's losses like TRL, which adds a value and the score one place after a completion that ended early."""
+    """Compute PPO's losses of a stored case.
+
+    TRL adds a value and the score one position after a completion that ended early, so this function does as well.
+    """
     settings, longest = case["settings"], case["settings"]["max_completion_length"]
     logits, all_values, mask = leaf(case["logits"]), leaf(case["values"]), labels_mask(case)
     places = formulas.value_mask(mask, max_completion_length=longest)
@@ -154,7 +163,10 @@ def ppo(case: Case) -> Numbers:
 
 @pytest.mark.parametrize("compare", [sft, reward, dpo, rloo, grpo, grpo_in_micro_batches, ppo])
 def test_losses_gradients_and_metrics_match_trl(compare):
-    """The tolerance is 1e-6, since TRL computes log-probabilities in fp32."""
+    """Compare losses, gradients and metrics of all stored cases.
+
+    The tolerance is 1e-6, because TRL computes in fp32.
+    """
     for case in CASES:
         if case["kind"] == compare.__name__.partition("_")[0]:
             theirs = case | case.get("metrics", {})
@@ -171,7 +183,7 @@ def test_reference_is_mixed_with_the_policy_like_in_trl():
 
 
 def completions() -> tuple[torch.Tensor, ...]:
-    """Return five random tensors [8, 7] and the mask of completions."""
+    """Return five random tensors and the mask of completions, each [8, 7]: 8 rows of 7 labels."""
     generator, places = torch.Generator().manual_seed(0), torch.arange(7)
     lengths = torch.tensor([3, 1, 5, 0, 2, 4, 5, 1]).unsqueeze(1)
     mask = ((places > 0) & (places <= lengths)).double()
@@ -225,7 +237,7 @@ def test_values_end_one_place_after_a_completion_below_the_limit():
 
 def test_whitening_uses_the_moments_of_all_ranks():
     x, *_, mask = completions()
-    # shifted, so that the moments of one rank alone would give other results
+    # Shift by 100, so that the moments of one rank alone would give clearly other results.
     x, own, rest = 100 + x, slice(0, 3), slice(3, None)
     chosen, sums = x[mask > 0], []
     formulas.whiten(x[rest], mask[rest], sum_over_ranks=lambda theirs: sums.append(theirs) or theirs)

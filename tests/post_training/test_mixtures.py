@@ -33,19 +33,20 @@ KINDS = ("mixtral", "qwen3_moe")
 SMALL = {"vocab_size": 128, "max_position_embeddings": 64, "pad_token_id": 1}
 ONE_RANK: Any = SimpleNamespace(data_size=1, replica_group=SimpleNamespace(size=1), sum_over_data_=lambda x: x)
 MIXTURE = dataclasses.replace(MIXTURE_STYLE, num_layers=2, moe_aux_loss_coeff=0.0)
-DENSE = LLAMA_STYLE  # the same attention
+DENSE = LLAMA_STYLE  # a model without experts, with the same attention as MIXTURE
 ATTENTION = LoraConfig(lora_r=3, lora_alpha=6.0, lora_target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
 
 
-# ---- losses of TRL ----
+# ---- losses, compared with TRL's ----
 
 
 def loss_of_trl(objective: str, model: Any, folder: Path, **how: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return TRL's loss of the first batch, and the batch; the model then has the gradients."""
+    """Return TRL's loss of the first batch, and the batch. Afterwards `model` has the gradients of this loss."""
     trl = pytest.importorskip("trl")
     name = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}[objective]
     columns = {"completion": " {1}"} if objective == "sft" else {"chosen": " {1}", "rejected": " no{0}"}
-    without_aux = {} if objective == "reward" else {"router_aux_loss_coef": 0.0}  # this trainer has no such loss
+    # TRL's trainer of reward models has no load-balancing loss
+    without_aux = {} if objective == "reward" else {"router_aux_loss_coef": 0.0}
     trainer = getattr(trl, f"{name}Trainer")(
         model=model,
         args=getattr(trl, f"{name}Config")(
@@ -68,7 +69,7 @@ def loss_of_trl(objective: str, model: Any, folder: Path, **how: Any) -> tuple[t
 
 
 def ours(folder: Path, model: Any) -> GPTModel:
-    """Convert a model of transformers."""
+    """Convert a transformers model to this project's model, in training mode."""
     return our_model(open_model(save(model, folder)), 32).train()
 
 
@@ -77,7 +78,7 @@ def norm_of(model: torch.nn.Module) -> torch.Tensor:
 
 
 def compare(model: GPTModel, objective: Any, batch: Any, theirs: Any, expected: torch.Tensor) -> None:
-    """Compare the loss and the gradient norm, which differ by fp32 sums in another order."""
+    """Compare the loss and the gradient norm of our model with TRL's. They differ by fp32 sums in another order."""
     objective.begin_step([batch])
     loss = objective.loss(model, batch)
     loss.backward()
@@ -118,7 +119,7 @@ def test_dpo_loss_of_experts_equals_trl(kind, tmp_path):
     config = PostTrainingConfig(objective="dpo", beta=0.1)
     objective = PreferenceLoss(config, ONE_RANK, FrozenModel(frozen).logps)
     compare(model, objective, pairs(batch["input_ids"], batch["completion_mask"]), theirs, expected)
-    assert abs(expected - 0.693147) > 1e-3  # the reference is not the policy
+    assert abs(expected - 0.693147) > 1e-3  # the loss is not ln 2, so the reference model differs from the policy
 
 
 @pytest.mark.slow
@@ -138,7 +139,10 @@ def test_reward_loss_of_experts_equals_trl(tmp_path):
 
 @pytest.fixture(scope="module")
 def loads(tmp_path_factory) -> dict[str, str]:
-    """Save checkpoints of a model with experts and of a dense one."""
+    """Save a checkpoint of a model with experts and of a dense model.
+
+    Return the folders under the keys "experts" and "dense".
+    """
     found = {kind: str(tmp_path_factory.mktemp(kind) / "save") for kind in ("experts", "dense")}
     for kind, model in (("experts", MIXTURE), ("dense", DENSE)):
         ranks(2).run(run, Case(model=model, ep=2 if kind == "experts" else 1), 1, save=found[kind])
@@ -146,7 +150,11 @@ def loads(tmp_path_factory) -> dict[str, str]:
 
 
 def train_adapters(case: Case, load: str) -> tuple[list[tuple[float, float]], list[str], int, int]:
-    """Return the steps, the names of trained parameters, and the bytes sent between nodes and inside a node."""
+    """Train LoRA adapters of attention on a frozen base.
+
+    Return the results of the steps, the names of trained parameters, and the bytes that this rank sent between nodes
+    and inside its node.
+    """
     policy, dims = adapt(case, ATTENTION, load)
     names, counter = [name for name, _ in policy.built.model.named_parameters()], dims.counter
     before = [counter.sent_bytes(wire) for wire in ("cross", "local")]
@@ -156,7 +164,8 @@ def train_adapters(case: Case, load: str) -> tuple[list[tuple[float, float]], li
     policy.built.sharding.reshard()
     steps = train(policy, dims, case)
     with torch.no_grad(), adapters_off(policy.built.model):
-        assert torch.equal(policy.built.model(batch.tokens, batch.labels), base)  # the reference has not changed
+        # with adapters off, the model still gives the losses of the base
+        assert torch.equal(policy.built.model(batch.tokens, batch.labels), base)
     assert [unit.name for unit in policy.base.units if unit.is_unpacked] == []
     crossed, inside = (counter.sent_bytes(wire) - sent for wire, sent in zip(("cross", "local"), before, strict=True))
     return steps, names, crossed, inside
@@ -171,7 +180,10 @@ def train_adapters(case: Case, load: str) -> tuple[list[tuple[float, float]], li
     ],
 )
 def test_adapters_of_attention_train_beside_frozen_experts(loads, world, layout, recompute):
-    """Steps equal those of one process, up to fp32 sums; only the adapters cross nodes, as in a dense model."""
+    """Train adapters beside frozen experts in several layouts. Steps equal those of one process, up to fp32 sums.
+
+    Only the adapters cross nodes, as in a dense model.
+    """
     model = dataclasses.replace(MIXTURE, recompute_granularity=recompute)
     results = ranks(world).run(train_adapters, Case(model=model, **layout), loads["experts"])
     dense = ranks(world).run(train_adapters, Case(model=DENSE, **layout), loads["dense"])
@@ -182,7 +194,9 @@ def test_adapters_of_attention_train_beside_frozen_experts(loads, world, layout,
         assert names == same_names
         assert all(".attention." in name for name in names)
         assert crossed == same_crossed
-        assert (inside != less) == ("nodes" in layout and "tp" not in layout)  # the base is gathered inside the node
+        # the base with experts is larger than the dense one; it is gathered inside the node if the node has several
+        # data ranks
+        assert (inside != less) == ("nodes" in layout and "tp" not in layout)
     if "nodes" in layout:
         assert max(crossed for *_, crossed, _ in results) > 0
 

@@ -1,4 +1,7 @@
-"""Test that buffers, such as the biases of experts, follow the weights everywhere, and when they may change."""
+"""Test that buffers of a model, such as the biases of experts, are loaded and copied wherever weights are.
+
+Also test when the biases may change.
+"""
 
 import contextlib
 import dataclasses
@@ -36,7 +39,7 @@ BIAS, SHIFT = "layers.0.mlp.router.expert_bias", "final_norm.shift"
 
 @contextlib.contextmanager
 def one_more_buffer() -> Iterator[None]:
-    """Give each new model a buffer [3, 5], which adds its mean to the final norm."""
+    """Give each model built inside the block a buffer [3, 5], whose mean is added to the output of the final norm."""
     before = GPTModel.__init__
 
     def init(self: GPTModel, *args: Any, **options: Any) -> None:
@@ -49,7 +52,7 @@ def one_more_buffer() -> Iterator[None]:
 
 
 def save(folder: str) -> dict[str, torch.Tensor]:
-    """Save a checkpoint whose buffers are not zero, and return its buffers."""
+    """Save a checkpoint whose buffers are not zero. Return the two buffers by their names in the model."""
     with one_more_buffer():
         before = GPTModel.train
 
@@ -80,7 +83,10 @@ def losses_of(model: GPTModel, case: Case) -> torch.Tensor:
 
 
 def loaded_everywhere(case: Case, load: str) -> dict[str, list[torch.Tensor]]:
-    """Load the checkpoint in each way; return both buffers, and the losses of a batch, by the way of loading."""
+    """Load the checkpoint as a trained model, a frozen model, the base of adapters, and a synced reference.
+
+    Return both buffers and the losses of a batch, by the way of loading.
+    """
     results = {}
     with one_more_buffer():
         model, sharding, dims = build_on_ranks(case)
@@ -104,7 +110,10 @@ def loaded_everywhere(case: Case, load: str) -> dict[str, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}])
 def test_buffers_arrive_wherever_weights_are_loaded_or_copied(load, layout):
-    """The losses of all models are equal, up to fp32 sums of layouts, and the checksums include the buffers."""
+    """Load a checkpoint in four ways. All models have the same buffers, and the same losses up to fp32 sums of layouts.
+
+    The checksums of frozen models include the buffers.
+    """
     for results in ranks(2).run(loaded_everywhere, dataclasses.replace(CASE, **layout), load):
         expected = results["loaded"]
         assert expected[0].abs().max() == 0.25
@@ -122,7 +131,10 @@ def test_export_refuses_a_buffer_that_the_other_format_cannot_hold():
 
 
 def biases_after_training(case: Case, load: str, adapters: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bias before and after four steps, with adapters on a frozen base or with all weights."""
+    """Train a mixture of experts; return the bias of the first layer's experts before and after the steps.
+
+    Either only adapters on a frozen base are trained, or all weights.
+    """
     with one_more_buffer():
         if adapters:
             policy, dims = adapt(case, ATTENTION, load)
@@ -130,7 +142,8 @@ def biases_after_training(case: Case, load: str, adapters: bool) -> tuple[torch.
             before = bias.clone()
             train(policy, dims, case)
             assert biased_routers(policy.built.model) == []
-            assert not any(name in (BIAS, SHIFT) for name in model_state(policy.built.model))  # not in its checkpoints
+            # checkpoints of adapters do not have the buffers of the frozen base
+            assert not any(name in (BIAS, SHIFT) for name in model_state(policy.built.model))
             return before, bias
         step, dims = build_step(case)
         load_weights(step.model, step.sharding, dims, *found(load), vocab_size=101, say=lambda line: None)

@@ -1,4 +1,7 @@
-"""Test objectives on ranks: every layout gives one process's numbers, which equal formulas on plain logits."""
+"""Test objectives on several ranks.
+
+Every layout gives the numbers of one process, which equal formulas on plain logits.
+"""
 
 import dataclasses
 import functools
@@ -49,7 +52,7 @@ OBJECTIVES = {
 
 
 def synthetic_batch(case: PostCase, step: int, rows: list[int]) -> PairBatch | RolloutBatch:
-    """Return rows of a global batch that depends only on the step."""
+    """Return the given rows of a random global batch, which depends only on the case and the step."""
     generator, count = torch.Generator().manual_seed(100 + step), BATCH if case.post.draws else 2 * BATCH
     tokens = torch.randint(0, 257, (count, SEQ + 1), generator=generator)
     starts, lengths = (torch.randint(1, 9, (count, 1), generator=generator) for _ in range(2))
@@ -156,7 +159,7 @@ def test_router_losses_change_gradients_and_no_logged_loss():
 
 
 def compare_with_logits(case: PostCase) -> torch.Tensor:
-    """Compare losses, entropy and values of a batch with those from its logits, and return the values."""
+    """Compare a token head's losses, entropy and values with those computed from logits. Return the values."""
     (model, _), _ = build(case)
     batch = synthetic_batch(case, 0, [0, 1, 2])
     with torch.no_grad():
@@ -177,7 +180,11 @@ def test_losses_entropy_and_values_match_plain_logits():
 
 
 def mean_with_nothing() -> tuple[dict[str, float], float, list[str]]:
-    """Return means of a step with an empty mask, and of an evaluation in which only the second step has a metric."""
+    """Compute means without any counted token.
+
+    Return the metrics of a step with an empty mask, the mean loss of an evaluation in which only the second step has a
+    metric, and the lines that the evaluation logs.
+    """
     _, dims = build(OBJECTIVES["dpo"])
     sums = StepSums(dims)
     sums.add("nothing", torch.ones(2, 3), torch.zeros(2, 3))
@@ -196,7 +203,12 @@ def test_mean_over_an_empty_mask_is_left_out():
 
 
 def test_score_is_the_value_at_the_answers_last_token():
-    """The mask marks the places before the answer's tokens, so the last token is one place later."""
+    """The score of a text is the value at its answer's last token.
+
+    The mask marks the labels of the answer, whose positions are one before the tokens. So the last token is one
+    position after the mask.
+    """
     values = torch.arange(12.0).view(2, 6)
     mask = torch.tensor([[0.0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]])
-    assert scores_of(values, mask).tolist() == [3.0, 11.0]  # the second answer fills its row
+    # the second answer reaches the row's end, so the last position's value is the score
+    assert scores_of(values, mask).tolist() == [3.0, 11.0]

@@ -1,4 +1,7 @@
-"""Test post_train.py: every objective runs and resumes bit for bit, and bad input is rejected before the start."""
+"""Test tools/post_train.py.
+
+Every objective runs and resumes bit for bit, and bad input is rejected before the start.
+"""
 
 import contextlib
 import inspect
@@ -55,12 +58,15 @@ submit = HostMemory.submit
 HostMemory.submit = lambda self, task: submit(self, lambda rows: (time.sleep(0.1), task(rows)))
 """
 TIMED = {"step_seconds", "tokens_per_second", "peak_memory_bytes", "rollout/seconds", "rollout/tokens_per_second"}
-LN_2 = pytest.approx(math.log(2), abs=1e-5)  # loss of a pair if the policy equals the reference
+LN_2 = pytest.approx(math.log(2), abs=1e-5)  # DPO's loss of a pair as long as the policy equals the reference
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """Make a folder with a pretrained model and data of every kind."""
+    """Make a folder with a pretrained model in `base`, data files of every kind, and reward functions.
+
+    Return its path.
+    """
     folder = tmp_path_factory.mktemp("post")
     tool(folder, "../pretrain_gpt", MODEL)
     words = [f"word{i}" for i in range(40)]
@@ -76,19 +82,19 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def tool(home: Path, name: str, flags: str, *, status: int = 0) -> str:
-    """Run a program of tools/ in `home` and return its output."""
+    """Run tools/`name`.py in the folder `home`, check its exit status, and return its output."""
     code, output = run_forked(str(ROOT / f"tools/{name}.py"), *flags.split(), folder=home, cwd=home)
     assert code == status, output
     return output
 
 
 def post_train(home: Path, name: str, flags: str, *, load: str = "base") -> str:
-    """Run post_train.py with checkpoints in `name` and records in runs/`name`, and return the output."""
+    """Run post_train.py; it saves checkpoints in the folder `name` and records in runs/`name`. Return its output."""
     return tool(home, "post_train", f"{flags} {COMMON} --load {load} --save {name} --run-dir runs/{name}")
 
 
 def rows(home: Path, name: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """Return a run's records without machine-dependent fields."""
+    """Return the records of a run's `file`, without times and memory, which differ between machines."""
     lines = (home / "runs" / name / file).read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if key not in TIMED} for line in lines]
 
@@ -99,7 +105,10 @@ def trained(home: Path, name: str, flags: str, **where: str) -> list[dict[str, A
 
 
 def stopped(home: Path, name: str, iteration: int) -> str:
-    """Copy the checkpoint of an iteration to a new folder, as if the run had been interrupted there."""
+    """Copy one checkpoint of a run to the folder `name`-on, as if the run had been interrupted there.
+
+    Return the folder's name.
+    """
     checkpoint = f"iter_{iteration:07}"
     shutil.copytree(home / name / checkpoint, home / f"{name}-on" / checkpoint)
     (home / f"{name}-on" / "latest_checkpointed_iteration.txt").write_text(str(iteration))
@@ -140,8 +149,10 @@ def test_chat_template_is_saved_exported_and_compared_on_resume(home):
     (kept,) = (home / "talking").glob("tokenizer-*/chat_template.jinja")
     assert kept.read_text() == CHAT
     ways = ways.removeprefix("--chat-template own.jinja ")
-    assert "not the same" not in train(3, ways)  # the template comes from the checkpoint
-    own.write_text(CHAT.replace("im_start", "im_end"))  # the same file name with other content
+    # without the flag, the template comes from the checkpoint, so the tokens are the same
+    assert "not the same" not in train(3, ways)
+    # the template file has the same name and other content, which the run must notice
+    own.write_text(CHAT.replace("im_start", "im_end"))
     said = train(4, f"{ways} --chat-template own.jinja --system-prompt s")
     assert all(
         part in said for part in ("--system-prompt is s, was None", "the tokens of the examples are not the same")
@@ -156,7 +167,8 @@ def test_chat_template_is_saved_exported_and_compared_on_resume(home):
     assert (theirs.chat_template, theirs.eos_token, theirs.eos_token_id) == (CHAT, "<|endoftext|>", 0)
     assert (said["config"]["eos_token_id"], said["generation_config"]["eos_token_id"]) == (0, [0, 1])
     plain = f"--objective sft --train-data-path chats.jsonl {LAYOUT} --train-iters 1 --chat-template own.jinja"
-    post_train(home, "plain", plain, load="spoken")  # data without conversations needs no template
+    # data without conversations needs no template, so its checkpoint saves none
+    post_train(home, "plain", plain, load="spoken")
     assert list((home / "plain").glob("tokenizer-*/chat_template.jinja")) == []
 
 
@@ -172,7 +184,7 @@ def test_reward_model_scores_ppo_from_memory_disk_and_import(home):
     disk = "--weight-bits 8 --weights-device disk --weight-store stores"
     streamed = trained(home, "ppo-disk", f"{flags} reward {disk}")
     kls = [[row["kl"] for row in run] for run in (found, streamed)]
-    assert kls[0] != kls[1]  # 8 bits change results; the first rollouts may still be equal on some CPUs
+    assert kls[0] != kls[1]  # weights in 8 bits change results, but on some CPUs not yet in the first rollouts
     assert streamed[0]["kl"] == pytest.approx(found[0]["kl"], abs=0.1)
     assert {path.name for path in (home / "stores").iterdir()} == {"reference", "reward"}
     assert "value head (scalar_head) is left out" in tool(home, "convert_checkpoint", "--input ppo --output ppo-hf")
@@ -184,9 +196,9 @@ def test_reward_model_scores_ppo_from_memory_disk_and_import(home):
 
 @pytest.fixture(scope="module")
 def adapted(home) -> dict[str, dict[str, Any]]:
-    """Make a Llama with adapters, and return the first DPO record for several ways to load them.
+    """Train adapters of a small Llama, and return the first DPO record for several ways to load them.
 
-    Then the Llama is moved to another folder.
+    At the end, the Llama's folder is moved, so that later tests must name its new place (--lora-base).
     """
     peft = pytest.importorskip("peft")
     save(make_llama(vocab_size=257, max_position_embeddings=48), home / "hf")
@@ -232,11 +244,14 @@ def test_stacked_adapters_give_texts_and_perplexity_of_the_merged_model(home, ad
         perplexities += re.findall(r"PPL: (\S+)", tool(home, "evaluate", f"{load} --input text.jsonl"))
     assert texts == texts[:1] * 2
     first, second = map(float, perplexities)
-    assert first == pytest.approx(second, rel=2e-6)  # two ranks sum in another order
+    assert first == pytest.approx(second, rel=2e-6)  # one of both runs has two ranks, which sum in another order
 
 
 def test_exported_adapters_match_peft(home, adapted):
-    """Logits of about 1 differ by up to 1e-5 between two fp32 programs."""
+    """Compare logits of exported adapters in peft with this project's.
+
+    Logits of about 1 differ by up to 1e-5 in fp32.
+    """
     from peft import AutoPeftModelForCausalLM, PeftModel
 
     def computed(model: Any) -> torch.Tensor:
@@ -277,7 +292,7 @@ def test_lora_run_resumes_with_its_own_adapters_only(home):
 
 @pytest.fixture(scope="module")
 def dpo(home) -> list[dict[str, Any]]:
-    """Train ten steps of DPO and return the records."""
+    """Train ten steps of DPO, and return the records of the steps."""
     return trained(home, "dpo", f"{DPO} --train-iters 10")
 
 
@@ -288,12 +303,14 @@ def test_dpo_learns_and_a_precomputed_reference_changes_nothing(home, dpo):
     before = trained(home, "dpo-2", flags)
     assert [row["lm_loss"] for row in before] == pytest.approx([row["lm_loss"] for row in dpo], abs=1e-5)
     output = post_train(home, "dpo-3", f"{flags} --valid-data-path pairs.jsonl --eval-iters 1 --eval-interval 10")
-    assert "loading weights" not in output  # log-probabilities of these pairs are cached for both files
+    # the reference model is not loaded, because its log-probabilities of these pairs are cached
+    assert "loading weights" not in output
     assert rows(home, "dpo-3") == before
     (validation,) = rows(home, "dpo-3", "validation.jsonl")
     assert validation["lm_loss"] < 0.6
-    assert re.search(r"validation loss at iteration 10 \| lm loss value: \S+ \| \n", output)  # pairs have no perplexity
-    # a rounded reference is not the cached one
+    # the line ends without a perplexity, because a loss of pairs has none
+    assert re.search(r"validation loss at iteration 10 \| lm loss value: \S+ \| \n", output)
+    # A reference whose weights are rounded to 4 bits must not use the cached log-probabilities of the exact one.
     rounded = trained(home, "dpo-4", f"{flags} --lora-r 3 --base-weight-bits 4")
     assert rounded[0]["lm_loss"] == LN_2
 
@@ -316,7 +333,7 @@ def test_grpo_run_resumed_inside_a_buffer_is_bit_identical(home, name, extra):
     shown = rows(home, f"grpo-{name}", "completions.jsonl")
     assert shown[0].keys() == {"iteration", "prompt", "completion", "rewards"}
     first = [row for row in shown if row["iteration"] == 1]
-    # whole groups are shown
+    # The file shows all completions of a prompt: 4 of the first prompt, then 4 of the second.
     assert [row["prompt"] for row in first] == [first[0]["prompt"]] * 4 + [first[4]["prompt"]] * 4
     assert len({row["completion"] for row in first}) > 2
     assert {row["rewards"]["vowels"] is None for row in shown} == {True, False}
@@ -331,7 +348,10 @@ def test_grpo_run_resumed_inside_a_buffer_is_bit_identical(home, name, extra):
     ids=["zeropp", "ZeRO-3"],
 )
 def test_grpo_with_states_in_host_memory_is_bit_identical(home, request, layout, offload):
-    """The policy generates from weights of the host, whose updates take longer than the start of the generation."""
+    """Train GRPO with optimizer states in host memory, and compare with states on the device.
+
+    Generation uses the updated weights, whose updates on the host are delayed here until after generation starts.
+    """
     (home / "delayed.py").write_text(REWARDS + DELAYED_UPDATES)
     drawn = f"--objective grpo {DRAWN} --num-generations 4 --num-iterations 2 --train-iters 5"
     device, host = (f"grpo-{request.node.callspec.id}-{where}" for where in ("device", "host"))
@@ -349,7 +369,8 @@ def test_synced_reference_is_mixed_after_steps_and_resumes_on_any_layout(home, d
     synced = trained(home, "dpo-synced", mixing)
     assert synced[:2] == dpo[:2]
     assert dpo[2]["rewards/margins"] > 0.01
-    assert synced[2]["rewards/margins"] == 0.0  # the reference equals the policy again
+    # after two steps the reference is replaced by the policy, so the margins are 0 again
+    assert synced[2]["rewards/margins"] == 0.0
     name = stopped(home, "dpo-synced", 3)
     with pytest.raises(ValueError, match="--no-sync-ref-model: --load dpo-synced-on was trained with the opposite"):
         asked(home, f"{flags} --load {name} --save {name}")
@@ -360,7 +381,7 @@ def test_synced_reference_is_mixed_after_steps_and_resumes_on_any_layout(home, d
 
 @pytest.fixture(scope="module")
 def experts(home) -> str:
-    """Pretrain a model with experts on two expert-parallel ranks and return its folder."""
+    """Pretrain a model with experts on two expert-parallel ranks. Return the name of its checkpoint folder."""
     style = "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope"
     mixture = "--num-experts 4 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 0.01 --expert-model-parallel-size 2"
     changed = MODEL.replace("--nproc 1", "--nproc 2").replace("--save base", "--save experts")
@@ -400,7 +421,10 @@ def biases(folder: Path) -> list[torch.Tensor]:
 
 
 def test_biases_of_experts_are_constant_and_lora_runs_can_be_used(home):
-    """GLM's architecture: SFT keeps the biases unless a flag moves them, and adapters are merged and exported."""
+    """Fine-tune a model with biases of experts, as in GLM.
+
+    SFT keeps the biases unless --update-expert-bias is on, and adapters beside them can be merged and exported.
+    """
     style = "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --num-experts 4"
     router = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1"
     shared = "--moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16 --untie-embeddings-and-output-weights"
@@ -411,7 +435,7 @@ def test_biases_of_experts_are_constant_and_lora_runs_can_be_used(home):
     for name, flags, moves in (("biases-kept", "", False), ("biases-moved", "--update-expert-bias", True)):
         post_train(home, name, f"{SFT} --train-iters 2 {flags}", load="biased")
         assert all(torch.equal(*pair) != moves for pair in zip(biases(home / name), before, strict=True)), name
-    # a LoRA run
+    # Generate and convert from a LoRA run whose base has biases of experts.
     post_train(home, "biased-lora", f"{SFT} --train-iters 2 --lora-r 2", load="biased")
     tool(home, "generate", "--load biased-lora --prompt Say --sample-tokens 2")
     for name, flags in (("merged", "--to megazpp"), ("exported", ""), ("parts", "--keep-adapters")):
@@ -433,7 +457,7 @@ def test_texts_of_experts_do_not_depend_on_layout_and_place_of_the_weights(home,
 
 
 def test_flags_are_accepted_if_the_checkpoint_has_what_they_need(home, experts):
-    """The number of experts is in the checkpoint, not in the command line."""
+    """Pass flags that need another flag, which is in the checkpoint and not on the command line: --num-experts."""
     fixed = "--micro-batch-size 8 --train-iters 1 --nproc 2 --print-config"
     for flags in ("--objective sft --moe-aux-loss-coeff 0.01", "--objective dpo --moe-z-loss-coeff 0.001"):
         assert asked(home, f"{fixed} --load {experts} {flags}") == 0
@@ -459,12 +483,12 @@ def test_flags_that_experts_do_not_support_are_rejected(home, experts):
 
 
 def asked(home: Path, flags: str) -> object:
-    """Prepare a command line in `home` as the program does before it starts workers."""
+    """Check a command line in the folder `home` as the program does before it starts workers. Return the exit code."""
     with contextlib.chdir(home):
-        return inspect.unwrap(main)(shlex.split(flags))  # raises errors instead of printing them
+        return inspect.unwrap(main)(shlex.split(flags))  # the unwrapped `main` raises errors instead of printing them
 
 
-# flags in addition to --load base and prompt data, unless the row gives its own
+# Rejected flags and the beginning of the error. The tests add --load base and prompt data unless the line has its own.
 REFUSED = """
     --objective sft --load nowhere | --load nowhere has no checkpoint
     --objective sft --seq-length 8 | --seq-length 8: post-training uses --max-length
@@ -529,7 +553,7 @@ def test_plan_counts_all_models(home, capsys):
 
 
 def start(home: Path, flags: str, *, restarted: bool = False) -> tuple[ParsedRun, LoadSource]:
-    """Parse a command line and find the checkpoint that it starts from."""
+    """Parse a command line; return the parsed run, and the checkpoint from which it starts."""
     parsed = parse_run_config(
         f"--load {home}/base {flags}".split(),
         home,

@@ -1,4 +1,7 @@
-"""Test frozen models: outputs do not depend on where weights are stored, and reference values are cached."""
+"""Test frozen models.
+
+Outputs do not depend on where weights are stored, and log-probabilities of a reference are cached.
+"""
 
 import contextlib
 import dataclasses
@@ -32,7 +35,10 @@ PAIRS, LENGTH = 11, 8
 
 
 def asked_on_ranks(case: Case, load: str, configs: list[WeightsConfig]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return log-probabilities and scores of a batch for each storage of the weights, twice."""
+    """Load a frozen model with each of `configs` (places and bits of its weights).
+
+    Return the log-probabilities and scores of a batch for each model, and then for each model a second time.
+    """
     dims = dims_on_ranks(case)
     place, folder, batch = frozen_place(dims), CheckpointFolder(load, "--reward-load"), case.batch(0, 0, 4)
     models = [reference.load_frozen(spec_of(case), place, config, folder, None) for config in configs]
@@ -41,7 +47,7 @@ def asked_on_ranks(case: Case, load: str, configs: list[WeightsConfig]) -> list[
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory) -> str:
-    """Save a checkpoint of a model with a scalar head."""
+    """Save a checkpoint of a model with a scalar head. Return the folder."""
     folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
     ranks(2).run(run, dataclasses.replace(CASE, tp=2), 1, save=folder)
     return folder
@@ -68,7 +74,8 @@ def test_streamed_models_match_resident_ones_of_the_same_bits(load, tmp_path, wo
         torch.testing.assert_close(found[:4], found[4:], rtol=0, atol=0)
         (logps, scores), *others, (exact_logps, exact_scores) = found[:4]
         torch.testing.assert_close(others, [(logps, scores)] * 2, rtol=0, atol=0)
-        # two layers of weights with std 0.5 are rounded: results differ, but far less than another model's
+        # The weights of two layers are rounded to fewer bits. So results differ, but far less than results of another
+        # model.
         assert not torch.equal(logps, exact_logps)
         assert (logps - exact_logps).abs().mean() < exact_logps.std() / 2
         assert (scores - exact_scores).abs().mean() < exact_scores.std()
@@ -84,7 +91,10 @@ def scored_on_ranks(case: Case, load: str) -> torch.Tensor:
     "changes", [{"hidden_size": 64, "num_layers": 3}, {"untie_embeddings_and_output_weights": True}]
 )
 def test_reward_model_keeps_its_own_shape_next_to_any_policy(load, changes):
-    """fp32 sums in another order on two ranks differ by up to 1e-5."""
+    """Score a batch with a reward model of another shape than the policy, on one and on two ranks.
+
+    fp32 sums in another order differ by up to 1e-5.
+    """
     own = ranks(1).run(scored_on_ranks, CASE, load)[0]
     policy = dataclasses.replace(CASE, tp=2, model=dataclasses.replace(LLAMA_STYLE, **changes))
     for found in ranks(2).run(scored_on_ranks, policy, load):
@@ -118,13 +128,16 @@ def examples(seed: int) -> Examples:
 
 
 def expected(seed: int = 1) -> torch.Tensor:
-    """Return the expected values, in sixteenths of the labels, which are exact in fp32."""
+    """Return the expected log-probabilities of each pair: minus the sum of its labels / 16, which is exact in fp32."""
     rows = map(examples(seed).row, range(2 * PAIRS))
     return -torch.tensor([float((tokens * mask).sum()) for tokens, mask in rows]).view(PAIRS, 2) / 16
 
 
 def look_up(folder: str, *, stop: int = 99, seed: int = 1, name: str = "base") -> tuple[torch.Tensor | None, int]:
-    """Return cached values and the number of reference forwards; forward number `stop` is interrupted."""
+    """Look up a reference's log-probabilities of all pairs, with a cache in `folder`.
+
+    Return them (None if interrupted) and the number of reference forwards. Forward number `stop` is interrupted.
+    """
     place, asked, found = frozen_place(dims_on_ranks(Case())), 0, None
 
     def logps(batch: Any) -> torch.Tensor:
@@ -143,7 +156,10 @@ def look_up(folder: str, *, stop: int = 99, seed: int = 1, name: str = "base") -
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_reference_values_are_computed_once_even_after_a_stop(tmp_path, world):
-    """The eleven pairs need 6 forwards on one rank and 3 on each of two."""
+    """Stop the computation of a reference's log-probabilities, and repeat it. Later look-ups compute nothing.
+
+    The eleven pairs need 6 forwards on one rank and 3 on each of two ranks.
+    """
     for found, _ in ranks(world).run(look_up, str(tmp_path), stop=2):
         assert found is None
     for size, count in ((world, 6 // world), (1, 0)):

@@ -1,4 +1,4 @@
-"""Test reward functions: lookup by name, arguments, weighting, and errors that name function and sample."""
+"""Test reward functions: lookup by name, arguments, weights, and errors that name the function and the sample."""
 
 import math
 import sys
@@ -84,7 +84,7 @@ def test_reward_metrics_ignore_missing_rewards_and_use_group_sums():
     rewards = torch.tensor([[1.0, math.nan], [3.0, 2.0], [5.0, math.nan], [5.0, math.nan]], dtype=torch.float64)
     found = reward_metrics(["f", "g"], rewards, total_rewards(rewards), group_size=2)
     expected = {"rewards/f/mean": 3.5, "rewards/f/std": (11 / 3) ** 0.5, "rewards/g/mean": 2.0, "rewards/g/std": 0.0}
-    # sums are 1 and 5 in the first group, 5 and 5 in the second
+    # The total rewards are 1 and 5 in the first group of two completions, and 5 and 5 in the second group.
     expected |= {"reward": 4.0, "reward_std": 8**0.5 / 2, "frac_reward_zero_std": 0.5}
     assert found == pytest.approx(expected)
     alone = reward_metrics(["f", "g"], rewards, total_rewards(rewards), group_size=1)

@@ -1,4 +1,4 @@
-"""Test rollouts: sampled completions, their layout over ranks, inter-node traffic, and resuming a buffer."""
+"""Test rollouts: sampled completions, their layout over ranks, inter-node traffic, and resuming inside a buffer."""
 
 import collections
 import dataclasses
@@ -68,17 +68,20 @@ def open_loader(case: PostCase) -> RolloutLoader:
 
 
 def evens(completions: list[str], number: list[int]) -> list[float]:
-    """Return the share of characters with even codes, plus a small part of the column so that it is used."""
+    """Reward each completion by its number of characters with even codes / 8, plus its prompt's `number` / 100.
+
+    The small second term shows whether functions get the right column.
+    """
     return [sum(ord(c) % 2 == 0 for c in text) / 8 + n / 100 for text, n in zip(completions, number, strict=True)]
 
 
 def metrics_of(loader: RolloutLoader) -> dict[str, float]:
-    """Return the loader's metrics without timings."""
+    """Return the metrics of a rollout loader without its timings."""
     return {name: value for name, value in loader.metrics().items() if not name.startswith("rollout/")}
 
 
 def train_on_rollouts(case: PostCase) -> tuple[list[Any], list[dict[str, float]]]:
-    """Train, and return the buffer's table and the metrics of each step."""
+    """Train on rollouts; return the buffer's table of each step as a list, and the metrics of each step."""
     loader, tables = open_loader(case), []
     sampler = loader.sampler
     if case.post.needs_reference:
@@ -95,7 +98,10 @@ def train_on_rollouts(case: PostCase) -> tuple[list[Any], list[dict[str, float]]
 
 
 def train_all(names: list[str], multiple: int, **layout: Any) -> list[Any]:
-    """Run `train_on_rollouts` for some cases, with row lengths rounded up to a multiple of `multiple` tokens."""
+    """Return the results of `train_on_rollouts` for the named cases.
+
+    Rows are padded to a multiple of `multiple` tokens.
+    """
     with mock.patch.object(rollouts, "row_multiple", return_value=multiple):
         return [train_on_rollouts(dataclasses.replace(CASES[name], **layout)) for name in names]
 
@@ -110,7 +116,8 @@ def step_without_rewards(case: PostCase) -> str:
 
 def give_up_generations(case: PostCase) -> None:
     loader = open_loader(case)
-    for allowed in range(7):  # draws a batch twice, then looks back in micro-batches
+    # `give_up` is called twice while a batch is sampled, and then once per micro-batch of old log-probabilities
+    for allowed in range(7):
         calls = iter(range(100))
 
         def give_up(calls: Iterator[int] = calls, allowed: int = allowed) -> None:
@@ -140,7 +147,8 @@ def test_generation_without_any_reward_stops_the_run():
     ("world", "layout", "names"),
     [
         (2, {"tp": 2, "micro_batch_size": 8}, ["grpo"]),
-        slow(2, {"micro_batch_size": 2}, ["grpo, two steps twice"]),  # both ranks share each group of 4
+        # a micro-batch has 2 rows, so both ranks share each group of 4 completions
+        slow(2, {"micro_batch_size": 2}, ["grpo, two steps twice"]),
         slow(2, {"cp": 2, "micro_batch_size": 8}, ["ppo"]),
         slow(2, {"micro_batch_size": 2}, ["grpo of experts"]),
         nightly(4, {"cp": 2, "micro_batch_size": 2}, [*CASES]),
@@ -158,13 +166,13 @@ def test_every_layout_samples_and_trains_alike_with_short_rows(world, layout, na
 
 
 def compare_first_forward(case: PostCase) -> None:
-    """Compare log-probabilities from the buffer and from sampling with the first training forward."""
+    """Compare a buffer's log-probabilities, and those from sampling, with the first training forward."""
     loader = open_loader(case)
     model = loader.sampler.model.train()
     for batch in loader.step(0, BATCH):
         head = TokenHead(batch.labels, temperature=0.7, with_entropy=True)
         losses = model(batch.tokens, position_ids=batch.position_ids, head=head).losses
-        losses.sum().backward()  # with an autograd graph, as in training
+        losses.sum().backward()  # the forward has an autograd graph, as in training, which may select other kernels
         assert torch.equal(batch.old_logps * batch.loss_mask, -losses * batch.loss_mask)
         assert ((batch.sampling_logps + losses) * batch.loss_mask).abs().max() < 1e-4
 
@@ -180,7 +188,10 @@ def compare_first_forward(case: PostCase) -> None:
     ],
 )
 def test_first_ratio_of_a_buffer_is_exactly_1(world, layout):
-    """Log-probabilities from sampling agree with the training forward to 1e-4."""
+    """Check that the importance ratio of a buffer's first step is exactly 1.
+
+    Log-probabilities from sampling agree with the training forward only to 1e-4.
+    """
     ranks(world).run(compare_first_forward, PostCase(post=LATER, temperature=0.7, **layout))
 
 
@@ -199,12 +210,15 @@ def test_inter_node_bytes_of_a_rollout_do_not_depend_on_its_length():
 
 
 def draw_unevenly(case: PostCase) -> list[int]:
-    """Let each data rank sample its own prompts up to another limit, and return the lengths."""
+    """Let each data rank sample different prompts with another limit of tokens.
+
+    Return the lengths of the completions.
+    """
     loader = open_loader(case)
     rank = loader.sampler.dims.data_rank
     config = SampleConfig(sample_tokens=2 + 9 * rank, sample_top_k=0)
     drawn, _ = dataclasses.replace(loader.sampler, config=config).draw(PROMPTS[rank:], [*"abcdef"[rank:]])
-    loader.step(0, BATCH)  # a collective step works afterwards
+    loader.step(0, BATCH)  # a step of all ranks works afterwards, so no rank is still inside a collective
     return drawn.lengths.tolist()
 
 
@@ -215,7 +229,10 @@ def test_ranks_with_short_texts_do_not_block_the_others():
 
 
 def go_on(case: PostCase, kept: dict[str, torch.Tensor] | None = None) -> None:
-    """After each step, load the first loader's state (or `kept`) into another one and compare their next batches."""
+    """Compare a rollout loader with one that resumes after each step.
+
+    The second loader gets the first one's state, or `kept`, and both must give the same next batch.
+    """
     straight, again = open_loader(case), open_loader(case)
     world = straight.sampler.dims.world
     straight.step(0, BATCH)
@@ -245,7 +262,11 @@ def test_buffer_of_two_ranks_resumes_on_one():
 
 
 def go_on_with_half_the_batch(case: PostCase, steps: int) -> tuple[list[list[int]], list[str], list[bool]]:
-    """Return prompts of each generation, notes after resuming with half the batch, and which steps generate."""
+    """Run `steps` steps, and resume with half the batch size.
+
+    Return the numbers of the prompts of each generation, the notes that the resumed loader logs, and for each step
+    whether it generates.
+    """
     before, after = open_loader(case), open_loader(case)
     after.global_batch_size, after.start = BATCH // 2, (steps, steps * BATCH)
     used = list[list[int]]()
@@ -290,7 +311,7 @@ def go_through(case: PostCase) -> None:
     loader = open_loader(case)
     for index in range(6):
         (batch,) = loader.step(index * BATCH, BATCH)
-        # rows of 24 are cut to 16: prompt and completion have at most 7 and 8 tokens
+        # Rows of 24 tokens are cut to 16, because prompts have at most 7 tokens and completions at most 8.
         assert batch.tokens.shape[1] == 16
         rows = loader._buffer.batch.tokens[:, : batch.tokens.shape[1]]
         assert torch.equal(batch.tokens, rows.view(2, BATCH, -1)[index % 2])
@@ -302,7 +323,10 @@ def test_each_pass_visits_all_slices_in_order():
 
 
 def fill(case: PostCase) -> RolloutBatch:
-    """Fill a buffer in which every second completion is marked as ended by itself."""
+    """Fill a rollout buffer, and return its batch.
+
+    Every second completion is marked as ended (not cut at the limit).
+    """
     loader = open_loader(case)
     draw = loader.sampler.draw
 
@@ -332,7 +356,10 @@ def test_truncated_completions_are_masked_if_asked():
 
 
 def test_truncated_completions_get_the_penalty_once():
-    """Without discounting, a row's return at its first place is the sum of its rewards."""
+    """Check that --missing-eos-penalty is subtracted once from completions that were cut.
+
+    Without discounting, the return at a completion's first token is the sum of its rewards.
+    """
     post = dataclasses.replace(PPO, whiten_rewards=False, gamma=1.0, lam=1.0)
     plain, penalized = (filled(post, missing_eos_penalty=penalty) for penalty in (None, 0.75))
     first = plain.loss_mask.argmax(dim=1, keepdim=True)
@@ -365,7 +392,10 @@ def test_pick_rows_samples_by_its_numbers_and_probabilities():
 
 
 def draw_together_and_alone(case: PostCase) -> None:
-    """Compare rows sampled together and alone; row i ends with token 1 + 2i, so the batch shrinks."""
+    """Compare completions that are sampled together with completions of one prompt alone.
+
+    Row i ends with its token number 1 + 2i, so the batch shrinks during the generation.
+    """
     (model, sharding), dims = build(case)
     rows, asked = [prompt.tokens for prompt in PROMPTS], collections.Counter()
     config = SampleConfig(sample_tokens=12, sample_top_k=0, sample_temperature=1.0)
@@ -390,7 +420,10 @@ def test_finished_rows_leave_the_batch_without_changing_others():
 
 
 def draw_with_penalty(case: PostCase) -> None:
-    """Sample greedily with a penalty, without which texts repeat; the first four end at once, so the batch shrinks."""
+    """Sample greedily with and without a repetition penalty; only without it do texts repeat tokens.
+
+    The first four rows end with their first token, so the batch shrinks.
+    """
     (model, sharding), dims = build(case)
     rows, nothing = [prompt.tokens for prompt in PROMPTS], torch.zeros(6, 12, dtype=torch.float64)
     for penalty in (1e6, 1.0):

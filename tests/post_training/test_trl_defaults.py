@@ -1,4 +1,7 @@
-"""Compare our defaults with every default of TRL's configs from write_trl_goldens.py, or give the reason."""
+"""Compare this project's defaults with every default of TRL's configs, or give the reason for a difference.
+
+write_trl_goldens.py has stored TRL's defaults.
+"""
 
 import dataclasses
 import fnmatch
@@ -11,7 +14,8 @@ from megazpp.features import FEATURES
 from megazpp.post_training.config import DEFAULT_RATE, DEFAULTS, EXTRA, PostTrainingConfig
 from megazpp.run.arguments import run_configs, section_configs
 
-OBJECTIVES: dict[str, tuple[dict[str, Any], str]] = {  # TRL's config -> our flags, and defaults that must be equal
+# name of TRL's config -> our flags for it, and names of flags whose defaults must be equal
+OBJECTIVES: dict[str, tuple[dict[str, Any], str]] = {
     "SFTConfig": ({"objective": "sft"}, "max_length packing"),
     "RewardConfig": ({"objective": "reward"}, "center_rewards_coefficient"),
     "DPOConfig": ({"objective": "dpo"}, "beta loss_type ref_model_sync_steps"),
@@ -21,7 +25,7 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], str]] = {  # TRL's config -> our fla
 }
 TRL = {name: defaults for file in FILES.values() for name, defaults in file["defaults"].items()}
 
-RENAMED = {  # TRL's name -> ours, where they differ
+RENAMED = {  # TRL's name of a flag -> our name, if the names differ
     "learning_rate": "lr",
     "lr_scheduler_type": "lr_decay_style",
     "warmup_steps": "lr_warmup_iters",
@@ -39,7 +43,7 @@ RENAMED = {  # TRL's name -> ours, where they differ
     **{name: f"sample_{name}" for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
 }
 
-# (config or "", TRL's name) -> our default, TRL's default, reason
+# (TRL's config, or "" for all; TRL's name) -> our default, TRL's default, and the reason for the difference
 DIFFERENT: dict[tuple[str, str], tuple[Any, Any, str]] = {
     ("", "gradient_checkpointing"): (None, True, "recomputation changes no result; it is chosen by memory (--plan)"),
     ("", "bf16"): (False, None, "the checkpoint decides the precision"),
@@ -61,7 +65,7 @@ DIFFERENT: dict[tuple[str, str], tuple[Any, Any, str]] = {
     ("PPOConfig", "temperature"): (1.0, 0.7, "completions are sampled from the policy as it will be used, as in GRPO"),
 }
 
-# fixed behavior here, which is TRL's default
+# TRL's flags whose default value is fixed behavior in this project
 FIXED: dict[str, Any] = {
     "optim": "adamw_torch_fused",
     "average_tokens_across_devices": True,
@@ -80,7 +84,7 @@ FIXED: dict[str, Any] = {
     ("RLOOConfig", "shuffle_dataset"): True,
 }
 
-# features that we do not have and that TRL turns off by default
+# TRL's flags of features that this project does not have, and that TRL turns off by default
 OFF = """
     lr_scheduler_kwargs optim_args optim_target_modules label_smoothing_factor neftune_noise_alpha auto_find_batch_size
     router_aux_loss_coef dataset_kwargs ld_alpha use_weighting cast_lm_head_to_fp32 num_generations_eval
@@ -91,7 +95,7 @@ OFF = """
     ignore_data_skip generation_batch_size
 """
 
-# TRL's flags that we do not have, by the reason why their defaults need no counterpart
+# TRL's flags that this project does not have, by the reason why their defaults need no counterpart
 UNMATCHED = {
     "part of a feature that is off (OFF)": """
         f_alpha_divergence_coef discopop_tau sapo_* vespo_* entropy_coef_* entropy_target vllm_* liger_kernel_config
@@ -124,7 +128,7 @@ OTHER_THING = {
 
 
 def ours(post: PostTrainingConfig) -> dict[str, Any]:
-    """Return our defaults of all flags under an objective, by name."""
+    """Return this project's default of every flag under the objective of `post`, by name of the flag."""
     assert post.objective is not None
     parts = [*run_configs().values(), *section_configs(FEATURES), *EXTRA]
     found = {field.name: field.default for part in parts for field in dataclasses.fields(part)}
@@ -134,7 +138,10 @@ def ours(post: PostTrainingConfig) -> dict[str, Any]:
 
 
 def reason(config: str, name: str, theirs: Any, own: dict[str, Any]) -> str | None:
-    """Return why a default is right, or None if there is no reason or the reason is not true."""
+    """Return the reason why our default of TRL's flag `name` is right.
+
+    The result is None if no reason is recorded, or if the recorded reason does not hold.
+    """
     fixed = FIXED.get((config, name), FIXED.get(name, ...))  # type: ignore[call-overload]
     if fixed is not ...:
         return "always so" if fixed == theirs else None
@@ -164,7 +171,8 @@ def test_every_trl_default_is_ours_or_has_a_reason():
 
 def test_stored_defaults_match_the_installed_trl():
     trl = pytest.importorskip("trl")
-    transformers = pytest.importorskip("transformers")  # TRL's configs inherit from its TrainingArguments
+    # TRL's configs inherit from transformers' TrainingArguments, so its version matters too
+    transformers = pytest.importorskip("transformers")
     if FILES.get(trl.__version__, {}).get("transformers") != transformers.__version__:
         versions = f"TRL {trl.__version__} with transformers {transformers.__version__}"
         pytest.skip(f"{versions} has not been compared: write_trl_goldens.py")
