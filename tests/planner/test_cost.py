@@ -1,4 +1,7 @@
-"""Cost model: rings, trees, all-to-alls, shared network adapters and matrix products against hand-computed seconds."""
+"""Test the cost model: rings, trees, all-to-alls, shared network adapters and matrix products.
+
+Expected seconds are computed by hand.
+"""
 
 import math
 
@@ -34,7 +37,8 @@ def layout(links: Links = LINKS, device: Device | None = DEVICE, tp: int = 1) ->
     return plan_layout(cluster, tp=tp, replicas=1)
 
 
-SECONDS = {  # seconds of 1 GB on an axis, which include the latency of each message
+# layout, axis, efficiency, and expected seconds to send 1 GB on that axis, with the latency of each message
+SECONDS = {
     "inside a node a ring sends at the rank's rate": (layout(), "local", Efficiency(), 7 * 2e-6 + 0.01),
     "all ranks of a node share its adapters": (layout(), "cross", Efficiency(), 3 * 5e-6 + 8 * 0.1),
     "in a ring over all ranks one rank of a node sends to another node": (
@@ -74,7 +78,7 @@ def test_product_costs_full_tiles_or_bytes_and_memory_pass_its_share():
     full = 2 * 1024 * 1024 * 4096 / 50e12
     product = Operation("matrix", 0, m=1024, n=1024, k=4096, batch=1.0)
     assert costs.operation(product) == pytest.approx(full)
-    # edge tiles cost as much as full ones
+    # Sizes that fill the last tiles only partly cost as much as full tiles.
     assert costs.operation(product._replace(m=1024 - 127, n=1024 - 127)) == pytest.approx(full)
     assert costs.operation(product._replace(batch=2.0)) == pytest.approx(2 * full)
     assert costs.operation(product._replace(bytes=10**9)) == costs.memory(10**9) == pytest.approx(4e-3)
@@ -96,14 +100,16 @@ def test_device_of_unknown_speed_has_no_host_time():
 
 def test_cpu_rank_encodes_at_its_own_rate_and_computes_beside_nothing_but_the_network():
     gpu = ClusterCosts(layout(), Efficiency())
-    assert gpu.encode(10**9, 10**8) == pytest.approx(4.1e-3)  # two passes over old and new weights
+    # encoding reads old and new weights twice, and writes the message of 0.1 GB
+    assert gpu.encode(10**9, 10**8) == pytest.approx(4.1e-3)
     assert gpu.decode(10**9, 10**8) == pytest.approx(2.1e-3)
     rates = {"encode_gigabytes_per_second": 0.5, "decode_gigabytes_per_second": 2.0}
     cpu = ClusterCosts(layout(device=DEVICE._replace(**rates)), Efficiency())
     assert (cpu.encode(10**9, 10**8), cpu.decode(10**9, 10**8)) == (2.0, 0.5)
     assert (cpu.beside("local"), cpu.beside("cross"), gpu.beside("local")) == (1.0, 0.0, 0.0)
     product = Operation("matrix", 0, m=16, n=1024, k=4096, batch=1.0)
-    assert cpu.operation(product) == pytest.approx(gpu.operation(product) / 8)  # a GPU computes a full tile of rows
+    # 16 rows cost a GPU as much as a full tile of 128 rows, but a CPU only an eighth
+    assert cpu.operation(product) == pytest.approx(gpu.operation(product) / 8)
 
 
 def test_free_axis_costs_nothing():
@@ -113,7 +119,7 @@ def test_free_axis_costs_nothing():
 
 
 def test_calibration_follows_the_key_not_the_device_name():
-    assert tuple(CALIBRATIONS) == CALIBRATION_NAMES  # names that a cluster file may use
+    assert tuple(CALIBRATIONS) == CALIBRATION_NAMES  # CALIBRATION_NAMES lists the names that a cluster file may use
     assert calibration_for(DEVICE._replace(name="H100", calibration="v100")).efficiency == DGX2_EFFICIENCY
     assert calibration_for(DEVICE._replace(calibration="h100_500w")).efficiency == H100_500W_EFFICIENCY
     assert calibration_for(DEVICE._replace(name="v100")) == calibration_for(None)

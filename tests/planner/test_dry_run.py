@@ -1,4 +1,4 @@
-"""Dry run: the program on fake ranks sends exactly the planned bytes and needs about the planned memory."""
+"""Test the dry run: the program on fake ranks sends exactly the planned bytes and needs about the planned memory."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ WORDS = {
     "MASK": "--reset-attention-mask",
     "FLOAT8": "--bf16 --fp8-format hybrid --hidden-size 64 --num-attention-heads 4",
     "MUON": "--optimizer muon --muon-full-interval 5",
-    "INT8": "--zeropp --zero-weight-delta none",  # without the flag, 16-bit weights cross nodes as lossless deltas
+    # quantized weights cross nodes; without --zero-weight-delta none they would cross as lossless deltas
+    "INT8": "--zeropp --zero-weight-delta none",
     "LOCAL": "--diloco-steps 4",
     "MOMENTUM": "--diloco-outer-momentum 0.9",
     "GROUPS": "--diloco-replica-groups 2",
@@ -42,9 +43,10 @@ WORDS = {
     "SHORT": "--num-layers 1 --vocab-size 8192 --seq-length 8 --micro-batch-size 1",
     "HUGE": "--num-layers 1 --hidden-size 73728 --num-attention-heads 192 --ffn-hidden-size 294912",
     "DROPOUT": "--attention-dropout 0.1 --seq-length 512 --max-position-embeddings 512 --num-attention-heads 6",
-    "K4": "",  # four micro-batches per step
+    "K4": "",  # no flag: K4 means four micro-batches per step
 }
-# Cases: nodes x ranks per node ("c": ranks in cyclic order), the rank that runs, and flags.
+# Each case has nodes x ranks per node ("c": ranks in cyclic order), the rank that runs, and flags. Words in capitals
+# stand for the flags above.
 RUNS = table("""
     2x4   |   0 | --zero-stage 0 K4
     2x4   |   0 | --fp16 --zero-stage 1 TP
@@ -94,7 +96,7 @@ def run_config(text: str, cluster: Cluster) -> RunConfig:
 
 
 def instances(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
-    """Return a list that collects the instances of a class which a dry run creates."""
+    """Patch the class `name`; return a list to which each instance that a dry run creates is appended."""
     made: list[Any] = []
     make = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args, **kwargs: made.append(make(*args, **kwargs)) or made[-1])
@@ -102,7 +104,10 @@ def instances(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
 
 
 def lasting(step: TrainStep, outer: list[OuterUnit]) -> dict[Memory, list[torch.Tensor | None]]:
-    """Return the tensors that persist between steps, by kind of memory."""
+    """Return the tensors of a training step that persist between steps, by kind of memory.
+
+    `outer` has DiLoCo's outer states.
+    """
     moments = [value for state in step.optimizer.state.values() for value in state.values()]
     return {
         Memory.PARAMETERS: list(step.model.parameters()),
@@ -148,7 +153,8 @@ def test_dry_run_sends_planned_bytes_and_needs_planned_memory(case, monkeypatch)
         assert dry.memory[kind] == sum(fullest.get(storage, 0) for storage in storages), kind
     assert dry.memory[Memory.OUTER_MESSAGES] == sum(fullest[message] for message in messages)
     assert (dry.memory[Memory.OUTER_MESSAGES] > 0) == ("--diloco-fragment-sync-delay" in flags)
-    # recomputation leaves reference cycles, which keep tensors until the garbage collector runs
+    # With recomputation the tolerance is larger, because reference cycles keep tensors alive until Python's garbage
+    # collector runs.
     assert dry.memory.total() == pytest.approx(dry.live_bytes, rel=0.05 if run.model.recompute_granularity else 0.007)
     if flags == "HUGE":
         assert dry.live_bytes > 12 * 73728**2 * 4 // 16

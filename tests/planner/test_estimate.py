@@ -1,4 +1,7 @@
-"""Estimate of a run: bytes per node, times with and without a described device, and the run's other schemes."""
+"""Test the estimate of a run: bytes per node, times, and the run's other schemes.
+
+The times are estimated with and without a described device.
+"""
 
 import dataclasses
 import math
@@ -125,7 +128,8 @@ def test_auto_weight_delta_follows_dtype_memory_and_step_time():
         (f"{bf16} --zeropp", pair(LINKS, None), None, lossless + communication),
         (f"{bf16} --zeropp", pair(fast, DEVICE), None, int8 + steps),
         (f"{bf16} --zeropp", pair(fast, None), None, int8 + communication),
-        (f"{bf16} --zeropp", pair(alike, slow), None, int8 + steps),  # the encoder is slower than the link
+        # the slow device encodes lossless deltas more slowly than the link would send quantized weights
+        (f"{bf16} --zeropp", pair(alike, slow), None, int8 + steps),
         (f"{bf16} --zeropp", pair(alike, quick), None, lossless + steps),
         (f"{fp32} --zeropp", pair(LINKS, DEVICE), None, int8 + "with float32 compute nearly all weights change"),
         (bf16, pair(LINKS, DEVICE), None, None),
@@ -145,7 +149,7 @@ def test_auto_weight_delta_follows_dtype_memory_and_step_time():
             assert found is not None, where
             start = f"--zero-weight-delta auto: weights cross nodes as {said}"
             assert found.describe().startswith(start), (where, found)
-    # the estimate of a run is the one of the chosen format
+    # With --zero-weight-delta auto, the estimate of a run equals the estimate with the chosen format.
     run = parse(f"{bf16} --zeropp").config
     for links, delta in ((LINKS, "lossless"), (fast, "none")):
         own, chosen = (estimate(r, pair(links)) for r in (run, changed(run, zero={"zero_weight_delta": delta})))
@@ -172,28 +176,32 @@ def test_replica_group_bytes_are_two_4_bit_hops_averaged_over_steps():
     run = config(f"{EVERY} --diloco-replica-groups 2")
     rarely = run.with_section(dataclasses.replace(run.section(DilocoConfig), diloco_steps=8))
     own, rarer = estimate(run, FOUR_NODES), estimate(rarely, FOUR_NODES)
-    parameters = own.memory[Memory.PARAMETERS] / 4 * 4  # four ranks of a replica group
-    per_node = 2 * (0.5 + 2 / 128) * parameters * (2 - 1) / 2 / 2  # two hops between two groups of two nodes
-    assert own.node_replica_group_bytes == pytest.approx(
-        per_node, rel=0.05
-    )  # one-dimensional parameters are sent exactly
+    # elements of the whole model: bytes of a rank's fp32 parameters / 4 bytes, times the 4 ranks of a replica group
+    parameters = own.memory[Memory.PARAMETERS] / 4 * 4
+    # two hops of 4-bit values with scales per block of 128; (2 - 1) / 2 of the message leaves a group of two nodes
+    per_node = 2 * (0.5 + 2 / 128) * parameters * (2 - 1) / 2 / 2
+    # The tolerance is for one-dimensional parameters, which are sent exactly, without quantization.
+    assert own.node_replica_group_bytes == pytest.approx(per_node, rel=0.05)
     assert rarer.node_replica_group_bytes == own.node_replica_group_bytes
-    each_step = own.node_cross_bytes - own.node_replica_group_bytes / 4  # bytes of the ring inside a group of two nodes
+    # bytes per step that ZeRO sends between the two nodes of a replica group
+    each_step = own.node_cross_bytes - own.node_replica_group_bytes / 4
     assert each_step == pytest.approx(rarer.node_cross_bytes - own.node_replica_group_bytes / 8)
     assert each_step > 0
     assert own.wires["cross"] * 2 >= own.node_replica_group_bytes / 4
 
 
 def test_synchronization_delays_steps_unless_its_delay_hides_it():
-    slow = pair(Links(domain=Link(100.0), network=Link(0.002)))  # the messages take longer than two steps
+    # a network so slow that the synchronization takes longer than two steps
+    slow = pair(Links(domain=Link(100.0), network=Link(0.002)))
     delays = ("", "--diloco-fragment-sync-delay 2", "--diloco-fragment-sync-delay 2 --diloco-fragments 2")
     plain, late, parts = (estimate(config(f"{EVERY} {delay}"), slow) for delay in delays)
     assert exposed(plain)["replica_group"] == pytest.approx(plain.held_up / 4, rel=0.01)
     assert plain.busy["replica_group"] == pytest.approx(late.busy["replica_group"])
     step = plain.seconds - plain.held_up / 4
-    assert 0 < exposed(plain)["shard"] < step  # faster shards do not make synchronizations faster
+    # shards that are free to send would shorten steps, but not the synchronization
+    assert 0 < exposed(plain)["shard"] < step
     assert late.held_up == pytest.approx(plain.held_up - 2 * step, rel=0.01)
-    # each of the two fragments overlaps with two steps
+    # Each of the two fragments overlaps with two steps of compute, so four steps are hidden.
     assert parts.held_up == pytest.approx(plain.held_up - 4 * step, rel=0.01)
     assert plain.sufficient_gigabits * 0.05 * 4 == pytest.approx(late.sufficient_gigabits * 2, rel=0.01)
     assert late.sufficient_gigabits == pytest.approx(2 * parts.sufficient_gigabits, rel=0.01)
@@ -221,12 +229,13 @@ def test_document_memory_follows_the_devices_attention_kernel(name, dropout, mas
     flags = f"--attention-dropout {dropout} --micro-batch-size 1"
     plain, own = (estimate(config(f"{flags} {more}"), cluster) for more in ("", "--reset-attention-mask"))
     extra = own.memory.total() - plain.memory.total()
-    mask = 128 * 128 * 2 * 2  # masks of two layers, in bf16
+    mask = 128 * 128 * 2 * 2  # bytes of the 128 x 128 masks of two layers, in bf16
     assert extra >= mask if masked else extra == 0
 
 
-# Peak bytes of torch's allocator, measured for four steps with a stand-in for the CUDA driver, which computes nothing,
-# and torch 2.11. cuBLAS keeps two workspaces of 32 MiB on an H100: for the thread of the forward and the backward's.
+# The entries end with the peak bytes of torch's allocator. They were measured with torch 2.11 for four steps, with a
+# stand-in for the CUDA driver that computes nothing. cuBLAS keeps two workspaces of 32 MiB on an H100: one for the
+# thread of forward, and one for the thread of backward.
 WORKSPACES = 2 * 2**25
 ALLOCATED = [
     ("", 1, 1, 559_367_168),

@@ -1,4 +1,4 @@
-"""Figures that documentation pages quote of the planner are the figures that the planner computes."""
+"""Test that the planner's figures in documentation pages are those that the planner computes."""
 
 import dataclasses
 import re

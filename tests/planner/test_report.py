@@ -1,4 +1,4 @@
-"""Report of --plan: tables, reasons and verdicts, on clusters for which they are obvious."""
+"""Test the report of --plan: tables, reasons and verdicts, on clusters for which they are obvious."""
 
 import functools
 import re
@@ -56,7 +56,11 @@ def lines(text: str, start: str) -> list[str]:
 
 
 def test_groups_that_are_jobs_are_planned_on_the_nodes_of_all_jobs():
-    """Each group sends its message to two others, where fixed groups send two thirds of it to each of two hops."""
+    """Plan elastic DiLoCo with three groups that are separate jobs, and compare with fixed replica groups.
+
+    Each job sends its message to two others. A fixed group sends two thirds of a message in each of two hops, so jobs
+    send 1.5 times as much.
+    """
     local = "--global-batch-size 96 --micro-batch-size 8 --diloco-steps 10 --diloco-replica-groups"
     elastic = report(f"{local} 3 --diloco-coordinator 127.0.0.1:29700")
     assert "3 jobs of 4 rank(s), each of which computes the whole outer step: a group that joins fetches 0.0" in elastic
@@ -136,7 +140,7 @@ def test_longer_contexts_fit_on_more_context_parallel_ranks():
     head, *rows = (lines(text, start)[0].split("  ") for start in ("--context-parallel-size  ", "1  ", "2  "))
     assert head[-1] == "longest context"
     (one, *_, short), (two, *_, long) = ([float(cell) for cell in row[1:] if cell] for row in rows)
-    assert one == 0 < two  # MB exchanged by a rank
+    assert one == 0 < two  # MB that a rank exchanges for context parallelism: 0 with one rank
     assert 0 < short < long
     assert "exchanged" not in report("--zeropp")
 

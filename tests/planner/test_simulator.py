@@ -1,4 +1,4 @@
-"""Simulation of a rank: order and time of queues and links, bytes of codec passes, and the memory ledger.
+"""Test the simulation of a rank: order and time of queues and links, bytes of codec passes, and memory.
 
 The bytes of collectives are tested in test_step.py.
 """
@@ -38,7 +38,8 @@ def test_codec_reports_the_bytes_that_its_passes_touch():
     codec.pack(shards, messages, errors=errors)
     whole, sent, summed, fed_back = 3 * 202 * 2, 3 * layout.message_bytes, 202 * 4, errors.messages.nbytes
     assert told[:4] == [whole + sent, whole + sent, sent + summed, sent + 2 * summed]
-    assert told[4:] == [whole + sent + 2 * fed_back]  # bytes read and written
+    # each entry is the bytes that one pass of the codec reads and writes
+    assert told[4:] == [whole + sent + 2 * fed_back]
     assert fed_back > 0
 
 
@@ -57,7 +58,7 @@ def test_ledger_keeps_its_peak_by_kind():
 
 
 class TwoSeconds(Costs):
-    """Costs of 2 seconds for every collective; a quarter of them delays the compute."""
+    """Costs of 2 seconds for every collective; compute is delayed by a quarter of this time."""
 
     def beside(self, axis: str) -> float:
         return 0.25
@@ -110,10 +111,11 @@ def test_device_waits_for_the_host_only_when_launches_take_longer():
     costs = TwoSeconds()
     costs.launch = 1.0
     simulation = Simulation(costs)
-    for seconds in (0.25, 4.0, 0.25, 0.25):  # launched at 1, 2, 3 and 4; the second one ends at 6
+    # four operations, which the host launches at seconds 1, 2, 3 and 4; the second one ends at second 6
+    for seconds in (0.25, 4.0, 0.25, 0.25):
         simulation.spend(seconds)
     assert simulation.compute.now == 6.5
-    for _ in range(4):  # launched at 5 to 8
+    for _ in range(4):  # four operations, which the host launches at seconds 5 to 8
         simulation.spend(0.25)
     assert simulation.compute.now == 8.25
     assert simulation.busy == {"compute": 5.75, "host": 8.0}
@@ -142,6 +144,7 @@ def test_collectives_of_an_axis_run_in_turn_and_delay_compute(simulation):
     assert (reductions.now, gathers.now) == (2.0, 4.0)
     assert simulation.busy["shard"] == 4.0
     assert simulation.compute.now == 1.0
-    simulation.running.wait_until(gathers.now)  # the delay was added to an idle compute clock
-    simulation.send("shard", "all_reduce", 1)  # the compute itself runs this collective
+    simulation.running.wait_until(gathers.now)  # the compute clock waits until all gathers end at 4 s
+    # this collective runs on the compute's own clock and not in a queue: it takes 2 s
+    simulation.send("shard", "all_reduce", 1)
     assert simulation.compute.now == 6.0

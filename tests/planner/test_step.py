@@ -1,4 +1,7 @@
-"""Simulated step: its bytes and their order equal a real step's, and its memory is close to real tensors' memory."""
+"""Test the simulated step.
+
+Its bytes and their order equal a real step's, and its memory is close to real tensors' memory.
+"""
 
 import dataclasses
 import functools
@@ -45,7 +48,7 @@ two_nodes = functools.partial(Case, nodes=2)
 
 
 def plan(case: Case, rank: int = 0, *, elastic: bool = False) -> StepSimulator:
-    """Return the simulator of the case's step on one of four ranks."""
+    """Return the simulator of one training step of `case`, for one of four ranks."""
     cluster = Cluster(num_nodes=case.nodes, ranks_per_node=4 // case.nodes, order=case.order)
     config = ParallelConfig(
         tensor_model_parallel_size=case.tp,
@@ -68,7 +71,7 @@ def plan(case: Case, rank: int = 0, *, elastic: bool = False) -> StepSimulator:
 
 
 def watch(counter: Any, axes: Any) -> Mock:
-    """Record every collective (as "add") and every task that an axis's queue receives (by the axis's name)."""
+    """Return a mock that records every collective (as "add") and every task of an axis's queue (by the axis's name)."""
     told = Mock()
     told.attach_mock(Mock(wraps=counter.add), "add")
     counter.add = told.add
@@ -79,14 +82,20 @@ def watch(counter: Any, axes: Any) -> Mock:
 
 
 def in_order(told: Mock) -> tuple[list[str], dict[str, list[Any]]]:
-    """Return the order of the queues that received tasks, and the [collective, bytes] that each axis sent."""
+    """From the record of `watch`, return the names of axes in the order of their tasks, and each axis's traffic.
+
+    The traffic is a list of [collective, bytes] by axis.
+    """
     collectives = [call.args for call in told.add.mock_calls]
     sent = {axis: [what for _, on, *what in collectives if on == axis] for axis in DATA_AXES}
     return [name for name, *_ in told.mock_calls if name != "add"], sent
 
 
 def count(case: Case) -> tuple[TrafficTable, Any, TrafficTable]:
-    """Return traffic and order of a run's second step, and the traffic of a DiLoCo synchronization after it."""
+    """Train two steps; return the traffic and the order of tasks of the second step.
+
+    The third result is the traffic of a DiLoCo synchronization after it.
+    """
     step, dims = build_step(case)
     diloco = build_diloco(case, step, dims)
     step(case.batches(0, dims), learning_rate=1e-3, weight_decay=0.0)
@@ -199,9 +208,9 @@ wide = functools.partial(Case, nodes=2, model=WIDE, vocab_size=512, seq_length=6
 
 
 def test_local_steps_memory_equals_its_formulas():
-    """Check bytes for P parameters, L ranks of a replica group and W ranks in all.
+    """Compare DiLoCo's memory with formulas, for P parameters, L ranks of a replica group and W ranks in all.
 
-    Common copy 4 P/L, outer feedback about P/L, outer weights and momentum 8 P/W.
+    In bytes: the common copy takes 4 P/L, outer error feedback about P/L, outer weights and momentum 8 P/W.
     """
     model = dataclasses.replace(WIDE, hidden_size=512)
     step = plan(wide(model=model, diloco=LOCAL(diloco_outer_momentum=0.9), precision=BF16))
@@ -218,7 +227,7 @@ def test_local_steps_memory_equals_its_formulas():
 
 
 def sizes_of_contribution(case: Case) -> tuple[int, int]:
-    """Return the bytes of a contribution and of a snapshot on this rank."""
+    """Return the bytes of this rank's contribution, and of its snapshot of the outer state, in elastic DiLoCo."""
     step, dims = build_step(case)
     groups = dims.replica_group.size
     outer = WholeOuter(step.sharding, diloco_plan(case), case.precision, num_groups=groups, late_factor=0.5)
@@ -227,7 +236,10 @@ def sizes_of_contribution(case: Case) -> tuple[int, int]:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_planned_bytes_and_memory_of_groups_that_are_jobs_equal_real_ones(momentum):
-    """Each rank sends its contribution to the other three groups, and R, outer weights and momentum are whole."""
+    """Compare the plan of elastic DiLoCo with real bytes. Each rank sends its contribution to the other three groups.
+
+    R (the common copy), outer weights and momentum are not split over groups, because each group is a job.
+    """
     case = Case(nodes=4, model=LLAMA_STYLE, diloco=LOCAL(diloco_outer_momentum=momentum))
     for rank, (message, snapshot) in enumerate(ranks(4).run(sizes_of_contribution, case)):
         step = plan(case, rank, elastic=True)
@@ -244,13 +256,13 @@ def test_reduction_buffers_hold_sent_and_received_messages():
     step = plan(two_nodes(zero=ALL, model=LLAMA_STYLE, precision=BF16))
     traffic = measure(step, 1).traffic
     sent = {axis: counted.sent_bytes for (_, axis, what), counted in traffic.items() if what == "all_to_all"}
-    # with two ranks per axis, half of a buffer is sent and half stays
+    # Each axis has two ranks, so half of a reduction buffer is sent, and half stays on the rank.
     assert sum(unit.reduce_buffer for unit in step.units) == 2 * 2 * sent["local"]
     assert sum(unit.cross_buffer for unit in step.units) == 2 * 2 * sent["cross"]
 
 
 def live_bytes(case: Case) -> int:
-    """Return the memory peak within the third step."""
+    """Train three steps; return the peak memory of the third step in bytes."""
     gc.collect()
     with PeakBytes() as live:
         step, dims = build_step(case)
@@ -260,7 +272,7 @@ def live_bytes(case: Case) -> int:
     return live.peak
 
 
-REAL = {  # without overlap, because PeakBytes does not see what queues allocate in their threads
+REAL = {  # cases without overlap, because PeakBytes does not see what queues allocate in their threads
     "zeropp, k = 2": wide(zero=ALONE, micro_batches=2, precision=BF16),
     "tp": wide(tp=2),
     "16k tokens on 4": wide(nodes=1, model=LONG, cp=4, precision=BF16, seq_length=16384, global_batch=1),

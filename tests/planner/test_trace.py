@@ -1,4 +1,4 @@
-"""Trace of the model: its operations and memory equal the whole model's, and agree with formulas."""
+"""Test the trace of a model. Its operations and memory equal those of the complete model, and agree with formulas."""
 
 import dataclasses
 import itertools
@@ -44,9 +44,13 @@ def test_traced_products_equal_the_models_flops():
 
 
 def test_products_and_memory_of_experts_grow_with_their_load():
-    """With ep 1 a rank has all experts, so their loads do not matter."""
+    """Trace experts with an even load and with 1.5 times that load on this rank.
+
+    With ep 1 a rank has all experts, so the load does not matter.
+    """
     even, busy = (trace(like(MIXTURE_STYLE), ep=2, expert_load=load) for load in (1.0, 1.5))
-    rows, products = SAMPLES * SEQ * MIXTURE_STYLE.moe_router_topk, 9  # 3 in forward and 6 in backward
+    # expert rows of a rank with an even load; matrix products per expert layer: 3 in forward and 6 in backward
+    rows, products = SAMPLES * SEQ * MIXTURE_STYLE.moe_router_topk, 9
     assert flops(busy) - flops(even) == 5 * products * 2 * rows // 2 * 24 * 20
     assert kept(busy) > kept(even)
     alone, loaded = (trace(like(MIXTURE_STYLE), expert_load=load) for load in (1.0, 1.5))
@@ -56,7 +60,7 @@ def test_products_and_memory_of_experts_grow_with_their_load():
 def test_full_recomputation_adds_a_forward_and_keeps_less():
     plain, full = trace(like(GPT2_STYLE)), trace(like(GPT2_STYLE, recompute_granularity="full"))
     again = flops(plain._replace(segments={layer: plain.segments[FORWARD, layer] for layer in range(1, 6)}))
-    # the last product of a layer is not recomputed, because nothing in backward needs its result
+    # The last matrix product of a layer is not recomputed, because nothing in backward needs its result.
     last = 2 * SAMPLES * SEQ * 20 * 44
     assert flops(full) == flops(plain) + again - 5 * last
     assert kept(full) < kept(plain) / 4
@@ -70,7 +74,11 @@ def test_selective_recomputation_adds_no_products_and_keeps_less():
 
 
 def test_column_layer_keeps_a_slice_but_the_whole_input_with_float8():
-    """With T = 8 ranks a GPT layer keeps a little over 34 / 8 bytes per token and channel (Korthikanti et al. 2022)."""
+    """Compare the memory that a layer saves for backward with the formula of Korthikanti et al. 2022.
+
+    With T = 8 tensor-parallel ranks it is a little over 34 / 8 bytes per token and channel. With float8,
+    column-parallel layers save their unsharded input.
+    """
     config = dataclasses.replace(GPT2_STYLE, hidden_size=512, num_attention_heads=8, ffn_hidden_size=None)
     for changes, most in (({}, 4.5), ({"recompute_granularity": "selective"}, 3.0), ({"fp8_format": "hybrid"}, 8.0)):
         changed = dataclasses.replace(config, **changes)
@@ -79,8 +87,12 @@ def test_column_layer_keeps_a_slice_but_the_whole_input_with_float8():
 
 
 def test_rmsnorm_keeps_its_input_and_one_scale_per_row():
-    """The kernel of LayerNorm keeps one more fp32 number per row, the mean."""
-    for again, means in ((None, 2 * SAMPLES * SEQ * 4), ("full", 0)):  # two norms in each layer
+    """Compare what LayerNorm and RMSNorm save for backward:
+
+    LayerNorm's kernel saves one more fp32 number per row, the mean.
+    """
+    # two norms in each layer; with full recomputation neither saves anything
+    for again, means in ((None, 2 * SAMPLES * SEQ * 4), ("full", 0)):
         config = dataclasses.replace(LLAMA_STYLE, recompute_granularity=again)
         layer_norm = trace(dataclasses.replace(config, normalization="LayerNorm"))
         assert kept(layer_norm, 1) - kept(trace(config), 1) == means
@@ -104,15 +116,17 @@ def test_units_hold_every_parameter_once_by_name():
 
 
 def test_document_kernel_costs_the_same_plus_a_copy_of_rows():
-    """With several rows, the output projection keeps a copy of the kernel's output in another memory layout.
+    """Compare the attention kernel for documents with the causal kernel. It saves no S x S tensor.
 
-    No S x S tensor is kept.
+    With several rows, the output projection saves a copy of the kernel's output in another memory layout.
     """
     for config, samples in itertools.product(STYLES, (1, SAMPLES)):
         plain, documents = (trace(like(config), micro_batch_size=samples, documents=how) for how in (None, "kernel"))
         copy = 2 * samples * SEQ * config.heads * config.head_size if samples > 1 else 0
-        if config.query_groups != config.heads and "enable_gqa" not in VARLEN_ARGUMENTS:  # torch 2.11
-            copy += 4 * samples * SEQ * config.heads * config.head_size  # keys and values are repeated for every head
+        # torch 2.11 lacks enable_gqa in its kernel
+        if config.query_groups != config.heads and "enable_gqa" not in VARLEN_ARGUMENTS:
+            # bytes of keys and values that are repeated for every query head
+            copy += 4 * samples * SEQ * config.heads * config.head_size
         more = kept(documents) - kept(plain)
         assert more <= copy if copy else more == 0
         assert flops(documents) == flops(plain)
@@ -124,7 +138,8 @@ def test_window_kernel_computes_only_keys_inside_the_window():
     plain, windows = (trace(like(each), documents="kernel") for each in (LLAMA_STYLE, config))
     assert kept(windows) == kept(plain)
     inside = window - window * (window - 1) / (2 * SEQ)
-    keys = 2 / 5 * SEQ / 2 + 3 / 5 * inside  # keys per token, averaged over the layers
+    # number of keys per token, averaged over two layers without a window and three with it
+    keys = 2 / 5 * SEQ / 2 + 3 / 5 * inside
     above = SAMPLES * config.heads * SEQ * (SEQ / 2 - keys) * 2 * config.head_size
     assert flops(plain) - flops(windows) == pytest.approx(like(config).layers * (2 + 5) * above, rel=1e-9)
 
@@ -134,11 +149,12 @@ def test_every_layer_keeps_the_mask_and_on_cuda_repeated_heads():
         plain, documents = trace(like(config)), trace(like(config), documents=how)
         extra, heads, groups = 2 * SAMPLES * SEQ**2, config.heads, config.query_groups
         if how == "mask" and heads > groups:
-            # keys and values are kept for each head instead of each group
+            # with grouped heads, keys and values are saved for each query head instead of each group
             extra += 2 * (heads - groups) * 2 * SAMPLES * SEQ * config.head_size
         assert kept(documents) - kept(plain) == extra
-        above = SAMPLES * heads * SEQ**2 * config.head_size  # FLOPs of the half of a product that is above the diagonal
-        # five layers; 2 products in forward and 5 in backward
+        # FLOPs of the half of a matrix product that is above the diagonal, which a causal kernel leaves out
+        above = SAMPLES * heads * SEQ**2 * config.head_size
+        # five layers with 2 matrix products of attention in forward, and 5 in backward
         assert flops(documents) - flops(plain) == 5 * (2 + 5) * above
 
 
@@ -153,7 +169,10 @@ RECOMPUTED = {
 @pytest.mark.parametrize("config", RECOMPUTED.values(), ids=RECOMPUTED)
 @pytest.mark.parametrize("changes", [{}, {"tp": 2, "sequence_parallel": True}, {"with_entropy": True, "ep": 2}])
 def test_layers_and_head_traced_apart_equal_a_trace_of_both_together(config, changes, monkeypatch):
-    """The expected trace also computes the shapes of every operation anew."""
+    """Compare layers and head that are traced apart with a trace of two layers and the head together.
+
+    The latter uses no cache of operations' shapes.
+    """
     inputs = INPUTS._replace(**changes)
     apart = trace_model(config, inputs).segments
     monkeypatch.setattr(module, "_described", lambda value: object())

@@ -1,4 +1,7 @@
-"""Search for the fastest variant of a run: the fastest candidate that fits comes first."""
+"""Test the search of --plan for the fastest variant of a run.
+
+The fastest candidate that fits into memory comes first.
+"""
 
 import pytest
 from helpers.small_run import parse
@@ -20,7 +23,10 @@ def found(
     model: str = "gpt_tiny",
     host: Host | None = None,
 ) -> dict[str, Choice]:
-    """Return the candidates for a tiny model with ZeRO-3 on nodes of two ranks, by their flags, in their order."""
+    """Search variants of a run on nodes of two ranks.
+
+    Return the candidates by their flags, in the order of the search.
+    """
     config = parse(f"@configs/{model}.args --bf16 {flags}").config
     device = Device("a GPU", teraflops=10.0, gigabytes=gigabytes, gigabytes_per_second=100.0)
     cluster = Cluster(num_nodes=nodes, ranks_per_node=2, links=links, device=device, host=host)
@@ -28,7 +34,7 @@ def found(
 
 
 def words(choices: dict[str, Choice], *names: str) -> set[tuple[bool, ...]]:
-    """Return for each candidate which of the flags it has."""
+    """Return a set with one tuple per candidate, which says for each flag of `names` whether the candidate has it."""
     return {tuple(name in flags.split() for name in names) for flags in choices}
 
 
@@ -105,7 +111,8 @@ def test_search_uses_nearest_batch_and_names_impossible_flags():
         for choice in choices.values()
         if choice.estimate is not None
     }
-    assert sizes == {(1, 16), (2, 16), (4, 16)}  # 8 needs 32 samples per step
+    # micro-batches of 8 samples on 4 ranks would need 32 samples per step, but the run has 16
+    assert sizes == {(1, 16), (2, 16), (4, 16)}
     problems = [choice.problem for flags, choice in choices.items() if "--tensor-model-parallel-size 2" in flags]
     assert problems
     assert all("--num-attention-heads 1" in problem for problem in problems)
