@@ -1,4 +1,7 @@
-"""Sampling of a whole batch whose host rarely waits for the device, against sampling that checks each token."""
+"""Test the generation of a whole batch, in which the host rarely waits for the device.
+
+The reference is a generation that checks each token on the host.
+"""
 
 import collections
 import dataclasses
@@ -19,7 +22,8 @@ from megazpp.model.gpt import GPTModel
 
 PROMPTS = [[5, 1, 100], [7], [2, 3, 5, 7, 11, 13], [30, 31], [50], [99, 98, 97, 96]]
 LIMIT = 40
-STYLES = {  # a larger standard deviation than usual, so that logits differ by much more than rounding
+# initial weights have a larger standard deviation than usual, so that logits differ by much more than rounding
+STYLES = {
     "gpt2": dataclasses.replace(GPT2_STYLE, init_method_std=0.3, max_position_embeddings=64),
     "llama": dataclasses.replace(LLAMA_STYLE, init_method_std=0.3, max_position_embeddings=64),
 }
@@ -30,7 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "penalty": {"sample_repetition_penalty": 1.5, "sample_top_k": 0},
     "greedy": {"sample_temperature": 0.0, "sample_repetition_penalty": 1.2},
 }
-ROUNDING = 1e-5  # fp32 rounding, because the batch size differs
+ROUNDING = 1e-5  # relative tolerance for fp32 logits, which are rounded differently with another batch size
 
 
 def draw(model: GPTModel, config: SampleConfig, *, ends: Sequence[int] = (), **options: Any) -> Drawn:
@@ -40,7 +44,7 @@ def draw(model: GPTModel, config: SampleConfig, *, ends: Sequence[int] = (), **o
 
 
 def end_of_some(model: GPTModel, config: SampleConfig) -> list[int]:
-    """Return a token that ends about half of the completions, and a token outside of the vocabulary."""
+    """Return two end tokens: one that about half of the completions contain, and one outside of the vocabulary."""
     found = draw(model, config)
     counts = collections.Counter(token for row in found.tokens.tolist() for token in set(row))
     return [min(counts, key=lambda token: abs(counts[token] - len(PROMPTS) // 2)), 500]
@@ -69,7 +73,10 @@ def test_host_that_looks_every_eight_tokens_finds_the_same_completions(style, co
 
 
 def count_waits(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
-    """Count the tensor methods that wait for a device, and the tensors that are created on the host."""
+    """Patch the tensor methods that wait for a device, and the functions that create tensors on the host.
+
+    Return a counter of their calls, by name.
+    """
     counts: collections.Counter[str] = collections.Counter()
 
     def counted(owner: Any, name: str) -> None:
@@ -93,16 +100,21 @@ def test_host_waits_once_per_eight_tokens_and_copies_nothing(monkeypatch):
     for limit in (8, 40):
         counts.clear()
         sample = SampleConfig(sample_tokens=limit, sample_top_k=20, sample_top_p=0.9, sample_repetition_penalty=1.1)
-        draw(model, sample, ends=[500], look_every=8)  # 500 is outside of the vocabulary, so no row ends
+        # the end token 500 is outside of the vocabulary, so no row ends early
+        draw(model, sample, ends=[500], look_every=8)
         found.append(dict(counts))
     short, long = found
-    assert long.pop("tolist") == 4  # after 8, 16, 24 and 32 tokens
-    assert long == short  # all other waits are before the first token or after the last
+    assert long.pop("tolist") == 4  # the host looks for ended rows after 8, 16, 24 and 32 tokens
+    # all other waits happen before the first token or after the last, so their number does not grow with the length
+    assert long == short
     assert short["cpu"] == 4
 
 
 def test_forward_hooks_run_for_the_prompts_only_and_stay_registered():
-    """Hooks of FSDP2 and frozen units gather weights, which stay gathered after the prompts' forward."""
+    """Check that forward hooks run for the prompts, are off for further tokens, and are registered again at the end.
+
+    Hooks of FSDP2 and of frozen units gather weights, which stay gathered after the prompts' forward.
+    """
     model, calls = build_gpt(STYLES["gpt2"]), collections.Counter()
     units = [model, *model.layers]
     for index, module in enumerate(units):

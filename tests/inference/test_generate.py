@@ -1,4 +1,4 @@
-"""Generation against a plain loop over one model, on every parallel layout."""
+"""Test generation against a plain loop over one model, on every parallel layout."""
 
 import dataclasses
 import functools
@@ -20,20 +20,26 @@ from megazpp.model.gpt import GPTModel
 from megazpp.tensor_parallel.initialize import initialize_parameters_
 from megazpp.zero.config import ZeroConfig
 
-PROMPTS = ((5, 1, 100), (7,), (2, 3, 5, 7, 11, 13), tuple(range(30, 50)))  # the last one exceeds the longest input
-STYLES = {  # a larger standard deviation than usual, so that logits differ by much more than rounding
+# the last prompt has 20 tokens, more than the longest input of the model, 16
+PROMPTS = ((5, 1, 100), (7,), (2, 3, 5, 7, 11, 13), tuple(range(30, 50)))
+# initial weights have a larger standard deviation than usual, so that logits differ by much more than rounding
+STYLES = {
     "gpt2": dataclasses.replace(GPT2_STYLE, init_method_std=0.5),
     "llama": dataclasses.replace(LLAMA_STYLE, init_method_std=0.5),
     "mixture": dataclasses.replace(MIXTURE_STYLE, num_layers=2, init_method_std=0.5),
 }
-GREEDY = SampleConfig(sample_tokens=20, sample_temperature=0.0)  # more tokens than the longest input, 16
+# generates more tokens than the longest input of the model, 16
+GREEDY = SampleConfig(sample_tokens=20, sample_temperature=0.0)
 DRAWN = SampleConfig(sample_tokens=20, sample_temperature=0.7, sample_top_k=10)
 ZEROPP = ZeroConfig(zeropp=True)
 
 
 @torch.no_grad()
 def plain_loop(model: GPTModel, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
-    """Generate greedily by a plain forward over all earlier tokens for each token, without padding."""
+    """Generate `num_tokens` tokens greedily, without padding and cache.
+
+    Each token takes a plain forward over the last 16 tokens.
+    """
     tokens = list(prompt)
     for _ in range(num_tokens):
         logits = model.tp.all_gather(model(torch.tensor([tokens[-16:]]))[0, -1])[:101]
@@ -49,7 +55,10 @@ def greedy_reference(style: GPTConfig, prompt: tuple[int, ...]) -> list[int]:
 
 
 def generate_on_ranks(case: Case, *asked: tuple[tuple[tuple[int, ...], ...], SampleConfig, int, int]) -> list[Any]:
-    """Generate for each request (prompts, config, seed, index of the first prompt), and return the tokens."""
+    """Generate for each request, which is (prompts, config, seed, index of the first prompt).
+
+    Return the tokens of all requests.
+    """
     built = build_on_ranks(case)
     found = [
         generate(*built, prompts, config, max_length=16, seed=seed, first_prompt=number).tokens
@@ -61,7 +70,10 @@ def generate_on_ranks(case: Case, *asked: tuple[tuple[tuple[int, ...], ...], Sam
 
 @pytest.mark.parametrize("layout", [{"ep": 2}, slow({"ep": 4, "tp": 2})])
 def test_ranks_that_share_out_experts_generate_the_same_texts(layout):
-    """Rank 0 samples for all ranks, so that they run equally many forwards."""
+    """Check that ranks of one expert-parallel group generate equal texts.
+
+    Rank 0 samples for all ranks, so that they run equally many forwards.
+    """
     case, asked = Case(model=STYLES["mixture"], **layout), [(PROMPTS[:3], GREEDY, 1, 0), (PROMPTS[:3], DRAWN, 1, 0)]
     results = ranks(max(layout.values())).run(generate_on_ranks, case, *asked)
     for greedy, drawn in results:
@@ -92,14 +104,17 @@ def test_greedy_tokens_match_plain_forwards_and_samples_follow_the_seed(
     (alone,) = ranks(1).run(generate_on_ranks, Case(model=model), *DRAWS)
     for first, second, *drawn in ranks(world_size).run(generate_on_ranks, case, *asked):
         assert [*first, *second] == [greedy_reference(model, prompt) for prompt in PROMPTS]
-        assert len(set(second[0])) > 2  # the text varies, so that equality is significant
+        assert len(set(second[0])) > 2  # the text varies, so equal texts show equal logits
         assert drawn == alone
         assert drawn[0] == drawn[2] != drawn[1]
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_greedy_tokens_of_experts_equal_transformers(kind, tmp_path):
-    """Our cached decoding continues all prompts together, and transformers one after the other."""
+    """Compare greedy tokens of a mixture of experts with transformers.
+
+    This project continues all prompts together with a cache, and transformers one after the other.
+    """
     theirs, count = make_model(kind), 12
     ours = our_model(open_model(save(theirs, tmp_path)))
     prompts = [TOKENS[0, :length].tolist() for length in (1, 5, 9)]
@@ -110,14 +125,14 @@ def test_greedy_tokens_of_experts_equal_transformers(kind, tmp_path):
     config = SampleConfig(sample_tokens=count, sample_temperature=0.0)
     drawn = draw_completions(ours, ours.tp, prompts, config, torch.zeros(len(prompts), count, dtype=torch.float64))
     assert [[*prompt, *row] for prompt, row in zip(prompts, drawn.tokens.tolist(), strict=True)] == expected
-    assert len({*drawn.tokens.flatten().tolist()}) > 4  # the texts vary, so that equality is significant
+    assert len({*drawn.tokens.flatten().tolist()}) > 4  # the texts vary, so equal texts show equal logits
 
 
 def generate_sharded(case: Case) -> tuple[list[list[int]], list[int]]:
-    """Check generated tokens against plain forwards of the same, possibly quantized, shards; return tokens and gathers.
+    """Check generated tokens against plain forwards of the same shards; return the tokens and numbers of gathers.
 
-    The numbers of gathers are for generations of 2, 2 and 8 tokens and for the plain forwards. Only the first
-    generation crosses nodes.
+    The shards may be quantized. The numbers of all-gathers are for generations of 2, 2 and 8 tokens and for the plain
+    forwards. Only the first generation crosses nodes.
     """
     model, sharding, dims = build_on_ranks(case)
     tokens: list[list[int]] = []

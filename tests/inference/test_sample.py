@@ -1,4 +1,4 @@
-"""Sampling of a token: the tokens that are kept, and their frequencies."""
+"""Test the sampling of a token: which tokens can be drawn, and how often."""
 
 import math
 
@@ -14,7 +14,7 @@ LOGITS = SHARES.log() + 3.0
 
 
 def sample(**fields: float) -> SampleConfig:
-    """Return settings with temperature 1 and all tokens, changed by `fields`."""
+    """Return sampling settings with temperature 1 and without a limit of tokens (top-k), changed by `fields`."""
     return SampleConfig(**{"sample_temperature": 1.0, "sample_top_k": 0, **fields})
 
 
@@ -22,7 +22,7 @@ def test_token_frequencies_at_temperature_1_match_the_model():
     uniform = torch.rand(4000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     drawn = pick_rows(LOGITS.expand(4000, -1), sample(), uniform)
     shares = torch.bincount(drawn, minlength=5) / 4000
-    assert (shares - SHARES).abs().max() < 0.03  # 4 standard deviations of the most likely token's share
+    assert (shares - SHARES).abs().max() < 0.03  # 4 standard deviations of the frequency of the most likely token
 
 
 def test_probabilities_match_transformers_logits_processors():
@@ -65,7 +65,8 @@ def test_top_p_and_min_p_keep_tokens_that_just_reach_their_share():
 
 def test_temperature_0_takes_the_most_likely_token_after_the_penalty():
     config = sample(sample_temperature=0.0, sample_repetition_penalty=2.0)
-    logits = torch.tensor([[-1.0, 3.0, 2.0]] * 3 + [[-1.0, -3.0, -1.5]])  # of -1, the penalty makes -2
+    # the repetition penalty doubles negative logits, so a repeated token's -1 becomes -2
+    logits = torch.tensor([[-1.0, 3.0, 2.0]] * 3 + [[-1.0, -3.0, -1.5]])
     seen = occurring([[], [0, 2], [1, 1], [0]], 3, config)
     assert pick_rows(logits, config, torch.zeros(4, dtype=torch.float64), seen).tolist() == [1, 1, 2, 2]
 

@@ -1,4 +1,4 @@
-"""Scores of a text or dataset against a plain loop."""
+"""Test scores (loss and bits per byte) of a text or dataset against a plain loop."""
 
 import json
 import math
@@ -23,12 +23,12 @@ BYTES = ByteTokenizer()
 DOCUMENTS = ["Call me Ishmael.", "Some years ago — never mind", "how long", "precisely, having little or no money"]
 IDS = [token for text in DOCUMENTS for token in (*BYTES.encode(text), BYTES.eod)]
 NUM_BYTES = sum(len(text.encode()) for text in DOCUMENTS)
-SUMS = 1e-5  # relative tolerance for fp32 sums in another order
+SUMS = 1e-5  # relative tolerance for losses, because fp32 numbers are added in another order
 
 
 @pytest.fixture
 def paths(tmp_path) -> list[str]:
-    """Write the same documents as a text and as a .bin/.idx pair, and return both paths."""
+    """Write DOCUMENTS as a JSON lines file and as a .bin/.idx pair. Return both paths."""
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS))
     write_indexed_dataset(iter(DOCUMENTS), BYTES, tmp_path / "pair")
@@ -36,7 +36,10 @@ def paths(tmp_path) -> list[str]:
 
 
 def score_on_ranks(case: Case, path: str, cache: str, micro_batch_size: int) -> tuple[Score, float]:
-    """Return the score, and the mean loss over windows that run one after the other through the same model."""
+    """Score a file on all ranks; return the score, and the mean loss of a plain loop over the same windows.
+
+    Both use the same model.
+    """
     model, sharding, dims = build_on_ranks(case)
     data = DataConfig(seq_length=16, data_cache_path=cache, num_workers=0)
     built = ShardedModel(model, sharding)
@@ -69,13 +72,17 @@ def count_on_ranks(data: DataConfig, *samples: list[int]) -> tuple[int, int, int
 
 
 def test_sample_bytes_count_only_labels_with_a_loss():
-    """If a sample cuts a character, only the bytes that are labels count, not the three bytes of U+FFFD."""
+    """Count the text bytes of samples: only bytes of labels with a loss count.
+
+    If a sample cuts a character, this is fewer than the three bytes of U+FFFD, to which the cut character is decoded.
+    """
     document_end, padded = [*BYTES.encode("xy"), BYTES.eod, ord("z")], [*BYTES.encode("ab"), PADDING, PADDING]
     for masks, sample, expected in (
         (False, BYTES.encode("a—"), (3, 3, 0)),
-        (False, BYTES.encode("—a"), (3, 3, 0)),  # labels: two bytes of the dash, and "a"
-        (False, BYTES.encode("ab—")[:-2], (2, 2, 0)),  # labels: "b" and one byte of the dash
-        (False, document_end, (3, 2, 0)),  # the text bytes are "y" and "z"
+        # the first byte of the dash is no label; labels are its other two bytes and "a"
+        (False, BYTES.encode("—a"), (3, 3, 0)),
+        (False, BYTES.encode("ab—")[:-2], (2, 2, 0)),  # the labels are "b" and one byte of the dash
+        (False, document_end, (3, 2, 0)),  # labels are "y", the end of the document, which has no bytes, and "z"
         (True, document_end, (2, 1, 1)),  # "z" follows the end of a document, which masks its loss
         (True, padded, (1, 1, 0)),
     ):
@@ -87,7 +94,10 @@ def test_sample_bytes_count_only_labels_with_a_loss():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_masked_labels_count_in_neither_tokens_nor_bytes(paths, tmp_path, world_size):
-    """--eod-mask-loss excludes the first byte of each document, for a text and for a dataset."""
+    """Score with --eod-mask-loss, which masks the first byte of each document, for a text and for a dataset.
+
+    Masked labels count neither as tokens nor as bytes.
+    """
     for path in paths:
         for score in ranks(world_size).run(score_with_masks, path, str(tmp_path)):
             assert score[1:] == (len(IDS) - len(DOCUMENTS), NUM_BYTES - len(DOCUMENTS))
@@ -103,7 +113,7 @@ def score_with_masks(path: str, cache: str) -> Score:
 
 
 def score_own_text(paths: list[str], cache: str) -> str:
-    """Score another text on each rank under the same name, and return the error."""
+    """Let each rank score a different text of the same name, and return the error that all ranks must raise."""
     os.chdir(paths[dist.get_rank()])
     with pytest.raises(ValueError, match=r"rank 0 on .* and rank 1 on") as caught:
         score_with_masks("text.txt", cache)

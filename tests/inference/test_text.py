@@ -1,4 +1,4 @@
-"""Texts while their tokens arrive: the text that is printed after each token, and where texts end."""
+"""Test generated texts while their tokens arrive: what is printed after each token, and where a text ends."""
 
 import dataclasses
 import io
@@ -22,7 +22,10 @@ BYTES = ByteTokenizer()
 
 
 def grow(text: str, *stop: str) -> list[str]:
-    """Return the final part of the text after each token."""
+    """Add the tokens of `text` one by one; return after each the text that can no longer change.
+
+    The loop ends when one of the `stop` strings ends the text.
+    """
     row, shown = Continuation(BYTES, [], stop), []
     for token in BYTES.encode(text):
         over = row.add(token)
@@ -71,13 +74,14 @@ def test_partial_characters_and_stop_strings_are_held_back_until_the_end():
     for row in (ended, finished):
         assert [row.add(token) for token in BYTES.encode("ab-\n")] == [False] * 4
         assert row.text == "ab"
-    assert ended.add(BYTES.eod)  # eod is not part of the text
+    assert ended.add(BYTES.eod)  # the end-of-document token ends the text, and is not part of it
     finished.finish()
     assert [(row.text, row.over) for row in (ended, finished)] == [("ab-\n", True)] * 2
 
 
 def test_space_between_prompt_and_text_belongs_to_the_text():
-    model = io.BytesIO()  # SentencePiece models drop the first space of a text by default
+    # by default SentencePiece drops the first space of a text, so this tokenizer shows whether the space is lost
+    model = io.BytesIO()
     sentences = iter(["call me ishmael some years ago"] * 20)
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=sentences, model_writer=model, vocab_size=16, minloglevel=2

@@ -1,4 +1,4 @@
-"""Compare the windows of a text with the text."""
+"""Test that the windows into which a text is cut for its score contain every token of the text once as a label."""
 
 import itertools
 from typing import Any
