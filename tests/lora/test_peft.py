@@ -1,4 +1,4 @@
-"""Test LoRA adapters in PEFT's format: our merged models compute like PEFT, in both directions."""
+"""Test LoRA adapters in PEFT's format, in both directions: this project's merged models compute the same as PEFT."""
 
 import dataclasses
 import functools
@@ -36,12 +36,12 @@ from megazpp.lora.policy import add_adapters
 from megazpp.model.config import GPTConfig
 
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs the package peft")
-# Tolerance for values of about 1, because x (A B) of merged weights and (x A) B of adapters round differently.
+# The tolerance is for values of about 1, because x (A B) of merged weights and (x A) B of adapters round differently.
 assert_same_sums = functools.partial(torch.testing.assert_close, rtol=0, atol=2e-5)
 
 
 def drawn_adapter(folder: Path, base: Path, targets: tuple[str, ...], checksum: str | None = None) -> str:
-    """Write an adapter of rank 3 with random values, like our training does, and return its folder."""
+    """Write an adapter of rank 3 with random values in the form in which training writes it. Return its folder."""
     config, generator = open_model(base).config, torch.Generator().manual_seed(4)
     linears, heads = model_shapes(config, 1, "", num_tensors=config.layers), {"q": config.heads, "": 0}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -105,7 +105,8 @@ def test_adapter_of_peft_is_read_and_merged(tmp_path, kind, targets):
         expected = adapted(TOKENS).logits
     adapted.save_pretrained(adapter)
     checkpoint = convert_folder(base, tmp_path / "checkpoint")
-    back = convert_folder(checkpoint, tmp_path / "back", adapter=adapter)  # merged during the export
+    # --adapter merges the adapter while the checkpoint is exported
+    back = convert_folder(checkpoint, tmp_path / "back", adapter=adapter)
     assert_same_sums(logits(back), expected)
     merged = convert_folder(checkpoint, tmp_path / "merged", adapter=adapter, target="megazpp")
     assert torch.equal(logits(convert_folder(merged, tmp_path / "again")), logits(back))
@@ -204,7 +205,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 )
 def test_merged_weights_equal_merge_and_unload(tmp_path, name):
-    """fp32 sums of a few terms in another order differ by up to 1e-6."""
+    """Compare merged weights with the result of PEFT's `merge_and_unload`.
+
+    fp32 sums of a few terms in another order differ by up to 1e-6.
+    """
     import peft
 
     kind, settings = KINDS[name]
@@ -217,7 +221,7 @@ def test_merged_weights_equal_merge_and_unload(tmp_path, name):
         if parameter.requires_grad:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     adapted.save_pretrained(adapter)
-    if name == "plain":  # PEFT's older file format
+    if name == "plain":  # PEFT's older format, a pickled file
         torch.save(safetensors.torch.load_file(adapter / TENSORS), adapter / "adapter_model.bin")
         (adapter / TENSORS).unlink()
     merged = convert_folder(base, tmp_path / "merged", adapter=str(adapter))
@@ -243,7 +247,8 @@ def test_training_continues_a_peft_adapter_of_one_rank_and_scale(tmp_path, setti
     found, tensors = read_adapter(tmp_path / "adapter", config)
     assert found.rank == 4
     assert found.scale == pytest.approx(3.0 if "use_rslora" in settings else 1.5)
-    write_adapter(tmp_path / "adapter", config, found, tensors)  # written as plain LoRA
+    # writes the adapter as plain LoRA, so its scale must be in alpha
+    write_adapter(tmp_path / "adapter", config, found, tensors)
     merged = file_tensors(
         convert_folder(convert_folder(base, tmp_path / "merged", adapter=str(tmp_path / "adapter")), tmp_path / "back")
     )
@@ -262,7 +267,10 @@ def test_without_peft_an_adapter_is_refused_with_the_command_that_installs_it(tm
 @needs_peft
 @pytest.mark.parametrize("tie", [False, True])
 def test_embeddings_of_a_resized_base_in_an_adapter_are_used_or_refused(tmp_path, tie):
-    """PEFT adds them to the file if the number of rows differs from the folder of the base."""
+    """Read an adapter of a base whose embeddings were resized after saving; PEFT adds them to the adapter's file.
+
+    It does so if the number of rows differs from the folder of the base. Some of these adapters cannot be used.
+    """
     import peft
 
     make = functools.partial(make_llama, tie_word_embeddings=tie)
@@ -286,7 +294,7 @@ def test_embeddings_of_a_resized_base_in_an_adapter_are_used_or_refused(tmp_path
     torch.testing.assert_close(found, {key: expected[key] for key in found}, rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match=r"target_modules or modules_to_save .*embed_tokens.weight"):
         read_adapter(adapter, open_model(tmp_path / "resized").config)
-    # embeddings that were trained after the base had been saved
+    # Change the embeddings in the adapter's file, as if they had been trained after the base was saved.
     tensors = safetensors.torch.load_file(adapter / TENSORS)
     trained = {name: tensor + 1 if "lora_" not in name else tensor for name, tensor in tensors.items()}
     safetensors.torch.save_file(trained, adapter / TENSORS, {"format": "pt"})
@@ -403,7 +411,10 @@ def test_unsupported_or_missing_adapter_is_rejected(tmp_path):
     slow("olmoe", ("down_proj",)),
 ])  # fmt: skip
 def test_peft_with_our_adapters_on_experts_matches_our_model(tmp_path, kind, targets):
-    """Files have two matrices per expert, by the names of transformers 4; PEFT converts them for transformers 5."""
+    """Write adapters on experts, and compare logits of PEFT with our model.
+
+    The file has two matrices per expert, named as in transformers 4, which PEFT converts for transformers 5.
+    """
     import peft
     import transformers
 

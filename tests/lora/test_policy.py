@@ -1,4 +1,7 @@
-"""Test LoRA on ranks: adapters train as in one process, on a frozen base that also serves as the reference."""
+"""Test LoRA on several ranks.
+
+Adapters train as in one process, on a frozen base that also serves as the reference model.
+"""
 
 import dataclasses
 import functools
@@ -43,7 +46,10 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 
 @pytest.fixture(scope="module")
 def loads(tmp_path_factory) -> dict[str, str]:
-    """Save checkpoints of all models; rows of the wide one have several blocks even on each of two tp ranks."""
+    """Save a checkpoint of each of MODELS; return the folder by name.
+
+    Rows of the wide model have several quantization blocks, even on each of two tp ranks.
+    """
     found = {kind: str(tmp_path_factory.mktemp(kind) / "save") for kind in MODELS}
     for kind, folder in found.items():
         ranks(2).run(run, Case(model=MODELS[kind], tp=2), 1, save=folder)
@@ -57,7 +63,7 @@ def adapt(case: Case, lora: LoraConfig, load: str, **options: bool) -> tuple[Ada
 
 
 def train(policy: AdaptedPolicy, dims: ParallelDims, case: Case) -> list[tuple[float, float]]:
-    """Train and return (loss, gradient norm) of each step."""
+    """Train the adapters of `policy`. Return (loss, gradient norm) of each step."""
     optimizer = build_optimizer(policy.built.model, OptimizerConfig())
     scaler = build_loss_scaler(LossScaleConfig(), fp16=False)
     step = TrainStep(*policy.built, optimizer, scaler, dims, clip_grad=CLIP)
@@ -86,7 +92,10 @@ def train_on_ranks(case: Case, lora: LoraConfig, load: str) -> dict[str, Any]:
 def in_one_process(
     kind: str | GPTConfig, load: str, bits: Any = None, lora: LoraConfig = ALL
 ) -> list[tuple[float, float]]:
-    """Train as a reference: full frozen weights, rounded first if `bits`, with torch's own clipping and optimizer."""
+    """Train adapters in one process, as a reference; return (loss, gradient norm) of each step.
+
+    The frozen weights are unsharded, and rounded to `bits` if that is not None. Clipping and optimizer are torch's.
+    """
     style = MODELS[kind] if isinstance(kind, str) else kind
     case, model = Case(model=style), our_model(open_checkpoint(Path(load), None)[0], 16)
     if bits is not None:
@@ -127,7 +136,10 @@ def in_one_process(
     ],
 )
 def test_adapters_train_as_in_one_process(loads, world, kind, layout, recompute):
-    """fp32 sums in another order differ by up to 1e-5 over the steps."""
+    """Train adapters on several ranks, and compare with one process.
+
+    fp32 sums in another order differ by up to 1e-5 over the steps.
+    """
     model, expected = dataclasses.replace(MODELS[kind], **recompute), in_one_process(kind, loads[kind])
     results = ranks(world).run(train_on_ranks, Case(model=model, **layout), ALL, loads[kind])
     for found in results:
@@ -148,7 +160,10 @@ def test_adapters_train_as_in_one_process(loads, world, kind, layout, recompute)
     ],
 )
 def test_adapters_on_experts_train_as_in_one_process(loads, world, layout, recompute):
-    """Each matrix of a layer's experts has one A and one B. fp32 sums in another order differ by up to 1e-5."""
+    """Train adapters on experts, and compare with one process. fp32 sums in another order differ by up to 1e-5.
+
+    Each of the matrices of a layer's experts has one adapter matrix A and one B.
+    """
     model, expected = (
         dataclasses.replace(MIXTURE, **recompute),
         in_one_process("mixture", loads["mixture"], None, EXPERTS),
@@ -163,7 +178,10 @@ def test_adapters_on_experts_train_as_in_one_process(loads, world, layout, recom
 
 
 def test_adapters_on_experts_equal_merged_experts():
-    """Compare losses of a model with adapters and with merged weights; sums in another order differ by 1e-5."""
+    """Compare losses of a mixture with adapters on experts and with merged weights.
+
+    Sums in another order differ by 1e-5.
+    """
     generator, config = torch.Generator().manual_seed(1), MIXTURE
     model = GPTModel(config, vocab_size=101)
     initialize_parameters_(model, seed=3, draw_device=CPU)
@@ -205,7 +223,8 @@ def test_adapters_on_a_packed_base_train_as_on_its_unpacked_weights(loads, bits,
     for found in ranks(world).run(train_on_ranks, Case(model=WIDE, **layout), lora, loads["wide"]):
         torch.testing.assert_close(torch.tensor(found["steps"]), torch.tensor(expected), rtol=1e-5, atol=1e-5)
         assert found["unpacked"] == []
-    assert abs(expected[0][0] - exact[0][0]) > 3e-5  # an unrounded base would fail
+    # rounding the base changes the loss by more than the tolerance, so an unrounded base would fail
+    assert abs(expected[0][0] - exact[0][0]) > 3e-5
 
 
 def check_reference(case: Case, load: str, folder: str) -> None:
@@ -223,7 +242,8 @@ def check_reference(case: Case, load: str, folder: str) -> None:
             return losses(of, training=True)
 
     base = reference(policy)
-    assert torch.equal(losses(policy), base)  # new adapters change nothing
+    # B of a new adapter is zero, so adapters do not change losses before training
+    assert torch.equal(losses(policy), base)
     train(policy, dims, case)
     trained = losses(policy)
     assert not torch.allclose(trained, base, atol=1e-3)
@@ -234,10 +254,11 @@ def check_reference(case: Case, load: str, folder: str) -> None:
     assert torch.equal(losses(other), trained)
     train(other, dims, case)
     assert not torch.allclose(losses(other), trained, atol=1e-3)
-    assert torch.equal(reference(other), trained)  # the reference still has the loaded adapters
+    # with `keep_reference`, the reference is the base with the loaded adapters, also after training
+    assert torch.equal(reference(other), trained)
 
 
-@pytest.mark.slow  # each rank imports PEFT
+@pytest.mark.slow  # slow, because each rank imports PEFT
 @pytest.mark.parametrize(
     ("world", "layout", "kind"), [(2, {"tp": 2}, "llama"), (2, {"nodes": 2}, "gpt2"), (4, {"tp": 2}, "gpt2")]
 )
@@ -247,13 +268,16 @@ def test_disabled_adapters_give_the_base_and_saved_adapters_reload(loads, tmp_pa
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, slow({"tp": 2, "sequence_parallel": True})])
 def test_dropout_masks_agree_over_tp_and_in_recomputation(loads, layout):
-    """New masks in a recomputed layer would change its gradients."""
+    """Train adapters with dropout on two tp ranks, with and without recomputation. All steps must be equal.
+
+    A new dropout mask in a recomputed layer would change its gradients.
+    """
     lora, case = dataclasses.replace(ALL, lora_dropout=0.3), Case(model=LLAMA_STYLE, **layout)
     again = dataclasses.replace(case, model=dataclasses.replace(LLAMA_STYLE, **RECOMPUTED))
     one, other = (ranks(2).run(train_on_ranks, each, lora, loads["llama"]) for each in (case, again))
     assert one[0]["steps"] == one[1]["steps"] == other[0]["steps"] == other[1]["steps"]
     torch.testing.assert_close(one[0]["dropped"], one[1]["dropped"])
-    # B is still zero, so dropout has no effect
+    # In the first step, B of each adapter is zero, so dropout has no effect. In the last step it has.
     assert abs(one[0]["steps"][0][0] - in_one_process("llama", loads["llama"])[0][0]) < 1e-5
     assert abs(one[0]["steps"][-1][0] - in_one_process("llama", loads["llama"])[-1][0]) > 1e-4
 
@@ -277,7 +301,7 @@ def test_file_of_an_adapter_is_found_in_both_of_pefts_formats(tmp_path):
 
 
 def load_another(case: Case, load: str, folder: str, other: str) -> None:
-    """Load adapters onto another base than the one they were trained on."""
+    """Save adapters of one base, and load them onto another base, which must be rejected."""
     policy, dims = adapt(case, ALL, load)
     save_adapter(policy, Path(folder), dims)
     adapt(case, dataclasses.replace(ALL, lora_load=folder), other)

@@ -1,4 +1,4 @@
-"""Test reading of a LoRA run's checkpoint as whole weights."""
+"""Test reading a LoRA run's checkpoint as complete weights, into which the adapters are merged."""
 
 from pathlib import Path
 
@@ -34,7 +34,10 @@ def test_merged_weights_are_rounded_to_their_stored_dtype(tmp_path):
 
 
 def test_each_expert_is_merged_with_its_own_adapter_in_any_part_of_the_weight(tmp_path):
-    """Parts begin and end inside experts. The output matrices are stored transposed."""
+    """Read the merged weights of experts in any ranges of rows, and compare with base + scale * B A of each expert.
+
+    Ranges begin and end inside experts. The output matrices are stored transposed.
+    """
     stem, (experts, hidden, inner, rank) = "model.layers.0.mlp.experts.", (3, 4, 5, 2)
     base = {f"{stem}{name}": torch.randn(experts * inner, hidden) for name in ("gate", "fc2")}
     rows, columns = torch.randn(2, experts, inner, rank), torch.randn(2, experts, hidden, rank)
