@@ -1,4 +1,7 @@
-"""Frozen units compute exactly like weights that need no gradients, and send each weight only inside nodes."""
+"""Test frozen units.
+
+They compute exactly like weights that need no gradients, and send each weight only inside nodes.
+"""
 
 import functools
 from unittest import mock
@@ -23,11 +26,11 @@ from megazpp.zero.config import ZeroConfig
 from megazpp.zero.plan import plan_comm
 from megazpp.zero.sharding import shard_model
 
-WIDTH = 101  # not divisible by the number of ranks or a block size
+WIDTH = 101  # rows and columns of each matrix, divisible neither by the number of ranks nor by a block size
 
 
 class Stack(nn.Module):
-    """A model of three layers and a scale, which belongs to the whole model."""
+    """A model of three layers (a frozen unit each), and a scale, which is in the unit of the whole model."""
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
@@ -37,7 +40,8 @@ class Stack(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
-            with set_checkpoint_early_stop(index == 0):  # layer 0: recomputation stops early
+            # the recomputation of layer 0 may stop before its end, and that of the others runs to the end
+            with set_checkpoint_early_stop(index == 0):
                 x = torch.tanh(checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x))
         return x * self.scale
 
@@ -61,7 +65,7 @@ def frozen_stack(
 
 
 def plain_stack(bits: int | None) -> Stack:
-    """Return a plain model with the same weights, after packing and unpacking its matrices."""
+    """Return a model without frozen units, whose matrices were packed in `bits` and unpacked again, as a reference."""
     model, rows = Stack(), plan_rows(WIDTH, *at_rest(bits, torch.float32))
     model.load_state_dict(stack_weights())
     for layer in model.layers:
@@ -70,7 +74,10 @@ def plain_stack(bits: int | None) -> Stack:
 
 
 def assert_same(model: Stack, frozen: FrozenUnits, bits: int | None) -> None:
-    """Check that outputs and input gradients are bit-identical to the plain model, and that nothing stays unpacked."""
+    """Check that a frozen model's outputs and input gradients are bit-identical to those of `plain_stack`.
+
+    Afterwards no unit may have unpacked weights in memory.
+    """
     x, found = torch.randn(5, WIDTH, requires_grad=True), []
     for each in (model, plain_stack(bits)):
         y, x.grad = each(x), None
@@ -86,12 +93,12 @@ def make_dims(nodes: int) -> ParallelDims:
 
 
 def gathers(dims: ParallelDims) -> tuple[int, int]:
-    """Return the number of all-gathers of frozen units so far, and their bytes."""
+    """Return the number of all-gathers of frozen units by this rank so far, and the bytes that they sent."""
     return dims.counter.table()["local", "frozen", "all_gather"]
 
 
 def use_stack(bits: int | None, recompute: bool) -> None:
-    """Check loads, messages and memory of a frozen model on two ranks.
+    """Check which rows a frozen model on two ranks loads, what it sends, and how much memory it takes.
 
     The ranks share 101 rows: each has 51, and the second rank's last row is padding. Weights start at multiples of 16
     bytes.
@@ -106,13 +113,15 @@ def use_stack(bits: int | None, recompute: bool) -> None:
 
     assert sorted(call.args[0] for call in load.call_args_list) == sorted(stack_weights())
     assert {rows.stop - rows.start for (_, rows), _ in load.call_args_list} == {51 - dims.local.rank}
-    row_bytes = {None: 4 * WIDTH, 8: 128 + 2 * 2 + 12, 4: 64 + 4 * 2 + 8}[bits]  # elements, bf16 scales, padding
-    vector = 208  # 51 fp32 elements, with padding to 16 bytes
+    # bytes of a row: 101 fp32 elements, or packed elements + bf16 scales + padding
+    row_bytes = {None: 4 * WIDTH, 8: 128 + 2 * 2 + 12, 4: 64 + 4 * 2 + 8}[bits]
+    vector = 208  # bytes of a vector: 51 fp32 elements, with padding to a multiple of 16
     message_bytes = 3 * (-(-51 * row_bytes // 16) * 16 + vector) + vector
     assert frozen.kept_bytes == message_bytes
-    assert gathers(dims) == (8, 2 * message_bytes)  # 4 units in forward and backward, to one other rank
+    # 8 gathers: 4 units, each in forward and in backward; each sends the messages to one other rank
+    assert gathers(dims) == (8, 2 * message_bytes)
     assert dims.counter.sent_bytes("cross") == 0
-    assert max(held) == 2  # the layer's unit and the unit of the whole model
+    assert max(held) == 2  # while a layer computes, only its unit and the unit of the whole model are unpacked
     assert sum(whole.untyped_storage().nbytes() for unit in frozen.units for _, whole, _ in unit.weights) == 0
 
 
@@ -134,7 +143,7 @@ def generate() -> None:
         assert not any(unit.is_unpacked for unit in frozen.units)
         model(torch.ones(1, WIDTH))
     assert gathers(dims)[0] == 8
-    assert_same(model, frozen, None)  # outside of inference mode again
+    assert_same(model, frozen, None)  # after inference mode has ended, the units are gathered for each use as before
 
 
 def test_kept_weights_are_gathered_once_for_any_number_of_tokens():
@@ -160,15 +169,15 @@ def test_backward_gathers_nothing_below_the_first_gradient():
 def test_one_rank_uses_weights_in_place_or_packs_them_in_fewer_bits():
     model, frozen = frozen_stack(MeshAxis("frozen"))
     padding = frozen.kept_bytes - sum(weight.nbytes for weight in stack_weights().values())
-    assert 0 <= padding < 7 * 16  # padding of 7 weights to multiples of 16 bytes
+    assert 0 <= padding < 7 * 16  # each of 7 weights is padded to a multiple of 16 bytes
     assert_same(model, frozen, None)
     assert_same(*frozen_stack(MeshAxis("frozen"), bits=8), 8)
 
 
 def gradients_of_two(model: nn.Module, together: bool) -> list[torch.Tensor]:
-    """Return the input gradients of two forwards before their backwards, with a forward without gradients between.
+    """Return the input gradients of two forwards that both run before the backwards, with an evaluation between.
 
-    Preference training does this with its chosen and rejected texts and an evaluation.
+    Preference training does this with its chosen and rejected texts. `together` runs one backward of both losses.
     """
     inputs = [torch.full((3, WIDTH), value, requires_grad=True) for value in (0.5, -1.0)]
     a, b = model(inputs[0]).sum(), model(inputs[1]).square().sum()
@@ -215,7 +224,11 @@ class Adapted(nn.Module):
 
 
 def train_adapted(zero: ZeroConfig, freezes: bool) -> tuple[list[torch.Tensor], int]:
-    """Return the trained weights after three steps of two micro-batches, and the bytes sent between nodes."""
+    """Train three steps of two micro-batches.
+
+    Return the trained weights, and the bytes that this rank sent between nodes.
+    `freezes` says whether the base is in frozen units, or in plain weights under FSDP2.
+    """
     dims = make_dims(2)
     torch.manual_seed(0)
     model = nn.Sequential(*(Adapted() for _ in range(3)))
@@ -241,7 +254,10 @@ def train_adapted(zero: ZeroConfig, freezes: bool) -> tuple[list[torch.Tensor], 
 
 @pytest.mark.parametrize(("zero", "tolerance"), [slow(ZeroConfig(), 0.0), slow(ZeroConfig(zeropp=True), 0.05)])
 def test_adapters_train_equally_on_frozen_units_and_on_plain_weights(zero, tolerance):
-    """The weights are bit-identical, except with --zeropp, which rounds plain weights to int8 and frozen units not."""
+    """Compare adapters that were trained beside frozen units and beside plain frozen weights.
+
+    The weights are bit-identical, except with --zeropp, which rounds plain weights to int8 but not frozen units.
+    """
     with_units, without = (ranks(4).run(train_adapted, zero, freezes) for freezes in (True, False))
     assert sum(sent for _, sent in with_units) < sum(sent for _, sent in without)
     for (units, _), (parameters, _) in zip(with_units, without, strict=True):
@@ -249,7 +265,10 @@ def test_adapters_train_equally_on_frozen_units_and_on_plain_weights(zero, toler
 
 
 def race_alone() -> list[str]:
-    """Return the races of a frozen model in forward, backward, and inference with kept weights, three times."""
+    """Run a frozen model on simulated CUDA streams, three times; return the races (unordered accesses) that were found.
+
+    The runs are forward, backward, and inference with gathered weights.
+    """
     with simulated_streams() as streams:
         model, frozen = frozen_stack(make_dims(2).twin("local", "frozen"), bits=8)
         for _ in range(3):

@@ -1,4 +1,7 @@
-"""Models with packed weights compute the same as the checkpoint, wherever the weights are stored, on any layout."""
+"""Test models with packed weights.
+
+They compute the same as the checkpoint, wherever weights are stored, on any layout.
+"""
 
 import dataclasses
 import functools
@@ -44,7 +47,7 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.trace import FORWARD, TraceRecorder
 from megazpp.zero.config import PrecisionConfig
 
-# The vocabulary's 101 rows are padded to a multiple of 8 with one tensor-parallel rank, and of 16 with two.
+# The 101 rows of the vocabulary are padded to a multiple of 8 with one tensor-parallel rank, and of 16 with two.
 SAVED = Case(model=dataclasses.replace(LLAMA_STYLE, init_method_std=0.5), tp=2)
 TIED = Case(model=dataclasses.replace(GPT2_STYLE, init_method_std=0.5))
 MIXTURE = Case(
@@ -64,7 +67,7 @@ GREEDY = SampleConfig(sample_tokens=4, sample_temperature=0.0)
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory) -> str:
-    """Return the folder of a run's checkpoints of two iterations."""
+    """Train SAVED on four ranks with checkpoints of iterations 1 and 2. Return the folder."""
     folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
     ranks(4).run(run, SAVED, 2, save=folder, save_interval=1)
     return folder
@@ -79,7 +82,7 @@ def tied(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory) -> str:
-    """Return the folder of a checkpoint with experts, saved by two expert-parallel ranks."""
+    """Save a checkpoint of a mixture of experts from two expert-parallel ranks. Return the folder."""
     folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
     ranks(2).run(run, dataclasses.replace(MIXTURE, ep=2), 1, save=folder)
     return folder
@@ -90,7 +93,10 @@ def found(load: str, step: int | None = None) -> tuple[LoadSource, CheckpointMet
 
 
 def build_trained(case: Case, load: str, step: int | None = None) -> tuple[GPTModel, Any, ParallelDims]:
-    """Load the checkpoint as a training does: into shards with gradients."""
+    """Load the checkpoint as a training run does, into shards with gradients.
+
+    Return the model, its sharding, and the mesh axes.
+    """
     model, sharding, dims = build_on_ranks(case)
     load_weights(model, sharding, dims, *found(load, step), vocab_size=101, say=lambda line: None)
     return model, sharding, dims
@@ -104,7 +110,10 @@ def disk(folder: Path, **options: Any) -> WeightsConfig:
 
 
 def losses_and_gradient(model: GPTModel, case: Case, dims: ParallelDims) -> list[torch.Tensor]:
-    """Return the losses and the gradient of the embedding's output; weights before that output need no gradients."""
+    """Return the losses of a batch, and their gradient by the embedding's output.
+
+    The output is detached from the embedding, so its weights need no gradients.
+    """
     outputs, (batch,) = list[torch.Tensor](), case.batches(0, dims)
 
     def cut(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -118,14 +127,18 @@ def losses_and_gradient(model: GPTModel, case: Case, dims: ParallelDims) -> list
 
 
 def load_frozen(case: Case, load: str, step: int | None = None) -> tuple[str, int]:
-    """Check a frozen model against a trained one; return its checksum and the number of elements read by this rank."""
+    """Compare losses and gradients of a frozen model with a trained model.
+
+    Return the frozen model's checksum, and the number of elements that this rank read from the checkpoint.
+    """
     trained, _, dims = build_trained(case, load, step)
     with mock.patch.object(SafeReader, "read_box", autospec=True, side_effect=SafeReader.read_box) as read_box:
         model, units, checksum = load_frozen_model(spec_of(case), frozen_place(dims), *found(load, step))
     elements = sum(box.numel() for (_, _, _, box), _ in read_box.call_args_list)
     expected, before = losses_and_gradient(trained, case, dims), dims.counter.table()
 
-    # An expert of a trained model multiplies the rows of all ep ranks together, which rounds differently.
+    # In a trained model, an expert multiplies the rows of all ep ranks together, which rounds differently than in a
+    # frozen model.
     same = torch.equal if case.ep == 1 else functools.partial(torch.allclose, rtol=1e-4, atol=1e-6)
     assert all(map(same, losses_and_gradient(model, case, dims), expected))
     assert list(model.parameters()) == []
@@ -135,7 +148,8 @@ def load_frozen(case: Case, load: str, step: int | None = None) -> tuple[str, in
     planned = [frozen_bytes(each, dims.local.size, case.precision.param_dtype) for each in shapes]
     assert units.kept_bytes == sum(each.kept for each in planned)
     share = sum(p.numel() for p in trained.parameters()) / (dims.local.size * case.tp)
-    assert elements < 1.2 * share  # more than a share, because norms are whole on each tensor-parallel rank
+    # a rank reads a little more than 1/ranks of the elements, because each tensor-parallel rank has all norms
+    assert elements < 1.2 * share
     return checksum, elements
 
 
@@ -164,7 +178,10 @@ def test_frozen_model_with_biases_and_tied_embedding_is_bit_identical(tied):
 
 
 def test_frozen_model_reads_the_biases_of_routers(tmp_path):
-    """The biases after a step of 0.25 are of the size of the scores, so that they decide choices."""
+    """Load the biases of experts into a frozen model and into a streamed model, and compare with the trained model.
+
+    An update of 0.25 makes the biases as large as the scores, so that they change the choice of experts.
+    """
     case = Case(model=dataclasses.replace(BIASED_STYLE, moe_aux_loss_coeff=0.0, moe_router_bias_update_rate=0.25))
     ranks(1).run(run, case, 1, save=str(tmp_path))
     ranks(2).run(load_frozen, case, str(tmp_path))
@@ -180,7 +197,10 @@ def test_frozen_experts_are_whole_and_bit_identical(mixture, layout):
 
 
 def router_weights(case: Case, load: str) -> list[torch.Tensor]:
-    """Return the routers' weights of a frozen model whose matrices have 4 bits, and those of the checkpoint."""
+    """Load a frozen model in 4 bits; return the weights of its routers, and then those in the checkpoint.
+
+    Routers must not be rounded.
+    """
     place = frozen_place(dims_on_ranks(case))
     model, units, _ = load_frozen_model(spec_of(case), place, *found(load), bits=4)
     reader = SafeReader(found(load)[0].checkpoint)
@@ -202,9 +222,12 @@ def test_routers_are_never_quantized(mixture):
 
 
 def stream(case: Case, load: str, config: WeightsConfig) -> tuple[list[list[int]], torch.Tensor, list[str]]:
-    """Return tokens and losses of a streamed model, and the lines that it printed on this rank."""
+    """Generate with a streamed model.
+
+    Return the tokens, the losses of a batch, and the lines that this rank printed.
+    """
     dims, lines, passes = dims_on_ranks(case), list[str](), GREEDY.sample_tokens
-    gc.freeze()  # `bytes_of_live_messages` then ignores earlier objects
+    gc.freeze()  # from here on, `bytes_of_live_messages` ignores objects that exist already
     with mock.patch.object(FetchRing, "fetch", autospec=True, side_effect=FetchRing.fetch) as fetch:
         model, units = load_streamed_model(config, spec_of(case), frozen_place(dims, lines.append), *found(load))
         tokens = generate(model, units, dims, PROMPTS, GREEDY, max_length=16, seed=1).tokens
@@ -219,14 +242,18 @@ def stream(case: Case, load: str, config: WeightsConfig) -> tuple[list[list[int]
     gc.unfreeze()
     assert dims.counter.sent_bytes("cross") == 0
     assert (dims.counter.sent_bytes("local") > 0) == (dims.local.size > 1)
-    if on_disk:  # one more pass for the losses, and one of the two layers, fetched ahead for a pass that never came
+    # beside the generation: one pass for the losses, and one of two layers fetched ahead for a pass that never came
+    if on_disk:
         fetched = sum(units.plan.streamed[index].num_bytes for (_, index), _ in fetch.call_args_list)
         assert fetched == (passes + 1 + 0.5 * (config.prefetch_layers > 0)) * units.plan.pass_bytes
     return tokens, losses, lines
 
 
 def bytes_of_live_messages() -> int:
-    """Return the bytes of all live uint8 tensors' storages, except objects that `gc.freeze` has put aside."""
+    """Return the bytes of memory of all live uint8 tensors, as packed weights are.
+
+    Tensors that `gc.freeze` has put aside do not count.
+    """
     gc.collect()
     storages = [x.untyped_storage() for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype == torch.uint8]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -254,7 +281,10 @@ def test_disk_and_memory_give_equal_tokens_and_losses_on_all_layouts(load, tmp_p
     ("world", "layout"), [slow(2, {"tp": 2}), slow(4, {"nodes": 2}), slow(4, {"nodes": 2, "tp": 2, "precision": BF16})]
 )
 def test_streamed_experts_give_the_tokens_and_losses_of_one_rank(mixture, tmp_path, world, layout):
-    """fp32 sums in another order on two tensor-parallel ranks differ by up to 1e-5; bf16 losses are not compared."""
+    """Compare a streamed mixture of experts with a resident one: tokens, and fp32 losses.
+
+    On two tensor-parallel ranks, fp32 sums in another order differ by up to 1e-5. bf16 losses are not compared.
+    """
     case = dataclasses.replace(MIXTURE, **layout)
     ((tokens, expected),) = ranks(1).run(resident, dataclasses.replace(MIXTURE, precision=case.precision), mixture)
     for config in (WeightsConfig(weights_device="host"), disk(tmp_path, weight_bits=None)):
@@ -265,7 +295,11 @@ def test_streamed_experts_give_the_tokens_and_losses_of_one_rank(mixture, tmp_pa
 
 
 def test_model_is_never_in_memory_twice_while_it_loads(monkeypatch):
-    """The peak is the messages in their final memory, one more message, and its pieces; meta tensors count too."""
+    """Measure the peak memory while a streamed model is loaded.
+
+    It is the packed messages in their final memory, one more message, and the pieces of that message. Meta tensors
+    count too.
+    """
     empty, pinned = torch.empty, []
 
     def without_pinning(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -290,7 +324,7 @@ def test_model_is_never_in_memory_twice_while_it_loads(monkeypatch):
 
 
 def resident(case: Case, load: str) -> tuple[list[list[int]], torch.Tensor]:
-    """Return tokens and losses of the model as a training loads it."""
+    """Load the model as a training run does; return generated tokens, and the losses of a batch."""
     model, sharding, dims = build_trained(case, load)
     tokens = generate(model, sharding, dims, PROMPTS, GREEDY, max_length=16, seed=1).tokens
     batch = case.batch(0, 0, 2)
@@ -300,7 +334,10 @@ def resident(case: Case, load: str) -> tuple[list[list[int]], torch.Tensor]:
 
 @pytest.mark.slow
 def test_packed_losses_match_the_checkpoint_up_to_rounding(tied, load):
-    """The weights have a standard deviation of 0.5, so the loss depends visibly on their relative error."""
+    """Compare losses of streamed models in 32, 16, 8 and 4 bits with the checkpoint's.
+
+    Weights have a standard deviation of 0.5, so the loss depends visibly on their relative error.
+    """
     for case, folder, said, tolerances in (
         (TIED, tied, "32 bits", {16: 0.1, 8: 0.3, 4: 3.0}),
         (ALONE, load, "32 bits", {16: 0.1, 8: 0.3, 4: 3.0}),
@@ -320,7 +357,10 @@ def test_packed_losses_match_the_checkpoint_up_to_rounding(tied, load):
 
 @torch.no_grad()
 def leave_forwards(load: str, config: WeightsConfig) -> None:
-    """Interrupt a forward by an exception in each layer, twice, and check that the next losses are unchanged."""
+    """Interrupt a streamed forward by an exception in each layer, twice.
+
+    The losses of the next forward must be unchanged.
+    """
     model, _ = load_streamed_model(config, spec_of(ALONE), frozen_place(dims_on_ranks(ALONE)), *found(load))
     batch = ALONE.batch(0, 0, 2)
     expected = model.eval()(batch.tokens, batch.labels)
@@ -340,7 +380,10 @@ def test_interrupted_forward_does_not_mix_up_layers(load, tmp_path):
 
 
 def use(load: str, config: WeightsConfig, *, case: Case = ALONE, step: int | None = None) -> str:
-    """Load the model on one rank and run it once; return the printed lines, or the error that ended it."""
+    """Load a streamed model with the settings `config`, and run it once.
+
+    Return the printed lines, or "error: " with the message of the error that ended it.
+    """
     dims, lines = dims_on_ranks(case), list[str]()
     try:
         place = frozen_place(dims, lines.append)
@@ -354,7 +397,7 @@ def use(load: str, config: WeightsConfig, *, case: Case = ALONE, step: int | Non
 
 @pytest.fixture(scope="module")
 def written(load, tmp_path_factory) -> Path:
-    """Write a store, and return its only file."""
+    """Write a store of packed weights on disk. Return the path of its only file."""
     folder = tmp_path_factory.mktemp("store")
     assert " wrote " in ranks(1).run(use, load, disk(folder))[0]
     (path,) = folder.glob("*.weights")
@@ -362,9 +405,10 @@ def written(load, tmp_path_factory) -> Path:
 
 
 def damage(path: Path, place: float, *, cut: bool = False) -> None:
-    """Replace the file by a damaged copy with a new inode.
+    """Replace the store's file by a copy that has one flipped bit at the fraction `place`, or ends there.
 
-    The last run's model may still read the old file ahead. It would remove the path if it found damage there.
+    The model of an earlier test may still read the old file ahead, and would delete the path if it found damage there.
+    So the copy is a new file with a new inode.
     """
     content = bytearray(path.read_bytes())
     at = int(len(content) * place)
@@ -407,7 +451,7 @@ def test_damaged_checkpoint_or_another_tokenizer_raise_errors(load, tmp_path):
 
 
 def load_own_step(load: str, config: WeightsConfig) -> None:
-    """Load another checkpoint on each rank, as on hosts with a stale copy, and check the error."""
+    """Load another iteration's checkpoint on each rank, as on hosts with a stale copy, and check the error."""
     dims, step = dims_on_ranks(ALONE), 1 + dist.get_rank()
     with pytest.raises(ValueError, match="must have the same content on all ranks"):
         load_used_model(config, spec_of(ALONE), frozen_place(dims), *found(load, step))

@@ -1,4 +1,4 @@
-"""Packed rows against plain tensors: products and lookups are bit-identical to the unpacked matrix."""
+"""Test packed matrices: matrix products and embedding lookups are those of the unpacked matrix."""
 
 import itertools
 from typing import Any
@@ -41,9 +41,8 @@ def test_products_and_lookups_match_the_unpacked_matrix(monkeypatch, bits, error
         assert (unpacked - weight).norm() < error * weight.norm()
         for with_bias in (None, bias):
             expected = F.linear(x.double(), unpacked.double(), None if with_bias is None else with_bias.double())
-            assert torch.allclose(
-                F.linear(x, packed, with_bias).double(), expected, atol=1e-4
-            )  # tolerance for fp32 sums of 257 products
+            # the tolerance allows the rounding of fp32 sums of 257 products
+            assert torch.allclose(F.linear(x, packed, with_bias).double(), expected, atol=1e-4)
         for rows in (slice(0, 29), slice(9, 10), slice(10, None)):
             assert torch.allclose(F.linear(x, packed[rows]), F.linear(x, unpacked[rows]), atol=1e-4)
             assert torch.allclose(F.linear(x, packed[rows][1:]), F.linear(x, unpacked[rows][1:]), atol=1e-4)
@@ -73,7 +72,8 @@ def test_int4_scales_are_never_worse_than_scales_of_the_peak_element():
     error = (found - weight).view(-1, 32).square().sum(1)
     assert rows.row_bytes * 8 / 256 == 4.5
     assert (error <= plain * 1.0001).all()
-    assert error.sum().sqrt() < 0.083 * weight.norm()  # with one scale per block instead of candidates it is 0.086
+    # the packer tries several scales per block; with only the scale of the largest element, the error would be 0.086
+    assert error.sum().sqrt() < 0.083 * weight.norm()
 
 
 def test_int8_error_is_at_most_half_a_step_of_its_block():
@@ -83,9 +83,8 @@ def test_int8_error_is_at_most_half_a_step_of_its_block():
     found = rows.unpack(rows.pack(weight), torch.empty_like(weight))
 
     step = weight.view(5, 5, 64).abs().amax(-1, keepdim=True) / 127
-    assert (
-        (found - weight).view(5, 5, 64).abs() <= 0.505 * step
-    ).all()  # slightly above 0.5, because a scale is rounded up to bf16
+    # The bound is slightly above half a step, because a scale is rounded up to bf16.
+    assert ((found - weight).view(5, 5, 64).abs() <= 0.505 * step).all()
 
 
 def test_non_finite_values_and_zeros_are_preserved():

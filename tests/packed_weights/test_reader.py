@@ -1,4 +1,4 @@
-"""Test the checksum of weights."""
+"""Test the checksum of a checkpoint's weights, by which ranks compare what they load."""
 
 import torch
 
