@@ -47,14 +47,14 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def engine():
-    """Run a server that records each request as (path, values)."""
+    """Run a stand-in for an inference engine's server, which records each request as (path, values)."""
     requests: list[tuple[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             requests.append((self.path, json.loads(body)))
-            if "disk" in self.path:  # the engine reads the folder before it answers
+            if "disk" in self.path:  # like SGLang, the server reads the weights in the folder before it answers
                 requests[-1][1]["found"] = load_file(Path(requests[-1][1]["model_path"]) / "model.safetensors")
             self.send_response(200)
             self.end_headers()
@@ -68,7 +68,10 @@ def engine():
 
 
 def run_program(heading: str, folder: Path, url: str, **names: Any) -> None:
-    """Run a program of the page for two rounds; the last patch arrives in between."""
+    """Run the program of the documentation page that contains `heading`, for two rounds of its loop.
+
+    The last patch appears in the folder between the rounds.
+    """
     programs = re.findall(r"^```python\n(.*?)^```$", (ROOT / PAGE).read_text(), re.M | re.S)
     (code,) = [code for code in programs if heading in code]
     last = next((folder / "0001").glob("patch-000003-*"))
@@ -115,7 +118,7 @@ def test_program_for_sglang_writes_a_folder_with_each_steps_weights(folder, engi
 
 
 class Policy(torch.nn.Module):
-    """A model with Hugging Face's names and a `load_weights`, as vLLM's models have it."""
+    """A model whose parameters have Hugging Face's names, with a method `load_weights` as in vLLM's models."""
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -136,7 +139,7 @@ class Policy(torch.nn.Module):
 
 
 def stand_in_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install modules with those parts of vLLM's interface that the back end uses."""
+    """Put stand-ins for those vLLM modules into sys.modules that this project's back end imports."""
     info, update = TypeVar("info"), TypeVar("update")
 
     class Engine(Generic[info, update]):
@@ -187,14 +190,15 @@ def stand_in_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_back_end_loads_the_step_that_the_update_names_into_vllm(folder, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)  # vLLM calls it; there may be no GPU
+    # vLLM synchronizes the accelerator, which this machine may not have
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     if importlib.util.find_spec("vllm") is None:
         stand_in_for_vllm(monkeypatch)
     plugin = importlib.import_module("megazpp.weight_patches.vllm")
     factory = importlib.import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
     reload = importlib.import_module("vllm.model_executor.model_loader.reload")
     plugin.register()
-    plugin.register()  # vLLM may load a plugin twice
+    plugin.register()  # registering twice must work, because vLLM may load a plugin twice
     reader = PatchReader(folder)
     reader.advance(1)
     model = Policy(dict(reader.weights()))

@@ -1,4 +1,4 @@
-"""Test weight patches: all weights plus the patches after them equal each step's weights, bit for bit."""
+"""Test weight patches: a file of all weights, and the patches after it, give each step's weights bit for bit."""
 
 import dataclasses
 import json
@@ -32,7 +32,8 @@ from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 LOSSLESS = ZeroConfig(zeropp=True, zero_weight_delta="lossless")
 GLM = dataclasses.replace(BIASED_STYLE, moe_shared_expert_intermediate_size=20, moe_aux_loss_coeff=0.0)
-PHI3 = dataclasses.replace(LLAMA_STYLE, rotary_percent=0.5)  # the only family whose files join gate and up
+# Phi-3's architecture, the only family whose files join the gate and up matrices
+PHI3 = dataclasses.replace(LLAMA_STYLE, rotary_percent=0.5)
 Bits = dict[str, torch.Tensor]
 
 
@@ -41,9 +42,10 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train(case: Case, folder: Path, restart_after: int) -> tuple[list[Bits], int]:
-    """Train and write patches.
+    """Train, and write weight patches after each step; a new chain begins after step `restart_after`.
 
-    Return each step's weights as a checkpoint converted to 16 bits holds them, and the bytes that all writes sent.
+    Return each step's weights as an exported checkpoint in 16 bits has them, and the bytes that this rank sent to write
+    all patches.
     """
     step, dims = build_step(case)
     family, expected, patches, sent = choose_architecture(case.model), [], None, 0
@@ -56,11 +58,12 @@ def train(case: Case, folder: Path, restart_after: int) -> tuple[list[Bits], int
         patches.write(TrainingProgress(iteration=index + 1))
         sent += sum(entry.sent_bytes for entry in dims.counter.table().values()) - before
         ours = {name: p.full_tensor().detach().bfloat16() for name, p in step.model.named_parameters()}
-        ours |= {name: buffer.clone() for name, buffer in step.model.named_buffers()}  # fp32, as in transformers
+        # buffers stay in fp32, as in transformers
+        ours |= {name: buffer.clone() for name, buffer in step.model.named_buffers()}
         ours |= {name: ours[name][: step.model.vocab_size] for name in (WORDS, OUTPUT) if name in ours}
         theirs = to_files(family, split_all(pieces, {name: held(tensor) for name, tensor in ours.items()}))
         expected.append({name: bits_of(entry.read()) for name, entry in theirs.items()})
-    dims.world.all_reduce_(torch.zeros(1))  # the test reads the files of all ranks
+    dims.world.all_reduce_(torch.zeros(1))  # waits for all ranks, because the test reads the files of all of them
     return expected, sent
 
 
@@ -81,13 +84,16 @@ CASES: list[Any] = [
 
 @pytest.mark.parametrize(("world", "case"), CASES)
 def test_patches_after_all_weights_rebuild_each_step_bit_for_bit(world, case, tmp_path):
-    """All weights are written first, then at an interval; a restart begins another chain."""
+    """Rebuild the weights of each of six steps from the files.
+
+    All weights are written first and then every three steps. A restart begins another chain.
+    """
     results = ranks(world).run(train, Case(**case, precision=PrecisionConfig(bf16=True), steps=6), tmp_path, 5)
     expected = results[0][0]
-    assert [sent for _, sent in results] == [0] * world  # each rank writes what it holds
+    assert [sent for _, sent in results] == [0] * world  # each rank writes its own shards, so writing sends nothing
     files = {path.name[:14] for path in (tmp_path / "0001").iterdir()}
     assert files == {"weights-000001", "weights-000004", *(f"patch-00000{step}-0" for step in (2, 3, 4, 5))}
-    # ---- one reader that follows, and new ones that start from the newest weights
+    # ---- one reader that follows the run, and new readers that start from the newest file of all weights
     (tmp_path / "0002").rename(tmp_path / "later")
     reader = PatchReader(tmp_path)
     for step in range(1, 6):
@@ -97,7 +103,7 @@ def test_patches_after_all_weights_rebuild_each_step_bit_for_bit(world, case, tm
     fresh = PatchReader(tmp_path)
     assert fresh.advance() == 5
     torch.testing.assert_close(bits_from(fresh), expected[4], rtol=0, atol=0)
-    assert reader.advance(3) == 3  # back
+    assert reader.advance(3) == 3  # a reader may go back to an earlier step
     torch.testing.assert_close(bits_from(reader), expected[2], rtol=0, atol=0)
     (tmp_path / "later").rename(tmp_path / "0002")
     assert reader.advance() == newest_step(tmp_path) == 6
@@ -117,7 +123,7 @@ def test_patches_after_all_weights_rebuild_each_step_bit_for_bit(world, case, tm
 
 @pytest.fixture(scope="module")
 def small_chain(tmp_path_factory) -> tuple[Path, list[Bits]]:
-    """Write five steps of a run on two ranks."""
+    """Write weight patches of a run of five steps on two ranks. Return the folder and each step's weights."""
     folder = tmp_path_factory.mktemp("patches")
     case = Case(zero=ZeroConfig(), model=LLAMA_STYLE, precision=PrecisionConfig(bf16=True), steps=5)
     return folder, ranks(2).run(train, case, folder, 9)[0][0]
@@ -161,7 +167,7 @@ def test_damaged_weights_are_refused(chain):
 
 
 def test_incomplete_files_are_not_read(chain):
-    """The files of one writer are missing, as while another rank still writes."""
+    """Remove files of single ranks, as if these ranks were still writing; the reader must use only complete steps."""
     (chain / "patch-000005-00000-of-00002.safetensors").unlink()
     reader = PatchReader(chain.parent)
     assert reader.advance() == newest_step(chain.parent) == 4
@@ -185,7 +191,7 @@ def test_follower_continues_at_newer_weights_when_old_patches_are_gone(chain, sm
 def test_saved_folder_is_transformers_model(chain, small_chain, tmp_path):
     transformers = pytest.importorskip("transformers")
     reader = PatchReader(chain.parent)
-    for step in (4, 5):  # the second replaces the first
+    for step in (4, 5):  # saving step 5 replaces the folder with step 4
         assert reader.advance(step) == step
         reader.save(tmp_path / "policy")
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.bfloat16)
