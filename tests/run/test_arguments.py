@@ -1,4 +1,4 @@
-"""Test all flags of a run together: parsing, precedence, and defaults equal to Megatron's."""
+"""Test all flags of a run together: parsing, precedence of their sources, and defaults equal to Megatron's."""
 
 import dataclasses
 import typing
@@ -20,7 +20,7 @@ from megazpp.topology.cluster import Cluster
 
 CLASSES = (*run_configs().values(), *section_configs(FEATURES))
 
-# flags whose default differs from Megatron's, and the reason
+# flags whose default differs from Megatron-LM's, and the reason for the difference
 OTHER_DEFAULTS = {
     "--distributed-backend": "nccl needs GPUs; without the flag the device decides",
     **{f"--{use}data-path": "an empty list instead of None" for use in ("", "train-", "valid-", "test-")},
@@ -31,7 +31,7 @@ OTHER_DEFAULTS = {
 }
 
 
-# Megatron's most common flags and their defaults
+# Megatron-LM's most common flags and their defaults, from a stored file
 MEGATRON = dict(
     line.split(maxsplit=1)
     for line in (ROOT / "tests/helpers/megatron_defaults.txt").read_text(encoding="utf-8").splitlines()
@@ -65,7 +65,7 @@ def test_defaults_equal_megatrons():
     ours = {name: field.default for field in fields for name in (flag_name(field), *field.metadata["flag"].aliases)}
     for name, megatron in MEGATRON.items():
         if name.startswith("--no-") and (switch := name.replace("--no-", "--")) in ours:
-            # the default that --no-FLAG turns off is True
+            # Megatron-LM has --no-FLAG as a switch, so the default of our FLAG must be True
             assert (megatron.removesuffix("(off)"), ours[switch]) == ("flag", True)
         elif name in ours and name not in OTHER_DEFAULTS:
             compared += 1
@@ -85,7 +85,10 @@ def same_default(ours: Any, megatron: str) -> bool:
 
 
 def test_last_place_that_gives_a_flag_sets_value_and_origin():
-    """Without a flag file, and without flags of a model, the tiny config is used."""
+    """Check which place sets each flag: the last one on the command line or in a file wins.
+
+    Without a flag file and flags of a model, the config gpt_tiny is used.
+    """
     parsed = parse("@configs/gpt_125m.args --lr 1e-4")
     config, origins, values = parsed.config, parsed.origins, parsed.values()
     assert (config.schedule.lr, config.model.num_layers, config.data.seq_length) == (1e-4, 12, 2048)
@@ -100,7 +103,8 @@ def test_last_place_that_gives_a_flag_sets_value_and_origin():
 
 
 def test_report_parses_back_to_the_same_config_without_print_config(tmp_path):
-    zero = "--zeropp --zero-quantized-weights"  # which the file's --zero-weight-delta auto does not contradict
+    # flags that do not contradict --zero-weight-delta auto, which is in the file
+    zero = "--zeropp --zero-quantized-weights"
     parsed = parse(f"@configs/llama_8b.args --print-config --data-path 0.3 a 0.7 'b c' --no-bf16 {zero}")
     (tmp_path / "flags.args").write_text(parsed.report())
     again = parse(f"@{tmp_path}/flags.args")
@@ -129,7 +133,7 @@ def test_megatron_script_flags_work_in_a_flag_file(tmp_path):
     assert len(parsed.notices) == 4
 
 
-EXCLUDED = [  # flags from a file, and flags of the command line that exclude and replace them
+EXCLUDED = [  # each entry: flags in a file, and flags on the command line that exclude and so replace them
     ("--lr-warmup-fraction 0.06", "--lr-warmup-iters 0"),
     ("--train-samples 640 --lr-decay-samples 64 --rampup-batch-size 2 2 8", "--train-iters 10"),
     ("--lr-decay-iters 10 --lr-warmup-iters 3", "--lr-decay-samples 64 --train-samples 640"),
@@ -154,7 +158,7 @@ def test_command_line_flag_replaces_file_flags_that_it_excludes(tmp_path):
     base = SMALL.replace("--mock-data", "").replace("--train-iters 10", "")
     for file, hand in EXCLUDED:
         (tmp_path / "a.args").write_text(f"{base}\n{file}\n")
-        # a file's flags replace flags of a file that it includes in the same way
+        # A flag file's flags replace flags of a file that it includes, as the command line does.
         (tmp_path / "b.args").write_text(f"@a.args\n{hand}\n")
         wanted = parse(f"{base} {hand}")
         for text in (f"@{tmp_path}/a.args {hand}", f"{hand} @{tmp_path}/a.args", f"@{tmp_path}/b.args"):

@@ -1,4 +1,7 @@
-"""Test flags of a tool that loads a checkpoint: given flags come first, then the checkpoint's, then defaults."""
+"""Test the flags of a program that loads a checkpoint.
+
+Given flags have priority over the checkpoint's, and these over defaults.
+"""
 
 import itertools
 from pathlib import Path
@@ -52,7 +55,7 @@ def test_model_flags_come_from_checkpoint_and_launch_flags_do_not():
     assert (config.precision.bf16, config.launch.seed, config.data.text_path) == (True, 77, ("a.txt", "b.txt"))
     assert (config.launch.nproc, config.parallel.tensor_model_parallel_size, config.zero.stage) == (None, 1, 3)
     assert config.section(SampleConfig).sample_tokens == 0
-    # saved without a copy of the tokenizer
+    # A checkpoint that was saved without a copy of the tokenizer gives the tokenizer's path.
     earlier = resolve(tokenizer_type="SentencePieceTokenizer", tokenizer_model="/my.model")
     assert earlier.config.tokenizer.tokenizer_model == "/my.model"
 
@@ -64,7 +67,8 @@ def test_given_flags_override_the_checkpoints_and_flags_they_exclude():
     assert "nproc" not in parsed.origins
     config = resolve("--fp16 --mock-data", grad_reduce_in_bf16=True).config
     assert (config.precision.fp16, config.precision.bf16, config.data.sources) == (True, False, ["--mock-data"])
-    assert resolve(fp8_format="hybrid").config.model.fp8_format is None  # dropped, since some devices do not support it
+    # float8 is not taken from the checkpoint, because some devices do not support it
+    assert resolve(fp8_format="hybrid").config.model.fp8_format is None
     assert resolve("--fp8-format e4m3", fp8_format="hybrid").config.model.fp8_format == "e4m3"
 
 
@@ -92,7 +96,7 @@ def folder(tmp_path) -> CheckpointFolder:
 
 @pytest.fixture
 def beside(folder) -> str:
-    """Write a tokenizer next to the checkpoints and return its folder's name."""
+    """Write a tokenizer's files beside the checkpoints. Return the name of their folder."""
     return write_tokenizer(folder.path, HFTokenizer(definition(WORDS.to_str())).files)
 
 
@@ -117,7 +121,10 @@ def test_tokenizer_given_by_flags_replaces_the_checkpoints_entirely(folder, besi
 
 
 def test_special_tokens_and_vocab_size_come_from_checkpoint_or_flags(folder):
-    """The same holds if flags name the checkpoint's own tokenizer."""
+    """Load the tokenizer with the checkpoint's --add-special-tokens and vocabulary size, unless flags are given.
+
+    The same holds if the flags name the checkpoint's own tokenizer.
+    """
     marking = tokenizers.Tokenizer.from_str(WORDS.to_str())
     marking.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     for recorded, named in itertools.product((True, False), (False, True)):
@@ -154,7 +161,7 @@ def test_outer_optimizer_flags_are_kept_on_resume_unless_given():
     chosen = {"diloco_outer_lr": 1.0, "diloco_outer_momentum": 0.0}
     assert rates("--diloco-steps 10", **chosen) == (1.0, 0.0, "checkpoint")
     assert rates("--diloco-steps 10 --diloco-outer-momentum 0.5", **chosen) == (1.0, 0.5, "checkpoint")
-    # no local steps now, or none in the checkpoint
+    # flags of DiLoCo are not taken over if this run or the checkpoint's run has no --diloco-steps
     assert rates("", **chosen) == rates("--diloco-steps 10") == (None, None, None)
     with pytest.raises(DamagedError, match=r"run\.json: .*outer.lr"):
         rates("--diloco-steps 10", diloco_outer_lr="a lot")
@@ -168,12 +175,12 @@ def test_resumed_run_keeps_the_weight_format_of_its_checkpoint():
         ("--bf16 --zeropp", {"zeropp": True, "zero_weight_delta": "lossless"}, "lossless"),
         ("--bf16 --zeropp", {"zeropp": True, "zero_weight_delta": "none"}, "none"),
         ("--bf16 --zeropp --zero-weight-delta auto", {"zeropp": True, "zero_weight_delta": "none"}, "none"),
-        # no format in the checkpoint: it had one node, or another scheme
+        # the checkpoint's run has chosen no format, because it had one node or another scheme
         ("--bf16 --zeropp", {"zeropp": True, "zero_weight_delta": "auto"}, "auto"),
         ("--bf16 --zeropp", {"zeropp": False, "zero_weight_delta": "auto"}, "auto"),
-        # nothing to choose in this run
+        # this run does not choose a format: it has no --zeropp, fp32 compute, or given flags
         ("--bf16", {"zeropp": True, "zero_weight_delta": "lossless"}, "auto"),
-        ("--zeropp", {"zeropp": True, "zero_weight_delta": "lossless"}, "auto"),  # fp32
+        ("--zeropp", {"zeropp": True, "zero_weight_delta": "lossless"}, "auto"),  # fp32 compute has no lossless deltas
         ("--bf16 --zeropp --zero-quantized-weights", {"zeropp": True, "zero_weight_delta": "lossless"}, "auto"),
         ("--bf16 --zeropp --zero-weight-delta none", {"zeropp": True, "zero_weight_delta": "lossless"}, "none"),
         ("--bf16 --zeropp --zero-weight-delta lossless", {"zeropp": True}, "lossless"),

@@ -1,4 +1,4 @@
-"""Test the plan made from flags and a cluster, and the errors for flags that do not fit together."""
+"""Test the plan that is made from flags and a cluster, and the errors for flags that contradict each other."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import CommPlan, ZeroConfig
 from megazpp.zero.plan import plan_comm
 
-# ranks on one node | flags | message
+# each line: number of ranks on one node | flags | beginning of the error
 REFUSED = """
 2 | --tensor-model-parallel-size 2 --num-attention-heads 7 --kv-channels 8 | --num-attention-heads 7 is not divisible by
 4 | --tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2 | --num-query-groups 2 is not

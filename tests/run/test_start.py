@@ -1,4 +1,4 @@
-"""Test the start of a job whose ranks were started one by one: they agree, or each host says why it ends."""
+"""Test the start of a job whose ranks were started one by one. They agree, or each host logs why the job ends."""
 
 import os
 import shlex
@@ -14,7 +14,7 @@ from helpers.small_run import SMALL, parse
 
 from megazpp.run.start import facts_of
 
-# flags of the second of two ranks | words of the error
+# flags of the second of two ranks, and the beginning of the error about its difference from the first
 DIFFERENT = {
     "--lr 0.5": "--lr must be equal on all ranks, but is 0.001 on",
     "--num-layers 3": "--num-layers must be equal on all ranks, but is 1 on",
@@ -58,7 +58,10 @@ def free_port() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", DIFFERENT)
 def test_ranks_that_disagree_end_with_an_error_within_seconds(tmp_path, flags):
-    """Both ranks are on one host, so the error is printed once."""
+    """Start two ranks with different flags or data, and check that both end with an error.
+
+    Both ranks are on one host, so the error is printed once.
+    """
     text = "Call me Ishmael. Some years ago, never mind how long precisely.\n" * 400
     (tmp_path / "text.txt").write_text(text)
     (tmp_path / "other.txt").write_text(text.replace("Ishmael", "Queequeg"))
