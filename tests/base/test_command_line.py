@@ -1,4 +1,4 @@
-"""Test command-line parsing: flag files, Megatron's flags that we do not have, and fields of config dataclasses."""
+"""Test command-line parsing: flag files, unsupported flags of Megatron-LM, and fields of config dataclasses."""
 
 import contextlib
 import re
@@ -126,7 +126,8 @@ def test_flag_needs_its_feature_unless_a_file_gave_it_before_turning_off(folder)
         ("", "--noise 1", "command line: --noise 1.0 needs --mode pull, not push"),
         ("--fan fast", "", "a.args:1: --fan fast needs --heat"),
         ("", "--heat 3 --fan fast --mode pull --noise 1", ""),
-        ("--heat none --fan slow", "", ""),  # as in a run's args.txt, which lists flags at their defaults too
+        # a run's args.txt also lists flags at their defaults, such as --fan slow, which must not require --heat
+        ("--heat none --fan slow", "", ""),
         ("--heat 3 --fan fast", "--heat none", ""),
     ):
         (folder / "a.args").write_text(file)
@@ -136,7 +137,10 @@ def test_flag_needs_its_feature_unless_a_file_gave_it_before_turning_off(folder)
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_text_that_records_cannot_contain_is_rejected_by_flag(folder, monkeypatch, encoding):
-    """Python reads bytes that the locale's encoding lacks as halves of surrogate pairs."""
+    """Reject text that the locale's encoding lacks, because records could not contain it.
+
+    Python reads such bytes as halves of surrogate pairs.
+    """
     monkeypatch.setattr("locale.getpreferredencoding", lambda _: encoding)
     text = "\udcff" if encoding == "utf-8" else "\xfc"
     remedy = "use others" if encoding == "utf-8" else "use others, or set PYTHONUTF8=1"
@@ -173,7 +177,7 @@ def test_help_groups_flags_by_dataclass_and_shows_defaults(capsys):
         "--show_lights, --no-show_lights show lights (default: True)",
     ):
         assert shown in text
-    assert "--dep" not in PARSER.spellings  # abbreviated flags are not accepted
+    assert "--dep" not in PARSER.spellings  # --dep is not accepted as an abbreviation of --depth
     assert {"--depth", "--velocity", "--no-loud", "--no-show_lights", "--help"} <= PARSER.spellings
 
 
@@ -205,7 +209,10 @@ def test_help_breaks_no_flag():
 
 
 def expand(folder: Path, files: dict[str, str], *argv: str) -> list[tuple[str, str]]:
-    """Write `files` into `folder` and return (text, origin) of each word; `folder`/script is the script's folder."""
+    """Write `files` into `folder`, expand `argv`, and return (text, origin) of each word.
+
+    `folder`/script stands for the folder of the program.
+    """
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content.encode("latin-1"))
@@ -213,7 +220,10 @@ def expand(folder: Path, files: dict[str, str], *argv: str) -> list[tuple[str, s
 
 
 def test_flag_file_expands_to_its_words(folder):
-    """Comments, a byte order mark and line continuations add no words; a quoted text over several lines is kept."""
+    """Expand a flag file with comments, a byte order mark and line continuations, which add no words.
+
+    A quoted text over several lines is one word, with its line breaks.
+    """
     content = (
         "\xef\xbb\xbf# comment\n\n--name 'two words' --empty ''   # trailing comment\n"
         "--path a\\ b \\\n    c  # the end \\\n--lr 3e-4\n"
@@ -256,7 +266,7 @@ def test_unreadable_flag_file_is_rejected_with_file_and_line(folder):
         (circle, "z.args:1: flag files include each other in a circle: y.args -> z.args -> y.args"),
     ]
     assert not not_refused(rows, lambda files: expand(folder, files, "@x"))
-    # including a file twice is not a circle
+    # including the same file twice is allowed, because it is no circle
     assert len(expand(folder, {"twice": "@base\n@base\n", "base": "--a"}, "@twice")) == 2
 
 
@@ -276,7 +286,10 @@ MEGATRON_REFUSED = """
 
 
 def sift(text: str) -> tuple[list[Given], list[str]]:
-    """Return our flags and the notices about ignored ones. Raise ValueError for an unsupported flag."""
+    """Return the flags that this project has, and notices about flags of Megatron-LM that are ignored.
+
+    Raise ValueError for a flag of Megatron-LM that is not supported.
+    """
     name, *values = text.split()
     ours = {"--num-layers", "--micro-batch-size", "--zero-stage", "--lr"}
     kept, notices, refused = sift_flags([Given(name, tuple(values), "a.sh:3")], ours, KNOWN)
@@ -299,7 +312,10 @@ def test_unsupported_megatron_flag_is_rejected_with_the_reason():
 
 
 def test_all_mistakes_are_reported_at_once_with_summary_of_megatron_flags():
-    """The message lists unknown flags, invalid values and combinations that a config rejects, each with its origin."""
+    """Give several wrong flags; one message must list all mistakes.
+
+    These are unknown flags, invalid values and combinations that a config rejects, each with its origin.
+    """
     parser = FlagParser([GPTConfig, CheckpointConfig], program="p")
     words = "--lr 1 --num-layers x --moe-min-capacity 8 --keep-last 3 --DDP-impl local --checkpoint-activations"
     with pytest.raises(ValueError, match="--lr is not a flag") as caught:

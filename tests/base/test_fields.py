@@ -1,4 +1,4 @@
-"""Test every field of every config: rejected numbers, and that some test uses each flag."""
+"""Test every field of every config dataclass: numbers that are rejected, and that some test uses each flag."""
 
 import ast
 import dataclasses
@@ -37,10 +37,10 @@ BESIDE = """
 --profile | --profile-step-start
 --profile --profile-step-start 0 | --profile-step-end
 --profile --profile-step-start 0 --profile-step-end 1 | --profile-ranks
-"""  # flags that another flag makes effective, and flags that are validated only together with them
+"""  # each line: flags that are needed | flags that have an effect, or are checked, only together with them
 NEEDED = {name: beside for beside, names in table(BESIDE) for name in names.split()}
-IGNORED = {"--local-rank"}  # any value is accepted
-ZERO_MEANS_SOMETHING = re.findall(  # flags for which 0 is valid, mostly to switch something off
+IGNORED = {"--local-rank"}  # flags whose values are not checked
+ZERO_MEANS_SOMETHING = re.findall(  # flags for which 0 is valid, mostly to switch a feature off
     "--[a-z0-9-]+",
     """
 --hidden-dropout --attention-dropout --num-workers --weight-decay --adam-beta1 --adam-beta2 --sgd-momentum --lr --min-lr
@@ -52,7 +52,7 @@ ZERO_MEANS_SOMETHING = re.findall(  # flags for which 0 is valid, mostly to swit
 --sample-min-p
 """,
 )
-NOT_USED = dict(  # flags that no test uses, and the reason
+NOT_USED = dict(  # flags that no test uses, and the reason for it
     table("""
 use_cpu_initialization | on a CPU, weights are initialized there anyway; the flag has an effect only on a GPU
 memory_snapshot_path | file name for --record-memory-history, which needs CUDA
@@ -68,7 +68,10 @@ ref_checksum | written by the program; test_post_train.py changes the base model
 
 
 def numbers(wanted: str) -> dict[str, int]:
-    """Map each flag of a run that takes numbers of the type `wanted` to its number of values."""
+    """Return the flags of a run that take numbers of the type `wanted`, each with its number of values.
+
+    `wanted` is "int" or "float".
+    """
     found = {}
     for config in (*run_configs().values(), *section_configs(FEATURES)):
         for field in dataclasses.fields(config):
@@ -82,7 +85,7 @@ FLOATS, INTS = numbers("float"), numbers("int")
 
 
 def plan(flags: str) -> RunPlan:
-    """Parse and check `flags`, as the program does before it starts workers."""
+    """Parse and check `flags`, as the program does before it starts workers. Return the plan of the run."""
     config = parse(f"{SMALL} {flags}").config
     place = detect_rank_info(config.launch, {})
     cluster = config.detect_cluster(place.world_size, {})
@@ -114,14 +117,14 @@ def test_numbers_below_1_are_rejected_by_flag_unless_0_is_valid(value):
     assert len(rows) > 50
     assert not not_refused(rows, plan)
     assert {*NEEDED, *ZERO_MEANS_SOMETHING, *IGNORED} <= FLOATS.keys() | INTS.keys()
-    assert plan("").layout.data >= 2  # the flags that all rows share are valid
+    assert plan("").layout.data >= 2  # SMALL alone is valid, so each error comes from the flag of its row
 
 
 # ---- flags that tests use ---------------------------------------------------------------------------------------
 
 
 def configs() -> Iterator[type]:
-    """Yield every config dataclass of the package and its tools."""
+    """Yield every dataclass with flags in megazpp/ and tools/."""
     for path in (*(ROOT / "megazpp").rglob("*.py"), *(ROOT / "tools").glob("*.py")):
         if re.search(r": .* = flag\(", path.read_text()):
             parts = path.relative_to(ROOT).with_suffix("").parts
@@ -131,7 +134,7 @@ def configs() -> Iterator[type]:
 
 
 def used_words() -> set[str]:
-    """Collect the names and words that tests use, except tests of errors and of help texts.
+    """Return the names and words that tests use, by which a flag counts as used. Tests of errors and help do not count.
 
     They are keyword arguments, attributes, and words in strings.
     """

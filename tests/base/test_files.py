@@ -1,4 +1,4 @@
-"""Test output files: they overwrite nothing unless asked, and readers never see a partial file."""
+"""Test the writing of output files. It overwrites nothing unless asked, and readers never see a partial file."""
 
 import os
 from functools import partial
@@ -19,11 +19,12 @@ def test_unwritable_output_is_rejected(tmp_path, monkeypatch):
     check(path, overwrite=True)
     rows = [
         (path, False, f"--output-prefix: {path} exists (--overwrite replaces it)"),
-        (tmp_path, True, f"--output-prefix: {tmp_path} exists"),  # a folder is never overwritten
+        (tmp_path, True, f"--output-prefix: {tmp_path} exists"),  # --overwrite replaces a file but never a folder
         (tmp_path / "none" / "a", True, "none is no directory"),
     ]
     assert not not_refused(rows, lambda path, overwrite: check(path, overwrite=overwrite))
-    monkeypatch.setattr(os, "access", lambda *_: False)  # the superuser may write anywhere
+    # root may write anywhere, so the missing permission is simulated
+    monkeypatch.setattr(os, "access", lambda *_: False)
     assert not not_refused([(path, f"{tmp_path} cannot be written to")], partial(check, overwrite=True))
 
 

@@ -1,4 +1,4 @@
-"""Test the host memory that is available to this process."""
+"""Test how much host memory a process sees as available, with limits of cgroups."""
 
 from unittest import mock
 

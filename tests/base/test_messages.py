@@ -1,4 +1,4 @@
-"""Test that every flag named in a message or a help text is defined by one of our programs."""
+"""Test that every flag that a message or a help text names is defined by one of this project's programs."""
 
 import ast
 import re
@@ -30,7 +30,7 @@ BEGINNINGS = ("--lr-decay-", "--lr-warmup-", "--lr-wsd-decay-", "--train-", "--n
 
 
 def strings_of(nodes: Iterable[ast.AST]) -> list[tuple[int, str]]:
-    """Return line number and text of every string except docstrings."""
+    """Return the line number and the text of every string in the code; docstrings are left out."""
     nodes = [*nodes]
     bodies = [node.body for node in nodes if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)]
     docstrings = {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
@@ -39,7 +39,7 @@ def strings_of(nodes: Iterable[ast.AST]) -> list[tuple[int, str]]:
 
 
 def flags_of(nodes: Iterable[ast.AST]) -> set[str]:
-    """Collect the flags that calls of `flag` and `add_argument` define, with aliases and --no- forms."""
+    """Return the flags that calls of `flag` and `add_argument` define, with their aliases and --no- forms."""
     found = set[str]()
     for node in nodes:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call):
