@@ -1,4 +1,4 @@
-"""Test a report's contents: curves keep extremes and break at a restart, and tables show the run folders' values."""
+"""Test the contents of a report: curves keep extremes and break at a restart, and tables show values of run folders."""
 
 import datetime
 import math
@@ -35,7 +35,8 @@ def read(folder: Path, *rows: dict[str, Any], **files: Any) -> Run:
 def test_training_time_includes_steps_that_a_restart_repeats(tmp_path):
     for name, steps, seconds, sent in (
         ("said", (10, 10, 5), [10, 20, 35], [40e6, 80e6, 100e6]),
-        # without a step count: iterations since the previous line, or one if the iteration decreased
+        # a record without a number of steps stands for the iterations since the record before, or for one step if the
+        # iteration decreased
         ("not said", (None, None, None), [10, 20, 23], [40e6, 80e6, 84e6]),
     ):
         rows = [row(i, steps=n, step_seconds=x) for i, n, x in zip((10, 20, 15), steps, (1.0, 1.0, 3.0), strict=True)]
@@ -57,7 +58,7 @@ def test_non_finite_values_become_gaps_and_missing_ones_are_left_out(tmp_path):
     found = curves(read(tmp_path / "run", *rows), 100)
     assert [segment[4] for segment in found["lm_loss"]] == [[5, None, 5]]
     assert [(segment[0], segment[4]) for segment in found["grad_norm"]] == [([2, 3], [1, None])]
-    # values are in the unit of their axis, and unused links have no curve
+    # Values are in the unit of the curve's axis (MB, GB), and links over which nothing was sent have no curve.
     assert (found["cross_bytes"][0][4], found["peak_memory_bytes"][0][4]) == ([4] * 3, [3] * 3)
     assert not {"tp_bytes", "local_bytes", "validation"} & set(found)
 
@@ -115,7 +116,7 @@ def test_only_differing_flags_are_shown_and_legend_names_them(tmp_path):
         ["--lr", "0.1", "0.2", "0.1"],
         ["--save", "none", "x", "-"],
     ]
-    # paths are left out, since they do not describe a run
+    # The legend leaves out flags with paths, because they do not describe a run.
     assert differences_in_words([one, other]) == ["--lr 0.1", "--lr 0.2"]
     assert differences_in_words([one]) == [""]
 

@@ -1,4 +1,7 @@
-"""Test the HTML page: it is self-contained, escapes text from runs, and renders in a browser without errors."""
+"""Test the HTML page of a report.
+
+It is self-contained, escapes text from runs, and renders in a browser without errors.
+"""
 
 import datetime
 import json
@@ -36,14 +39,21 @@ def test_numbers_of_any_size_make_a_page(tmp_path):
 
 
 def varied(row: dict[str, Any], i: int) -> dict[str, Any]:
-    """Return `row` with values that depend on `i`, except the bytes sent inside a node."""
+    """Return the record `row` with numbers that change with the step `i`.
+
+    Only the bytes sent inside a node are constant.
+    """
     changing = ("tokens_per_second", "grad_norm", "learning_rate", "cross_bytes", "peak_memory_bytes")
     return {**row, **{key: (row.get(key) or 1) * (1 + i / 100) for key in changing}}
 
 
 @pytest.fixture
 def folders(tmp_path) -> list[Path]:
-    """Make four runs: a complete one, a crashed one with NaN and a cut line, one with a single line, an empty one."""
+    """Make four run folders, and return them.
+
+    They are a complete run, a crashed run, one with a single record, and an empty one. The crashed run has a NaN loss,
+    and a last line that is cut.
+    """
     traffic = [{"collective": BAD, "axis": "shard", "wire": "cross", "calls": 8, "sent_bytes": 1}]
     whole = make_run(
         tmp_path / "whole",
@@ -65,7 +75,8 @@ def test_page_escapes_run_text_and_loads_nothing_external(folders):
     assert html.count("<script") == html.count("</script>") == 2
     assert html.count("&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;&amp;&quot;&#x27;") >= 3
     links = set(re.findall(r"https?://[^\s\"'<>)]+", html))
-    assert links == {"http://www.w3.org/2000/svg"}  # a namespace, not fetched
+    # the only address is the name of SVG's namespace, which a browser does not fetch
+    assert links == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"@import|url\(|<link|\bsrc=(?!x onerror)", html.replace("src=x", ""))
 
 
@@ -90,7 +101,7 @@ def test_report_overwrites_an_older_report(folders, tmp_path):
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Start the system's Chromium under Playwright with a new profile; nothing is downloaded."""
+    """Yield the system's Chromium, started by Playwright with a new profile. Nothing is downloaded."""
     playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install '.[test]'")
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if found is None:
@@ -101,7 +112,10 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def open_report(browser, folders, tmp_path) -> Iterator[Callable[..., Any]]:
-    """Open the report of `folders` on a 390 x 844 screen, after running `script`; any script error fails the test."""
+    """Yield a function that opens the report of `folders` on a screen of 390 x 844, after running a given script.
+
+    Any script error in the page fails the test.
+    """
     context = browser.new_context(viewport={"width": 390, "height": 844})
     page, errors = context.new_page(), []
     page.on("pageerror", lambda error: errors.append(error))
@@ -119,10 +133,12 @@ def open_report(browser, folders, tmp_path) -> Iterator[Callable[..., Any]]:
 
 @pytest.mark.slow
 def test_browser_renders_every_chart_after_the_page_has_loaded(open_report):
-    page = open_report("window.ResizeObserver = class { observe() {} }")  # the page must render without resize events
+    # replaces ResizeObserver, so the page must render without resize events
+    page = open_report("window.ResizeObserver = class { observe() {} }")
     drawn = page.content()
     charts = re.findall(r'<svg viewBox="[^"]*" height="\d+" role="img" aria-label="(\w+)', drawn)
-    assert charts == [*["Loss"] * 4, "Throughput", "Gradient", "Learning", "Inter", "Peak"]  # no chart of a constant
+    # a quantity that never changes, here the bytes inside a node, gets no chart
+    assert charts == [*["Loss"] * 4, "Throughput", "Gradient", "Learning", "Inter", "Peak"]
     assert len(re.findall(r'<path d="M[\d.]+ [\d.]+L[^"]*" class="curve colour0 dash0"', drawn)) == 9
     assert (
         drawn.count(">unigram entropy 6.5</text>") == drawn.count('class="bad colour1 dash0"') == 4
@@ -162,7 +178,8 @@ def test_browser_fits_a_phone_and_every_text_is_legible(open_report, scheme):
             .map((found) => luminance(found.fill === "rgb(0, 0, 0)" ? found.color : found.fill))
             .map((text) => Math.max(text, behind) / Math.min(text, behind)));
     }"""
-    assert all(page.evaluate(contrast, background) >= 4.5 for background in ("body", ".chart"))  # WCAG AA
+    # the accessibility guideline WCAG AA requires a contrast of 4.5
+    assert all(page.evaluate(contrast, background) >= 4.5 for background in ("body", ".chart"))
 
 
 @pytest.mark.slow

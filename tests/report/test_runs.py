@@ -1,4 +1,4 @@
-"""Test reading of run folders: complete, cut short and damaged ones; other folders are rejected."""
+"""Test reading run folders: complete, cut short and damaged ones. Folders without records of a run are rejected."""
 
 import math
 
