@@ -1,4 +1,4 @@
-"""Fixtures that several tools' tests share: a trained run and a converted model."""
+"""Fixtures that the tests of several tools share: a trained run and a converted model."""
 
 import shlex
 from pathlib import Path
@@ -19,7 +19,7 @@ TRAINED = shlex.split(
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory) -> Run:
-    """Train a tiny model; its checkpoints are in the run folder's save/."""
+    """Train a tiny model. Return the run; its checkpoints are in save/ in the run folder."""
     home = tmp_path_factory.mktemp("trained")
     documents = [f"Document {i}: {'the cat sat on the mat. ' * (5 + i)}" for i in range(30)]
     text = write_jsonl(home / "text.jsonl", *documents)
@@ -28,7 +28,10 @@ def trained(tmp_path_factory) -> Run:
 
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory) -> Path:
-    """Write text.txt, a Hugging Face Llama with its tokenizer in theirs/, and its conversion in ours/."""
+    """Write text.txt, a Hugging Face Llama with its tokenizer in theirs/, and its converted checkpoint in ours/.
+
+    Return their folder.
+    """
     home = tmp_path_factory.mktemp("converted")
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train_from_iterator([TEXT], vocab_size=300, special_tokens=["<|endoftext|>"])

@@ -1,4 +1,4 @@
-"""Test convert_checkpoint.py: import a model, generate from it, train it, and export it."""
+"""Test tools/convert_checkpoint.py: import a model, generate from it, train it, and export it."""
 
 import itertools
 import json
@@ -53,13 +53,17 @@ def test_imported_model_generates_trains_and_exports_with_its_tokenizer(converte
     before, after = file_tensors(theirs), file_tensors(out)
     assert {name: x.shape for name, x in before.items()} == {name: x.shape for name, x in after.items()}
     change = max(float((before[name] - after[name]).abs().max()) for name in before)
-    assert 1e-4 < change < 1e-2  # about two steps of Adam
+    assert 1e-4 < change < 1e-2  # the largest change of a weight is that of about two steps of Adam
     assert generate_there(out, "Call me", 3).startswith("Call me")
 
 
 @pytest.mark.slow
 def test_checkpoint_of_the_first_run_works_on_another_machine(tmp_path):
-    """The tokenizer was trained on the shipped text and cached; the cache is removed before the checkpoint is used."""
+    """Move a checkpoint to another place, as to another machine, and generate from it and export it.
+
+    Its tokenizer was trained on the shipped text and cached. The cache is removed, so the copy in the checkpoint must
+    suffice.
+    """
     flags = f"@configs/gpt_tiny.args --num-layers 1 --hidden-size 32 --train-iters 1 --save {tmp_path}/save {BRIEF}"
     Home(tmp_path).pretrain(*flags.split(), run="run")
     shutil.rmtree(tmp_path / "cache")
@@ -100,13 +104,12 @@ def truncate(file: Path) -> None:
 
 
 def index_alone(folder: Path, text: str) -> None:
-    """Leave a shard index as the only description of the weights."""
+    """Replace the weights in `folder` by a shard index with the content `text`."""
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(text)
 
 
-# folder to copy, change to the copy, flags, expected message
-# fmt: off
+# each entry: folder to copy, change of the copy (None for no change), flags, pattern of the expected error
 BAD: list[tuple[str, Any, str, str]] = [
     ("theirs", None, "--output /usr", "is not empty"),
     ("theirs", shutil.rmtree, "", "--input .* does not exist"),
@@ -164,11 +167,16 @@ def test_interrupted_conversion_leaves_no_output(converted, tmp_path, monkeypatc
     [("theirs", safetensors_file, "_read", 4), ("ours", SafeReader, "read_whole", 2)],
 )
 def test_conversion_keeps_few_tensors_in_memory(source, module, name, limit, converted, tmp_path, monkeypatch):
-    """At most the sources of one target tensor (queries, keys, values) and the previous target tensor are in memory."""
+    """Count the source tensors in memory during a conversion.
+
+    At most the sources of one target tensor (queries, keys, values) and those of the previous target tensor may be in
+    memory.
+    """
     buffers, counts, read = [], [], getattr(module, name)
 
     def counted(*args: Any) -> torch.Tensor:
-        array = read(*args).numpy().copy()  # freed when the last view of its bytes is freed
+        # the array is freed together with the last view of its bytes, so a weak reference shows whether it is in memory
+        array = read(*args).numpy().copy()
         buffers.append(weakref.ref(array))
         counts.append(sum(buffer() is not None for buffer in buffers))
         return torch.from_numpy(array)

@@ -1,4 +1,4 @@
-"""Test the files and the output of the data tools and of the report tool."""
+"""Test the files that the data tools and the report tool write, and what these tools print."""
 
 import gzip
 import json
@@ -20,7 +20,8 @@ from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.tokenizer import TokenizerConfig, load_tokenizer
 
 NULL, MY_MODEL = ["--tokenizer-type", "NullTokenizer"], TokenizerConfig(tokenizer_model="my.model")
-A, B, C = [[[1, 2], [3]], [[4]]], [[], [[5, 6, 7]]], [[[8]]]  # documents of sentences of ids
+# three datasets: lists of documents, which are lists of sentences, which are lists of token ids
+A, B, C = [[[1, 2], [3]], [[4]]], [[], [[5, 6, 7]]], [[[8]]]
 
 
 def write(prefix: str, documents: list[list[list[int]]]) -> tuple[bytes, bytes]:
@@ -55,7 +56,8 @@ def test_inspect_dataset_counts_tokens_and_decodes_a_document(run_main):
     assert out.endswith("\ndocument 0, the first 13 of 13 tokens:\nHello, world\n")
     _, out, _ = run_main(inspect_dataset.main, "--input", "my", *NULL, "--document", 2, "--tokens", 5)
     assert out.endswith("document 2, the first 5 of 1,000 tokens:\nxxxxx\n")
-    _, out, _ = run_main(inspect_dataset.main, "--input", "my", "--document", 3)  # without a tokenizer
+    # without a tokenizer, the tool prints token ids
+    _, out, _ = run_main(inspect_dataset.main, "--input", "my", "--document", 3)
     assert out.endswith("document 3, the first 3 of 3 tokens:\n101 110 100\n")
     assert "eod" not in out
 
@@ -66,7 +68,7 @@ def test_merged_pair_equals_one_written_in_one_go(run_main):
         write(f"parts/{name}", documents)
     for other in ("notes.txt", "d.bin.unfinished"):
         Path("parts", other).touch()
-    # a folder is replaced by its pairs in the order of their names
+    # As --input, a folder stands for the .bin/.idx pairs in it, in the order of their names.
     code, out, err = run_main(merge_datasets.main, "--input", "parts", "--output-prefix", "all")
     assert (code, out) == (0, "all\n")
     assert err.splitlines()[1] == "2 of 3: parts/b, 3 tokens"
@@ -92,12 +94,13 @@ def test_preprocess_data_accepts_megatron_flags_and_counts_bad_lines(run_main):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_stopped_preprocessing_leaves_no_dataset_and_can_be_repeated(tmp_path, how):
     corpus = tmp_path / "a.jsonl"
-    corpus.write_text((json.dumps({"text": "x" * 100_000}) + "\n") * 1000)  # 100 blocks; 8 blocks are read ahead
+    # the file has 100 blocks, of which workers read 8 ahead, so the program is stopped in the middle
+    corpus.write_text((json.dumps({"text": "x" * 100_000}) + "\n") * 1000)
     flags = ["--input", str(corpus), "--output-prefix", f"{tmp_path}/my", *NULL, "--workers", "2"]
     program = Program("tools/preprocess_data.py", *flags, "--log-interval", "1", folder=tmp_path)
     program.wait_for("Processed")
     program.process.send_signal(how)
-    assert program.seconds_until_all_are_gone(30) < 30  # the workers end too
+    assert program.seconds_until_all_are_gone(30) < 30  # the worker processes must end too
     output = program.finish()
     left = {path.name: path.stat().st_size > 0 for path in tmp_path.glob("my*")}
     killed = (-signal.SIGKILL, {"my_text_document.bin.unfinished": True})
@@ -123,7 +126,8 @@ def test_trained_tokenizer_decodes_to_the_original_text(run_main):
         assert (tokenizer.vocab_size, tokenizer.eod) == (292, 1)
         for example in (TEXT, "Zanzibar", "  naïve—日本語 🐳\n\n", "<eod>"):
             assert tokenizer.decode(tokenizer.encode(example)) == example
-        assert len(tokenizer.encode("Zanzibar")) < 8  # merged pieces, although Z, z and b occur only in the second file
+        # fewer pieces than letters: the training has read the second file too, the only one with Z, z and b
+        assert len(tokenizer.encode("Zanzibar")) < 8
         assert {path.name for path in Path().iterdir()} == {"a.txt", "b.jsonl.gz", "my.model"}
 
 
@@ -135,7 +139,7 @@ def test_characters_beyond_the_coverage_are_encoded_as_bytes(run_main):
         code, _, err = run_main(train_tokenizer.main, *flags, "--character-coverage", coverage)
         assert code == 0, err
         sizes.append(load_tokenizer(MY_MODEL).piece_bytes(load_tokenizer(MY_MODEL).encode("z")[-1]))
-    assert sizes == [1, None]  # first a byte, then a piece
+    assert sizes == [1, None]  # with the lower coverage "z" is encoded as a byte, and with full coverage as a piece
 
 
 def test_tokenizer_reads_equal_parts_of_files_and_logs_if_asked(run_main):

@@ -1,4 +1,7 @@
-"""Test evaluate.py: it repeats the training's validation, reads weights from disk, and agrees with transformers."""
+"""Test tools/evaluate.py.
+
+It repeats the validation of training, reads weights from disk, and agrees with transformers.
+"""
 
 from dataclasses import replace
 
@@ -17,7 +20,7 @@ from megazpp.parallel.launch import RankInfo, detect_rank_info
 
 
 def losses(output: str) -> list[str]:
-    """Return the lines with the losses on the validation and test sets."""
+    """Return the lines of `output` with the losses on the validation and test sets."""
     return [line for line in output.splitlines() if line.startswith(" validation loss at iteration 12")]
 
 
@@ -32,7 +35,10 @@ def test_evaluation_repeats_the_final_losses_of_training(trained):
 
 
 def numbers(trained: Run, *flags: object, world: int = 1) -> tuple[list[str], list[float]]:
-    """Evaluate and return the lines of losses, and bits per byte on both held-out sets."""
+    """Evaluate a trained run.
+
+    Return the lines with its losses, and the bits per byte on the validation and test sets.
+    """
     code, output = run_tool("evaluate", "--load", trained.folder / "save", *flags, world=world)
     assert code == 0, output
     per_byte = [float(line.split(":")[1].split()[0]) for line in output.splitlines() if "bits per byte:" in line]
@@ -43,7 +49,11 @@ def numbers(trained: Run, *flags: object, world: int = 1) -> tuple[list[str], li
 
 @pytest.mark.slow
 def test_weights_on_disk_give_the_losses_of_resident_weights(trained, tmp_path):
-    """Packing to 8 bits changes bits per byte by less than 0.01, and to 4 bits by more, but less than 0.1."""
+    """Compare evaluations with packed weights on disk and in memory.
+
+    Packing to 8 bits changes bits per byte by less than 0.01. Packing to 4 bits changes them by more, but less than
+    0.1.
+    """
     _, exact = numbers(trained)
     off = {}
     for bits in (8, 4):
@@ -51,7 +61,8 @@ def test_weights_on_disk_give_the_losses_of_resident_weights(trained, tmp_path):
         resident = numbers(trained, "--weight-bits", bits)
         assert numbers(trained, *stored) == resident
         _, per_byte = numbers(trained, *stored, "--tensor-model-parallel-size", 2, world=2)
-        assert per_byte == pytest.approx(resident[1], abs=0.01)  # split matrices have other blocks
+        # matrices that are split over two tp ranks have other quantization blocks
+        assert per_byte == pytest.approx(resident[1], abs=0.01)
         off[bits] = max(abs(one - other) for one, other in zip(resident[1], exact, strict=True))
     assert off[8] < 0.01
     assert off[8] < off[4] < 0.1
@@ -72,7 +83,7 @@ def test_cpu_uses_one_process_per_tp_rank_unless_nproc_is_given(converted, monke
 @pytest.mark.slow
 @pytest.mark.parametrize("more_rows", [5, -1])
 def test_imported_model_has_the_loss_of_transformers_for_any_row_count(more_rows, tmp_path):
-    """The vocabulary has more or fewer rows than the tokenizer has IDs.
+    """Evaluate a model whose embedding has more or fewer rows than the tokenizer has ids; compare with transformers.
 
     Logits are near -35, so an omitted or added row would change the loss. The text begins with <s>.
     """
@@ -80,10 +91,10 @@ def test_imported_model_has_the_loss_of_transformers_for_any_row_count(more_rows
     text = "Call me Ishmael. Some years ago never mind how long precisely having little or no money\n"
     write_llama_tokenizer(theirs, text, pad_token="[PAD]")
     tokenizer = transformers.AutoTokenizer.from_pretrained(theirs)
-    tokenizer.save_pretrained(theirs)  # writes [PAD] to tokenizer.json
+    tokenizer.save_pretrained(theirs)  # saving writes the token [PAD] to tokenizer.json
     model = make_llama(vocab_size=len(tokenizer) + more_rows, max_position_embeddings=64)
     ids = torch.tensor([tokenizer("Call me money")["input_ids"] + [2]])
-    with torch.no_grad():  # shift each logit by -35 through a channel that is constant
+    with torch.no_grad():  # shifts all logits by about -35: channel 0 of the embedding is the same for all tokens
         model.model.embed_tokens.weight[:, 0] = 30.0
         model.lm_head.weight[:, 0] = -7.0
         expected = float(model(ids, labels=ids).loss)

@@ -1,4 +1,4 @@
-"""Test the ZeRO++ examples for other frameworks, each started by torchrun on 2 emulated nodes x 2 ranks."""
+"""Test the examples of ZeRO++ with other frameworks, each started by torchrun on 2 emulated nodes x 2 ranks."""
 
 import re
 from pathlib import Path
@@ -9,12 +9,15 @@ from helpers.program import ROOT, run_forked
 from helpers.tiers import chosen
 
 EXAMPLES = sorted((ROOT / "tools/examples").glob("*.py"))
-DISTINCT = ("own_loop", "trainer")  # other loops, and experts: tests/drop_in
+DISTINCT = ("own_loop", "trainer")  # the examples in the slow tier; tests/drop_in covers the other loops, and experts
 NEEDS = {"accelerate_loop": "accelerate", "trainer": "accelerate", "torchtitan_llama": "torchtitan"}
 
 
 def losses(mode: str, path: str, folder: Path) -> list[float]:
-    """Run the example and return its printed losses, sorted, since ranks print in any order."""
+    """Run the example at `path` with ZeRO++ "off", "exact" or "default".
+
+    Return its printed losses, sorted, because ranks print in any order.
+    """
     runner = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python")
     command = (str(forked_python()), str(ROOT / "tests/helpers/on_cpu.py"), mode, path)
     code, output = run_forked(*runner, *command, folder=folder)
@@ -25,7 +28,10 @@ def losses(mode: str, path: str, folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("path", chosen({path.stem: path for path in EXAMPLES}, slow=DISTINCT))
 def test_example_without_quantization_matches_training_without_zeropp(path, tmp_path, monkeypatch):
-    """Losses are compared to the four digits that the frameworks print; TRL sums in bf16."""
+    """Compare losses of an example without ZeRO++, with ZeRO++ in exact messages, and with quantized messages.
+
+    The frameworks print four digits, and TRL sums in bf16.
+    """
     monkeypatch.setenv("MEGAZPP_RANKS_PER_NODE", "2")
     pytest.importorskip(NEEDS.get(path.stem, "trl" if "trl" in path.stem else "torch"))
     without = losses("off", str(path), tmp_path)

@@ -1,4 +1,4 @@
-"""Test generate.py: texts are equal for 1 and 2 tp ranks, and for packed and stored weights."""
+"""Test tools/generate.py: texts are equal for 1 and 2 tp ranks, and for packed weights in memory and on disk."""
 
 import io
 import json
@@ -44,21 +44,23 @@ def test_texts_are_equal_for_1_and_2_tp_ranks_and_any_batch_size(load, tmp_path)
     alone = run(load, "--prompt", *PROMPTS, *GREEDY, "--sample-tokens", 25)
     assert re.search(r"with the cache: 75 tokens in .* s, then \S+ tokens/s", alone)
     assert len(texts(alone)) == 3
-    (tmp_path / "prompts").write_text("\n".join([PROMPTS[0], "", *PROMPTS[1:]]))  # the empty line is ignored
+    # an empty line in a file of prompts is no prompt
+    (tmp_path / "prompts").write_text("\n".join([PROMPTS[0], "", *PROMPTS[1:]]))
     from_file = ["--prompt-file", tmp_path / "prompts", "--sample-tokens", 25, "--prompts-at-once"]
     split = run(load, *from_file, 2, *GREEDY, world=2)
     assert texts(split) == texts(alone)
-    assert split.count("with the cache: ") == 2  # one line per batch
+    assert split.count("with the cache: ") == 2  # the program prints one such line for each of two batches
     assert split.count("loading weights") == 1
     drawn = [texts(run(load, *from_file, size, "--seed", 5)) for size in (1, 2, 3)]
     assert drawn[0] == drawn[1] == drawn[2] != texts(alone)
     assert texts(run(load, *from_file, 2, "--seed", 6)) != drawn[0]
-    empty = run(load, "--prompt", "", *GREEDY, "--sample-tokens", 5)  # generation starts from nothing
+    # an empty prompt: the text is generated without a beginning
+    empty = run(load, "--prompt", "", *GREEDY, "--sample-tokens", 5)
     assert "with the cache: 5 tokens in" in empty
 
 
 def peak_bytes(load: Path, *flags: str) -> int:
-    """Return the peak memory in bytes of a process that runs the program."""
+    """Run tools/generate.py with a checkpoint in a process of its own. Return the peak memory in bytes."""
     tool = [sys.executable, "tools/generate.py", "--load", str(load), "--prompt", "a", "--sample-tokens", "3", *flags]
     measure = f"subprocess.run({tool}, check=True); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     code, output = run_program("-c", f"import resource, subprocess; {measure}", folder=load)
@@ -68,7 +70,10 @@ def peak_bytes(load: Path, *flags: str) -> int:
 
 @pytest.mark.slow
 def test_weights_are_in_memory_once_in_the_compute_dtype(tmp_path):
-    """Compares models with 1 and 25 layers, each of 4.3 million fp32 weights."""
+    """Compare the peak memory of models with 1 and 25 layers, each with 4.3 million fp32 weights.
+
+    The difference must be the weights in the compute dtype, once.
+    """
     for layers in (1, 25):
         model = make_llama(vocab_size=300, hidden_size=512, intermediate_size=2304, num_hidden_layers=layers)
         places = ["--input", str(save(model, tmp_path / f"hf{layers}")), "--output", str(tmp_path / str(layers))]
@@ -97,7 +102,10 @@ def test_damaged_checkpoint_falls_back_to_an_earlier_one_if_asked(load, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_texts_from_a_disk_store_match_resident_packed_weights(load, tmp_path, tp):
-    """As many prompts as fit are generated at once."""
+    """Compare texts of packed weights from a store on disk with texts of packed weights in memory.
+
+    With --prompts-at-once auto, as many prompts are generated at once as fit into memory.
+    """
     flags = ["--prompt", *PROMPTS * 4, "--prompts-at-once", "auto", *GREEDY, "--sample-tokens", 12, "--weight-bits", 8]
     resident = run(load, *flags, "--weights-device", "device", world=tp)
     disk = [*flags, "--kv-cache-device", "host", "--weights-device", "disk", "--weight-store"]
@@ -107,9 +115,10 @@ def test_texts_from_a_disk_store_match_resident_packed_weights(load, tmp_path, t
     assert texts(first) == texts(second) == texts(resident)
     assert (first.count(" wrote "), second.count(" wrote ")) == (1, 0)
     (per_pass,) = re.findall(r"(\d+) bytes are fetched per pass", second)
-    assert f" 12 passes fetched {12 * int(per_pass)} bytes; " in second  # all prompts are in one batch
+    # 12 passes for 12 tokens, so all prompts were in one batch
+    assert f" 12 passes fetched {12 * int(per_pass)} bytes; " in second
     assert len(list(tmp_path.glob("*.weights"))) == tp
-    # the error for a store that cannot be written names the flag
+    # If the store cannot be written, the error must name the flag --weight-store.
     code, output = run_tool("generate", "--load", load, *disk, "/proc/x", "--tensor-model-parallel-size", tp, world=tp)
     assert code == 2
     assert "--weight-store: cannot write /proc/x/" in output
@@ -121,7 +130,10 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ tone }}\
 
 
 def starts(prompts: list[Any], *, length: int = 64, tokens: int = 8, **flags: Any) -> tuple[list[str], list[str]]:
-    """Return the texts to be continued and the notes about them, with a byte tokenizer."""
+    """Return for each prompt the text that generation would continue, and the notes in the log.
+
+    The tokenizer encodes bytes.
+    """
     sample = SampleConfig(sample_tokens=tokens)
     config: Any = SimpleNamespace(data=SimpleNamespace(seq_length=length), section=lambda kind: sample)
     notes, tokenizer = list[str](), ByteTokenizer()
@@ -208,7 +220,8 @@ def test_chat_answer_equals_continuation_of_the_rendered_prompt(load, tmp_path):
 
 
 def test_prompts_come_from_flag_file_stdin_or_terminal(tmp_path, monkeypatch):
-    (tmp_path / "prompts").write_bytes(b"\xef\xbb\xbfa\r\n\nb\nc")  # a byte order mark is no part of a prompt
+    # the file begins with a byte order mark, which is no part of the first prompt
+    (tmp_path / "prompts").write_bytes(b"\xef\xbb\xbfa\r\n\nb\nc")
     for given, batches in (
         (["p", "q\nq"], [["p", "q\nq"]]),
         ([""], [[""]]),

@@ -17,13 +17,14 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import raise_on_all_ranks
 
 MISSING = OSError(2, "no", "/proc/x")
-ENDS: list[tuple[str, Any, int, str]] = [  # flags, value that main returns or raises, exit code, stderr
+# each entry: flags, value that `main` returns or exception that it raises, exit code, text on stderr
+ENDS: list[tuple[str, Any, int, str]] = [
     ("", None, 0, ""),
     ("", 2, 2, ""),
     ("", ValueError("no"), 2, "error: no"),
     ("", JobError("no"), 1, "error: no"),
     ("", KeyboardInterrupt(), 130, "interrupted"),
-    # the error names the flag of a file that cannot be created
+    # if a file cannot be created, the error must name the flag that gave its path
     ("--to /proc/x", MISSING, 2, "error: --to /proc/x: /proc/x: no"),
     ("--to=/proc/x/y", MISSING, 2, "error: --to /proc/x/y: /proc/x: no"),
     ("--many a /proc --to b", MISSING, 2, "error: --many /proc: /proc/x: no"),
@@ -53,7 +54,7 @@ def test_output_in_another_encoding_escapes_its_missing_characters(monkeypatch, 
 
 
 def unread(*command: object, folder: Path) -> tuple[int, str]:
-    """Run a program whose stdout is a pipe without a reader, and return (exit code, stderr)."""
+    """Run a program whose stdout is a pipe without a reader. Return (exit code, text on stderr)."""
     reads, writes = os.pipe()
     os.close(reads)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder), "OMP_NUM_THREADS": "1"}
@@ -80,11 +81,15 @@ def test_every_tool_uses_the_program_decorator():
     bare = [
         name for name in tools if not re.search(r"^@(distributed_program$|program(_of\(|$))", texts[name], re.MULTILINE)
     ]
-    assert sorted(bare) == ["benchmark_cluster_ranks.py", "benchmark_elastic_job.py"]  # ranks of a benchmark
+    # these two tools have no decorator, because benchmarks start them as ranks
+    assert sorted(bare) == ["benchmark_cluster_ranks.py", "benchmark_elastic_job.py"]
 
 
 def test_data_tools_start_without_torch(tmp_path):
-    """Their worker processes import the same modules, and torch would make the start ten times as long."""
+    """Check that the data tools do not import torch at their start.
+
+    Their worker processes import the same modules, and torch would make the start ten times as long.
+    """
     tools = "preprocess_data, train_tokenizer, merge_datasets, inspect_dataset, report"
     program = f"import sys; sys.path.append('tools'); import {tools}; sys.exit('torch' in sys.modules)"
     assert run_program("-c", program, folder=tmp_path) == (0, "")
@@ -139,6 +144,6 @@ def test_tool_runs_from_a_checkout_that_is_not_installed(tmp_path, monkeypatch, 
     for absent in ("wandb", "torchao"):
         (tmp_path / f"{absent}.py").write_text("raise ImportError")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(torch.__file__).parents[1]}")
-    # -S disables site, so no .pth file leads to the checkout
+    # Python's -S disables .pth files, so none of them can make an uninstalled checkout importable.
     command = [sys.executable, "-S", tool, "--help"]
     assert "usage:" in subprocess.check_output(command, cwd=ROOT, text=True)

@@ -91,7 +91,10 @@ benchmark_cluster --nodes 1 --variants zero3 diloco-10 | --diloco-steps 10 requi
 
 
 def make_bad_input(ours: Path) -> None:
-    """Write the bad input files that `REFUSED` names to the working folder."""
+    """Write the bad input files that `REFUSED` names into the current folder.
+
+    `ours` is a good checkpoint, to which a link leads.
+    """
     files = {"junk": b"\xff\xfe", "empty.jsonl": b"", "blank": b"\n\n", "there.model": b"mine", "half/x.bin": b"1"}
     files |= {f"junk{suffix}": b"\xff\xfe junk" for suffix in (".jsonl", ".bin", ".idx")}
     files |= {"lone.idx": bytes(range(256)), "junk_run/metrics.jsonl": b"\x00\xff junk", "run/results.json": b"{}"}
@@ -127,5 +130,6 @@ def test_bad_input_is_rejected_in_one_line_and_changes_no_file(converted, run_ma
         assert not progress or tool == "train_tokenizer", command
         assert line.startswith(f"{tool}.py: error: "), command
         assert message in line
-        assert "--text-path" not in line, command  # the tool's own flag is named instead of the library's
+        # the error names the tool's own flag, and not --text-path, which only the library has
+        assert "--text-path" not in line, command
         assert content() == before, command

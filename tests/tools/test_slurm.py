@@ -1,4 +1,7 @@
-"""Test the batch script on a fake Slurm with one machine: save before the time limit, requeue and resume."""
+"""Test the Slurm batch script with fake Slurm commands on one machine.
+
+It saves before the time limit, is requeued, and resumes.
+"""
 
 import json
 import os
@@ -14,8 +17,8 @@ from helpers.program import Program
 
 pytestmark = pytest.mark.slow
 
-# The parts of Slurm's commands that the script uses: srun starts two tasks with Slurm's variables, writes their
-# process ids and returns the last nonzero exit code; scontrol writes the requeued job.
+# Fakes of the Slurm commands that the batch script uses. srun starts two tasks with Slurm's variables, writes their
+# process ids and returns the last nonzero exit code. scontrol writes the requeued job.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 for rank in 0 1; do
@@ -32,7 +35,7 @@ requeue*) echo "$2" >> "$(dirname "$0")/requeued.txt" ;;
 *) exit 1 ;;
 esac
 """
-BATCH = (  # Slurm sets these for a batch script; SLURM_PROCID makes it look like a task
+BATCH = (  # variables that Slurm sets for a batch script; SLURM_PROCID makes it look like a task
     "SLURM_JOB_NAME=toy SLURM_JOB_NODELIST=localhost SLURM_JOB_NUM_NODES=1 SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=2 "
     "SLURM_CPUS_PER_TASK=1 SLURM_PROCID=0"
 )
@@ -40,7 +43,7 @@ BATCH = (  # Slurm sets these for a batch script; SLURM_PROCID makes it look lik
 
 @pytest.fixture
 def submit(tmp_path, monkeypatch):
-    """Return a function that starts the batch script as a job."""
+    """Return a function that starts the batch script as the job `job_id`, with the fake Slurm commands in PATH."""
     (tmp_path / "bin").mkdir()
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (tmp_path / "bin" / name).write_text(text)

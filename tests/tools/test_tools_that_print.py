@@ -44,7 +44,7 @@ def test_missing_packages_are_listed_with_the_command_that_installs_them(monkeyp
     assert "apt install gcc" in report["missing"]["C compiler"]
     assert "pip install 'torch>=2.11,<2.16'" in report["missing"]["torch >=2.11,<2.16"]
     assert report["back ends"]["C library"] == "no: no C compiler found"
-    assert "triton" not in report["missing"]  # not needed without a GPU
+    assert "triton" not in report["missing"]  # Triton is not needed without a GPU, so it is not listed as missing
 
 
 def test_empty_section_says_what_is_absent(run_main, monkeypatch):
@@ -73,7 +73,7 @@ PAIRS = f"--cluster-file {Path(__file__).parents[2]}/configs/clusters/nvlink_pai
 LARGE = "@configs/gpt_13b.args --nodes 2 --ranks-per-node 8 --rank-order cyclic"
 REPLICA_GROUPS = "--nodes 4 --ranks-per-node 2 --diloco-steps 30 --diloco-replica-groups 2"
 SPLIT = "--nodes 2 --ranks-per-node 8 --tensor-model-parallel-size 2 --context-parallel-size 4"
-MAPS = [  # flags, pattern of the output
+MAPS = [  # each entry: flags of show_topology.py, and a pattern that its output must match
     (
         f"{PAIRS} --tensor-model-parallel-size 2",
         r"^4 node.* x 4 rank.* \(fastest links among 2\): tensor parallel 2, shards 8",
@@ -113,7 +113,8 @@ def test_plan_scales_work_with_gpus_and_brackets_entries_that_do_not_fit(run_mai
 
     one, two, many = rows(1.0)
     assert [row["GPUs"] for row in (one, two, many)] == ["2", "4", "128"]
-    assert one["HSDP"] == "-"  # one node has no second copy
-    assert float(two["ZeRO-3"]) > float(many["ZeRO-3"]) > 0  # the difference is the ring's latency
+    assert one["HSDP"] == "-"  # HSDP needs a second node for a second copy of the weights
+    # more GPUs make a ring of ZeRO-3 slower only by its latency
+    assert float(two["ZeRO-3"]) > float(many["ZeRO-3"]) > 0
     assert float(many["--zeropp"]) > float(many["ZeRO-3"])
     assert all(row["ZeRO-3"].startswith("(") for row in rows(0.001))

@@ -18,7 +18,8 @@ def sample(variant: str, seconds: float, *, rate: str = "100mbit", index: int = 
 
 
 def test_speedup_compares_samples_of_one_round_and_rate():
-    # the machine was four times as slow in round 1; a ratio of overall medians would be 8 / 2.5
+    # The machine was four times as slow in round 1. The speedup must be the median of ratios within rounds, and not the
+    # ratio of overall medians, 8 / 2.5.
     samples = [sample("zero3", 2.0), sample("zeropp", 1.0)]
     samples += [sample("zero3", 8.0, index=1), sample("zeropp", 4.0, index=1)]
     samples += [sample("zero3", 8.0, index=2)]
@@ -45,7 +46,10 @@ def test_tables_show_medians_slowest_link_first_and_counted_bytes():
 
 
 def test_tables_compare_estimates_and_limits_with_measured_steps():
-    """The link carries 12.5 MB per second."""
+    """Compare the planner's estimates and the times on the wire with measured steps.
+
+    The link of 100 Mbit/s carries 12.5 MB per second.
+    """
     samples = [
         sample("zeropp-overlap", 2.5, estimate=2.0, uplink_bytes=[25_000_000] * 2),
         sample("lossless", 2.0, estimate=2.2, uplink_bytes=[12_500_000] * 2),
@@ -78,7 +82,10 @@ def test_interrupted_benchmark_resumes_with_missing_samples_of_its_model(tmp_pat
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> tuple[list[Sample], int, str]:
-    """Run all variants twice with a small model on 2 x 2 local ranks. Return samples, parameters and the table."""
+    """Measure all variants twice with a small model on 2 x 2 local ranks.
+
+    Return the samples, the number of parameters, and the text of the table.
+    """
     folder = tmp_path_factory.mktemp("measured")
     small = "--local --nodes 2 --ranks-per-node 2 --hidden-size 64 --num-layers 1 --vocab-size 64 --seq-length 8"
     names = [*FLAT, "diloco-10", "diloco-10-delay"]
@@ -96,7 +103,7 @@ def test_all_variants_reach_similar_losses_on_emulated_nodes(measured):
     samples, _, table = measured
     flat = [s for s in samples if s.variant in FLAT and s.round == 0]
     losses = {s.variant: s.loss for s in flat}
-    # each variant has taken some steps before; bf16 and 4-bit gradients change the loss by less than a step does
+    # Each variant has taken equally many steps. bf16 and 4-bit gradients change the loss by less than one step does.
     assert max(losses.values()) - min(losses.values()) < 3e-3, losses
     cross = {s.variant: s.cross_bytes[0] for s in flat}
     assert cross["zeropp"] == cross["zeropp-overlap"] < cross["hsdp"] < cross["qgz"] < cross["zero3"]
@@ -107,13 +114,15 @@ def test_all_variants_reach_similar_losses_on_emulated_nodes(measured):
 def test_local_steps_are_measured_per_cycle_with_or_without_delay(measured):
     samples, parameters, _ = measured
     local = [s for s in samples if s.variant not in FLAT]
-    # a cycle sends one whole synchronization and leaves nothing to the next cycle
+    # A cycle of 10 steps sends one complete synchronization, and leaves no messages to the next cycle.
     ((sent, _),) = {tuple(s.cross_bytes) for s in local}
-    # 4 bits per parameter, half of them to the other replica group, in both directions
+    # A synchronization sends 4 bits per parameter in both directions, and half of them to the other replica group.
     message = parameters / 2 * (1 / 2 + 1 / 2)
-    assert message < 10 * sent < 1.5 * message  # plus scales, and norms and biases in 16 and 32 bits
+    # the measured bytes also include scales, and norms and biases in 16 and 32 bits
+    assert message < 10 * sent < 1.5 * message
     last = {s.variant: s.loss for s in samples}
-    assert max(last["diloco-10"], last["diloco-10-delay"]) < last["zero3"] - 0.1  # 30 steps were taken instead of 3
+    # these variants have taken 30 steps, and zero3 only 3, so their losses are lower
+    assert max(last["diloco-10"], last["diloco-10-delay"]) < last["zero3"] - 0.1
 
 
 @pytest.mark.nightly
@@ -125,8 +134,9 @@ def test_flags_after_the_dashes_reach_every_variant(tmp_path):
     assert code == 0, output
     results = json.loads((tmp_path / "out/samples.json").read_text())
     assert results["shape"]["flags"] == experts.split()
-    experts_parameters = 4 * 3 * 64 * 256  # four experts of three matrices, hidden size x ffn hidden size
+    experts_parameters = 4 * 3 * 64 * 256  # four experts with three matrices of hidden size x FFN hidden size
     assert experts_parameters < results["parameters"] < 1.25 * experts_parameters
     zero3, lossless = [Sample(**fields) for fields in results["samples"]]
-    assert lossless.loss == pytest.approx(zero3.loss, abs=5e-3)  # its gradients cross nodes in 4 bits
+    # the losses differ slightly, because gradients of the variant lossless cross nodes in 4 bits
+    assert lossless.loss == pytest.approx(zero3.loss, abs=5e-3)
     assert lossless.cross_bytes[0] < zero3.cross_bytes[0]

@@ -13,7 +13,7 @@ def test_time_is_the_median_of_rounds_after_the_first(monkeypatch):
 
 def test_gpu_is_kept_busy_until_kernel_and_events_are_launched(monkeypatch):
     cuda = Mock()
-    cuda.Event.return_value.elapsed_time.return_value = 3.0  # milliseconds
+    cuda.Event.return_value.elapsed_time.return_value = 3.0  # CUDA events return milliseconds
     monkeypatch.setattr(torch, "cuda", cuda)
     assert gpu_seconds(cuda.run) == 3e-3
     launched = [name.removeprefix("Event().") for name, *_ in cuda.mock_calls if name != "Event"]

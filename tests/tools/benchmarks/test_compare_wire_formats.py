@@ -6,9 +6,9 @@ from compare_wire_formats import LAST_STEPS, read, steps_to, table
 
 
 def read_run(folder: Path, *, valid: float, sent: int = 0, above: float = 0.0, **fields: Any) -> dict[str, Any]:
-    """Make a run whose loss falls by 1 per step to 4, plus `above` in every other step, and read it.
+    """Write a run's records, and return what the tool reads from them. The loss falls by 1 per step to 4.
 
-    The run was interrupted once, so that its file has the first step twice.
+    Every other step has `above` added to its loss. The run was interrupted once, so its file has the first step twice.
     """
     folder.mkdir(exist_ok=True)
     summary = {"validation_loss": valid, "cross_bytes_per_step": sent, "cpu_seconds_per_token": 1e-4, **fields}
@@ -25,13 +25,15 @@ def test_differences_are_paired_by_seed_and_replica_group_losses_left_out(tmp_pa
     rows = table({"ZeRO-3": zero3, "local steps": local_steps}).splitlines()
     train = sum(range(4, 4 + LAST_STEPS)) / LAST_STEPS
     assert rows[2] == f"| ZeRO-3 | {train:.4f} | 0.0000 | 5.0000 | +0.0000 ± 0.0000 (+0.00 %) | 2.000 | - |"
-    # differences 0, 0.1 and 0.2: their standard deviation is 0.1, and their mean's is 0.1 / sqrt(3)
+    # The differences of the three seeds are 0, 0.1 and 0.2. Their standard deviation is 0.1, and that of their mean is
+    # 0.1 / sqrt(3).
     assert rows[3] == "| local steps | - | - | 5.1000 | +0.1000 ± 0.0577 (+1.96 %) | 0.050 | - |"
 
 
 def test_steps_to_a_loss_need_a_validation_that_every_seed_has(tmp_path):
     runs = []
-    for valid, losses in ((4.0, (6.0, 4.0, 3.0)), (5.0, (6.0, 5.5, 5.0))):  # a validation at every tenth step
+    # each run has a validation loss at every tenth step
+    for valid, losses in ((4.0, (6.0, 4.0, 3.0)), (5.0, (6.0, 5.5, 5.0))):
         lines = [json.dumps({"iteration": 10 * i, "lm_loss": loss}) for i, loss in enumerate(losses, 1)]
         (tmp_path / "validation.jsonl").write_text("\n".join(lines))
         runs.append(read_run(tmp_path, valid=valid))

@@ -1,4 +1,4 @@
-"""Test nodes emulated by network namespaces: link rates, torchrun's variables, and cleanup."""
+"""Test the emulation of nodes by network namespaces: rates of links, torchrun's variables, and cleanup."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from megazpp.base.program import UserError
 CAN_EMULATE = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
 needs_root = pytest.mark.skipif(not CAN_EMULATE, reason="needs root and iproute2")
 
-# node 0 sends a megabyte to node 1 over sockets; without torch, a job takes only tenths of a second
+# A job in which node 0 sends a megabyte to node 1 over sockets. Without torch, it takes only tenths of a second.
 SEND = """
 import os, sys, time
 from multiprocessing.connection import Client, Listener
@@ -63,10 +63,11 @@ def test_job_uses_uplinks_at_their_rate_and_host_links_stay_unchanged(send, monk
     output = capfd.readouterr().out
     uplinks = re.findall(r"^uplink of node \d: sent (\S+) MB, received (\S+) MB", output, re.MULTILINE)
     (sent, few), (back, received) = ([float(words) for words in uplink] for uplink in uplinks)
-    assert 1.048 < sent < 1.048 * 1.05  # plus headers
+    assert 1.048 < sent < 1.048 * 1.05  # MB: 1 MiB of data, plus headers of packets
     assert 0 < back < 0.05
-    assert [received, few] == pytest.approx([sent, back], abs=0.01)  # up to rounding, and earlier traffic
-    # 8.39 Mbit minus a burst of 1.02 Mbit that is sent at once, with some margin
+    # what one node sends the other receives, up to rounding and traffic before the job
+    assert [received, few] == pytest.approx([sent, back], abs=0.01)
+    # Seconds for 8.39 Mbit at 10 Mbit/s, less a burst of 1.02 Mbit that is sent at once, with some margin.
     assert seconds_of(output) > 0.6
     assert subprocess.check_output(["ip", "link"], text=True) == links
 
@@ -94,11 +95,15 @@ def test_rate_can_change_during_a_job_and_one_failed_rank_ends_all(send, capfd):
 @needs_root
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_or_namespace_is_left_however_a_run_ends(tmp_path, send, number):
-    """A namespace exists only as long as its processes."""
+    """Stop the tool by a signal, and check that all its processes end.
+
+    A network namespace exists only as long as processes are in it, so none is left either.
+    """
     flags = ("--nodes", "2", "--ranks-per-node", "1", "--", send, "stay")
     tool = Program("tools/benchmarks/emulate_cluster.py", *flags, folder=tmp_path)
     tool.wait_for("seconds")
-    assert len(tool.left_behind()) == 1 + 2 + 3  # the tool, its ranks, and the holders of three namespaces
+    # processes: the tool, two ranks, and one that keeps each of three namespaces
+    assert len(tool.left_behind()) == 1 + 2 + 3
     tool.process.send_signal(number)
     assert tool.process.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
     assert tool.seconds_until_all_are_gone(10) < 10
