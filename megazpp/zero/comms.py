@@ -68,7 +68,8 @@ class CommContext:
         self.plan, self.zero, self.precision = plan, zero, precision
         self._codec, self.lossless_codec = codec, lossless_codec
         two_hops, blocks_host = bool(plan.gather or plan.reduce), shard.queue.blocks_host
-        overlaps = two_hops or blocks_host  # on CUDA, FSDP2 itself overlaps collectives in one hop with the compute
+        # On CUDA, FSDP2 itself overlaps collectives in one hop with the compute, so no schedule is necessary for them.
+        overlaps = two_hops or blocks_host
         self.overlap_gather, self.overlap_reduce = plan.overlap_gather and overlaps, plan.overlap_reduce and overlaps
         self._use_axes(cross, local, shard)
         self.gather_schedule = GatherSchedule(overlap=self.overlap_gather, queue=self.cross_queue)
@@ -192,8 +193,8 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
             self.begin()
         self._fsdp2_post_backward(*given)
         if self._waits:
-            # The gradients wait as partial sums, so FSDP2 has set `.grad` to zeros. With `.grad` None instead, the next
-            # reduction can write its result directly into `.grad`, see `fills`.
+            # FSDP2 has set `.grad` to the output, which is zeros because the gradients wait as partial sums (or a host
+            # buffer with --optimizer-cpu-offload). With `.grad` None instead, FSDP2 does not add the next output to it.
             self.unit.clear_gradients(self.reduced)
 
     def begin_micro_batch(self, *, last: bool) -> None:
@@ -300,7 +301,10 @@ class CountedReduce(SummingReduce):
         self.axis, self._queue = context.shard, context.shard_queue
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor]:
-        """Start the reduce-scatter in the communication queue of the shard axis; see `SummingReduce.start`."""
+        """Start the reduce-scatter of the unit's gradients in the communication queue of the shard axis.
+
+        See `SummingReduce.start` for arguments and result.
+        """
         work = self._queue.submit(lambda: self.axis.reduce_scatter(gradients, out=result, of=self.unit.name))
         self._schedule.sent(work)
         return work

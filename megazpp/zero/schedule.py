@@ -145,7 +145,8 @@ class ReduceSchedule:
     def sent(self, work: Work[Any]) -> None:
         """Register `work`, the task that sends a unit's gradients, and wait for earlier tasks of this kind.
 
-        With overlap on the CPU, the latest `UNITS_IN_FLIGHT` tasks may stay unfinished. Otherwise wait for all of them.
+        The wait limits the memory of gradients that are not sent yet. With overlap on the CPU, the latest
+        `UNITS_IN_FLIGHT` tasks may stay unfinished. Otherwise wait for all of them.
         """
         self._sending.append(work)
         while len(self._sending) > (UNITS_IN_FLIGHT if self.overlap and self._blocks_host else 0):

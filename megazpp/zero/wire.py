@@ -137,7 +137,7 @@ class Codec:
 
     @property
     def message_bytes(self) -> int:
-        """The bytes of the message that carries one flat shard (M)."""
+        """The number of bytes, M, of the message that carries one flat shard of the unit."""
         return self.layout.message_bytes
 
     def empty(self, *peers: int, device: torch.device) -> torch.Tensor:
