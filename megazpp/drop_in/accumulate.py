@@ -156,6 +156,6 @@ class Accumulation:
         return None
 
     def _drop(self) -> None:
-        """Drop the waiting partial sums of all units on this rank."""
+        """Free this rank's partial sums of gradients that wait since `Handle.accumulate`, in all units."""
         for sums in self.sums:
             sums.drop()

@@ -61,7 +61,7 @@ def _make_callback(arguments: Mapping[str, Any]) -> Any:
                 self.sharding.save(self._folder(args, state))
 
         def _folder(self, args: Any, state: Any) -> Path:
-            """Return the folder of the Trainer's checkpoint of step `state.global_step`."""
+            """Return the folder in which the Trainer stores its checkpoint of the step `state.global_step`."""
             return Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
     return Zeropp()

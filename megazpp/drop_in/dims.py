@@ -24,7 +24,7 @@ class GuestAxis(MeshAxis):
 
     @property
     def queue(self) -> CommQueue:
-        """The communication queue of the axis's process group."""
+        """The communication queue of the axis's process group, the same one for all axes over this group."""
         if self.group is None:
             return super().queue
         if self.group not in _queues:

@@ -300,8 +300,9 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         """
         self._accumulation.begin_reduction()
         self._present = set(self.unit.with_gradient())
-        # All ranks gather a unit together, so all of them agree whether it was gathered since the last backward. A rank
-        # that has a gradient has gathered the unit.
+        # `in_use` must be equal on all ranks, because missing gradients are sent as zeros only if the unit was used.
+        # All ranks gather a unit together, so they agree whether it was gathered since the last backward. A rank that
+        # has a gradient has gathered the unit.
         uses = self._num_uses()
         in_use = self._present or self.unit.is_gathered or uses != self._uses_before
         self._uses_before = uses

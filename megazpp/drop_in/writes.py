@@ -505,9 +505,10 @@ class WriteWatch:
             )
 
     def _read_late(self) -> list[int]:
-        """Return the indices of the units with a write to weights that the last forward has missed on this rank.
+        """Return the indices of the units with a write to this rank's weights that the last forward has missed.
 
-        On CUDA the last forward has compared checksums without waiting for the results.
+        Inside a training step on CUDA, a forward compares checksums without waiting for the results, which this method
+        reads. The list is empty if there are no such results.
         """
         if self._unread is None:
             return []
