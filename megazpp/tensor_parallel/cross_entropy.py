@@ -261,7 +261,7 @@ def _gradient_(logits: torch.Tensor, normalizer: torch.Tensor, scale: torch.Tens
 
 
 def _scores(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return `logits` / `temperature` in fp32."""
+    """Return `logits` / `temperature` in fp32. At temperature 1, fp32 logits are returned without a copy."""
     return logits.float() if temperature == 1.0 else logits.float() / temperature
 
 

@@ -47,7 +47,11 @@ class Adapter(nn.Module):
 
     @property
     def adds(self) -> bool:
-        """True if the adapter's term must be added to the layer's output now."""
+        """True if the layer must add the adapter's term to its output.
+
+        This is so while the adapter is enabled. If `has_reference` is True, it is always so, because the layer of the
+        reference model has a term too.
+        """
         return self.enabled or self.has_reference
 
 
