@@ -355,7 +355,8 @@ class HostShard:
         self.updated.join()  # the last update reads `buffer`, so it must end before this method writes to `buffer`
         total = total.float()
         if self.has_sum:
-            total = memory.upload(buffer).add_(total)  # in the order of operands in which FSDP2 adds to `.grad`
+            # The earlier gradients are the first operand, as in FSDP2's addition to `.grad`.
+            total = memory.upload(buffer).add_(total)
         self.has_sum = True
         memory.download(total, buffer)
         if not last:

@@ -103,7 +103,7 @@ class HostedSum(HostedReduce):
             self(gradients, gradients, None, dist.ReduceOp.SUM)  # type: ignore[arg-type]
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor]:
-        """Start the move of `gradients` to host memory; see `SummingReduce.start`."""
+        """Start the move of `gradients` to host memory, in a queue; see `SummingReduce.start` for the result."""
         take = functools.partial(self.unit.states.take, gradients, last=self._last_micro_batch)
         work = self._queue.submit(take)
         self._schedule.sent(work)
