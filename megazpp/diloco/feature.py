@@ -39,10 +39,11 @@ class Diloco(Feature):
         )
 
     def attach(self, parts: TrainerParts) -> Attached:
-        """Return the functions that the trainer calls: to synchronize after steps, and to evaluate the outer weights.
+        """Prepare a DiLoCo run, and return the functions that the trainer calls during the run.
 
-        Replace the checkpoint parts in `parts.states` by those of a DiLoCo run. Without DiLoCo, and for elastic DiLoCo,
-        change nothing.
+        The functions synchronize replica groups after steps, evaluate the outer weights, and wait at the end for
+        synchronizations in flight. This method replaces the checkpoint parts in `parts.states` by those of a DiLoCo
+        run. Without DiLoCo, and for elastic DiLoCo, it changes nothing, and the returned functions do nothing.
         """
         plan, dims, device = parts.plan.of(DilocoPlan), parts.run.dims, parts.run.device
         if plan is None or parts.config.jobs > 1:

@@ -88,7 +88,8 @@ class OuterUnit(OuterRows):
         self.momentum = torch.zeros_like(self.outer) if plan.outer_momentum else None
         self.sent_bytes = axis.size * self.gradients.layout.message_bytes
         self._work = Work(None)  # task of the synchronization in flight; a finished task if there is none
-        self._sent: torch.Tensor | None = None  # messages of the synchronization in flight, which must not be freed
+        # This group's messages in the synchronization in flight; they must not be freed while its task reads them
+        self._sent: torch.Tensor | None = None
 
     @property
     def rows(self) -> torch.Tensor:

@@ -215,7 +215,7 @@ def computing_with_rows(
     """
 
     def swap() -> None:
-        """Exchange the model's inner weights and R in all sharding units."""
+        """Exchange the weights in the model and in R, in all sharding units; a second call undoes the first."""
         sharding.reshard()
         with lock or nullcontext(), torch.no_grad():
             for unit in units:

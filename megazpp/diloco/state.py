@@ -149,11 +149,11 @@ class OuterWeights(Weights):
         self._own = own
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the outer weights by key; copies, because --async-save does not accept views."""
+        """Return the outer weights to save, by checkpoint key, as copies: --async-save does not accept views."""
         return {name: x.clone() for name, x in self._own.replica_groups.weights().items()}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        """Return the outer weights by key: a checkpoint is loaded into these tensors."""
+        """Return the outer weights by checkpoint key, not copied, so that a checkpoint is loaded into them in place."""
         return self._own.replica_groups.weights()
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
@@ -199,7 +199,10 @@ class OfReplicaGroup(StatePart):
         return {prefix + name: x for name, x in self._part.targets(own).items()}
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Restore the loaded moments or secondary partition, and return lines for the log."""
+        """Restore the loaded moments or the loaded secondary partition of this group; return lines for the log.
+
+        See `StatePart.accept` for the arguments.
+        """
         return self._part.accept(under(self._prefix(self._own.source), loaded), iteration)
 
     def _prefix(self, index: int) -> str:
