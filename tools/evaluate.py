@@ -40,7 +40,7 @@ class EvaluateConfig:
 
 
 def parse(argv: list[str]) -> ParsedRun:
-    """Parse the command line. Flags that it leaves out are read from the checkpoint later."""
+    """Return the flags of the command line. Flags that the user leaves out are read from the checkpoint later."""
     return parse_checkpoint_flags(
         argv, EvaluateConfig, file=__file__, description=__doc__, features=FEATURES, common=COMMON
     )

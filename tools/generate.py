@@ -75,7 +75,7 @@ class GenerateConfig(ChatConfig):
 
 
 def parse(argv: list[str]) -> ParsedRun:
-    """Parse the command line. Flags that it leaves out are read from the checkpoint later."""
+    """Return the flags of the command line. Flags that the user leaves out are read from the checkpoint later."""
     common, defaults = [field.name for field in dataclasses.fields(SampleConfig)], {"sample_tokens": DEFAULT_TOKENS}
     return parse_checkpoint_flags(
         argv,

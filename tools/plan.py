@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, ParsedRun]:
-    """Parse this program's own flags, and the flags of the run."""
+    """Return the flags of this program, and the flags of pretrain_gpt.py, from the command line."""
     parser = flags_of(__doc__)
     parser.add_argument(
         "--nodes", type=int, nargs="+", required=True, help="numbers of nodes, instead of the cluster file's number"

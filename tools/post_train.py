@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def parse(argv: list[str]) -> ParsedRun:
-    """Parse the command line. Flags that it leaves out are read from the checkpoint later."""
+    """Return the flags of the command line. Flags that the user leaves out are read from the checkpoint later."""
     return parse_run_config(
         argv,
         ROOT,

@@ -41,7 +41,8 @@ class Traffic(NamedTuple):
 class TrafficCounter:
     """A counter of the bytes that this rank has sent, by (wire, axis, collective). All mesh axes of a job share one.
 
-    A wire is a class of traffic: "tp", "local" (intra-node), "cross" (inter-node) or "world" (logging, barriers).
+    A wire is a class of traffic: "tp", "local" (intra-node), "cross" (inter-node), "world" (logging, barriers), or
+    "pcie" (copies between device and host memory).
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,7 @@ class TrafficCounter:
         self._traffic[wire, axis, collective] = Traffic(before + calls, total + sent_bytes)
 
     def sent_bytes(self, wire: str) -> int:
-        """Return the bytes that this rank has sent so far on one wire ("tp", "local", "cross" or "world")."""
+        """Return the bytes that this rank has sent so far on one wire (a class of traffic, such as "cross")."""
         return sum(t.sent_bytes for (w, _, _), t in self._traffic.items() if w == wire)
 
     def sent_on_axis(self, axis: str) -> int:

@@ -95,7 +95,8 @@ def fit_link(num_ranks: int, small: tuple[int, float], large: tuple[int, float])
     Returns:
         The bandwidth of one rank in GB/s (1e9 bytes), and the latency of one message in microseconds.
     """
-    # Time for the additional bytes of the large all-gather: at least half of its time, whatever the small one took
+    # Time for the additional bytes of the large all-gather: at least half of its time, because other load may have
+    # slowed the small one
     seconds = max(large[1] - small[1], large[1] / 2)
     slope = seconds / (large[0] - small[0])  # seconds per byte of an all-gather over n ranks: (n-1) / bandwidth
     latency = max(0.0, small[1] - slope * small[0]) / (num_ranks - 1)
@@ -182,7 +183,8 @@ def _measure_deltas(world: MeshAxis, device: torch.device, dtype: torch.dtype, l
     old, new = (0.02 * weights).to(dtype), (0.02 * weights + lr * change.clamp_(-1, 1)).to(dtype)
     message = torch.zeros(1, message_bytes(DELTA_WEIGHTS), dtype=torch.uint8)
     encoding = _time(lambda: encode(new, old, message[0]), world, device)
-    # Decoding changes the old weights in place. Each of the 1 + REPEATS calls below therefore gets a fresh copy.
+    # Decoding changes the old weights in place. Each of the 1 + REPEATS calls below therefore gets a fresh copy; one
+    # copy stays unused.
     copies = old.repeat(2 + REPEATS, 1).unsqueeze(1)
     left = iter(copies)
     decoding = _time(lambda: decode(message, next(left)), world, device)

@@ -117,7 +117,7 @@ class Watchdog:
         dims.timeline.attach(self._activity)
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Return a context for a wait for all ranks outside of the mesh axes, for example for a store's answer.
+        """Return a context in which this rank waits for all other ranks without a collective of a mesh axis.
 
         The watchdog sees the wait as the open span `name` on the track "world".
         """
@@ -221,7 +221,7 @@ class Watchdog:
         return RankState(socket.gethostname(), self._activity.now(), self._activity.entered, python_stacks())
 
     def _end_alone(self, reason: str) -> None:
-        """End this process without the store; the first rank of a host prints `reason`, its open spans and stacks."""
+        """End this process without the store. On the first rank of a host, print `reason`, and its spans and stacks."""
         state = self._state()
         if self._place.local_rank == 0:
             print(

@@ -144,7 +144,7 @@ class Guard:
         return config.check_for_nan_in_loss_and_grad and not others
 
     def evidence(self, local_losses: torch.Tensor, norm: GradNorm) -> Evidence:
-        """Return the values with which `allows` can explain a failure of this step; call this after the backward.
+        """Return the values by which `allows` can explain that the step is not finite; call this after the backward.
 
         Args:
             local_losses: [number of micro-batches] this rank's contributions to the step's loss.

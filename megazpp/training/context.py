@@ -202,7 +202,7 @@ class RunFolder:
         """Lock the run folder for this job, until `unlock` or the end of this process.
 
         Raises:
-            ValueError: another job has locked the folder, so that it can write its records there.
+            ValueError: another job has locked the folder, because that job writes its records there.
         """
         self._lock = lock_for_this_job(self.path / "records.lock", f"--run-dir {self.path}")
 

@@ -157,7 +157,7 @@ class MetricsRecorder:
             self.tracker.validation(value, progress, **how)
 
     def evaluate(self, evaluate: Validation | None) -> float | None:
-        """Call `evaluate` with the weights for evaluation, and return its result.
+        """Call `evaluate`, with DiLoCo on the outer weights, and return its result.
 
         Returns None if `evaluate` is None, or if a stop signal arrives during the evaluation.
         """

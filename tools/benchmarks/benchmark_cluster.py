@@ -134,7 +134,7 @@ class Results:
 
 
 class Driver:
-    """Job of rank processes, and the pipe through which rank 0 receives commands.
+    """A job of rank processes, and the pipe through which rank 0 receives commands and answers them.
 
     Args:
         cluster: emulated cluster on which the job runs; None for this machine without emulated links.
@@ -159,7 +159,7 @@ class Driver:
         return self.receive()
 
     def receive(self) -> dict[str, Any]:
-        """Receive the next message of rank 0: first the number of parameters, then the measurements of each step.
+        """Return the next message of rank 0, a dict: first the number of parameters, then the figures of each step.
 
         Raises:
             UserError: the rank processes have ended.

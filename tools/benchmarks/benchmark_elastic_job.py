@@ -91,7 +91,7 @@ def around(owner: Any, name: str, *, before: Callable[[Any], Any] | None = None,
 
 
 class SlowSteps:
-    """Delays training steps: each begins at least `seconds` after the previous one or after the interval's start."""
+    """A delay of training steps: each begins at least `seconds` after the previous one or after the interval begins."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._began = seconds, 0.0
@@ -136,7 +136,7 @@ class SlowNetwork:
 
 
 class Kill:
-    """Kills all processes of a job at the chosen point of its third or a later DiLoCo round."""
+    """The kill of all processes of a job at the chosen point of the job's third or a later DiLoCo round."""
 
     def __init__(self, emulation: Emulation) -> None:
         self._file, self._rounds, self._in_round = Path(emulation.killed_file), 0, False

@@ -36,7 +36,7 @@ DIFFERENT = 1 << 20  # number of different weights; larger tensors repeat them
 
 
 class Piece(NamedTuple):
-    """Function call to time.
+    """A function call to time.
 
     Attributes:
         name: name in the table.

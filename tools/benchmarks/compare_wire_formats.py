@@ -139,7 +139,10 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def steps_to(runs: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> str:
-    """Return the mean over runs of the steps that reach the baseline's final validation loss; "-" if a run does not."""
+    """Return how many steps the runs need on average to reach the baseline's final validation loss, as text.
+
+    Each run is compared with the baseline's run of the same seed. If a run does not reach the loss, the text is "-".
+    """
     reached = [
         min((step for step, loss in run["evaluations"].items() if loss <= base["valid"]), default=None)
         for run, base in zip(runs, baseline, strict=True)
@@ -148,7 +151,7 @@ def steps_to(runs: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> str:
 
 
 def mean_and_error(differences: list[float]) -> str:
-    """Format the mean of the values, with its sign, and the standard error of the mean."""
+    """Return the mean of the values and the standard error of the mean as text, for example "+0.0123 ± 0.0045"."""
     error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
     return f"{statistics.mean(differences):+.4f} ± {error:.4f}"
 

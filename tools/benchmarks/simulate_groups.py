@@ -163,7 +163,10 @@ def compare(title: str, variants: dict[str, Variant], dims: ParallelDims, seeds:
 
 
 def compare_late(dims: ParallelDims, seeds: Sequence[int]) -> None:
-    """Compare weights of contributions that arrive one version late, without and with outer momentum."""
+    """Compare factors F for contributions that arrive one version late, without and with outer momentum.
+
+    A late contribution enters the merge with F times the weight that it would have had in time.
+    """
     for outer in ((1.0, 0.0), (0.4, 0.9)):
         common: dict[str, Any] = {"groups": 3, "steps": 10, "iterations": 400, "outer": outer}
         variants = {"all in time": Variant(**common)}
