@@ -30,7 +30,7 @@ from megazpp.training.step import LaunchedStep
 CATCH_UP_SECONDS = 120.0  # limit of the wait for the messages of a commit
 LEAVING_SECONDS = 10.0  # limit of the wait of a group that leaves, for the commit of its last contribution
 FAREWELL_SECONDS = 60.0  # limit of the wait at the end of the run, in which other groups may fetch messages
-POLL_SECONDS = 20.0  # longest wait for the coordinator without a collective of the group's ranks
+POLL_SECONDS = 20.0  # longest time that rank 0 waits for the coordinator while the other ranks wait in a collective
 RETRY_SECONDS = 0.3  # wait after a snapshot could not be fetched
 SMOOTHING = 0.3  # weight of the last step in the moving average of the seconds per step
 
@@ -81,7 +81,7 @@ class ElasticLoop:
         self._cell: Cell | None = None  # rest of the leased cell: its steps that are not trained yet; None without one
         # cells of the steps since this group's last published contribution; the next contribution lists these cells
         self._cells: list[Cell] = []
-        self._steps = 0  # number of steps since the last published contribution
+        self._steps = 0  # number of steps that this group has trained since its last published contribution
         self._granted = 0  # number of cells that the coordinator has leased to this group
         # By fragment: tokens of the steps that are not published to this fragment
         self._tokens = torch.zeros(outer.plan.fragments, dtype=torch.float64, device=outer.sharding.device)
@@ -446,7 +446,9 @@ class ElasticLoop:
 
     def _agreed(self, ready: Callable[[Record], Any]) -> Any:
         """Wait until `ready` returns a true value for rank 0's state of the run, and return that value on all ranks."""
-        while True:  # rank 0 shares None at least every POLL_SECONDS, because a longer collective may time out
+        # The other ranks wait in a collective for rank 0's value, and a collective may time out. So rank 0 shares None
+        # after POLL_SECONDS without a value, and all ranks wait again.
+        while True:
             with self._axis.timeline.span(WAIT, "other groups"):  # lets the watchdog see that this rank waits
                 found = self._agent.wait(ready, POLL_SECONDS) if self._axis.rank == 0 else None
             if (found := self._axis.share_object(found)) is not None:

@@ -88,7 +88,8 @@ class Group:
     status: str = "joining"  # "joining" (fetches the outer weights), "member" (takes part) or "out" (removed for good)
     granted: int = 0  # number of cells of samples that the coordinator has leased to the group so far
     cell: Cell | None = None  # the cell that was leased to the group last; None before the first lease
-    version: int | None = None  # version of the outer weights that it had when it connected; None if not of this run
+    # version of the group's outer weights at the time when it connected; None if they are not of this run
+    version: int | None = None
     saves: str = ""  # identifier of the folder into which the group's job saves checkpoints; "" if it saves none
     since: float = 0.0  # time at which the first rank of the group connected
     # time at which the group is removed unless all ranks are connected; a lost connection sets it
@@ -158,7 +159,8 @@ class Rounds:
         # by id: time at which a contribution was published, to log how long its group waited for the commit
         self._published_at: dict[str, float] = {}
         self._events: list[str] = []  # lines about groups since the last commit, for the next row of rounds.jsonl
-        self._returned = 0  # steps since the last commit whose samples will be trained again
+        # number of steps that were lost with groups since the last commit, so that their samples will be trained again
+        self._returned = 0
         for record in records:
             self._apply(record)
         self._hold_until = now + HEARTBEAT_SECONDS if self.members else now

@@ -257,7 +257,9 @@ def read_secret(path: str | None, flag: str) -> bytes:
         with Path(path).expanduser().open("rb") as file:
             mode, secret = os.fstat(file.fileno()).st_mode & 0o777, file.read(4096).strip()
     except OSError as error:
-        raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from error
+        raise ValueError(
+            f"{flag} {path} cannot be read: {error.strerror}; correct the path or its permissions"
+        ) from error
     if mode & 0o077:
         raise ValueError(f"{flag} {path}: other users may read this file (mode {mode:o}); use chmod 600")
     if len(secret) < 32:
