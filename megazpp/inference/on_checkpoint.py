@@ -118,7 +118,7 @@ def run_on_checkpoint(
         plan_model(config, lay_out(config, announced), device_type=device_type())
     problems.raise_all()
 
-    # ---- start the workers, or become one
+    # ---- in the launching process, start the workers; in a worker, go on
     if not place.started:
         return start_workers(place, launch, main)
     checkpoint = {"the checkpoint": f"iteration {record.progress.iteration}"}

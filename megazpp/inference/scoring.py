@@ -150,7 +150,7 @@ def score_whole(
         ValueError: the text cannot be read, or its token ids are not of this tokenizer.
     """
     assert data.seq_length is not None
-    # ---- token ids of the input
+    # ---- open or tokenize the text that --input names
     if _is_pair(path):
         files, prefix = None, Path(path).expanduser()
     else:
