@@ -39,7 +39,7 @@ RENDER_SECONDS = 10.0  # limit of the CPU time for rendering one conversation
 MOST_CHARACTERS = 20_000_000  # limit of a rendered conversation's length; this many characters are millions of tokens
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Finds in a template's source that it handles messages whose content is a list of parts
+# This pattern occurs in the source of templates that handle messages whose content is a list of parts
 _READS_PARTS = re.compile(r"""\.type\b|\[\s*['"]type['"]\s*\]|\bis (not )?(string|iterable)\b""")
 # A conversation for finding out how a template ends the assistant's turn
 _PROBE = [{"role": role, "content": "dummy"} for role in ("user", "assistant", "user")]
@@ -220,7 +220,7 @@ def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
     }
     for name, value in found.items():
         if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-            raise ValueError(f"{name!r} is {value!r:.80}, not a list of objects")
+            raise ValueError(f"{name!r} is {value!r:.80}, not a list of objects: correct this column of the data")
     return found | parse_object(record.get("chat_template_kwargs"), "'chat_template_kwargs'")
 
 
@@ -240,7 +240,7 @@ def _compiled(source: str, name: str, conversations: list[Any], **options: Any) 
     try:
         with _time_limit():
             texts, spans = utilities.render_jinja_template(conversations=conversations, chat_template=source, **options)
-    except Exception as error:  # expressions in a template can raise errors of any type
+    except Exception as error:  # catch every type of error, because expressions in a template can raise any
         line = getattr(error, "lineno", None)
         raise ValueError(f"{name}{'' if line is None else f', line {line}'}: {error}") from error
     if (length := max(map(len, texts), default=0)) > MOST_CHARACTERS:

@@ -34,7 +34,7 @@ PairLoss = Literal[
 TokenLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 RewardScale = Literal["group", "batch", "none"]
 ROLLOUTS = ("grpo", "ppo")  # objectives that train on sampled completions of the policy
-# Values of `needs` for flags that belong to some objectives only
+# Values of the argument `needs` of `flag`, which names the objectives with which a flag may be used
 GRPO, PPO, DRAWN = (f"--objective {names}" for names in (*ROLLOUTS, " ".join(ROLLOUTS)))
 REFERENCE, CHOSEN_LOSS = f"{DRAWN} dpo", f"{GRPO} dpo"
 LOSS_TYPES: dict[str | None, tuple[str, ...]] = {"dpo": get_args(PairLoss), "grpo": get_args(TokenLoss)}
@@ -192,8 +192,9 @@ class PostTrainingConfig:
             return
         for name in self.losses:
             if name not in (allowed := LOSS_TYPES[self.objective]):
-                which = f"one of {', '.join(allowed)}"
-                raise ValueError(f"--loss-type {name} is not {which} with --objective {self.objective}")
+                raise ValueError(
+                    f"--loss-type {name} is not one of {', '.join(allowed)} with --objective {self.objective}"
+                )
         if self.objective == "grpo" and len(self.losses) > 1:
             raise ValueError(f"--loss-type {' '.join(self.losses)}: --objective grpo takes one loss, not a sum")
         if self.loss_weights is not None and len(self.loss_weights) != len(self.losses):
@@ -217,7 +218,7 @@ class PostTrainingConfig:
         ):
             for field in dataclasses.fields(self) if off else ():
                 if field.name in names.split() and getattr(self, field.name) != field.default:
-                    raise ValueError(f"{as_written(self, field)} {needed}")
+                    raise ValueError(f"{as_written(self, field)} {needed}: leave the flag out, or change the other one")
 
     @property
     def losses(self) -> tuple[Any, ...]:

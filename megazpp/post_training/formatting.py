@@ -304,7 +304,7 @@ def _answer(
 
 
 def _string(text: str, start: int, config: DataFormatConfig) -> Text:
-    """Return a text without a chat template, whose characters from `start` on are trained on."""
+    """Return the `Text` of a string that is no conversation; its characters from `start` on are trained on."""
     if config.assistant_only_loss:
         raise ValueError("--assistant-only-loss needs a conversation (a list of messages), but this is a string")
     return text, [(start, len(text))], True
@@ -365,12 +365,15 @@ def _message(message: Mapping[str, Any], name: str) -> Message:
     found = {key: value for key, value in message.items() if value is not None}
     content, others = found.get("content"), found.keys() - {"role", "name", "content"}
     if content is None and not any(found[key] for key in others):
-        raise ValueError(f"{name} has the role {found['role']!r} and no content")
+        raise ValueError(f"{name} has the role {found['role']!r} and no content: give a text under 'content'")
     if isinstance(content, list):
         found["content"] = content = [_without_nulls(part) for part in content]
         for part in content:
             if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-                raise ValueError(f"{name} has a part that is not text: {part!r:.80}")
+                raise ValueError(
+                    f"{name} has a part that is not text: {part!r:.80}; only parts {{'type': 'text', 'text': ...}} are "
+                    "supported"
+                )
     elif not isinstance(content, str | None):
         raise ValueError(f"{name} has the content {content!r:.80}, neither a string nor a list of parts")
     return found
@@ -432,7 +435,10 @@ def _tokenize(
             margins.append(margin)
     if not tokens:
         why = f"no example has an answer within --max-length {max_length}" if total else "there is no example"
-        raise ValueError(f"{_names(paths)}: {why}" + (f"; {_SAME}, first in line {first[1]}" if same else ""))
+        raise ValueError(
+            f"{_names(paths)}: {why}, so there is nothing to train on: check the data"
+            + (f"; {_SAME}, first in line {first[1]}" if same else "")
+        )
     starts = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
     counts = np.array([total, cut, empty, within, same, *first, conversations])
     return Examples(np.concatenate(tokens), np.concatenate(masks), starts, counts, np.array(margins, dtype=np.float32))
@@ -468,7 +474,7 @@ def _encode(text: str, learned: Sequence[tuple[int, int]], ends: bool, tokenizer
     mask = np.zeros(len(ids) + 1, dtype=np.uint8)
     within = False
     for start, stop in learned:
-        # A range that stops at the end of the text is one longer, to include tokens that the tokenizer adds there
+        # A range that stops at the end of the text is one longer, to include tokens that the tokenizer adds after it
         mask[:-1] |= (first < stop + (stop == len(text))) & (last > start)
         within |= bool(((first < start) & (last > start)).any())
     if (

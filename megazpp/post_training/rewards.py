@@ -231,7 +231,7 @@ def _call(
     if len(rewards) != len(prompts):
         raise ValueError(
             f"reward function {each.name} gave {len(rewards)} rewards for {len(prompts)} completions,"
-            f" of {_places(prompts)}"
+            f" of {_places(prompts)}: it must return a list with one number or None for each completion"
         )
     return [_number(each, value, prompt) for value, prompt in zip(rewards, prompts, strict=True)]
 
@@ -271,5 +271,7 @@ def _number(each: RewardFunction, value: Any, prompt: Prompt) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"reward function {each.name} gave {value!r:.80}, not a finite number, for {prompt.place}")
+        raise ValueError(
+            f"reward function {each.name} gave {value!r:.80}, not a finite number or None, for {prompt.place}"
+        )
     return number

@@ -231,7 +231,8 @@ class RolloutLoader(StatePart):
                 "so there is no reward to train with; give each completion a number from at least one function"
             )
         self._once = {"rollout/seconds": seconds, "rollout/tokens_per_second": float(table[:, -2].sum()) / seconds}
-        if config.log_completions:  # gather the completions of the first prompts, as a prompt's may be on several ranks
+        # Gather the completions of the first prompts for the log, because one prompt's may be on several ranks
+        if config.log_completions:
             names, count = self._reward_names, config.log_completions * config.group_size
             own = {
                 row: {"prompt": prompt.value, "completion": text, "rewards": dict(zip(names, found, strict=True))}

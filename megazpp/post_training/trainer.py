@@ -109,7 +109,8 @@ class PostTraining:
             states=states,
             observers=() if synced is None else (synced.step,),
             generates=self.post.objective != "reward",
-            has_weights=adapted is not None,  # `_open_model` has loaded the base of a policy with adapters already
+            # `_open_model` has loaded base and adapters of a policy with adapters, so a new run loads nothing more
+            has_weights=adapted is not None,
             evaluates_first=self.post.eval_on_start,
             samples=self._samples,
         )

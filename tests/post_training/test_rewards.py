@@ -101,8 +101,8 @@ def test_failing_reward_function_is_named_with_the_sample():
         ),
         (lambda completions: [1 / (len(completions) - 2)], f"failed at {both}: ZeroDivisionError"),
         (lambda **_: [1.0], f"reward function f gave 1 rewards for 2 completions, of {both}"),
-        (lambda **_: [1.0, "x"], "reward function f gave 'x', not a finite number, for a.jsonl, line 2"),
-        (lambda **_: [math.nan, 1.0], "reward function f gave nan, not a finite number, for a.jsonl, line 1"),
+        (lambda **_: [1.0, "x"], "reward function f gave 'x', not a finite number or None, for a.jsonl, line 2"),
+        (lambda **_: [math.nan, 1.0], "reward function f gave nan, not a finite number or None, for a.jsonl, line 1"),
         (lambda **_: 3.0, f"failed at {both}: TypeError"),
     ]
     assert not not_refused(rows, lambda function: judge(named(function), PROMPTS, COMPLETIONS))
