@@ -33,7 +33,9 @@ class LocalSteps:
     """
 
     def __init__(self, replica_groups: ReplicaGroups, objective: Objective, guard: Guard, dims: ParallelDims) -> None:
-        assert isinstance(objective, LanguageModelLoss), "DiLoCo supports only language modeling: check_post_training"
+        assert isinstance(objective, LanguageModelLoss), (
+            "DiLoCo supports only language modeling, and check_post_training refuses other objectives before"
+        )
         self.replica_groups, self._objective, self._guard, self._dims = replica_groups, objective, guard, dims
         # Sum of this group's losses, and number of its steps, since replica groups last waited for each other
         self._losses, self._steps = torch.zeros(()), 0

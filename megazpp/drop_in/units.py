@@ -43,7 +43,7 @@ class ProgramUnit(Unit):
         the dtype of the parameter.
         """
         found = []
-        for p in self._group.fsdp_params:  # in torch 2.15 parameters of a unit may have different policies
+        for p in self._group.fsdp_params:  # in torch 2.15 each parameter may have a mixed-precision policy of its own
             policy, own = p.mp_policy.param_dtype, p.sharded_param.dtype
             found.append(policy if policy is not None and own.is_floating_point else own)
         return tuple(found)

@@ -38,7 +38,7 @@ class HostedReduce(SummingReduce):
         missing = [self.unit.parameters[index].name for index in self.unit.trained if index not in self.reduced]
         assert not self.reduced or not missing, (
             f"--optimizer-cpu-offload requires gradients of all trained parameters of a unit, but {', '.join(missing)} "
-            "have none"
+            "have none: freeze these parameters (requires_grad False), or leave the flag out"
         )
         self._allocates_input = True
 

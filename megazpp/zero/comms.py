@@ -171,7 +171,9 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         self.reduced = tuple(range(len(unit.parameters)))
         self._fsdp2_post_backward: Callable[..., None] = lambda *_: None
         self._filling: Work[Any] = Work(None)  # task of the reduction that is filling `.grad`; a finished task if none
-        self._waits = False  # True if the last call has only added to partial sums, which a later call reduces
+        # True if `post_backward` must set `.grad` to None: the last call has only added to partial sums, which a later
+        # call reduces, or its result goes to host memory (host_states/reduce.py)
+        self._waits = False
         self._last_micro_batch = True
         self._watched = False
         self.total: torch.Tensor | None = None

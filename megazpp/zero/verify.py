@@ -72,7 +72,10 @@ def describe(found: Sequence[tuple[int, int, Mapping[tuple[str, int], int]]]) ->
         wrong = ", ".join(str(rank) for rank, value in values.items() if value != right)
         lines.append(f"{unit}, shard of rank {', '.join(map(str, owners))}: other weights on rank {wrong}")
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    head = "gathered weights differ between ranks (faulty memory or link); the job stops before the update"
+    head = (
+        "gathered weights differ between ranks (faulty memory or link); the job stops before the update; resume from "
+        "the last checkpoint without the machines of the ranks with other weights:"
+    )
     return "\n".join([head, *lines[:SHOWN], *more])
 
 
