@@ -77,14 +77,15 @@ def load_c_library(source: Path) -> CLibrary:
             version = re.search(r'__VERSION__ "\D*([\d.]+)', known)
             name = "clang" if "__clang__" in known else "gcc"
             return CLibrary(ctypes.CDLL(str(library)), f"{name} {version[1] if version else 'of unknown version'}")
-    except (OSError, RuntimeError) as error:  # RuntimeError: Path.home, if the user has no home directory
-        raise CLibraryError(f"{source.name}: {error}") from error
+    except (OSError, RuntimeError) as error:  # Path.home raises RuntimeError if the user has no home directory
+        raise CLibraryError(f"{source.name}: its compiled library cannot be stored or loaded: {error}") from error
 
 
 def find_compiler() -> list[str]:
     """Find a C compiler, and return its command as a list of words.
 
-    This is the command in $CC, such as "ccache gcc". Without $CC it is the first of cc, gcc and clang on the PATH.
+    If $CC is set, the command is the value of $CC, such as "ccache gcc". Otherwise it is the first of cc, gcc and clang
+    on the PATH.
 
     Raises:
         CLibraryError: the command in $CC is not found, or $CC is not set and no compiler is on the PATH.
@@ -94,7 +95,11 @@ def find_compiler() -> list[str]:
         words = shlex.split(command)
         if words and shutil.which(words[0]):
             return words
-    raise CLibraryError(f"the compiler CC={asked} is not found" if asked else "no C compiler found (cc, gcc or clang)")
+    raise CLibraryError(
+        f"the compiler CC={asked} is not found: correct or unset the environment variable CC"
+        if asked
+        else "no C compiler found (cc, gcc or clang): install one, or name one in the environment variable CC"
+    )
 
 
 def _run(command: list[str], output: Path) -> Path:
@@ -118,7 +123,10 @@ def _run(command: list[str], output: Path) -> Path:
                 env={**os.environ, "LC_ALL": "C"},
             )
         except subprocess.TimeoutExpired as error:
-            raise CLibraryError(f"the compiler {command[0]} took longer than {SECONDS} s, and was stopped") from error
+            raise CLibraryError(
+                f"the compiler {command[0]} took longer than {SECONDS} s, and was stopped: restart the run when this"
+                " machine is less busy"
+            ) from error
     if done.returncode:
         lines = log.read_text(errors="replace").splitlines()
         complaint = next((line for line in lines if "error:" in line), lines[0] if lines else f"exit {done.returncode}")

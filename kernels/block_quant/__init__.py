@@ -84,7 +84,8 @@ def pack(
     if errors is not None:
         if errors.table is not table.of_errors:
             raise ValueError(
-                f"errors stores quantization errors of messages with another layout; expected errors for {table.layout}"
+                f"errors stores quantization errors of messages with another layout than {table.layout}: create errors"
+                " by Feedback.zeros with the table that is passed to pack"
             )
         if base is not None:
             raise ValueError(
@@ -102,7 +103,8 @@ def pack(
             )
         base = _two_leads(base)
 
-    # ---- quantize with the implementation for this device, and store how to repeat the launch
+    # ---- quantize with the implementation for this device; on CUDA, store a function that repeats this launch, so that
+    # the next call with equal shapes skips the checks above
     if x.numel() and implementation is not None:
         repeat = implementation.pack(_two_leads(x), table, _two_leads(messages), errors, base, float(beta))
         if launch is not None and repeat is not None:
@@ -153,7 +155,9 @@ def unpack_sum(messages: Tensor, table: RangeTable, *, out: Tensor, accumulate: 
         ValueError: K is 0, or the shape, dtype, strides or device of an argument does not match the others.
     """
     if messages.ndim < 2 or messages.shape[0] == 0:
-        raise ValueError(f"messages {tuple(messages.shape)} cannot be summed; expected the shape [K, ..., M], K >= 1")
+        raise ValueError(
+            f"messages {tuple(messages.shape)} cannot be summed; expected [K, ..., M] with K >= 1 messages per row"
+        )
     _unpack(messages, table, out, onto_quantized=accumulate, onto_exact=accumulate)
 
 
@@ -265,7 +269,10 @@ def _check_data(name: str, x: Tensor, table: RangeTable) -> None:
         raise ValueError(f"{name} {tuple(x.shape)} has {x.ndim} dims; expected 1 to 3: rows with up to 2 leading dims")
     if x.shape[-1] != table.layout.size:
         size = table.layout.size
-        raise ValueError(f"{name} {tuple(x.shape)} has rows of the wrong size; expected {size} elements per row")
+        raise ValueError(
+            f"{name} {tuple(x.shape)} has rows of the wrong size; expected {size} elements per row, the size of the"
+            " table's layout"
+        )
     _check_rows(name, x)
 
 
@@ -301,7 +308,10 @@ def _check_messages(
 def _check_rows(name: str, x: Tensor) -> None:
     """Raise ValueError unless the last dim of the tensor is contiguous; `name` is its argument name in the message."""
     if x.shape[-1] > 1 and x.stride(-1) != 1:
-        raise ValueError(f"{name} {tuple(x.shape)} has stride {x.stride(-1)} in its last dim; it must be contiguous")
+        raise ValueError(
+            f"{name} {tuple(x.shape)} has stride {x.stride(-1)} in its last dim instead of 1: use a tensor"
+            " whose rows are contiguous"
+        )
 
 
 def _two_leads(x: Tensor, *, after: int = 0) -> Tensor:

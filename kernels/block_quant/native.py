@@ -79,7 +79,10 @@ class _Messages(Structure):
 
 
 def _table(table: RangeTable) -> _Table:
-    """Return the struct of native.c for a table of segments, with bits and block size 0 if nothing is quantized."""
+    """Describe a table of segments as the struct `table` of native.c.
+
+    If the table has no quantized segment, bits and block size are 0.
+    """
     fmt = table.layout.fmt
     of_blocks = (0, 0, 0) if fmt is None else (fmt.bits, fmt.block_size, fmt.clip)
     assert of_blocks[0] in (0, 4, 8), f"native.c supports 4 and 8 bits, and would treat {of_blocks[0]} bits as 4"
@@ -87,11 +90,11 @@ def _table(table: RangeTable) -> _Table:
 
 
 def _data(x: Tensor) -> _Data:
-    """Return the struct of native.c for a tensor of elements [A, B, n]."""
+    """Describe a tensor of elements [A, B, n] as the struct `data` of native.c."""
     size, strides = x.element_size(), x.stride()
     return _Data(x.data_ptr(), strides[0] * size, strides[1] * size, DTYPES[x.dtype])
 
 
 def _messages(messages: Tensor) -> _Messages:
-    """Return the struct of native.c for messages [A, B, M] or [K, A, B, M]; the stride of a missing K is 0."""
+    """Describe messages [A, B, M] or [K, A, B, M] as the struct `messages` of native.c; without K its stride is 0."""
     return _Messages(messages.data_ptr(), *(0, *messages.stride()[:-1])[-3:])

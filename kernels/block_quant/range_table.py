@@ -90,7 +90,9 @@ class RangeTable:
         rows, fmt = [], self.layout.fmt
         for part in self.layout.ranges:
             start, length, payload, scales = _row(part)
-            payload_step, scale_step = size * self.dtype.itemsize, 0  # step 0 keeps -1, for tiles without scales
+            # The steps are the bytes from one tile to the next in the message. Unquantized segments have no scales:
+            # their offset of scales is -1, and the step 0 keeps it at -1 in every tile.
+            payload_step, scale_step = size * self.dtype.itemsize, 0
             if scales >= 0:
                 assert fmt is not None
                 payload_step, scale_step = fmt.payload_bytes(size), fmt.scale_bytes(size)
@@ -135,7 +137,7 @@ class Feedback(NamedTuple):
         """Allocate a buffer for error feedback in which all quantization errors are 0.
 
         Args:
-            lead: leading dims of the messages whose errors the buffer will hold, without their bytes.
+            lead: shape of the tensor of messages [*lead, M] without its last dim, the bytes M of a message.
             table: table of the segments of these messages.
             device: device of the messages.
         """

@@ -33,7 +33,8 @@ VERSION = triton.__version__
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 # A function that repeats a Triton launch for tensors at other addresses (integers) with equal alignment. Triton
 # inspects every argument of every launch, which takes most of a launch's host time; a repeat skips this inspection.
-# `pack` and `unpack_sum` return None instead of such a function if TRITON_INTERPRET=1: nothing is launched then.
+# `pack` and `unpack_sum` return None instead of such a function under TRITON_INTERPRET=1, because the interpreter
+# launches nothing that could be repeated.
 Repeat = Callable[..., None]
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -113,9 +114,10 @@ def _strides(x: Tensor) -> list[int]:
 
 
 def _constants(table: RangeTable) -> dict[str, object]:
-    """Return the compile-time constants that a table of segments gives to the quantization kernels.
+    """Return compile-time constants of the quantization kernels by name, for messages with this table of segments.
 
-    BITS and BLOCK are 0 if nothing is quantized; EXACT is Triton's dtype of the unquantized elements.
+    BITS and BLOCK, the block size, are 0 if no segment is quantized. EXACT is Triton's dtype of the unquantized
+    elements.
     """
     fmt = table.layout.fmt
     bits, block_size = (0, 0) if fmt is None else (fmt.bits, fmt.block_size)
@@ -184,10 +186,10 @@ def _quantize(
     BLOCK: tl.constexpr, BASE: tl.constexpr, FEEDBACK: tl.constexpr, AVERAGE: tl.constexpr, CLIP: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one tile of x into the message.
+    """Quantize one tile of x into the message, after subtracting the base if BASE.
 
-    With FEEDBACK the tile's errors of the last quantization are added first, and then replaced in error feedback's
-    buffer by the new errors.
+    With FEEDBACK the tile's errors of the last quantization are added before the tile is quantized. Then the new errors
+    replace them in error feedback's buffer.
     """
     # ---- load the elements of x, subtract the base, and add the stored quantization errors
     low, high = tiles.load_data(x + start, left, BLOCK, WHOLE)
@@ -257,7 +259,10 @@ def _sum_exact(
     messages, out, messages_k, start, left, payload, EXACT: tl.constexpr, K: tl.constexpr, ONTO: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Sum one tile of unquantized elements over K messages into `out`; ONTO starts with the values in `out`."""
+    """Sum one tile of unquantized elements over K messages, and write the sum into `out`.
+
+    With ONTO the sum starts with the values in `out`.
+    """
     for first in tl.range(0, _TILE, tiles.STRIP):
         rest, sums = left - first, out + start + first
         row = messages + payload
@@ -277,7 +282,10 @@ def _sum_quantized(
     messages, out, messages_k, start, left, payload, scales, BITS: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr,
     ONTO: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize one quantized tile of K messages, and sum them into `out`; ONTO starts with the values in `out`."""
+    """Dequantize one quantized tile of K messages, and write the sum of the K results into `out`.
+
+    With ONTO the sum starts with the values in `out`.
+    """
     low, high = tiles.load_sum(
         messages + payload, _bf16(messages + scales), out + start, messages_k, messages_k // 2, left,
         BITS, BLOCK, K, ONTO, WHOLE,

@@ -166,10 +166,11 @@ def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.co
             scale = _bits(size * _CLIPPED)
         else:
             scale = tl.maximum(_bits(size * _OWN), _bits(opposite * _OTHER))
+        # If at least half of the block is within 1/16 of the largest magnitude, the scale is that magnitude / 7.
         scale = tl.where(near * 2 >= BLOCK, _bits(size * _INVERSE_7), scale)
         scale = (scale + 0x7FFF + ((scale >> 16) & 1)) & -65536  # round to the nearest bf16, half to even
         sign = tl.where(highest > lowest, -2147483648, 0)
-    # ---- scale 0 for blocks whose scale is no normal number, and the inverse of the scale
+    # ---- set the scale to 0 where it is subnormal or the block has NaN or Inf, and compute the scale's inverse
     finite = peak < _INFINITY_BITS
     normal = finite & (scale >= _SMALLEST_NORMAL_BITS)
     scale = tl.where(normal, scale | sign, 0).to(tl.float32, bitcast=True)
@@ -179,7 +180,7 @@ def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.co
 
 @triton.jit
 def _magnitude(x):
-    """Return the bits of the absolute value of an fp32 tensor as int32, which have the order of the values."""
+    """Return the bit patterns of an fp32 tensor's absolute values as int32; a larger value has a larger pattern."""
     return _bits(x) & 0x7FFFFFFF
 
 
@@ -193,8 +194,8 @@ def _bits(x):
 def round_shifted(x, inverse, BITS: tl.constexpr, CLIP: tl.constexpr):
     """Round x * inverse half to even to the integers q, and return q + _MAGIC in fp32, whose low bits are q.
 
-    For int4 return q + 8 + _MAGIC, because messages store q + 8. With CLIP, q is clipped to -8..7. x is half of a tile
-    [ROWS, HALF], and `inverse` [ROWS] is 1 / scale of each block.
+    For int4 return q + 8 + _MAGIC, because messages store q + 8. With CLIP, q is clipped to -8..7. x [ROWS, HALF] has
+    the low or the high halves of a tile's blocks, and `inverse` [ROWS] is 1 / scale of each block.
     """
     shifted = x * inverse[:, None] + (_MAGIC + (8.0 if BITS == 4 else 0.0))
     if CLIP:
@@ -225,7 +226,11 @@ def to_float(x):
 
 @triton.jit
 def _from_float(x, dtype: tl.constexpr):
-    """Round fp32 to `dtype`, half to even. Triton's interpreter truncates to bf16, so there the bits are rounded."""
+    """Round fp32 to `dtype`, half to even.
+
+    Triton's interpreter truncates when it converts to bf16. So in the interpreter this function rounds the bit patterns
+    itself.
+    """
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

@@ -67,7 +67,7 @@ def combine_backward(
 
 
 def _columns(width: int) -> dict[str, int]:
-    """Return the compile-time constants of kernels for tokens of `width` elements, and the number of warps."""
+    """Return keyword arguments of kernels for tokens of `width` elements: constants and the number of warps."""
     columns = min(triton.next_power_of_2(width), _COLUMNS)
     return {"WIDTH": width, "COLUMNS": columns, "num_warps": max(1, min(NUM_WARPS, columns // 256))}
 
@@ -123,7 +123,10 @@ def _place_kernel(
 
 @triton.jit
 def _take_kernel(x, order, rows, copies, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Copy the vector of one token into one row for an expert; row i gets token order[i] // copies."""
+    """Copy the vector of one token into one row for an expert.
+
+    Each token has chosen `copies` experts, so row i gets the vector of token order[i] // copies.
+    """
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(order + row) // copies
     for start in range(0, WIDTH, COLUMNS):
@@ -137,7 +140,7 @@ def _combine_kernel(
     rows, inverse, weight, total,
     COPIES: tl.constexpr, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows of one token, the outputs of its experts, times their factors if WEIGHTED."""
+    """Sum the outputs of one token's experts; with WEIGHTED each output is multiplied by its factor first."""
     token = tl.program_id(0).to(tl.int64)
     for start in range(0, WIDTH, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
@@ -156,7 +159,7 @@ def _combine_kernel(
 def _combine_backward_kernel(
     grad, rows, order, weight, of_rows, of_weight, copies, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Compute the gradients of one row, an expert's output for a token, and of its factor in the token's sum."""
+    """Compute two gradients for one row, an expert's output for a token: of the row, and of the factor of the row."""
     row = tl.program_id(0).to(tl.int64)
     choice = tl.load(order + row)
     token = choice // copies

@@ -76,7 +76,7 @@ def route_backward(
 
 
 def _shape(logits: Tensor, settings: RouterSettings) -> dict[str, int]:
-    """Return the compile-time constants of the router's kernels, and the number of warps."""
+    """Return the compile-time constants of the router's kernels and the number of warps, as keyword arguments."""
     experts = triton.next_power_of_2(logits.shape[1])
     kinds = {"SIGMOID": settings.sigmoid, "PRE_SOFTMAX": settings.pre_softmax}
     block = max(1, min(32, _TILE // experts))
@@ -191,10 +191,10 @@ def _sum_kernel(
     sums, chosen, loss, totals, num_blocks, tokens, num_experts, batch, balance, z,
     EXPERTS: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """Add up the sums of all blocks of tokens in one program.
+    """Add up the sums over tokens that `_route_kernel` has written for each block of tokens, in one program.
 
-    Writes how often each sample chose each expert [B, E] and the losses [B]. With COUNTS it also adds to the router's
-    totals for the metrics.
+    The kernel writes how often the tokens of each sample chose each expert [B, E], and each sample's loss [B]. With
+    COUNTS it also adds these numbers to the router's totals, from which metrics are computed.
     """
     expert, size = tl.arange(0, EXPERTS), 2 * num_experts + 2
     inside = expert < num_experts
@@ -250,7 +250,8 @@ def _backward_kernel(
         rank += tl.where(own, k + 1, 0)
         of_factors += tl.where(own, above[:, None], 0.0)
     factors, total = _factors(x, scores, rank > 0, SIGMOID, PRE_SOFTMAX, TOP_K)
-    # ---- gradient of the normalized scores, which comes from the balance loss, and from it the logits' gradient
+    # ---- gradient of the logits, from three gradients: of the normalized scores (balance loss), of the factors of the
+    # experts' outputs, and of logsumexp^2 (z loss)
     sample = (token % batch)[:, None]
     above = tl.load(of_loss + token % batch * stride, mask=token < tokens, other=0.0)[:, None]
     counts = tl.load(chosen + sample * num_experts + expert[None, :], mask=there, other=0.0)

@@ -101,13 +101,15 @@ def _num_blocks(size: int) -> int:
 
 
 def _parts(messages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the kinds [N, B], halves [N, B] and bodies [N, C] of messages [N, M] as views.
+    """Return views of messages [N, M]: the blocks' kinds [N, B], their halves [N, B] and the bodies [N, C].
+
+    The top of this file describes these parts of a message.
 
     Args:
         messages: [N, M] uint8 messages with lossless deltas.
         weights: [..., S] weights of the messages, which determine B and the expected device.
     Raises:
-        ValueError: the dtype, shape, strides or device of the messages do not match.
+        ValueError: the dtype, shape, strides or device of the messages does not fit the weights.
     """
     num_blocks = _num_blocks(weights.shape[-1])
     start = NUMBERS + align(2 * num_blocks)
@@ -133,7 +135,10 @@ def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], dev
             f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; expected {dtype} {tuple(shape)} on {device}"
         )
     if x.shape[-1] > 1 and x.stride(-1) != 1:
-        raise ValueError(f"{name} {tuple(x.shape)} has stride {x.stride(-1)} in its last dim; it must be contiguous")
+        raise ValueError(
+            f"{name} {tuple(x.shape)} has stride {x.stride(-1)} in its last dim instead of 1: use a tensor"
+            " whose rows are contiguous"
+        )
 
 
 def _implementation(tensor: Tensor) -> ModuleType | None:

@@ -27,7 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 256  # number of weights per block; the changes of a block are encoded together
-MOST_POSITIONS, DENSE, RAW = 63, 64, 255  # kinds of a block's body: the highest sparse, the lowest dense, the raw one
+# Kinds of a block's body: 0 to MOST_POSITIONS for a sparse body (the number of changed weights), DENSE to RAW - 1 for a
+# dense body (the exponent c), and RAW.
+MOST_POSITIONS, DENSE, RAW = 63, 64, 255
 MOST_QUOTIENTS = 1024  # most bits of a body's unary quotients; a block that would need more is sent raw
 # For each dtype, the shift and mask that extract a weight's exponent, and an offset that is added to the exponent. It
 # moves fp16's exponents into the range of c, DENSE to RAW - 1, because a dense block stores c as its kind.
@@ -124,7 +126,7 @@ def _exponents(old: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor, padding: int = 0) -> Tensor:
-    """Return x [S] in blocks [B, 256], with the last block filled up with the number `padding`."""
+    """Cut x [S] into blocks [B, 256]; the last block is filled up with the value `padding`."""
     return F.pad(x, (0, -len(x) % BLOCK), value=padding).view(-1, BLOCK)
 
 
@@ -138,11 +140,13 @@ def _body(z: Tensor, exponents: Tensor) -> tuple[int, Tensor]:
         The kind of the body, and its bytes. The kind is RAW, with bytes that the caller replaces, if the block is too
         irregular for both bodies.
     """
-    # ---- the exponent c, which determines the Rice parameters, from the mean change of the block
+    # ---- compute the exponent c, which determines the Rice parameters, from the block's mean change, measured in units
+    # in the last place of its highest exponent. 255 marks padding. The top of this file defines c.
     highest = int(exponents.where(exponents < 255, 0).max())
     total = int(((z.long() << 6) >> (highest - exponents).clamp(0, 31)).sum())
     c = min(max(highest + ((total >> 3) * 5).bit_length() - 14, DENSE), RAW - 1)
-    # ---- candidates for the block's body: raw (its bytes only count by their number), dense, sparse
+    # ---- candidates for the block's body, of which the shortest wins: raw, dense, sparse. The raw candidate is only a
+    # placeholder of the right length; the caller replaces its bytes by the new weights.
     device = z.device
     found = [(RAW, torch.zeros(2 * BLOCK, dtype=torch.uint8, device=device))]
     places = z.nonzero()[:, 0]

@@ -171,9 +171,9 @@ def _start_kernel(plan, kinds, halves, numbers, num_blocks, capacity):
 
 @triton.jit
 def _find_kernel(kinds, halves, starts, size, num_blocks, kinds_n, halves_n):
-    """Compute where each block's body starts in a received message, from its kinds and halves; one program per message.
+    """Compute where each block's body starts in a received message; one program handles one message.
 
-    `starts` receives these offsets in bytes.
+    The offsets in bytes, relative to the first body, follow from the blocks' kinds and halves. `starts` receives them.
     """
     node, first, end = tl.program_id(0).to(tl.int64), 0, 0
     while first < num_blocks:
@@ -261,7 +261,8 @@ def _decode_kernel(
         k = _known(weights, places, lane < count, c, valid, SHIFT, MASK, ABOVE)
         remainders = body + head
         quotients = remainders + _bytes(tl.sum(k))
-        # ---- each set bit of the unary quotients ends one value; its rank is the index of that value
+        # ---- find the set bits of the unary quotients: each set bit ends the quotient of one value, and the number of
+        # set bits before it (`rank`) is the index of this value in the body
         bit, num_bits = tl.arange(0, _MOST_QUOTIENTS), 8 * (length - head - _bytes(tl.sum(k)))
         one, before = _bit(quotients, bit, num_bits), _bit(quotients, bit - 1, num_bits)
         rank = tl.cumsum(one, 0) - 1
@@ -280,9 +281,10 @@ def _decode_kernel(
 
 @triton.jit
 def _places(body, rank, mask, sparse):
-    """Return the positions in the block of the body's values with the indices `rank`.
+    """Return to which weights of the block the values number `rank` of its body belong, as positions in the block.
 
-    A sparse body lists these positions; in a dense body value i belongs to element i.
+    A sparse body lists the positions; in a dense body value i belongs to weight i. For a sparse body the result is 0
+    where `mask` is False.
     """
     listed = mask & (rank < tl.where(sparse, _BLOCK, 0))
     return tl.where(sparse, tl.load(body + 1 + rank, mask=listed, other=0).to(tl.int32), rank)
@@ -301,14 +303,20 @@ def _known(weights, place, mask, c, valid, SHIFT: tl.constexpr, MASK: tl.constex
 
 @triton.jit
 def _bit(data, bit, num_bits):
-    """Return the bits of `data` with the numbers `bit`, each 0 or 1; 0 for numbers outside of 0..num_bits - 1."""
+    """Return the bits number `bit` of the bytes at `data`, each as 0 or 1; 0 outside of 0..num_bits - 1.
+
+    Bits are numbered from the lowest bit of the first byte.
+    """
     inside = (bit >= 0) & (bit < num_bits)
     return (tl.load(data + (bit >> 3), mask=inside, other=0).to(tl.int32) >> (bit & 7)) & 1
 
 
 @triton.jit
 def _read(data, bit, width):
-    """Return the integers of `width` bits, at most 15, that start at bit number `bit` of `data`; 0 for width 0."""
+    """Return the integers of `width` bits, at most 15, that start at bit number `bit` of the bytes at `data`.
+
+    Bits are numbered from the lowest bit of the first byte. The result is 0 for width 0.
+    """
     data += bit >> 3
     end = (bit & 7) + width
     word = tl.load(data, mask=width > 0, other=0).to(tl.int32)

@@ -63,9 +63,9 @@ def test_threads_may_compile_the_same_library_at_once(cache, source):
 
 def test_missing_compiler_is_named_in_the_error(cache, source, monkeypatch):
     monkeypatch.setenv("PATH", str(source.parent))
-    assert reason(source) == "no C compiler found (cc, gcc or clang)"
+    assert reason(source).startswith("no C compiler found (cc, gcc or clang): install one")
     monkeypatch.setenv("CC", "icx-2042 -O3")
-    assert reason(source) == "the compiler CC=icx-2042 -O3 is not found"
+    assert reason(source).startswith("the compiler CC=icx-2042 -O3 is not found: correct or unset")
     assert not cache.exists()
 
 
@@ -80,7 +80,7 @@ def test_compiler_error_is_reported_and_no_file_is_kept(cache, source, capfd):
 def test_hanging_compiler_is_stopped_with_an_error(cache, source, monkeypatch):
     monkeypatch.setenv("CC", "sh -c 'exec sleep 60'")
     monkeypatch.setattr(c_library, "SECONDS", 0.2)
-    assert reason(source) == "the compiler sh took longer than 0.2 s, and was stopped"
+    assert reason(source).startswith("the compiler sh took longer than 0.2 s, and was stopped")
 
 
 @needs_compiler
