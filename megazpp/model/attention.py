@@ -59,7 +59,8 @@ class AttentionInputs:
     def mark_varying(self) -> None:
         """Tell torch.compile that batch size, sequence length and number of keys vary, so that one graph serves all.
 
-        `document_starts` is not marked here, because its size varies in every run and callers mark it themselves.
+        `document_starts` is not marked here. Its size varies even if the other sizes are constant, so the layers mark
+        it in every case.
         """
         for angles in self.rotary or ():
             mark_varying(angles, 0, 1)
@@ -138,7 +139,7 @@ class SelfAttention(nn.Module):
             q, k = rotate(q, *inputs.rotary), rotate(k, *inputs.rotary)
             if self.q_norm is None and not self.context_parallel and torch.is_grad_enabled():
                 v = v.contiguous()  # autograd saves v for backward, and a view would keep all of `qkv` in memory
-        # ---- store new keys and values in the cache, and get those of earlier tokens
+        # ---- store the new tokens' keys and values in the cache, and get those of all tokens that attention reads
         if cache is not None:
             assert inputs.places is not None, "a key-value cache needs `places`, the positions of the new tokens"
             k, v = cache.extend((k, v), inputs.places, inputs.mask)
@@ -154,8 +155,8 @@ class SelfAttention(nn.Module):
 
         Args:
             q: [S, B, heads, D] queries.
-            k: [keys, B, groups, D] keys.
-            v: [keys, B, groups, D] values.
+            k: [keys, B, groups, D] keys, where `keys` is S plus the number of tokens from the key-value cache.
+            v: [keys, B, groups, D] values of the same tokens.
             inputs: attention mask and documents.
 
         Returns:
@@ -163,7 +164,8 @@ class SelfAttention(nn.Module):
         """
         if inputs.document_starts is not None:
             return self._inside_documents(q, k, v, inputs.document_starts)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # from [S, B, heads, D] to [B, heads, S, D]
+        # torch's kernels expect [B, heads, S, D] instead of [S, B, heads, D].
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         if inputs.mask is not None:
             out = masked_attention(q, k, v, inputs.mask, dropout=dropout, scale=self.scale)
@@ -244,12 +246,13 @@ def config_angles(config: GPTConfig, position_ids: torch.Tensor) -> tuple[torch.
     if config.rope_type == "dynamic":
         scale, longest = config.rotary_scaling_factor, config.max_position_embeddings
         assert longest is not None
-        # The base depends on the longest position. It stays a tensor on the device, so that the host need not wait.
+        # Dynamic NTK scaling raises the base once a position exceeds the context without scaling (`longest` tokens).
+        # The base stays a tensor on the device, because reading it would make the host wait.
         share = (position_ids.max() + 1).clamp(min=longest) / longest
         base = base * (scale * share - (scale - 1.0)) ** (channels / (channels - 2))
     frequency = base ** -(torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels)
 
-    # ---- at most one of the ways to scale the rotary frequencies for longer contexts
+    # ---- scale the rotary frequencies for a longer context; `GPTConfig` allows at most one of these methods
     if config.rotary_seq_len_interpolation_factor is not None:
         frequency = frequency / config.rotary_seq_len_interpolation_factor
     if config.rope_scaling is not None:

@@ -131,7 +131,10 @@ def find_grouped_product(config: GPTConfig, device: torch.device, dtype: torch.d
 
 @functools.cache
 def grouped_product_is_right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if torch's grouped matrix product and its gradients are correct when some experts get no tokens."""
+    """Compute a small grouped matrix product, and return True if torch's result and gradients are correct.
+
+    Some experts of this test get no tokens; `find_grouped_product` says why.
+    """
     rows, counts = 24, torch.tensor([0, 16, 0, 8], device=device)
     # Fill memory with NaN and free it, so that results which the product leaves unwritten contain NaN.
     torch.full((1 << 20,), math.nan, dtype=dtype, device=device)
@@ -192,7 +195,10 @@ def check_products(config: GPTConfig, tp_size: int, device_type: str, *, bf16: b
     }
     for name, size in sizes.items():
         if size % MULTIPLE:
-            raise ValueError(f"{asked}: {name}: a matrix has {size} rows or columns, not a multiple of {MULTIPLE}")
+            raise ValueError(
+                f"{asked}: {name}: a matrix has {size} rows or columns, not a multiple of {MULTIPLE}: change this size"
+                " or --tensor-model-parallel-size, or leave --fp8-format out"
+            )
     compiles = device_type == "cuda" if config.compile is None else config.compile
     return () if compiles else (f"{asked} without --compile: each cast to float8 is several passes over memory",)
 

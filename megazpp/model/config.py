@@ -557,7 +557,7 @@ def _marked(pattern: int | tuple[int, ...], layer: int, *, others: bool = False)
 def _given(name: str, value: int | None) -> int:
     """Return `value`, the value of the flag `name`; raise ValueError if it is None, because the flag is not set."""
     if value is None:
-        raise ValueError(f"{name} is required, because the model cannot be built without it")
+        raise ValueError(f"{name} is required, because the model cannot be built without it: set {name}")
     return value
 
 

@@ -140,7 +140,7 @@ class GPTModel(nn.Module):
                 x = x[0]
         x = self.final_norm(x)
         x = enter_region(x, self.tp, sequence_parallel=self.settings.sequence_parallel)
-        # ---- result: that of the head, the logits, or the losses
+        # ---- compute the result from the hidden states: the head's result, the logits, or the losses of the labels
         if head is not None:
             return head(self, x, self._summed(router_losses) if router_losses else None)
         return self.logits(x) if labels is None else self.token_losses(x, labels)[0]
@@ -249,12 +249,14 @@ class GPTModel(nn.Module):
         counted: torch.Tensor | None,
         seq: int,
     ) -> dict[tuple[bool, bool], AttentionInputs]:
-        """Make the inputs of attention for each kind of layer: (has a sliding window, applies rotary embeddings).
+        """Return the inputs of attention for each kind of layer, which share them.
+
+        The keys of the result are the kinds: (True with a sliding window, True with rotary embeddings).
 
         Args:
             position_ids: [B, S/C] int64 position of each token.
             starts: offsets of the documents, the argument `document_starts` of `forward`.
-            cache: key-value cache of all layers, or None.
+            cache: key-value cache of all layers, for generation; None without a cache.
             counted: [B, S] bool, True for tokens that the losses of routers include; None for all tokens.
             seq: number of tokens S per row, on all cp ranks together.
         """
@@ -277,10 +279,11 @@ class GPTModel(nn.Module):
     def _limits(
         self, position_ids: torch.Tensor, starts: torch.Tensor | None, cache: KVCache | None, seq: int, windowed: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return how attention is limited beyond being causal: (mask, offsets of documents), at most one not None.
+        """Return what limits attention to documents or a window: (mask, offsets of documents), at most one not None.
 
-        The offsets are for the kernel of attention inside documents. With `windowed`, the sliding window of
-        --window-size applies. The other arguments are those of `_attention_inputs`.
+        The mask has the form of `AttentionInputs.mask`. The offsets are for the kernel of attention inside documents.
+        Both are None if attention is plainly causal. With `windowed`, the sliding window of --window-size applies. The
+        other arguments are those of `_attention_inputs`.
         """
         window, batch, device = self.config.window if windowed else None, len(position_ids), position_ids.device
         if cache is not None:
@@ -288,7 +291,8 @@ class GPTModel(nn.Module):
         window = None if window is not None and seq <= window else window
         if self.settings.document_kernel is not None:
             if window is not None and starts is None:
-                # The document kernel applies the window itself. It requires documents, so each row becomes one.
+                # The document kernel applies the window itself, but requires offsets of documents. So each row of the
+                # batch becomes one document.
                 starts = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=device)
             return None, starts
         mask = None if starts is None else document_mask(starts, batch=batch, seq=seq)
@@ -358,9 +362,10 @@ class TransformerLayer(nn.Module):
         return checkpoint(self._marked_and_run, *arguments, use_reentrant=False, context_fn=contexts)
 
     def _kept(self) -> tuple[Any, ...]:
-        """Return further arguments of `_run` for full recomputation: () here, and router decisions in `MixtureLayer`.
+        """Return further arguments of `_run` for full recomputation.
 
-        The forward fills these objects in, and the recomputation in backward reads them.
+        In this class the result is (). `MixtureLayer` returns an empty `Kept`, in which the forward stores the router's
+        decisions, and from which the recomputation in backward reads them.
         """
         return ()
 
@@ -410,9 +415,10 @@ class TransformerLayer(nn.Module):
         return first + self._added(self.mlp(first, norm=before[1]), self.mlp_norm, masks[1])
 
     def _added(self, x: torch.Tensor, norm: Norm, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return what the residual stream adds for the output x of attention or MLP.
+        """Return the summand that the output x of attention or MLP adds to the residual stream.
 
-        x passes the norm (with --norm-after-block), --residual-multiplier and dropout, with `mask` as its mask.
+        Three steps are applied to x: the norm with --norm-after-block, the factor --residual-multiplier, and dropout
+        with `mask` as the dropout mask.
         """
         if self.norm_after:
             x = norm(x)

@@ -52,7 +52,7 @@ class KVCache:
             mask_multiple = CUDA_MASK_MULTIPLE if torch.device(device).type == "cuda" and not on_host else 1
         self._multiple = mask_multiple
         self.lengths = [0] * batch
-        # The same numbers as `lengths` on the device, where they are the positions of the next tokens.
+        # `_next` [batch] is a copy of `lengths` on the device, where each row's next token gets its position from it.
         self._next = torch.zeros(batch, dtype=torch.int64, device=device)
         capacity = self._rounded(capacity)
         self.layers = [LayerCache(capacity, on_host=on_host) for _ in range(num_layers)]
@@ -136,7 +136,7 @@ class LayerCache:
 
         Args:
             new: keys and values of the new tokens, [S, B, G, D] each.
-            places: [B, S] int64 positions in the cache at which they are stored.
+            places: [B, S] int64 positions in the cache at which the new keys and values are stored.
             mask: [..., keys] attention mask of this forward; None for causal attention among the new tokens.
 
         Returns:

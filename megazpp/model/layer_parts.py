@@ -71,10 +71,10 @@ class LayerSettings:
     device: torch.device | None = None
 
     def used_by(self, config: GPTConfig) -> LayerSettings:
-        """Return these settings without what a model of `config` does not use.
+        """Return a copy of these settings in which everything that a model of `config` does not use is off.
 
-        Sequence parallelism is off for one tp rank, the shared generator is None where masks may differ, and `compiled`
-        is True or False.
+        Sequence parallelism is off for one tp rank. The shared generator is None if the dropout masks of tp ranks may
+        differ. `compiled` is True or False instead of None.
         """
         # With sequence parallelism tp ranks hold different slices of the residual stream, so their masks must differ.
         splits = self.sequence_parallel and self.tp.size > 1

@@ -149,7 +149,8 @@ class MoE(nn.Module):
         super().__init__()
         tp, self.sequence_parallel = settings.tp, settings.sequence_parallel
         self.tp, self.ep = tp, settings.ep
-        self.planned_load = 1.0  # ratio of rows that --plan assumes: this rank's experts to the mean expert
+        # The load that --plan assumes: number of rows of this rank's experts, divided by the mean over all experts.
+        self.planned_load = 1.0
         self.length_factor = settings.cp.size * (tp.size if self.sequence_parallel else 1)
         self.router = Router(config, tp=tp, cp=settings.cp)
         self.experts = Experts(config, settings, output_std=output_std)
@@ -177,8 +178,8 @@ class MoE(nn.Module):
                 None if all tokens count.
 
         Returns:
-            The output in the shape of `x`, and this rank's partial sum of each sequence's router losses, [B] fp32;
-            None in evaluation and without such losses.
+            The output in the shape of `x`, and this rank's partial sum of each sequence's router losses, [B] fp32. The
+            partial sum is None in evaluation and without router losses.
         """
         tp, splits = self.tp, self.tp.size > 1 and not self.sequence_parallel
 
@@ -199,7 +200,8 @@ class MoE(nn.Module):
         rows = self.experts(mine.flatten(0, 1), routes)  # outputs of the experts [N K, H], sorted by expert
         y = weighted_sum(routing.weight, rows, routes.rows).view_as(mine)
 
-        # ---- sum over tp ranks, after each rank has filled in zeros for the tokens of the other ranks
+        # ---- combine the outputs of all tp ranks: each rank pads its tokens' outputs with zeros for the tokens of the
+        # other ranks, and the sum over ranks has the outputs of all tokens
         if splits:
             before = sum(len(part) for part in parts[: tp.rank])
             y = F.pad(y, (0, 0, 0, 0, before, len(whole) - before - len(mine)))
@@ -253,8 +255,8 @@ def plan_routes(
     def copy() -> HostCopy:
         return HostCopy(torch.cat([counts.sum(dim=1), received.sum(dim=1), received.sum(dim=0)]))
 
-    # The all-to-all of rows needs the numbers of rows on the host. So with several ep ranks their copy starts here, and
-    # overlaps with the kernels that are launched until then.
+    # The all-to-all of rows needs the numbers of rows on the host. So with several ep ranks the copy of these numbers
+    # starts here, and overlaps with the kernels that are launched before the all-to-all.
     copied = copy() if kept.sizes is None and ep.size > 1 else None
 
     def sizes() -> Sizes:
@@ -287,7 +289,8 @@ def _planned_sizes(rows: int, ranks: int, num_experts: int, load: float) -> Size
     each = [least + (expert < more) for expert in range(ranks * num_experts)]
     send = [sum(each[rank * num_experts : (rank + 1) * num_experts]) for rank in range(ranks)]
     if load > 1.0 and ranks > 1:
-        # rows that each rank sends to each expert of this rank
+        # `busy` is the number of rows that each rank sends to each expert of this rank. A rank cannot send more than
+        # all its rows, which these experts divide evenly.
         busy = min(round(load * rows / (ranks * num_experts)), rows // num_experts)
         return Sizes(send, [busy * num_experts] * ranks, [busy * ranks] * num_experts)
     return Sizes(send, send, [least * ranks + more // num_experts] * num_experts)
@@ -317,7 +320,9 @@ def _looped_products(
         [R, H].
     """
     inner = len(gate) // len(sizes)
-    if not has_values(rows) and len(set(sizes)) == 1:  # for --plan: batched products, which count as many operations
+    if not has_values(rows) and len(set(sizes)) == 1:
+        # --plan traces this function with tensors that have no values. Batched matrix products count as many operations
+        # as the loop below, in fewer calls.
         even = rows.view(len(sizes), -1, rows.shape[-1])
         gate, fc1, fc2 = (weight.view(len(sizes), inner, -1) for weight in (gate, fc1, fc2))
         return torch.ops.aten._unsafe_view(gated(even @ gate.mT, even @ fc1.mT) @ fc2, rows.shape)

@@ -204,15 +204,16 @@ class Router(nn.Module):
     def add_summed_totals(self, totals: torch.Tensor) -> None:
         """Add this router's totals of a training step, [2 E + 2] summed over ranks, to its sum for the metrics.
 
-        The update of the expert bias calls this in each step, because `take_totals` has reset the router's own totals.
+        The update of the expert bias calls this in each step. The update needs the totals of one step, and has reset
+        them by `take_totals`, while the metrics need the sum over all steps since the last log line.
         """
         self._summed = totals if self._summed is None else self._summed + totals
 
     def take_summed_totals(self) -> torch.Tensor | None:
         """Return this router's totals over ranks and over training steps since the last call, and reset them.
 
-        The totals [2 E + 2] are those of `take_totals`, as `add_summed_totals` has collected them. None if it was not
-        called since, as for routers without an expert bias.
+        The totals [2 E + 2] have the form of `take_totals`; `add_summed_totals` has collected them. The result is None
+        if `add_summed_totals` was not called since, as for routers without an expert bias.
         """
         summed, self._summed = self._summed, None
         return summed
@@ -396,7 +397,7 @@ def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], t
         model: model whose routers are read. Their totals are reset.
         sum_over_ranks_: function that sums a tensor in place over all ranks, and returns it.
     """
-    # ---- get the totals of all routers, and sum them over ranks; the update of an expert bias has already done so
+    # ---- get the totals of all routers, and sum them over ranks, unless the update of expert biases has summed them
     routers = [(name, module) for name, module in model.named_modules() if isinstance(module, Router)]
     summed = {name: totals for name, router in routers if (totals := router.take_summed_totals()) is not None}
     found = summed or {name: totals for name, router in routers if (totals := router.take_totals()) is not None}
@@ -419,7 +420,8 @@ def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], t
             "expert_balance": experts * sum(c * s for c, s in zip(counts, scores, strict=True)) / (choices * tokens),
         }
 
-    # ---- metrics of the model: the maximum or mean over layers, and each layer's values with a suffix
+    # ---- metrics of the model: the maximum over layers of max_expert_load, the mean over layers of the other metrics,
+    # and each layer's values with the suffix "/layer_N"
     if not by_layer:
         return {}
     names = next(iter(by_layer.values()))
