@@ -138,7 +138,8 @@ class Muon(DeviceOptimizer):
         if not group["matrices"]:
             super()._update_(group, grad_scale, found_inf, iteration)
             return
-        # ---- update the momentum of each matrix, and compute the matrix that is orthogonalized
+        # ---- update the momentum of each matrix, and compute the update that is orthogonalized: the momentum, or
+        # with --muon-use-nesterov the gradient averaged with the momentum
         updates, momentum = list[torch.Tensor](), self._config.muon_momentum
         taken = None if found_inf is None else found_inf == 0.0
         for parameter in group["params"]:
@@ -153,7 +154,7 @@ class Muon(DeviceOptimizer):
                 gradient = gradient.where(taken, buffer)
             buffer.lerp_(gradient, 1.0 - momentum)
             updates.append(gradient.lerp(buffer, momentum) if self._config.muon_use_nesterov else buffer)
-        # ---- orthogonalize these matrices, and update the weights; a skipped step leaves the weights unchanged
+        # ---- orthogonalize the updates, and subtract them from the weights; a skipped step changes no weight
         decay, rate = 1.0 - group["lr"] * group["weight_decay"], group["lr"]
         for parameter, x in zip(group["params"], self._orthogonalizer(updates, iteration=iteration), strict=True):
             weight = local(parameter)

@@ -179,9 +179,10 @@ def _norms(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _squares(norms: Sequence[torch.Tensor], copies: list[int]) -> torch.Tensor:
-    """Return the square of each norm, divided by the number of ranks that hold the same tensor, [len(norms)] fp64.
+    """Return the square of each norm, divided by the number of ranks that hold the same elements, [len(norms)] fp64.
 
-    In fp32 the square of a norm above 2e19 would overflow, and a sum of many small squares would lose digits.
+    The sum of the results over all ranks then counts each element once. In fp32 the square of a norm above 2e19 would
+    overflow, and a sum of many small squares would lose digits.
 
     Args:
         norms: L2 norm of this rank's shard of each tensor, fp32 scalars.
@@ -196,7 +197,7 @@ def _squares(norms: Sequence[torch.Tensor], copies: list[int]) -> torch.Tensor:
 
 
 def _summed_root(squares: torch.Tensor, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
-    """Sum the squares of norms over the ranks of both axes, and return the square roots."""
+    """Sum squares of norms, a fp64 tensor of any shape, over the ranks of tp and shard; return the square roots."""
     return shard.all_reduce_(tp.all_reduce_(squares.clone())).sqrt()
 
 

@@ -86,7 +86,8 @@ class OptimizerConfig(MuonConfig):
         """Raise ValueError for optimizer flags out of their range, and for apex with another optimizer than adam."""
         check_words(self)
         check_below_one(self, "adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum")
-        check_positive(self, "adam_eps")  # with 0, weights whose gradients have always been 0 would become NaN (0 / 0)
+        # With --adam-eps 0, weights whose gradients have always been 0 would become NaN (0 / 0).
+        check_positive(self, "adam_eps")
         check_positive(self, "muon_num_ns_steps", "muon_extra_scale_factor", "muon_adam_lr_multiple")
         check_not_negative(self, "weight_decay", "clip_grad", "muon_full_interval")
         if self.optimizer_backend == "apex" and self.optimizer != "adam":
@@ -148,7 +149,10 @@ class ScheduleConfig:
             raise ValueError(f"--min-lr {self.min_lr} is above --lr {self.lr}: lower --min-lr or raise --lr")
         if self.lr is not None and not 0.0 <= self.lr_warmup_init <= self.lr:
             init = f"--lr-warmup-init {self.lr_warmup_init}"
-            raise ValueError(f"{init} is not between 0 and --lr {self.lr}: the warm-up rises from it to --lr")
+            raise ValueError(
+                f"{init} is not between 0 and --lr {self.lr}: the warm-up rises from --lr-warmup-init to --lr, so set a"
+                " value in this range"
+            )
         check_positive(self, "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
         check_not_negative(self, "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
         for name in ("lr_warmup_iters", "lr_warmup_samples"):
@@ -164,9 +168,12 @@ class ScheduleConfig:
                 )
         if style != "constant" and (start is None or end is None):
             needed = f"--start-weight-decay and --end-weight-decay (given: {start}, {end})"
-            raise ValueError(f"--weight-decay-incr-style {style} needs {needed}")
+            raise ValueError(f"--weight-decay-incr-style {style} needs {needed}: set both")
         if start is not None and end is not None and not 0.0 <= start <= end:
-            raise ValueError(f"--start-weight-decay {start} is not between 0 and --end-weight-decay {end}")
+            raise ValueError(
+                f"--start-weight-decay {start} is not between 0 and --end-weight-decay {end}: the weight decay can only"
+                " increase, so set values with 0 <= start <= end"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

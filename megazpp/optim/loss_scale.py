@@ -29,8 +29,9 @@ class LossScaler:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loss scale as an entry of a checkpoint."""
-        # A constant scale is saved too, because ZeRO++'s error feedback in the checkpoint is multiplied by it.
+        """Return {"scale": loss scale} for a checkpoint."""
+        # A constant loss scale is saved too. ZeRO++'s error feedback in the checkpoint is multiplied by this scale, and
+        # a run that resumes with another scale must convert the error feedback.
         return {"scale": self.scale}
 
     # A resumed run with a constant loss scale uses its own --loss-scale, so nothing is restored from the checkpoint.

@@ -152,7 +152,7 @@ class Orthogonalizer:
             This rank's shards of the orthogonalized and scaled matrices (s X in the formula at the top of this file),
             shaped like `updates`, in the dtype of communication.
         """
-        # ---- shards of this node's rows, or in a full step of the rows of all nodes
+        # ---- take this rank's shards of the updates, and in a full step also gather those of its peers on other nodes
         nodes: tuple[int, ...] = self._own
         shards = [[update] for update in updates]
         if self.is_full(iteration):
@@ -192,8 +192,8 @@ class Orthogonalizer:
 
         Args:
             sent: rows for all ranks of the node, rank after rank, flattened.
-            send: number of elements for each rank.
-            receive: number of elements from each rank.
+            send: number of elements that this rank sends to each rank.
+            receive: number of elements that this rank receives from each rank.
         """
         return self._node.queue.submit(lambda: self._node.exchange(sent, send, receive, of="muon"))
 
@@ -238,13 +238,13 @@ class Orthogonalizer:
         Args:
             received: rows that the ranks of this node have sent, rank after rank, flattened.
             owned: blocks that this rank owns, each with the rows of one matrix.
-            theirs: number of elements that each rank has sent.
+            theirs: number of elements that each rank of this node has sent to this rank.
             me: index of this node among the nodes whose rows were sent.
 
         Returns:
             This node's rows of each orthogonalized and scaled matrix, rank after rank, flattened.
         """
-        # ---- put the rows of each matrix together
+        # ---- assemble each matrix that this rank owns from the received rows
         tp, peers = self._layout.tp, range(self._node.size)
         if not owned:
             return received

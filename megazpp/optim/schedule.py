@@ -94,7 +94,7 @@ class Schedule:
     def weight_decay(self, consumed_samples: int) -> float:
         """Return the weight decay of the next training step after `consumed_samples` samples of the schedule.
 
-        It applies to parameter groups with a "wd_mult" of 1; groups of biases and norms have no weight decay.
+        `set_rates_` multiplies the result by each parameter group's "wd_mult", which is 0 for biases and norms.
         """
         if self.ramp_style == "constant" or consumed_samples > self.ramp_samples:
             return self.end_weight_decay
@@ -123,10 +123,10 @@ class Schedule:
 
 
 def _fall(style: str, progress: float) -> float:
-    """Return how far a learning rate is above its minimum during a decay, as a fraction of its whole fall.
+    """Return (learning rate - min_lr) / (max_lr - min_lr) during a decay of the learning rate.
 
-    The fraction falls from 1 at progress 0 to 0 at progress 1. `style` is "linear", "cosine", "minus_sqrt" or, for any
-    other word, exponential.
+    The result falls from 1 at the start of the decay to 0 at its end. `progress` is the fraction of the decay's length
+    that has passed, and `style` the shape: "linear", "cosine", "minus_sqrt" or, for any other word, exponential.
     """
     if style == "linear":
         return 1.0 - progress
@@ -166,11 +166,11 @@ def build_schedule(
     for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
         if value := getattr(config, name):
             raise ValueError(
-                f"{spelling(config, name)} {value} cannot be combined with --train-{unit} {train}: use its variant with"
-                f" -{unit}"
+                f"{spelling(config, name)} {value} cannot be combined with --train-{unit} {train}: use the flag"
+                f" whose name ends with -{unit} instead, and convert the value"
             )
 
-    # ---- lengths of warm-up, decay and final decay in this unit
+    # ---- lengths of warm-up, decay and final decay: iterations with --train-iters, samples with --train-samples
     decay, fraction = getattr(config, f"lr_decay_{unit}"), config.lr_warmup_fraction
     decay_flag = f"--train-{unit} {train}" if decay is None else f"--lr-decay-{unit} {decay}"
     decay = train if decay is None else decay
@@ -178,12 +178,13 @@ def build_schedule(
     warmup_flag = f"--lr-warmup-{unit} {warmup}" if fraction is None else f"--lr-warmup-fraction {fraction}"
     if not warmup < decay:
         raise ValueError(
-            f"{warmup_flag}: the warm-up must be shorter than the decay, {decay_flag}, which includes the warm-up"
+            f"{warmup_flag}: the warm-up must be shorter than the decay, {decay_flag}, which includes the warm-up:"
+            " shorten the warm-up, or lengthen the decay"
         )
     anneal = getattr(config, f"lr_wsd_decay_{unit}")
     if config.lr_decay_style == "WSD":
         if anneal is None:
-            raise ValueError(f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of the final decay")
+            raise ValueError(f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of the final decay: set it")
         if not 0 < anneal <= decay - warmup:
             raise ValueError(
                 f"--lr-wsd-decay-{unit} {anneal} does not fit between {warmup_flag} and {decay_flag}: shorten the final"
