@@ -181,7 +181,8 @@ class Placed(NamedTuple):
             loaded, expected = load(self.name, rows), (rows.stop - start, *self.shape[1:])
             if tuple(loaded.shape) != expected:
                 raise ValueError(
-                    f"{self.name}: rows of shape {tuple(loaded.shape)} were loaded, but the model expects {expected}"
+                    f"{self.name}: rows of shape {tuple(loaded.shape)} were loaded, but the model expects {expected}:"
+                    " load weights of a model with the same shapes"
                 )
             yield loaded
 
@@ -208,7 +209,7 @@ class MessagePlan(NamedTuple):
 
         Args:
             load: function that reads a range of rows (dim 0) of the named weight, in any dtype.
-            part: index of the rank; a number from `num_parts` on wraps around.
+            part: index of the rank, taken modulo `num_parts`.
         """
         done, part = 0, part % self.num_parts
         for weight in self.weights:
@@ -226,7 +227,7 @@ class MessagePlan(NamedTuple):
         Args:
             message: [M] uint8, written.
             load: function that reads a range of rows (dim 0) of the named weight, in any dtype.
-            part: index of the rank; a number from `num_parts` on wraps around.
+            part: index of the rank, taken modulo `num_parts`.
         """
         done = 0
         for piece in self.pieces(load, part):
@@ -275,7 +276,7 @@ def plan_message(
 def parameter_slots(model: nn.Module) -> dict[str, Slots]:
     """Return, for the name of each parameter of `model`, all modules and attribute names that refer to the parameter.
 
-    A tied weight has several of them.
+    A tied weight has several such pairs (module, attribute name), and any other weight has one.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     slots: dict[str, Slots] = {name: [] for name in names.values()}
@@ -302,8 +303,8 @@ def _pack_with_best_scales(values: torch.Tensor, fmt: BlockFormat, payload: torc
         scales: [R, blocks] bf16, receives the scales of the blocks.
     """
     blocks = reference._to_blocks(values, fmt)  # the rows [R, n] in blocks, [R, number of blocks, block_size]
-    # The scale that represents the largest element exactly. From the usual scale it takes the sign, and the value if
-    # that is NaN, Inf or 0.
+    # `own` becomes the scale that represents each block's largest element exactly, with the sign of the usual scale. A
+    # usual scale that is NaN, Inf or 0 is not replaced.
     own = reference._scale(blocks, fmt)
     exact = torch.copysign(blocks.abs().amax(-1).div(8).bfloat16().float(), own)
     own = torch.where(own.isfinite() & (own != 0), exact, own)

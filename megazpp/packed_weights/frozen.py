@@ -151,8 +151,8 @@ def _packs(plan: MessagePlan, dtype: torch.dtype) -> bool:
 class FrozenUnits:
     """The handle to a model of frozen units, by which evaluation and generation keep or free unpacked weights.
 
-    It implements `WeightHandle`, as the handle to a trained model does.
-    Each unit unpacks its weights before the forward and the backward of its modules, and frees their memory afterwards.
+    This class implements `WeightHandle`, as the handle to a trained model does. Each unit unpacks its weights before
+    the forward and the backward of its modules, and frees the memory of the unpacked weights afterwards.
 
     Args:
         axis: axis over the ranks of a node that share the units.
@@ -163,9 +163,10 @@ class FrozenUnits:
 
     def __init__(self, axis: MeshAxis, *, outermost: bool) -> None:
         self.axis, self._outermost = axis, outermost
-        self.backward = -1  # autograd's number of the backward that is running; -1 if none has reached a unit
+        # Autograd's id of the running backward, set when a gradient first reaches a unit; -1 before and afterwards.
+        self.backward = -1
         self.units: list[FrozenUnit] = []  # the model's units in the order in which a forward uses them
-        self.keeps = False  # True inside `keep_unsharded`, where units stay unpacked after a use
+        self.keeps = False  # True inside `keep_unsharded`, where the weights of units stay unpacked after a use
 
     @contextmanager
     def keep_unsharded(self) -> Iterator[None]:
@@ -201,13 +202,15 @@ class FrozenUnits:
             return self.units[index + 1] if index + 1 < len(self.units) else None
         if index == 0 and not self._outermost:
             return None
-        before = self.units[index - 1]  # in a backward the last unit follows the outermost unit, which has index 0
+        # In a backward, units are used in reverse. The outermost unit (index 0) comes first, and the last unit follows.
+        before = self.units[index - 1]
         return before if before.expects_backward else None
 
     def end_backward(self) -> None:
-        """Free the weights of units that are still unpacked when a backward has ended; autograd calls this.
+        """Free the weights of units that are still unpacked when a backward has ended; autograd calls this method.
 
-        A unit of which no input requires a gradient, such as the first one, gets no hook that frees it earlier.
+        Usually a hook on the gradients of a unit's inputs frees the unit earlier. A unit of which no input requires a
+        gradient, such as the first unit, has no such hook.
         """
         self.backward = -1
         for unit in self.units:
@@ -243,10 +246,11 @@ class FrozenUnit:
             if self._packs:
                 whole.untyped_storage().resize_(0)
         self.is_unpacked = False  # True between `unpack` and `free`, while the unpacked weights take memory
-        # True once a forward has returned an output that requires a gradient, until the end of the next backward: the
-        # backward will need the unit.
+        # True from a forward of this unit whose output requires a gradient until the end of the next backward: that
+        # backward will need the unit's weights, so they may be gathered ahead of their use.
         self.expects_backward = False
-        self.in_backward: set[object] = set()  # the forwards (values of `_forward`) whose backward is running
+        # The forwards of this unit (values of `_forward`) whose backward is running; the weights must stay unpacked.
+        self.in_backward: set[object] = set()
         # An all-gather of the packed weights that was started ahead of the unit's next use; None if none is running.
         self._received: Work[torch.Tensor] | None = None
         self._modules: frozenset[nn.Module] = frozenset()  # the modules that use the unit's weights, set by `attach`
@@ -280,7 +284,8 @@ class FrozenUnit:
     def free_unless_used(self) -> None:
         """Free the unit's unpacked weights, unless `keep_unsharded` is active or a backward through the unit runs.
 
-        Activation recomputation runs a forward inside a backward, which still needs the weights after this forward.
+        Activation recomputation runs a forward inside a backward. The backward still needs the weights after the
+        recomputed forward, so that forward must not free them.
         """
         if not self._model.keeps and not self.in_backward:
             self.free()

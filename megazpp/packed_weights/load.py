@@ -143,7 +143,8 @@ def load_streamed_model(
         load = open_reader()
         kept, *held = raise_on_all_ranks(files, lambda: pack_where_they_stay(plan, load, axis.rank, device, pin=pin))
 
-    if any(True for _ in model.buffers()):  # the routers' expert biases, which are small and stay on the device
+    # Buffers are the expert biases of routers. They are small, so they are not packed and stay on the device.
+    if any(True for _ in model.buffers()):
         raise_on_all_ranks(files, lambda: open_reader().fill_buffers(model, device))
 
     def read(index: int, buffer: torch.Tensor) -> torch.Tensor:
@@ -152,7 +153,8 @@ def load_streamed_model(
     def take(index: int) -> Work[torch.Tensor]:
         return Work(held[index])
 
-    # fetch layers ahead of their use, unless they are in device memory
+    # If the packed layers are on disk or in page-locked host memory, fetch each layer ahead of its use. Otherwise they
+    # are in the memory of the device, where `take` returns them at once.
     fetch = take
     if on_disk or pin:
         sizes, ring = [message.num_bytes for message in plan.streamed], min(1 + config.prefetch_layers, len(layers))
@@ -202,7 +204,9 @@ def _open_store(
     path, messages = folder / f"{bits}bits-{part}-{key}.weights", (plan.kept, *plan.streamed)
     started = time.perf_counter()
     if any(files.share_object(files.gather_objects(not path.exists()))):
-        load = open_reader()  # on all ranks, even if only some of them lack their file: the ranks verify it together
+        # All ranks open a reader, even if only some of them lack their file of packed weights, because the constructor
+        # of a reader verifies the checkpoint on all ranks together.
+        load = open_reader()
 
         def write(path: Path) -> None:
             write_store(path, (message.pieces(load, axis.rank) for message in messages))

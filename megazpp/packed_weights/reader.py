@@ -112,7 +112,7 @@ class WeightReader:
             MODEL + name: tuple(size * (self._tp.size if dim == _split(spec) else 1) for dim, size in enumerate(part))
             for name, (part, spec) in parts.items()
         }
-        # the model's buffers, such as routers' expert biases, which the checkpoint has too
+        # expect the model's buffers, such as the expert biases of routers, in the checkpoint too
         whole = {name: x for name, x in model_state(model).items() if name not in parts and not trained(name)}
         shapes |= {MODEL + name: tuple(x.shape) for name, x in whole.items()}
         padded = {MODEL + name for name, (_, spec) in parts.items() if spec.rows is not None}
@@ -154,7 +154,8 @@ class WeightReader:
                 whole = self._reader.read_whole(MODEL + name)
                 delattr(module, attribute)
                 setattr(module, attribute, whole.to(device, buffer.dtype))
-                if self._tp.rank == self._axis.rank == 0:  # all ranks read the same values, which must count only once
+                # All ranks read the same values, which must count only once in the checksum's sum over ranks.
+                if self._tp.rank == self._axis.rank == 0:
                     self._sum += sum_of_bits(name, whole, (0, 0), whole.shape)
 
     def checksum(self) -> str:

@@ -67,7 +67,7 @@ class WeightStore:
         return buffer
 
     def _damaged(self, problem: str) -> DamagedError:
-        """Remove the store's file, and return an error that names the file and describes the damage."""
+        """Remove the store's file, and return a DamagedError that names the file and states `problem`, the damage."""
         remove(self.path)
         return DamagedError(f"{self.path} is damaged: {problem}; it is removed, and the next run writes it again")
 
@@ -126,22 +126,25 @@ class FetchRing:
     def fetch(self, index: int) -> Work[torch.Tensor]:
         """Start to fetch the message of the unit `index` into the ring's next buffer, and return the work.
 
-        The work yields the message [M] uint8 on the device. It stays valid until as many further messages are fetched
-        as the ring has buffers.
+        The work yields the message [M] uint8 on the device. With a ring of R buffers, the message stays valid until R
+        further messages have been fetched.
         """
         slot, self._next = self._next, (self._next + 1) % len(self._ring)
-        # All kernels that read this buffer have been launched already. The copy waits for this event, which follows
-        # them, before it overwrites the buffer.
+        # All kernels that read this buffer's earlier content have been launched already. The event follows these
+        # kernels on the compute stream, and the copy waits for it before it overwrites the buffer.
         free = None if self._stream is None else torch.cuda.current_stream().record_event()
         return self._queue.submit(functools.partial(self._bring, index, slot, free))
 
     def _bring(self, index: int, slot: int, free: torch.cuda.Event | None) -> torch.Tensor:
-        """Read a unit's message, copy it into a buffer of the ring on the device, and return it; runs in the thread.
+        """Read a unit's message, copy it into a buffer of the ring on the device, and return the buffer's part with it.
+
+        This function runs in the queue's background thread.
 
         Args:
             index: index of the unit.
             slot: index of the buffer in the ring.
-            free: event after which the buffer may be overwritten; None on a CPU, where the message is not copied.
+            free: event after which the buffer may be overwritten; None on a CPU, where the message is returned without
+                a copy.
         """
         size = self._sizes[index]
         message = self._read(index, self._host[slot][:size])

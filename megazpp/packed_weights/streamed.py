@@ -180,14 +180,19 @@ class StreamedUnits:
         )
 
     def _before(self, index: int, module: nn.Module, args: Any) -> None:
-        """Wait for the weights of the unit `index` before its forward, and start to fetch the units after it."""
-        self.passes += index == 0
-        if index not in self._started:  # this is the model's first forward, or an exception interrupted the last one
+        """Wait for the weights of the unit `index` before its forward, and start to fetch the units after it.
+
+        This is the forward pre-hook of the unit's module.
+        """
+        self.passes += index == 0  # a pass over the weights begins with the first unit
+        # If no fetch of this unit was started, this is the model's first forward, or an exception has interrupted the
+        # last one. Then drop all fetches that were started, because they are for other units.
+        if index not in self._started:
             for work in self._started.values():
                 work.wait()
             self._started.clear()
             self._start(index)
-        # start to fetch the next units
+        # start to fetch the next units in the order of use; the first unit of the next pass follows the last unit
         received = self._started.pop(index)
         for ahead in range(1, self._ahead + 1):
             following = (index + ahead) % len(self._matrices)
@@ -203,7 +208,10 @@ class StreamedUnits:
             matrix.take(messages)
 
     def _after(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        """Make the packed weights of the unit `index` unavailable after its forward, because their buffer is reused."""
+        """Make the packed weights of the unit `index` unavailable after its forward, because their buffer is reused.
+
+        This is the forward hook of the unit's module.
+        """
         for matrix in self._matrices[index]:
             matrix.parts = None
 
@@ -296,7 +304,8 @@ class PackedMatrix:
         """Return the packed rows `parts`; raise RuntimeError if the matrix's unit is not in device memory."""
         if self.parts is None:
             raise RuntimeError(
-                f"the streamed weight {self.weight.name} is not in memory: it is used outside of its layer's forward"
+                f"the streamed weight {self.weight.name} is not in memory: it is used outside of its layer's forward,"
+                " but layers are in memory only during their forward"
             )
         return self.parts
 
@@ -372,5 +381,6 @@ class PackedWeight(torch.Tensor):
     ) -> Any:
         """Raise NotImplementedError for an operation that packed weights do not support."""
         raise NotImplementedError(
-            f"{func} is not supported for packed weights: only F.linear, torch.mm and F.embedding are"
+            f"{func} is not supported for packed weights: use F.linear, torch.mm or F.embedding, or load the model"
+            " without --weights-device and --weight-bits"
         )
