@@ -270,7 +270,7 @@ def test_unreadable_flag_file_is_rejected_with_file_and_line(folder):
     assert len(expand(folder, {"twice": "@base\n@base\n", "base": "--a"}, "@twice")) == 2
 
 
-# ---- Megatron flags that we do not have ----
+# ---- flags of Megatron-LM that are not supported ----
 
 
 MEGATRON_REFUSED = """

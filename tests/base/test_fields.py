@@ -64,7 +64,7 @@ ref_checksum | written by the program; test_post_train.py changes the base model
 )
 
 
-# ---- numbers ----------------------------------------------------------------------------------------------------
+# ---- numbers that flags reject ----------------------------------------------------------------------------------
 
 
 def numbers(wanted: str) -> dict[str, int]:
@@ -120,7 +120,7 @@ def test_numbers_below_1_are_rejected_by_flag_unless_0_is_valid(value):
     assert plan("").layout.data >= 2  # SMALL alone is valid, so each error comes from the flag of its row
 
 
-# ---- flags that tests use ---------------------------------------------------------------------------------------
+# ---- flags that at least one test uses --------------------------------------------------------------------------
 
 
 def configs() -> Iterator[type]:

@@ -1,4 +1,4 @@
-"""Test the validity checks that flags share, and the printed lists of all flags."""
+"""Test the checks of values that several flags share, and the printed lists of all flags."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Test the checkpoint folder: names, renames, the tracker, the lock, and copies of the tokenizer."""
+"""Test a folder of checkpoints: its names and renames, the tracker file, the lock, and the copies of the tokenizer."""
 
 import contextlib
 import itertools

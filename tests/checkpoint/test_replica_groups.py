@@ -49,9 +49,10 @@ SLOW = ("none from two", "four from two", "two from four", "two from none", "fra
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a function that trains a case for 4 steps and saves it, once per case, with a message in flight.
+    """Return a function that trains a case for 4 steps on four ranks and saves a checkpoint, once per case.
 
-    The function returns the folder, and the final state of each replica group.
+    The function returns the folder of the checkpoint, and the final state of each replica group by its index. The
+    checkpoint is saved while a fragment's outer gradient is still being sent, if the case has a delay.
     """
 
     @functools.cache

@@ -26,7 +26,10 @@ BASE: dict[str, Values] = {
 
 
 class Value(NamedTuple):
-    """Keys of a config.json, and a part of the error message, or None if the conversion is exact."""
+    """Keys to set in a config.json, and a part of the error with which the conversion rejects them.
+
+    `refused` is None if the conversion of a model with these keys is exact.
+    """
 
     keys: Values
     refused: str | None = None

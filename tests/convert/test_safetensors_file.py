@@ -1,4 +1,4 @@
-"""Test reading and writing of safetensors files tensor by tensor; damaged files are rejected."""
+"""Test reading and writing safetensors files tensor by tensor. Damaged files are rejected."""
 
 import struct
 

@@ -78,7 +78,7 @@ def test_numeric_dataset_names_are_not_read_as_weights(tmp_path, monkeypatch):
     assert open_sources(["./2020", "./2021"], flag_name="--data-path")[1] is None
 
 
-# ---- the samples of a split -------------------------------------------------------------------------------------
+# ---- samples of a training, validation or test split ------------------------------------------------------------
 
 
 SPLIT = ((0.0, 0.5), (0.5, 0.97), (0.97, 1.0))

@@ -1,4 +1,7 @@
-"""Test the cache: several processes that request an entry build it once and never see a partial one."""
+"""Test the cache of data files.
+
+Several processes that request an entry build it once, and never see a partial entry.
+"""
 
 import os
 import signal

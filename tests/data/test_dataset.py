@@ -158,7 +158,7 @@ def test_unusable_files_are_rejected_before_anything_is_built(tmp_path):
     assert not Path(cache).exists()
 
 
-# ---- plain text ----
+# ---- text files that are tokenized at the start of a run ----
 
 
 def test_document_flags_on_data_without_eod_give_one_warning(tmp_path):

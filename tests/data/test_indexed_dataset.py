@@ -99,7 +99,7 @@ def test_missing_files_and_directories_are_rejected_by_name(tmp_path):
     assert not not_refused(rows, lambda name: IndexedDataset(tmp_path / name))
 
 
-# ---- writing ----------------------------------------------------------------------------------------------------
+# ---- writing .bin/.idx pairs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("piece", [1, 1 << 24])

@@ -25,7 +25,7 @@ EOD = 0
 MAKE = partial(make_micro_batch, eod=None)
 
 
-# ---- micro-batches ----------------------------------------------------------------------------------------------
+# ---- make_micro_batch: masks and positions ----------------------------------------------------------------------
 
 
 def naive(samples: torch.Tensor, *, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool) -> Any:
@@ -58,7 +58,7 @@ def test_document_flags_without_an_eod_token_are_rejected():
     assert not not_refused(rows, lambda flag: MAKE(torch.ones(1, 3, dtype=torch.int64), **{flag: True}))
 
 
-# ---- the loader -------------------------------------------------------------------------------------------------
+# ---- BatchLoader: samples of each rank, and loading ahead -------------------------------------------------------
 
 
 class Counting:

@@ -165,7 +165,7 @@ def test_time_left_follows_from_the_share_of_the_input(monkeypatch):
     assert "25.0% of the input, 0:00:10 gone, 0:00:30 left" in str(progress)
 
 
-# ---- work in other processes ------------------------------------------------------------------------------------
+# ---- map_in_processes: tokenizing in worker processes -----------------------------------------------------------
 
 
 def workers() -> list[Any]:

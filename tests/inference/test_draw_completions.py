@@ -34,7 +34,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "penalty": {"sample_repetition_penalty": 1.5, "sample_top_k": 0},
     "greedy": {"sample_temperature": 0.0, "sample_repetition_penalty": 1.2},
 }
-ROUNDING = 1e-5  # relative tolerance for fp32 logits, which are rounded differently with another batch size
+# absolute tolerance for log-probabilities in fp32, which are rounded differently with another batch size
+ROUNDING = 1e-5
 
 
 def draw(model: GPTModel, config: SampleConfig, *, ends: Sequence[int] = (), **options: Any) -> Drawn:

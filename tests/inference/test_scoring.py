@@ -83,7 +83,7 @@ def test_sample_bytes_count_only_labels_with_a_loss():
         (False, BYTES.encode("—a"), (3, 3, 0)),
         (False, BYTES.encode("ab—")[:-2], (2, 2, 0)),  # the labels are "b" and one byte of the dash
         (False, document_end, (3, 2, 0)),  # labels are "y", the end of the document, which has no bytes, and "z"
-        (True, document_end, (2, 1, 1)),  # "z" follows the end of a document, which masks its loss
+        (True, document_end, (2, 1, 1)),  # --eod-mask-loss masks the label after the end of a document, here "z"
         (True, padded, (1, 1, 0)),
     ):
         assert ranks(1).run(count_on_ranks, DataConfig(eod_mask_loss=masks), sample) == [expected], sample

@@ -19,7 +19,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICES = {"native": "cpu", "triton": "cuda" if ON_GPU else "cpu"}
 BLOCK_SIZES = [32, 64, 128, 256, 512, 1024, 2048]
 DTYPES = FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-KINDS = [(8, False), (4, False), (4, True)]  # bits per value, and whether scales clip the largest values
+KINDS = [(8, False), (4, False), (4, True)]  # bits per value, and `clip`: whether int4 scales clip the largest values
 LENGTHS = [1, 63, 256, 257, 4096, 4101, 8300, *[100_000] * ON_GPU]
 
 # numpy warns about the NaN and Inf in the inputs
@@ -166,7 +166,7 @@ def test_repeated_triton_launch_uses_the_new_tensors():
         assert_same("data", decoded, out)
 
 
-# ---- buffers that 32-bit offsets cannot address -------------------------------------------------------------------
+# ---- buffers that are too large for 32-bit offsets ----------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Check the sm_90 instructions of the Triton kernels, which are compiled without a GPU."""
+"""Check the instructions of the Triton kernels for sm_90 (H100). The kernels are compiled without a GPU."""
 
 import importlib.util
 import json
@@ -47,8 +47,9 @@ def test_full_tiles_load_and_store_16_bytes_per_access(kernels):
     wide = {name: (count(found, "LDG.E.128"), count(found, "STG.E.128")) for name, found in kernels.items()}
     assert wide["exact"] == (4, 4)
     assert wide["exact_sum"] == (8 * 8, 8), "8 messages of fp32"
-    # Every kernel also copies exact segments. In quantized segments, tiles that are partial or unaligned mask bf16
-    # elements one by one. Payloads are masked by block, so both of their branches have wide accesses.
+    # Every kernel also copies exact (unquantized) segments, which the first term counts. In quantized segments, tiles
+    # that are partial or unaligned access bf16 elements one by one under a mask. Payloads are masked by block, so both
+    # branches for them have wide accesses.
     assert wide["quantize"] == (4 + 4, 4 + 2 * 2)
     assert wide["quantize_difference"] == (4 + 4 + 4, 4 + 2 * 1), "x and base, once each"
     assert wide["dequantize"] == (4 + 2 * 2, 4 + 4)

@@ -65,7 +65,7 @@ def test_cuda_masks_use_two_kernels_without_grouped_heads(style, monkeypatch):
     assert calls == [with_mask] * 2 + [(False, True, everything)] * 2 + [with_mask] * 2
 
 
-# ---- documents ------------------------------------------------------------------------------------------------------
+# ---- attention inside documents -------------------------------------------------------------------------------------
 
 
 def one_by_one(
@@ -229,7 +229,7 @@ def test_cpu_uses_a_mask_and_gpu_the_kernel_and_both_are_listed(monkeypatch):
         assert table[0][1].split()[1] == name
 
 
-# ---- torch.compile ---------------------------------------------------------------------------------------------------
+# ---- which layers torch.compile compiles -----------------------------------------------------------------------------
 
 
 def test_layers_are_compiled_by_default_on_cuda(monkeypatch):

@@ -65,7 +65,7 @@ def aot_eager() -> Iterator[None]:
 
 
 def graphs() -> int:
-    """Return the number of graphs compiled since the beginning of the `aot_eager` block."""
+    """Return the number of graphs that torch.compile has made since the beginning of the `aot_eager` block."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 

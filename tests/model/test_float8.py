@@ -142,7 +142,7 @@ def test_scaled_products_get_operands_that_cuda_supports():
     torch.testing.assert_close(*results, rtol=2**-7, atol=2**-7)  # the two results may differ by one rounding to bf16
 
 
-# ---- a model ----------------------------------------------------------------------------------------------------
+# ---- a whole model with float8 matrix products ------------------------------------------------------------------
 
 
 def losses_and_gradients(
@@ -202,7 +202,7 @@ def test_float8_sharded_run_learns_and_recomputes_bit_identically():
     assert ours[-1] < ours[0] - 0.3
 
 
-# ---- refused settings and notes -----------------------------------------------------------------------------------
+# ---- rejected settings of --fp8-format, and its notes -------------------------------------------------------------
 
 ASKED = "--bf16 --fp8-format hybrid --num-attention-heads 4 --ffn-hidden-size 96"
 

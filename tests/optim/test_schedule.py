@@ -27,7 +27,7 @@ CONSTANT = {"lr_decay_style": "constant", "lr_warmup_iters": 10}
 ROOT = {"lr_decay_style": "inverse-square-root"}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 40}
 RATES = [  # each entry: flags of the schedule, and the expected learning rates by number of consumed samples
-    # linear: from 1.0 at the end of the warm-up (200 samples) to 0.1 at 1000
+    # linear: the learning rate falls from 1.0 at the end of the warm-up (200 samples) to 0.1 at 1000 samples
     (WARM, {0: 0.0, 50: 0.25, 200: 1.0, 400: 0.1 + 0.75 * 0.9, 1000: 0.1, 5000: 0.1}),
     ({**WARM, "lr_warmup_init": 0.2}, {0: 0.2, 100: 0.6}),
     ({}, {0: 1.0, 500: 0.55}),
@@ -36,15 +36,16 @@ RATES = [  # each entry: flags of the schedule, and the expected learning rates 
     ({"lr_warmup_fraction": 0.25}, {125: 0.5}),
     ({"lr_warmup_fraction": 0.25, "lr_decay_iters": 40}, {50: 0.5}),
     ({"lr_warmup_fraction": 0.0125}, {12: 12 / 12.5}),
-    # cosine: 0.5 * (cos(pi * progress) + 1) is 3/4 at a third of the decay and 1/2 at half
+    # cosine: the decaying part 0.5 * (cos(pi * progress) + 1) is 3/4 at a third of the decay and 1/2 at half of it
     (COSINE, {100: 1.0, 400: 0.1 + 0.75 * 0.9, 550: 0.55, 1001: 0.1}),
     # constant: after the warm-up, the peak for the rest of the run
     (CONSTANT, {50: 0.5, 9999: 1.0}),
-    # inverse square root: sqrt(warm-up / consumed), not below the minimum, and the minimum after the decay length
+    # inverse square root: the rate is sqrt(warm-up / consumed samples), not below the minimum. After the decay length
+    # it is the minimum.
     ({**ROOT, "lr_warmup_iters": 10}, {400: 0.5, 1000: math.sqrt(0.1), 1001: 0.1}),
     ({**ROOT, "min_lr": 0.25, "lr_warmup_iters": 1}, {640: 0.25}),
     (ROOT, {0: 1.0, 25: 0.2}),
-    # WSD: the peak until 400 samples before the end, then the final decay
+    # WSD (warm-up, stable, decay): the rate is the peak until 400 samples before the end, and then it decays
     ({**WSD, "lr_warmup_iters": 10}, {600: 1.0}),
     (WSD, {800: 0.1 + 0.9 * (2.0 * math.sqrt(0.5) - 1.0), 1000: 0.1}),
     ({**WSD, "lr_wsd_decay_style": "linear"}, {700: 0.775}),

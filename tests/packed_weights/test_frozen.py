@@ -209,11 +209,11 @@ def test_rows_of_another_shape_raise_an_error_with_the_name():
         frozen_stack(MeshAxis("frozen"), load=lambda name, rows: torch.ones(WIDTH, 5))
 
 
-# ---- together with trained weights --------------------------------------------------------------------------------
+# ---- frozen units beside trained weights --------------------------------------------------------------------------
 
 
 class Adapted(nn.Module):
-    """A module with a frozen layer and a trained layer, as with LoRA."""
+    """A module that adds the outputs of a frozen layer and a trained layer, as with LoRA."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -106,7 +106,7 @@ def disk(folder: Path, **options: Any) -> WeightsConfig:
     return WeightsConfig(**{"weights_device": "disk", "weight_bits": 8, "weight_store": str(folder)} | options)
 
 
-# ---- frozen units -------------------------------------------------------------------------------------------------
+# ---- loading models into frozen units -----------------------------------------------------------------------------
 
 
 def losses_and_gradient(model: GPTModel, case: Case, dims: ParallelDims) -> list[torch.Tensor]:
@@ -218,7 +218,7 @@ def test_routers_are_never_quantized(mixture):
         torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=0)
 
 
-# ---- streamed layers ----------------------------------------------------------------------------------------------
+# ---- models whose layers are streamed -----------------------------------------------------------------------------
 
 
 def stream(case: Case, load: str, config: WeightsConfig) -> tuple[list[list[int]], torch.Tensor, list[str]]:
@@ -376,7 +376,7 @@ def test_interrupted_forward_does_not_mix_up_layers(load, tmp_path):
         ranks(world).run(leave_forwards, load, disk(tmp_path, prefetch_layers=ahead))
 
 
-# ---- the store ---------------------------------------------------------------------------------------------------
+# ---- the store of packed weights on disk -------------------------------------------------------------------------
 
 
 def use(load: str, config: WeightsConfig, *, case: Case = ALONE, step: int | None = None) -> str:

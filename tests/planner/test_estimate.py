@@ -167,7 +167,7 @@ def test_lossless_share_interpolates_between_learning_rates():
     assert (lossless_share(1e-9), lossless_share(1.0)) == (LOSSLESS_SHARES[1e-6], LOSSLESS_SHARES[3e-3])
 
 
-# ---- local steps -----------------------------------------------------------------------------------------------------
+# ---- estimates of DiLoCo ---------------------------------------------------------------------------------------------
 
 EVERY = "--diloco-steps 4 --micro-batch-size 4"
 

@@ -82,8 +82,8 @@ class MegatronCosts(ClusterCosts):
     def operation(self, operation: Operation) -> float:
         if operation.kind != "matrix" or operation.batch == 1:
             return super().operation(operation)
-        # the operation is one of the 7 matrix products of a fused kernel, which computes half of the scores of each
-        # head
+        # The operation is one of the 7 matrix products of a fused kernel (2 in forward, 5 in backward). The kernel
+        # computes half of the scores of each head.
         heads = round(2 * operation.batch)
         scores = 2 * heads * operation.m * operation.n
         vectors = 4 * heads * operation.m * operation.k
@@ -91,7 +91,7 @@ class MegatronCosts(ClusterCosts):
         return (self.products * product + self.passes * self.memory(scores)) / 7
 
 
-# ---- ZeRO++ and SDP4Bit ----------------------------------------------------------------------------------------------
+# ---- published runs of ZeRO++ and SDP4Bit ----------------------------------------------------------------------------
 
 
 # Each row has device, model, tp, Gbit/s of all network adapters of a node, tokens per micro-batch, and published
@@ -210,7 +210,7 @@ def test_calibrated_rows_match_and_other_errors_are_as_recorded():
     assert max(abs(error) for found in unseen for error in found) < 0.23
 
 
-# ---- FSDP2 on A100 and H100, and one H100 ---------------------------------------------------------------------------
+# ---- published runs of FSDP2 on A100 and H100, and this project's on one H100 ---------------------------------------
 
 SIZES = """--num-layers {} --hidden-size {} --num-attention-heads {} --num-query-groups {} --ffn-hidden-size {}
     --vocab-size {} --group-query-attention --position-embedding-type rope --normalization RMSNorm --swiglu

@@ -54,7 +54,7 @@ def test_ledger_keeps_its_peak_by_kind():
     assert ledger.peak == Counter({Memory.ACTIVATIONS: 13, Memory.GRADIENTS: 3})
 
 
-# ---- time ------------------------------------------------------------------------------------------------------------
+# ---- simulated times of compute and collectives ----------------------------------------------------------------------
 
 
 class TwoSeconds(Costs):

@@ -199,7 +199,7 @@ def test_simulated_traffic_with_experts_equals_a_real_steps_except_for_uneven_to
         assert (uneven[0] is not None) == (case.ep > 1)
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------
+# ---- memory of a simulated step -------------------------------------------------------------------------------------
 
 
 WIDE = dataclasses.replace(GPT2_STYLE, num_layers=4, hidden_size=64, ffn_hidden_size=None, max_position_embeddings=64)

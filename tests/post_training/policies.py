@@ -26,7 +26,7 @@ MIXTURE = dataclasses.replace(
     moe_aux_loss_coeff=0.1,
     moe_z_loss_coeff=0.01,
 )
-SEQ, BATCH = 24, 8  # tokens per row, rows per step
+SEQ, BATCH = 24, 8  # number of tokens per row, and of rows (completions or pairs) per step
 
 
 @dataclass(frozen=True, kw_only=True)

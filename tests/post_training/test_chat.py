@@ -1,4 +1,4 @@
-"""Compare text, ids and masks of conversations with transformers' apply_chat_template."""
+"""Compare the text, token ids and loss masks of conversations with transformers' apply_chat_template."""
 
 import json
 import signal

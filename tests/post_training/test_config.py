@@ -1,4 +1,4 @@
-"""Test post-training flags: rejected numbers, and flags that an objective does not support."""
+"""Test the flags of post-training: numbers that are rejected, and flags that an objective does not support."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Compare planned memory and traffic of post-training with a simulated step of all its models."""
+"""Compare the planned memory and traffic of post-training with a dry run of a step of all its models."""
 
 import gc
 from typing import Any

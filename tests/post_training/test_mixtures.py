@@ -1,4 +1,7 @@
-"""Test post-training of mixtures of experts: TRL's losses, and adapters of attention beside frozen experts."""
+"""Test post-training of mixtures of experts.
+
+Losses equal TRL's, and adapters of attention train beside frozen experts.
+"""
 
 import copy
 import dataclasses
@@ -134,7 +137,7 @@ def test_reward_loss_of_experts_equals_trl(tmp_path):
     compare(model, PreferenceLoss(PostTrainingConfig(objective="reward"), ONE_RANK), own, theirs, expected)
 
 
-# ---- adapters beside frozen experts ----
+# ---- adapters of attention beside frozen experts ----
 
 
 @pytest.fixture(scope="module")

@@ -116,7 +116,8 @@ def step_without_rewards(case: PostCase) -> str:
 
 def give_up_generations(case: PostCase) -> None:
     loader = open_loader(case)
-    # `give_up` is called twice while a batch is sampled, and then once per micro-batch of old log-probabilities
+    # A step samples 8 completions in two batches of 4, and then computes old log-probabilities in four micro-batches.
+    # `give_up`, which raises if a stop signal has arrived, is called before each of these six.
     for allowed in range(7):
         calls = iter(range(100))
 
@@ -157,7 +158,8 @@ def test_generation_without_any_reward_stops_the_run():
 )
 def test_every_layout_samples_and_trains_alike_with_short_rows(world, layout, names):
     (expected,) = ranks(1).run(train_all, names, SEQ, micro_batch_size=8)
-    for _, steps in expected:  # the reference equals the initial policy
+    # in the first step the policy still equals the reference model, so their KL divergence is 0
+    for _, steps in expected:
         assert steps[0].get("kl", 0.0) == pytest.approx(0.0, abs=1e-6)
     for found in ranks(world).run(train_all, names, 8, **layout):
         for (tables, steps), (their_tables, their_steps) in zip(found, expected, strict=True):

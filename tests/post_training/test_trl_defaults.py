@@ -121,10 +121,11 @@ UNMATCHED = {
     "names of models, of an example's command line": "sft_model_path reward_model_path *_adapter_name",
     "set by the trainer": "batch_size local_batch_size mini_batch_size local_mini_batch_size",
 }
+# Flags that have the same name here and in TRL but mean different things, and what TRL's flag is about.
 OTHER_THING = {
     "micro_batch_size": "set by the trainer",
     "local_rank": "torchrun says it",
-}  # flags of ours and of TRL that have the same name but different meanings
+}
 
 
 def ours(post: PostTrainingConfig) -> dict[str, Any]:

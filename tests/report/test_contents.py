@@ -25,7 +25,7 @@ from megazpp.report.contents import (
 from megazpp.report.page import report_html
 from megazpp.report.runs import Run, read_runs
 
-# ---- curves -----------------------------------------------------------------------------------------------------
+# ---- curves of a report -----------------------------------------------------------------------------------------
 
 
 def read(folder: Path, *rows: dict[str, Any], **files: Any) -> Run:
@@ -75,7 +75,7 @@ def test_thinning_keeps_ends_spikes_and_non_finite_values(length):
     assert thin(np.ones(200), 200).tolist() == list(range(200))
 
 
-# ---- tables -----------------------------------------------------------------------------------------------------
+# ---- tables of a report -----------------------------------------------------------------------------------------
 
 
 def test_summary_table_shows_the_result_of_each_run(tmp_path):

@@ -39,7 +39,7 @@ MEGATRON = dict(
 )
 
 
-# ---- names and defaults -----------------------------------------------------------------------------------------
+# ---- names and defaults of flags --------------------------------------------------------------------------------
 
 
 def test_invalid_literal_is_rejected_when_a_config_is_built_in_python():
@@ -81,7 +81,7 @@ def same_default(ours: Any, megatron: str) -> bool:
     return megatron == (str(list(ours)) if isinstance(ours, tuple) else str(ours) or "None")
 
 
-# ---- parsing ----------------------------------------------------------------------------------------------------
+# ---- parsing of command lines and flag files --------------------------------------------------------------------
 
 
 def test_last_place_that_gives_a_flag_sets_value_and_origin():

@@ -83,7 +83,7 @@ def test_saved_flag_of_wrong_type_is_rejected_by_name():
     assert not not_refused(rows, lambda flags: resolve(**flags), DamagedError)
 
 
-# ---- tokenizers ----
+# ---- tokenizer of the checkpoint ----
 
 
 WORDS = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1}, "<s>"))
@@ -149,7 +149,7 @@ def test_vocab_size_flag_alone_gives_way_to_checkpoint_with_a_notice(folder, bes
     assert len(same.notices) == 1
 
 
-# ---- flags of DiLoCo ----
+# ---- DiLoCo's flags of the checkpoint ----
 
 
 def test_outer_optimizer_flags_are_kept_on_resume_unless_given():
@@ -167,7 +167,7 @@ def test_outer_optimizer_flags_are_kept_on_resume_unless_given():
         rates("--diloco-steps 10", diloco_outer_lr="a lot")
 
 
-# ---- format of weights between nodes ----
+# ---- the checkpoint's format of weights between nodes ----
 
 
 def test_resumed_run_keeps_the_weight_format_of_its_checkpoint():

@@ -50,7 +50,8 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full"},
     "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
 }
-SPREADS = [  # layouts of four ranks: (tp, cp, sequence parallel); the other ranks are data-parallel
+# layouts of four ranks: (tp size, cp size, whether sequence parallelism is on); the rest is data parallelism
+SPREADS = [
     *((1, 1, False), (2, 1, False), (2, 1, True), (4, 1, False), (4, 1, True)),
     *((1, 2, False), (1, 4, False), (2, 2, False), (2, 2, True)),
 ]

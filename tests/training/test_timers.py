@@ -40,7 +40,10 @@ from megazpp.zero.config import ZeroConfig
 
 
 def heard(timeline: Timeline) -> bool:
-    """Return True if the timeline has a listener; without listeners, `span` always returns the same object."""
+    """Return True if the timeline has a listener.
+
+    Without listeners, `span` of all timelines returns the same object, which does nothing.
+    """
     return timeline.span("", "") is not Timeline().span("", "")
 
 

@@ -363,7 +363,9 @@ def test_tensorboard_drops_lost_steps_and_keeps_earlier_ones(tmp_path):
         for iteration in range(1, 5):
             first.write({"lm loss": float(iteration)}, iteration=iteration, consumed_samples=8 * iteration)
         first.close(exit_code=1)
-    time.sleep(1 - time.time() % 1)  # TensorBoard reads files that were created within one second in alphabetical order
+    # waits for the next second, because TensorBoard reads files that were created within one second in the order of
+    # their names
+    time.sleep(1 - time.time() % 1)
     for resumed, folder in folders.items():
         second = TensorBoardSink(folder)
         second.resume(TrainingProgress(resumed, 8 * resumed))

@@ -86,7 +86,7 @@ CASES: list[Any] = [
 def test_patches_after_all_weights_rebuild_each_step_bit_for_bit(world, case, tmp_path):
     """Rebuild the weights of each of six steps from the files.
 
-    All weights are written first and then every three steps. A restart begins another chain.
+    All weights are written at the first step and at every fourth step. A restart begins another chain.
     """
     results = ranks(world).run(train, Case(**case, precision=PrecisionConfig(bf16=True), steps=6), tmp_path, 5)
     expected = results[0][0]
@@ -108,7 +108,7 @@ def test_patches_after_all_weights_rebuild_each_step_bit_for_bit(world, case, tm
     (tmp_path / "later").rename(tmp_path / "0002")
     assert reader.advance() == newest_step(tmp_path) == 6
     torch.testing.assert_close(bits_from(reader), expected[5], rtol=0, atol=0)
-    # ---- every element is stored once
+    # ---- the files of all ranks together have every element once
     paths = list((tmp_path / "0002").glob("weights-*"))
     stored = [load_file(path) for path in paths]
     assert {name for tensors in stored for name in tensors} == set(
