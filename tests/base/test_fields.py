@@ -37,9 +37,9 @@ BESIDE = """
 --profile | --profile-step-start
 --profile --profile-step-start 0 | --profile-step-end
 --profile --profile-step-start 0 --profile-step-end 1 | --profile-ranks
-"""  # each line: flags that are needed | flags that have an effect, or are checked, only together with them
+"""  # each line: flags to set | flags that have an effect, or are checked, only together with the flags to set
 NEEDED = {name: beside for beside, names in table(BESIDE) for name in names.split()}
-IGNORED = {"--local-rank"}  # flags whose values are not checked
+IGNORED = {"--local-rank"}  # flags of which any value is accepted, so no number is rejected
 ZERO_MEANS_SOMETHING = re.findall(  # flags for which 0 is valid, mostly to switch a feature off
     "--[a-z0-9-]+",
     """
@@ -52,7 +52,7 @@ ZERO_MEANS_SOMETHING = re.findall(  # flags for which 0 is valid, mostly to swit
 --sample-min-p
 """,
 )
-NOT_USED = dict(  # flags that no test uses, and the reason for it
+NOT_USED = dict(  # flags that no test uses, and the reason why a test is not needed
     table("""
 use_cpu_initialization | on a CPU, weights are initialized there anyway; the flag has an effect only on a GPU
 memory_snapshot_path | file name for --record-memory-history, which needs CUDA

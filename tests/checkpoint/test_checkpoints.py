@@ -153,7 +153,7 @@ def test_failed_asynchronous_save_ends_the_run_before_the_next_step():
         pass
 
 
-@pytest.mark.skipif(not STAGER_IS_REUSABLE, reason="needs torch 2.13")
+@pytest.mark.skipif(not STAGER_IS_REUSABLE, reason="torch before 2.13 closes a stager after its first use")
 def test_later_saves_reuse_the_memory_of_the_copies():
     saves, tensors = open_asynchronous("cpu"), {"weight": torch.arange(4.0)}
     assert len({saves._stage(tensors)["weight"].data_ptr() for _ in range(3)}) == 1

@@ -163,7 +163,8 @@ def test_restarted_job_finds_the_checkpoints_of_its_run_folder():
     given, torchrun = CheckpointConfig(save_to_run_dir=True), {"TORCHELASTIC_MAX_RESTARTS": "3"}
     assert own_checkpoints(given, TrackingConfig(run_dir="run"), restarted=True, env={}).save == "run/checkpoints"
     assert own_checkpoints(given, TrackingConfig(), restarted=True, env={RUN_DIR: "held"}).save == "held/checkpoints"
-    # the error must come at the first start as well, while the user can still add --run-dir
+    # torchrun's restarts would not find the run folder; the error comes at the first start, while --run-dir can still
+    # be added
     for restarted in (False, True):
         with pytest.raises(ValueError, match=r"--save-to-run-dir with torchrun's --max-restarts 3: .*add --run-dir or"):
             own_checkpoints(given, TrackingConfig(), restarted=restarted, env=torchrun)

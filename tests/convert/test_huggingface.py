@@ -1,6 +1,6 @@
-"""Test conversion from and to Hugging Face formats.
+"""Test the conversion of models from and to Hugging Face formats.
 
-Weights keep their bits and logits their values, for any tensor-parallel size.
+Converted weights keep their bits, and models give the same logits, for any tensor-parallel size.
 """
 
 import dataclasses

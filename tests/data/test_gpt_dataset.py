@@ -51,14 +51,14 @@ def test_indices_match_the_plain_loop(lengths, num_samples, seq_length, seed):
 # shuffle indices, and tokens of some samples.
 GOLDEN = [
     (
-        9,  # 9 samples need only 3 of the second epoch's 6 samples, so that epoch is shuffled separately
+        9,  # number of samples: 9 need only 3 of the second epoch's 6 samples, so that epoch is shuffled separately
         [0, 3, 2, 1, 4, 2, 1, 0, 4, 3],
         "00 04 22 26 31 42 46 53 57 62 73 82 86",
         [4, 5, 3, 2, 1, 0, 7, 8, 9, 11, 10, 6],
         [[11, 12, 40, 41], [42, 43, 44, 45], [26, 27, 28, 10]],
     ),
     (
-        12,  # 12 samples need the whole second epoch, so both epochs are shuffled together
+        12,  # number of samples: 12 need the whole second epoch, so both epochs are shuffled together
         [3, 0, 0, 2, 1, 4, 2, 3, 1, 4],
         "00 13 22 31 35 40 51 55 62 66 80 91 95",
         [1, 3, 2, 5, 9, 0, 4, 6, 7, 8, 11, 10],

@@ -129,7 +129,7 @@ def test_ramp_up_is_loaded_ahead_and_nothing_beyond_the_end():
         for consumed, size in ((0, 4), (4, 4), (8, 8), (16, 8)):
             assert len(batches.step(consumed, size)) == size // 2
         time.sleep(0.05)
-    # the loader reads each sample once, so it never loaded a step of a wrong batch size or after the last step
+    # the loader reads each of 24 samples once: it loads no step ahead with a wrong batch size, or after the last step
     assert sorted(dataset.read) == list(range(24))
 
 

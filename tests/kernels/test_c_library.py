@@ -58,7 +58,7 @@ def test_threads_may_compile_the_same_library_at_once(cache, source):
     with ThreadPoolExecutor(4) as pool:
         libraries = list(pool.map(load_c_library, [source] * 8))
     assert [library.functions.answer() for library in libraries] == [42] * 8
-    assert [path.suffix for path in cache.iterdir()] == [".so"], "one library, nothing half written"
+    assert [path.suffix for path in cache.iterdir()] == [".so"], "the cache must have one library and no partial file"
 
 
 def test_missing_compiler_is_named_in_the_error(cache, source, monkeypatch):

@@ -14,7 +14,7 @@ from megazpp.parallel.axis import MeshAxis
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
-    pytest.mark.skipif(router.TRITON is None, reason="there is no Triton"),
+    pytest.mark.skipif(router.TRITON is None, reason="Triton is not installed"),
     *([pytest.mark.gpu] if DEVICE == "cuda" else []),
 ]
 

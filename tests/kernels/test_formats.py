@@ -1,4 +1,4 @@
-"""Test the sizes in bytes of segments that are quantized in blocks: payload and scales."""
+"""Test the sizes of segments that are quantized in blocks: bytes of payload and of scales."""
 
 from typing import Any
 

@@ -178,7 +178,8 @@ def test_offsets_beyond_two_to_the_31_elements_are_correct(bits):
         pytest.skip("needs 16 GiB of free GPU memory")
     x = torch.zeros(n, dtype=BF16, device="cuda")
     x[-5000:] = torch.randn(5000, device="cuda")
-    tail = x[-(4096 + 257) :].clone()  # the tail begins at the first element of a block
+    # the last 4096 + 257 elements, which begin at the first element of a quantization block
+    tail = x[-(4096 + 257) :].clone()
     sent = []
     for data in (x, tail):
         table = range_table(plan_row(len(data), fmt), BF16)

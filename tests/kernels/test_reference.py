@@ -18,7 +18,7 @@ from megazpp.kernels.formats import BlockFormat
 
 INT8, INT4 = BlockFormat(8, 32), BlockFormat(4, 32)
 
-Sent = tuple[Tensor, Tensor]  # payload (packed integers) and scales of the blocks
+Sent = tuple[Tensor, Tensor]  # payload (packed integers), and the scale of each quantization block
 
 
 def zeros(n: int, fmt: BlockFormat) -> Sent:
@@ -53,7 +53,9 @@ def test_int8_divides_the_largest_magnitude_into_127_steps():
     # 2.5 and 3.5 lie between two integers and are rounded to the even one
     assert payload.view(torch.int8)[:6].tolist() == [-127, 1, 2, 4, 126, 0]
     scale = quantize(block(1.0), INT8)[1].item()
-    assert scale > 1 / 127 > scale * (1 - 2**-7), "rounded up, so that nothing is clipped"
+    assert scale > 1 / 127 > scale * (1 - 2**-7), (
+        "the scale must be 1 / 127 rounded up to bf16, so that no value is clipped"
+    )
 
 
 def test_int4_scale_lets_values_exceed_the_integers_by_under_half_a_step():
@@ -69,9 +71,15 @@ def test_int4_scale_lets_values_exceed_the_integers_by_under_half_a_step():
     # now the largest magnitude is positive, so the scale is negative, because int4 has one more negative integer
     x[16] = 2 * 7.4375
     assert quantize(x, INT4)[1].item() == -quantize(-x, INT4)[1].item() < 0
-    assert quantize(block(-8.0, 7.4375 * 1.0625), INT4)[1].item() == 1.0625, "set by the element of the other sign"
-    assert quantize(block(8.4375, 1.0), INT4)[1].item() == -1.0, "of a positive maximum"
-    assert quantize(block(7.4375, -7.4375), INT4)[1].item() == 1.0, "a tie goes to the negative element"
+    assert quantize(block(-8.0, 7.4375 * 1.0625), INT4)[1].item() == 1.0625, (
+        "the largest element of the other sign must set the scale"
+    )
+    assert quantize(block(8.4375, 1.0), INT4)[1].item() == -1.0, (
+        "the scale must be negative if the largest magnitude is positive"
+    )
+    assert quantize(block(7.4375, -7.4375), INT4)[1].item() == 1.0, (
+        "of two equal magnitudes, the negative element must set the scale's sign"
+    )
 
 
 def test_int4_block_of_equal_magnitudes_keeps_both_signs_accurate():
@@ -102,7 +110,9 @@ def test_block_too_small_for_a_normal_scale_decodes_to_zeros():
         if scales.item() != 0:
             assert magnitude / 2 ** (fmt.bits - 1) >= torch.finfo(torch.float32).tiny, (fmt, magnitude)
             continue
-        assert scales.view(torch.int16).item() == 0, "+0, so that all implementations can agree"
+        assert scales.view(torch.int16).item() == 0, (
+            "the scale must be +0 and not -0, so that all implementations have equal bits"
+        )
         assert there_and_back(x, fmt).eq(0).all()
         assert payload.eq({8: 0, 4: 0x88}[fmt.bits]).all(), (fmt, magnitude)
 
@@ -122,7 +132,7 @@ def test_rounding_errors_stay_within_the_documented_bound(bits, block_size, n, e
     _, scales = quantize(x, fmt)
     error = (there_and_back(x, fmt) - x).abs()
     scale = scales.float().repeat_interleave(block_size)[:n]
-    # a block of such small values gets the scale 0, so this bounds the error of its values
+    # the largest value of a block whose scale is rounded to 0; such a block is sent as zeros, so this bounds its error
     sent_as_zeros = 2 ** (bits - 1) * torch.finfo(torch.float32).tiny
     bound = torch.where(scale == 0, sent_as_zeros, scale.abs() / 2 * (1 + 2**-15))
     assert (error <= bound).all()
@@ -201,7 +211,7 @@ def test_non_finite_or_huge_step_leaves_no_error_behind():
         there_and_back(x, INT4, error)
         there_and_back(x.index_fill(0, torch.tensor([3]), bad), INT4, error)
         assert scales.isfinite().all(), bad
-        assert scales[1] != 0, "the neighbour keeps its error"
+        assert scales[1] != 0, "the error of the block beside the bad one must be kept"
         if not math.isfinite(bad):
             assert scales[0] == 0, bad
             assert payload[:32].eq(0).all(), bad

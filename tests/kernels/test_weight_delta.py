@@ -99,7 +99,9 @@ def test_all_rice_parameters_and_long_quotients_are_packed(c_library, dtype):
     k = torch.stack([reference._parameters(kind, e) for kind, e in zip(expected[0].tolist(), exponents, strict=True)])
     dense = (expected[0] >= reference.DENSE) & (expected[0] < reference.RAW)
     assert set(range(16)) == set(k[dense].flatten().tolist())
-    assert int(k[dense].view(-1, 8).sum(1).max()) > 63, "more bits than a word holds"
+    assert int(k[dense].view(-1, 8).sum(1).max()) > 63, (
+        "some 8 elements must need more than the 63 bits that fit into one word"
+    )
     assert 0 < expected[0][-1] <= reference.MOST_POSITIONS
     received = old.clone()
     native.decode(*got[:3], received)

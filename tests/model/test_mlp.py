@@ -1,4 +1,4 @@
-"""Test the MLP with each activation, on one rank and split over tp ranks, against formulas in fp64."""
+"""Test the MLP with each activation function against formulas in fp64, on one rank and split over tp ranks."""
 
 import functools
 import itertools

@@ -167,7 +167,7 @@ def test_expert_bias_changes_choices_but_not_weights_and_moves_towards_an_even_l
     weight = scores.gather(1, choice)
     torch.testing.assert_close(routing.weight.detach(), weight / weight.sum(1, keepdim=True))
 
-    # tokens per expert in two training forwards with the same input
+    # number of tokens of each expert in two training forwards with the same input, hence the factor 2
     counts = 2 * torch.bincount(choice.flatten(), minlength=4)
     expected = torch.tensor([2.0, 0.0, 0.0, 0.0]) + 0.25 * (counts.float().mean() - counts).sign()
     assert biased_routers(router) == [router]
@@ -186,8 +186,13 @@ def test_router_metrics_do_not_sum_the_totals_of_biased_routers_again():
     for batch in tokens:
         model(batch, batch)
     update_expert_bias_(biased_routers(model), lambda sums: 2 * sums, factor=1.0)
-    assert router_metrics(model, lambda sums: pytest.fail("summed twice"))["max_expert_load"] >= 1.0
-    assert router_metrics(model, lambda sums: pytest.fail("nothing to sum")) == {}
+    assert (
+        router_metrics(model, lambda sums: pytest.fail("the totals of biased routers were summed over ranks twice"))[
+            "max_expert_load"
+        ]
+        >= 1.0
+    )
+    assert router_metrics(model, lambda sums: pytest.fail("summed totals, although no token was counted since")) == {}
 
 
 def router_losses(model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,7 @@ def train(case: Case, steps: int = STEPS) -> tuple[Weights, Weights]:
     return first, {name: last[name] for name in first}
 
 
-# the fused projection has 45 rows, so the last of four ranks has fewer than 12
+# the fused query-key-value projection has 45 rows: 12 on each of three ranks and 9 on the last
 FIVE_HEADS = dataclasses.replace(GPT2_STYLE, num_attention_heads=5, kv_channels=3)
 SETTINGS = OptimizerConfig(
     optimizer="muon", muon_momentum=0.8, muon_use_nesterov=False, muon_num_ns_steps=3, muon_adam_lr_multiple=0.5

@@ -11,9 +11,9 @@ from megazpp.optim.schedule import Schedule, build_schedule
 
 
 def schedule(train_iters: int | None = 100, train_samples: int | None = None, **flags: Any) -> Schedule:
-    """Build a schedule of 10 samples per step.
+    """Build a learning-rate schedule for 10 samples per step.
 
-    By default, the learning rate has its peak at 1.0 and its minimum at 0.1.
+    By default, the rate has its peak at 1.0 and its minimum at 0.1.
     """
     config = ScheduleConfig(**{"lr": 1.0, "min_lr": 0.1, **flags})
     return build_schedule(

@@ -198,7 +198,7 @@ def test_synchronization_delays_steps_unless_its_delay_hides_it():
     assert exposed(plain)["replica_group"] == pytest.approx(plain.held_up / 4, rel=0.01)
     assert plain.busy["replica_group"] == pytest.approx(late.busy["replica_group"])
     step = plain.seconds - plain.held_up / 4
-    # shards that are free to send would shorten steps, but not the synchronization
+    # if ZeRO's collectives took no time, steps would be shorter, but the synchronization would not
     assert 0 < exposed(plain)["shard"] < step
     assert late.held_up == pytest.approx(plain.held_up - 2 * step, rel=0.01)
     # Each of the two fragments overlaps with two steps of compute, so four steps are hidden.

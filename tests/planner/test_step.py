@@ -92,9 +92,10 @@ def in_order(told: Mock) -> tuple[list[str], dict[str, list[Any]]]:
 
 
 def count(case: Case) -> tuple[TrafficTable, Any, TrafficTable]:
-    """Train two steps; return the traffic and the order of tasks of the second step.
+    """Train two steps; return the traffic of the second step, and the order of its tasks.
 
-    The third result is the traffic of a DiLoCo synchronization after it.
+    The order is of the tasks in the communication queues. The third result is the traffic of a DiLoCo synchronization
+    after the step.
     """
     step, dims = build_step(case)
     diloco = build_diloco(case, step, dims)

@@ -58,8 +58,8 @@ def test_small_model_sends_adapters_across_nodes_and_base_inside():
     assert dry.base_bytes == pytest.approx(2 * (2 * 12 * 256**2 + 32 * 256 + 128 * 256) / 2, rel=0.02)
 
 
-# Each entry has the models' settings, flags, and the error of the planned memory in percent. A plan without a reference
-# model would be wrong by 10 % or more, and without a frozen base by 25 %.
+# Each entry has the settings of the models, flags of the run, and the error of the planned memory in percent. A plan
+# without the reference model would be wrong by 10 % or more, and without the frozen base by 25 %.
 PLANNED: dict[str, tuple[PostConfigs, str, float]] = {
     "sft, adapters, 8 bits": (configs("sft", lora_r=4, bits=8), "", 0.11),
     "sft, many adapters, untied, zeropp": (configs("sft", lora_r=16), f"{UNTIED} --zeropp", 0.0),

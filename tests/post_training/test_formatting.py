@@ -114,7 +114,7 @@ def test_cut_empty_and_equal_answers_are_counted_and_tokens_cached(path, tmp_pat
         "1 left out, because no token of their answers is left; " + same,
     ]
     again = read(path, flags={"max_length": 5}, **options)
-    assert lines[2:] == lines[1:2]  # reading from the token cache logs the same counts as tokenizing
+    assert lines[2:] == lines[1:2]  # tokens that come from the cache are logged with the same counts as tokenized ones
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(again, examples, strict=True))
 
 

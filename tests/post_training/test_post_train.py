@@ -244,7 +244,8 @@ def test_stacked_adapters_give_texts_and_perplexity_of_the_merged_model(home, ad
         perplexities += re.findall(r"PPL: (\S+)", tool(home, "evaluate", f"{load} --input text.jsonl"))
     assert texts == texts[:1] * 2
     first, second = map(float, perplexities)
-    assert first == pytest.approx(second, rel=2e-6)  # one of both runs has two ranks, which sum in another order
+    # one of the two evaluations has two ranks, which add fp32 numbers in another order
+    assert first == pytest.approx(second, rel=2e-6)
 
 
 def test_exported_adapters_match_peft(home, adapted):
@@ -333,7 +334,7 @@ def test_grpo_run_resumed_inside_a_buffer_is_bit_identical(home, name, extra):
     shown = rows(home, f"grpo-{name}", "completions.jsonl")
     assert shown[0].keys() == {"iteration", "prompt", "completion", "rewards"}
     first = [row for row in shown if row["iteration"] == 1]
-    # The file shows all completions of a prompt: 4 of the first prompt, then 4 of the second.
+    # completions.jsonl shows complete groups: the 4 completions of one prompt, then the 4 of the next.
     assert [row["prompt"] for row in first] == [first[0]["prompt"]] * 4 + [first[4]["prompt"]] * 4
     assert len({row["completion"] for row in first}) > 2
     assert {row["rewards"]["vowels"] is None for row in shown} == {True, False}
@@ -485,10 +486,12 @@ def test_flags_that_experts_do_not_support_are_rejected(home, experts):
 def asked(home: Path, flags: str) -> object:
     """Check a command line in the folder `home` as the program does before it starts workers. Return the exit code."""
     with contextlib.chdir(home):
-        return inspect.unwrap(main)(shlex.split(flags))  # the unwrapped `main` raises errors instead of printing them
+        # the unwrapped `main` raises errors, while the decorated one prints them and exits
+        return inspect.unwrap(main)(shlex.split(flags))
 
 
-# Rejected flags and the beginning of the error. The tests add --load base and prompt data unless the line has its own.
+# Each line has rejected flags and the beginning of the error. The test adds `--load base` and prompt data, unless the
+# line has its own.
 REFUSED = """
     --objective sft --load nowhere | --load nowhere has no checkpoint
     --objective sft --seq-length 8 | --seq-length 8: post-training uses --max-length
@@ -553,7 +556,7 @@ def test_plan_counts_all_models(home, capsys):
 
 
 def start(home: Path, flags: str, *, restarted: bool = False) -> tuple[ParsedRun, LoadSource]:
-    """Parse a command line; return the parsed run, and the checkpoint from which it starts."""
+    """Parse a command line of post_train.py. Return the parsed run, and the checkpoint from which the run starts."""
     parsed = parse_run_config(
         f"--load {home}/base {flags}".split(),
         home,

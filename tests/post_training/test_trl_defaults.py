@@ -121,7 +121,8 @@ UNMATCHED = {
     "names of models, of an example's command line": "sft_model_path reward_model_path *_adapter_name",
     "set by the trainer": "batch_size local_batch_size mini_batch_size local_mini_batch_size",
 }
-# Flags that have the same name here and in TRL but mean different things, and what TRL's flag is about.
+# Flags that have the same name in this project and in TRL, but different meanings: the reason why TRL's default does
+# not apply.
 OTHER_THING = {
     "micro_batch_size": "set by the trainer",
     "local_rank": "torchrun says it",

@@ -44,7 +44,7 @@ def test_group_is_whole_called_out_idle_or_late_in_each_version(rounds):
 def test_table_sums_steps_and_bytes_of_a_group_that_started_again(rounds):
     _, b, a = groups_table(rounds)
     assert a == ["a", "5", "50", "0", "0", "2.5", "5.000"]
-    # the counter of sent bytes starts anew: 2 MB before the second start, and 1 MB after
+    # group b has sent 3 MB: 2 MB before its restart, and 1 MB after it, because its counter begins at 0 again
     assert b == ["<b>", "3", "24", "10", "1", "1.5", "3.000"]
     assert groups_line(rounds) == (
         "5 versions, 135 merged tokens per second; 13.5 % of the steps were merged late, 6 were trained again."

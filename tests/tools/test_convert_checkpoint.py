@@ -175,7 +175,7 @@ def test_conversion_keeps_few_tensors_in_memory(source, module, name, limit, con
     buffers, counts, read = [], [], getattr(module, name)
 
     def counted(*args: Any) -> torch.Tensor:
-        # the array is freed together with the last view of its bytes, so a weak reference shows whether it is in memory
+        # numpy frees this copy together with its last view, so the weak reference below shows whether it is in memory
         array = read(*args).numpy().copy()
         buffers.append(weakref.ref(array))
         counts.append(sum(buffer() is not None for buffer in buffers))

@@ -126,7 +126,8 @@ def test_trained_tokenizer_decodes_to_the_original_text(run_main):
         assert (tokenizer.vocab_size, tokenizer.eod) == (292, 1)
         for example in (TEXT, "Zanzibar", "  naïve—日本語 🐳\n\n", "<eod>"):
             assert tokenizer.decode(tokenizer.encode(example)) == example
-        # fewer pieces than letters: the training has read the second file too, the only one with Z, z and b
+        # fewer pieces than the 8 letters show merges, so the training has read the second file, the only one with Z, z
+        # and b
         assert len(tokenizer.encode("Zanzibar")) < 8
         assert {path.name for path in Path().iterdir()} == {"a.txt", "b.jsonl.gz", "my.model"}
 

@@ -112,7 +112,7 @@ CHILD = "import os, time; from megazpp.base.program import end_with; end_with(os
 LAUNCHER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD + '; time.sleep(60)'!r}])"
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux keeps the promise")
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux ends a child with its launcher")
 def test_child_ends_when_its_launcher_is_killed(tmp_path):
     launcher = Program("-c", LAUNCHER, folder=tmp_path)
     launcher.wait_for("runs")

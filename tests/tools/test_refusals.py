@@ -114,7 +114,9 @@ def make_bad_input(ours: Path) -> None:
 def test_bad_input_is_rejected_in_one_line_and_changes_no_file(converted, run_main, monkeypatch):
     make_bad_input(converted / "ours")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(EmulatedCluster, "__enter__", lambda cluster: pytest.fail("made a cluster"))
+    monkeypatch.setattr(
+        EmulatedCluster, "__enter__", lambda cluster: pytest.fail("a tool with bad input created an emulated cluster")
+    )
 
     def content() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}

@@ -35,7 +35,8 @@ requeue*) echo "$2" >> "$(dirname "$0")/requeued.txt" ;;
 *) exit 1 ;;
 esac
 """
-BATCH = (  # variables that Slurm sets for a batch script; SLURM_PROCID makes it look like a task
+# variables that Slurm sets for a batch script; SLURM_PROCID alone would make the script look like a task of srun
+BATCH = (
     "SLURM_JOB_NAME=toy SLURM_JOB_NODELIST=localhost SLURM_JOB_NUM_NODES=1 SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=2 "
     "SLURM_CPUS_PER_TASK=1 SLURM_PROCID=0"
 )
@@ -43,7 +44,10 @@ BATCH = (  # variables that Slurm sets for a batch script; SLURM_PROCID makes it
 
 @pytest.fixture
 def submit(tmp_path, monkeypatch):
-    """Return a function that starts the batch script as the job `job_id`, with the fake Slurm commands in PATH."""
+    """Return a function that starts tools/slurm/pretrain.sbatch as the Slurm job `job_id`.
+
+    The fake Slurm commands are in PATH.
+    """
     (tmp_path / "bin").mkdir()
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (tmp_path / "bin" / name).write_text(text)

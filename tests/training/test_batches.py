@@ -24,7 +24,8 @@ def test_missing_batch_size_defaults_to_one_micro_batch_per_rank():
 
 
 def test_constant_batch_size_splits_evenly_and_drops_a_partial_batch():
-    # no ramp-up; a ramp-up that starts at the full batch size; a ramp-up that ends after 0 samples
+    # The batch size is constant without ramp-up, with a ramp-up that starts at the full batch size, and with one that
+    # ends after 0 samples.
     for rampup in (None, (24, 8, 96), (8, 8, 0)):
         constant = plan(global_batch_size=24, train_samples=100, rampup_batch_size=rampup)
         assert (constant.batch_size_at(0), constant.num_micro_batches_at(77)) == (24, 3)

@@ -74,7 +74,7 @@ def test_terminal_shows_log_lines_above_a_bar_with_the_time_left():
     assert [line for line in shown if "%|" not in line] == LINES
     (bar,) = (line for line in shown if "%|" in line)
     assert "6/6" in bar
-    # only the last state of the bar stays, above the log line that follows it
+    # only the last state of the progress bar remains, followed by the log line that was written after it
     assert shown.index(bar) == len(shown) - 2
 
 

@@ -223,7 +223,8 @@ def exchange(heads: int, groups: int) -> None:
     expected, gradient = attend(*whole), draw(seq, batch, heads * channels)
     expected.backward(gradient)
     found = tokens_for_heads(attend(*heads_for_tokens(*mine, dims.cp)), dims.cp)
-    # number of key-value groups that one rank needs per token; an all-gather would send all groups to every rank
+    # number of key-value groups that one rank of context parallelism needs per token; an all-gather would send all
+    # groups to every rank
     keys = groups // math.gcd(groups, 4)
     sent = 3 * seq // 4 * 4 * batch * channels * (2 * heads // 4 + 2 * keys)
     assert dims.counter.sent_on_axis("cp") == sent

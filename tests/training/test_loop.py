@@ -48,7 +48,7 @@ def test_loop_reads_late_but_before_logs_saves_evaluations_and_the_end():
         *("launch 4", "read 4", "launch 5", "read 5", "launch 6", "read 6", "save 6"),
         *("launch 7", "launch 8", "read 7", "read 8", "save 8"),
     ]
-    # each log record counts its steps; the records of 5 and 3 steps contain all 8 steps
+    # each log record has the number of its steps; the records of 5 and of 3 steps contain all 8 steps of the run
     assert [(r["iteration"], r["steps"]) for r in run.tracker.records] == [(5, 5), (8, 3)]
 
 
@@ -141,7 +141,8 @@ def test_signal_stops_after_the_step_and_sets_hurried():
             assert not stops.hurried  # until the loop asks for a reason to stop, the current step continues
             assert stops.reason(2, ALONE) == signum.name
             assert stops.hurried
-            os.kill(os.getpid(), signum)  # a second signal does not end the process or raise an error
+            # while the run stops, a second signal neither ends the process nor raises an error
+            os.kill(os.getpid(), signum)
         assert signal.getsignal(signum) is before
 
 

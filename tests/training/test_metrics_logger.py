@@ -99,7 +99,7 @@ CPU = torch.device("cpu")
 
 
 def record_uneven_rows() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Record three steps in log intervals of two steps and one step.
+    """Record the metrics of three training steps in two log intervals, of two steps and of one step.
 
     Data rank r counts r + 1 times 10, 100 and 7 tokens.
     Return the fields of both log records, and the summary of the run.

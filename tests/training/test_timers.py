@@ -164,7 +164,7 @@ def test_timeline_shows_phases_and_hops_of_all_ranks_on_one_clock(recorded):
     # Every step ends with collectives of all ranks. So on a common clock each rank begins step 2 before any rank ends
     # it.
     assert max(span.start_seconds for span in whole) < min(span.end_seconds for span in whole)
-    # seconds count from the barrier that all ranks pass before the recording starts
+    # time 0 is the barrier that all ranks pass before the recording starts, so all spans begin after it
     assert min(span.start_seconds for span in whole) > 0
 
 
@@ -299,7 +299,7 @@ def test_slow_rank_is_logged_and_ranks_that_wait_for_it_are_not():
     assert [line.split(":")[0] for line in said] == ["compute seconds of iteration 2", "compute seconds of iteration 4"]
     for line in said:
         assert "(rank 2); slow: rank 2 " in line
-        # the other ranks' wait for rank 2 does not count as compute, so the median stays small
+        # ranks wait 0.3 s for rank 2, but waits do not count as compute, so the median of compute seconds stays small
         assert float(line.split("median ")[1].split(",")[0]) < 0.2
 
 

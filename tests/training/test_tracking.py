@@ -186,7 +186,8 @@ def logged_out(tmp_path, monkeypatch) -> Iterator[None]:
         if name == "NETRC" or name.startswith("WANDB_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    # wandb's socket needs a short path, so its folder is not pytest's; a killed service leaves its socket there
+    # wandb's socket needs a short path, so its folder is not in pytest's folder. If wandb's service is killed, it
+    # leaves the socket there.
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("TMPDIR", folder)
         yield

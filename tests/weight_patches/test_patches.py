@@ -63,7 +63,8 @@ def train(case: Case, folder: Path, restart_after: int) -> tuple[list[Bits], int
         ours |= {name: ours[name][: step.model.vocab_size] for name in (WORDS, OUTPUT) if name in ours}
         theirs = to_files(family, split_all(pieces, {name: held(tensor) for name, tensor in ours.items()}))
         expected.append({name: bits_of(entry.read()) for name, entry in theirs.items()})
-    dims.world.all_reduce_(torch.zeros(1))  # waits for all ranks, because the test reads the files of all of them
+    # a collective, so that no rank returns before all ranks have written the files that the test reads
+    dims.world.all_reduce_(torch.zeros(1))
     return expected, sent
 
 
