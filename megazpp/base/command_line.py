@@ -251,7 +251,7 @@ class FlagParser:
         return {name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
 
 
-# ---- flag files and words -----------------------------------------------------------------------------------------
+# ---- read flag files, and split words into flags ------------------------------------------------------------------
 
 
 def expand_flag_files(argv: Sequence[str], script_dir: Path) -> list[Word]:
@@ -304,7 +304,8 @@ def _read_words(path: Path) -> Iterator[Word]:
         ValueError: the file cannot be read, or a quote is not closed. The message names the file and the line.
     """
     try:
-        lines = read_small_file(path).decode("utf-8-sig").split("\n")  # quoted values keep other line breaks
+        # str.splitlines would also split at other line breaks, such as form feeds, which a quoted value may contain.
+        lines = read_small_file(path).decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{_shown(path)}: cannot be read: {cause(error)}") from None
     first = 0  # first line of a group of lines that is split as one text, because a quoted word may span lines
@@ -488,7 +489,7 @@ def _one_value(parts: Sequence[Any], optional: bool, metavar: str | None) -> dic
     words = {str(word): word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part)}
     types_ = [part for part in parts if typing.get_origin(part) is not Literal and part is not types.NoneType]
     if len(types_) > 1:
-        raise TypeError(f"a flag has one type, possibly with words and | None, not {parts}")
+        raise TypeError(f"the annotation of a flag has several types, {types_}: use one type, Literal and None only")
     convert: Callable[[str], Any] = types_[0] if types_ else type(next(iter(words.values())))
     allowed = list(dict.fromkeys([*words, *(["none"] if optional else [])]))
 

@@ -50,7 +50,7 @@ def read_small_file(path: Path) -> bytes:
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     if status.st_size > MOST_BYTES:
         raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than the allowed {MOST_BYTES}", str(path))
     return path.read_bytes()
@@ -120,15 +120,15 @@ def check_writable(path: Path, flag: str, *, overwrite: bool) -> None:
         ValueError: the parent directory is missing or not writable, or `path` exists and may not be replaced.
     """
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        reason = "cannot be written to" if path.parent.is_dir() else "is no directory"
-        raise ValueError(f"{flag}: {path} cannot be made: {path.parent} {reason}")
+        reason = "cannot be written to" if path.parent.is_dir() else "is not a directory"
+        raise ValueError(f"{flag}: {path} cannot be created, because {path.parent} {reason}: choose another path")
     if path.is_dir() or (path.exists() and not overwrite):
         hint = "and is a folder: choose another path" if path.is_dir() else "(--overwrite replaces it)"
         raise ValueError(f"{flag}: {path} exists {hint}")
 
 
 def first_free(name: Callable[[int], Path]) -> Path:
-    """Return the first path that does not exist among `name(1)`, `name(2)`, and so on."""
+    """Return the first path that does not exist among the paths that `name` returns for the numbers 1, 2, and so on."""
     return next(path for number in itertools.count(1) if not (path := name(number)).exists())
 
 

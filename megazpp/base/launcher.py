@@ -64,11 +64,11 @@ class _Names(NamedTuple):
     """Names of a launcher's environment variables. If a field has several names, the first set variable counts."""
 
     launcher: str  # command of the launcher
-    rank: str  # variable with the rank
-    size: str  # variable with the number of ranks
-    local_rank: tuple[str, ...]  # variables with the rank among the ranks of this node
-    local_size: tuple[str, ...] = ()  # variables with the number of ranks on this node
-    nodes: tuple[str, ...] = ()  # variables with the number of nodes
+    rank: str  # environment variable with this process's rank
+    size: str  # environment variable with the number of ranks of the job
+    local_rank: tuple[str, ...]  # environment variables with this process's rank among the ranks of its node
+    local_size: tuple[str, ...] = ()  # environment variables with the number of ranks on this node
+    nodes: tuple[str, ...] = ()  # environment variables with the number of nodes of the job
 
 
 def _of_prefix(launcher: str, prefix: str) -> _Names:
@@ -103,7 +103,8 @@ def find_launcher(env: Mapping[str, str] = os.environ) -> Launched | None:
     Raises:
         ValueError: a variable is not a number, or the environment has a rank but no number of ranks.
     """
-    if _TORCHRUN.rank in env and _TORCHRUN.size in env:  # torchrun's variables count for a single rank too
+    # torchrun's variables count for a single rank too; those of other launchers count only for several ranks.
+    if _TORCHRUN.rank in env and _TORCHRUN.size in env:
         return _read(_TORCHRUN, env)
     srun, pmi = _several(_SRUN, env), _several(_PMI, env)
     if srun is not None and pmi is not None and srun[2:4] == pmi[2:4]:
@@ -112,7 +113,9 @@ def find_launcher(env: Mapping[str, str] = os.environ) -> Launched | None:
         if found is not None:
             return found
 
-    # No launcher was found. A variable with a rank, but none with a number of ranks, is then an error.
+    # No launcher was found. If a variable nevertheless shows that this process is one of several ranks, this is an
+    # error, because each process would train alone. A rank above 0 shows it. So does any rank, even 0, in a variable
+    # whose launcher may set no number of ranks.
     sizes = [names.size for names in (*_MPI, _PMI, _SRUN) if names.size in env]
     later = [name for name in _RANKS if env.get(name, "").isdecimal() and int(env[name]) > 0]
     alone = [name for name in _RANKS_ALONE if name in env and not sizes]

@@ -57,13 +57,16 @@ def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
     def run(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else list(argv)
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
-            # Texts may have characters that this encoding lacks, which would raise UnicodeEncodeError.
+            # Printed texts may have characters that stdout's encoding lacks. They are printed as escape sequences, as
+            # print would otherwise raise UnicodeEncodeError.
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             try:
                 return main(words) or 0
             finally:
-                sys.stdout.flush()  # if the reader of a pipe has exited, this raises here, not at interpreter exit
+                # If the reader of stdout has exited, this flush raises the BrokenPipeError that is caught below. The
+                # interpreter's own flush at exit would print a traceback.
+                sys.stdout.flush()
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_READER_GONE
@@ -115,7 +118,7 @@ def flags_of(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
 
 
-# ---- start and end ------------------------------------------------------------------------------------------------
+# ---- start and end of a program -----------------------------------------------------------------------------------
 
 
 def announce(*names: str) -> None:
@@ -199,7 +202,7 @@ def leave(code: int) -> NoReturn:
     `sys.exit` would race with gloo's threads, and would take seconds on a busy machine.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the reader of a pipe may have ended
+        with contextlib.suppress(OSError):  # the reader of stdout may have exited, which must not change the exit code
             stream.flush()
     os._exit(code)
 
@@ -212,9 +215,9 @@ def end_with(launcher: int) -> None:
     Args:
         launcher: process id of the launching process, which is the parent of this process.
     """
-    with contextlib.suppress(OSError, AttributeError):  # other systems have no prctl
+    with contextlib.suppress(OSError, AttributeError):  # systems other than Linux have no prctl
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
-    if os.getppid() != launcher:  # the launcher died before prctl was called
+    if os.getppid() != launcher:  # the launching process died before prctl, so the kernel would not kill this process
         os._exit(EXIT_ERROR)
 
 
@@ -317,7 +320,7 @@ class Problems:
             raise ValueError("\n".join(dict.fromkeys(self._lines)))
 
 
-# ---- lines of text ------------------------------------------------------------------------------------------------
+# ---- print and format lines of text -------------------------------------------------------------------------------
 
 
 def say(line: Any) -> None:

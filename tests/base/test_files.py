@@ -20,7 +20,7 @@ def test_unwritable_output_is_rejected(tmp_path, monkeypatch):
     rows = [
         (path, False, f"--output-prefix: {path} exists (--overwrite replaces it)"),
         (tmp_path, True, f"--output-prefix: {tmp_path} exists"),  # --overwrite replaces a file but never a folder
-        (tmp_path / "none" / "a", True, "none is no directory"),
+        (tmp_path / "none" / "a", True, "none is not a directory"),
     ]
     assert not not_refused(rows, lambda path, overwrite: check(path, overwrite=overwrite))
     # root may write anywhere, so the missing permission is simulated
@@ -66,5 +66,5 @@ def test_small_file_is_regular_and_bounded(monkeypatch, tmp_path):
     monkeypatch.setattr(files, "MOST_BYTES", 8)
     assert read_small_file(path) == b"12345678"
     path.write_bytes(b"123456789")
-    rows = [(path, "it has 9 bytes, more than the allowed 8"), (fifo, "no regular file"), (tmp_path, "no regular file")]
+    rows = [(path, "it has 9 bytes, more than the allowed 8"), (fifo, "not a regular"), (tmp_path, "not a regular")]
     assert not not_refused(rows, read_small_file, OSError)

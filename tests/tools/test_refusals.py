@@ -36,7 +36,7 @@ preprocess_data --input none.jsonl | none.jsonl does not exist
 preprocess_data --input junk.jsonl | junk.jsonl, line 1: not UTF-8
 preprocess_data --input empty.jsonl | has no text in the field text
 preprocess_data --input a.jsonl --tokenizer-type SentencePieceTokenizer --tokenizer-model y | y does not exist
-preprocess_data --input a.jsonl --output-prefix there/x | there is no directory
+preprocess_data --input a.jsonl --output-prefix there/x | there is not a directory
 preprocess_data --input a.jsonl --json-keys body | a.jsonl, line 1: the field 'body' is missing
 preprocess_data --input a.jsonl --split-sentences | --split-sentences is a Megatron flag that is not supported
 preprocess_data --input a.jsonl --dataset-impl lazy | only mmap
@@ -44,7 +44,7 @@ preprocess_data --inptu a.jsonl | --inptu is not a flag; did you mean --input?
 generate --load x --tokens 9 | --tokens is not a flag; did you mean --eos-token or --sample-tokens?
 train_tokenizer --character-coverage 2 | --character-coverage 2.0 is not a fraction from 0.98 to 1
 train_tokenizer --workers 1 | --input is missing
-train_tokenizer --input a.jsonl --output-prefix none/x | none is no directory
+train_tokenizer --input a.jsonl --output-prefix none/x | none is not a directory
 train_tokenizer --input none.jsonl | none.jsonl does not exist
 train_tokenizer --input empty.jsonl | holds no text
 train_tokenizer --input junk.jsonl | junk.jsonl, line 1: not UTF-8

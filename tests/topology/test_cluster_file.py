@@ -183,8 +183,8 @@ def test_unreadable_cluster_file_is_a_value_error(path):
     rows = [
         ("nowhere.yaml", "--cluster-file nowhere.yaml cannot be read: No such file or directory"),
         (path, f"--cluster-file {path} cannot be read: 'utf-8' codec can't decode"),
-        (path.parent, f"--cluster-file {path.parent} cannot be read: it is no regular file"),
-        (fifo, f"--cluster-file {fifo} cannot be read: it is no regular file"),
+        (path.parent, f"--cluster-file {path.parent} cannot be read: it is not a regular file"),
+        (fifo, f"--cluster-file {fifo} cannot be read: it is not a regular file"),
         (deep, f"--cluster-file {deep}: its brackets are nested too deeply"),
     ]
     assert not not_refused(rows, read_cluster)
