@@ -63,7 +63,7 @@ CHARTS = (
     Chart("peak_memory_bytes", "Peak memory", "GB, rank 0", "zero", 1 / GIGA),
 )
 
-# ---- curves -------------------------------------------------------------------------------------------------------
+# ---- curves of the charts -----------------------------------------------------------------------------------------
 
 
 def times(run: Run) -> np.ndarray:
@@ -77,7 +77,8 @@ def times(run: Run) -> np.ndarray:
         iteration = row["iteration"]
         steps = _finite(row.get("steps")) or max(1, iteration - before if iteration > before else 1)
         total += steps * max(0.0, _finite(row.get("step_seconds")))
-        tokens += _finite(row.get("tokens"))  # instead of "consumed_tokens" if samples differ in length
+        # If samples differ in length, rows have the tokens of their steps instead of the total "consumed_tokens".
+        tokens += _finite(row.get("tokens"))
         sent += steps * _finite(row.get("cross_bytes"))
         places.append([iteration, _finite(row.get("consumed_tokens", tokens)), total, sent])
         before = iteration
@@ -179,7 +180,7 @@ def _short(value: float) -> float | None:
     return int(rounded) if rounded.is_integer() else rounded
 
 
-# ---- tables -------------------------------------------------------------------------------------------------------
+# ---- tables of the report -----------------------------------------------------------------------------------------
 
 
 def summary_table(runs: Sequence[Run]) -> Table:

@@ -71,7 +71,8 @@ def groups_table(rows: Sequence[Row]) -> Table:
         steps, late = (sum(g["steps"] for g in own if g["late"] >= least) for least in (0, 1))
         outs = sum(a != "out" and b == "out" for a, b in itertools.pairwise(of_group))
         totals = [0, *(row["sent_bytes"][name] for row in rows if name in row["sent_bytes"])]
-        # The rows have cumulative bytes, which begin at 0 again if the job of the group is restarted.
+        # The rows have cumulative bytes, which begin at 0 again if the job of the group is restarted. So if a total is
+        # below the previous total, all of its bytes are added.
         sent = sum(b - a if b >= a else b for a, b in itertools.pairwise(totals))
         waited = sum(group["waited"] for group in own)
         table.append([name, str(len(own)), str(steps), str(late), str(outs), f"{waited:.1f}", f"{sent / MEGA:.3f}"])
@@ -79,7 +80,11 @@ def groups_table(rows: Sequence[Row]) -> Table:
 
 
 def groups_line(rows: Sequence[Row]) -> str:
-    """Return the report's sentence about an elastic DiLoCo run: versions, merged tokens per second, late steps."""
+    """Return the report's sentence about an elastic DiLoCo run.
+
+    It states the number of versions, the merged tokens per second, the percentage of training steps whose contribution
+    was merged at least one version late, and the number of steps that were trained again.
+    """
     groups = [group for row in rows for group in row["groups"]]
     steps, late = (sum(g["steps"] for g in groups if g["late"] >= least) for least in (0, 1))
     seconds = rows[-1]["time"] - rows[0]["time"]
