@@ -84,7 +84,8 @@ def main(argv: list[str]) -> int:
     config, place = parsed.config, detect_rank_info(parsed.config.launch)
     has_shape = not problems or not config.checkpoint.use_checkpoint_args
 
-    # ---- checks before anything is allocated or written; workers plan again, because they may find other hosts
+    # ---- check the flags before anything is allocated or written. Workers check them again later, for the nodes that
+    # they discover, which may differ from the announced nodes.
     with problems:
         announced = announced_cluster(config, place)
         if has_shape:
@@ -93,7 +94,7 @@ def main(argv: list[str]) -> int:
         parsed = parsed._replace(notices=(*parsed.notices, *check_uses(config, parsed.origins)))
         check_device(config.model, device_type())
     with problems:
-        # The process that starts workers has checked their files, so they do not check them again.
+        # Workers that MegaZ++ itself starts skip this check, because their launching process has checked the files.
         if LAUNCHER_PID not in os.environ and config.data.sources:
             parsed = parsed._replace(tokenizer=check_inputs(config.data, config.tokenizer, loaded=parsed.tokenizer))
     problems.raise_all()
@@ -102,7 +103,7 @@ def main(argv: list[str]) -> int:
     # ---- start the workers, or become one
     if not place.started:
         return start_workers(place, config.launch, main)
-    facts = facts_of(parsed)  # flags, versions and variables that must be equal on all ranks
+    facts = facts_of(parsed)  # flags, versions and environment variables that must be equal on all ranks
     with worker_process(place, config.launch, facts) as worker, open_run(worker, parsed, announced, source) as run:
         # ---- build the data, the model and the trainer
         with user_errors():

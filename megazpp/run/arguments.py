@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 Section = TypeVar("Section", bound="FeatureConfig")
 DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"
-# Names of fields that no program takes from a checkpoint, because its device may not support them
+# Names of fields that no program takes from a checkpoint, because the program's device may not support their values
 OF_THE_DEVICE = {"fp8_format"}
 # Fields of `RunConfig` with the model and its training data, which a program can take from a checkpoint. Flags for the
 # devices and for the sharding are not taken, because the program may run on another cluster than the checkpoint's run.
@@ -68,7 +68,8 @@ _EXCLUSIVE = (
     ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
     *(("data_path", "text_path", "mock_data", f"{use}_data_path") for use in ("train", "valid", "test")),
 )
-# Phases of the learning-rate schedule. Their lengths are in iterations or in samples, like the length of the run.
+# Phases of the learning-rate schedule, as parts of the names of fields, such as `lr_warmup_iters`. The lengths of the
+# phases are in iterations or in samples, like the length of the run.
 _PARTS = ("decay", "warmup", "wsd_decay")
 # Pairs of names (a, b): flag `a`, on the command line or in a later flag file, overrides flag `b` of an earlier file.
 MUTUALLY_EXCLUSIVE = (
@@ -338,7 +339,7 @@ def parse_run_config(
     )
     (*configs, show), origins, notices = parser.read(argv, script_dir, read_megatron_flags(), complete=False)
 
-    # ---- assign the parsed configs, which are in the order of `classes`
+    # ---- assign the parsed configs: first the program's `extra` configs, then the core's, then the features'
     own, rest = configs[: len(extra)], configs[len(extra) :]
     parts = dict(zip(kinds, rest, strict=False))
     if origins.get("zero_weight_delta") == COMMAND_LINE:
@@ -357,7 +358,8 @@ def parse_run_config(
 def _check_choice(zero: ZeroConfig) -> None:
     """Raise a ValueError if --zero-weight-delta auto has no format of weights to choose.
 
-    The caller checks only a flag of the command line, because the args.txt of every run has --zero-weight-delta.
+    This is so without --zeropp, and if other flags set the format. The caller checks only a flag that the user has
+    typed: every run writes --zero-weight-delta to its args.txt, and a later run may use this file with other flags.
     """
     if zero.zero_weight_delta != "auto" or zero.chooses_weight_delta:
         return

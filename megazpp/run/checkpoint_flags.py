@@ -45,7 +45,7 @@ def with_checkpoint_flags(
     others = {other for name, other in MUTUALLY_EXCLUSIVE if asks(given.get(name))}
     free = {name: value for name, value in record.flags.items() if name not in {*given, *others, *OF_THE_DEVICE}}
 
-    # ---- put the selected flags into the configs
+    # ---- copy the selected flags of the checkpoint into the configs
     where = folder.of(record.progress.iteration) / RECORD
     parts: dict[str, Any] = {name: _updated(getattr(config, name), free, where) for name in taken}
     names = {f.name for name in taken for f in dataclasses.fields(parts[name])} & free.keys()

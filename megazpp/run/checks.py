@@ -98,7 +98,7 @@ def plan_model(
     if seq_length is None:
         raise ValueError("--seq-length, the number of tokens per sample, is missing: add it")
 
-    # ---- shapes of the model and of the samples
+    # ---- check the model's sizes and the tokens per sample against the layout and the device
     check_model(config.model, layout.tp, seq_length, cp_size=layout.cp)
     check_experts(config.model, layout, zero_stage=config.zero.stage)
     products = check_products(config.model, layout.tp, device_type, bf16=config.precision.bf16)
@@ -152,12 +152,15 @@ def plan_run(
     complete = not problems
     with problems:
         if config.anomalies.loss_spike_action == "rewind" and not saves:
-            raise ValueError("--loss-spike-action rewind needs --save, because it returns to the last checkpoint")
+            raise ValueError(
+                "--loss-spike-action rewind needs --save, because it returns to the last checkpoint: add "
+                "--save, or use another --loss-spike-action"
+            )
     with problems:
         if config.optimizer.optimizer_backend == "apex":
             check_apex(device_type)
 
-    # ---- layout, model, batches and schedule
+    # ---- plan the layout of the ranks, the collectives of the model, the batches and the schedule
     layout = None
     with problems:
         layout = lay_out(config, cluster)
@@ -188,7 +191,8 @@ def plan_run(
     if (interval := config.checkpoint.save_interval) is not None and not saves:
         notices += (f"--save-interval {interval} without --save FOLDER: no checkpoints are saved",)
     left = batches.dataset_samples - batches.total_samples
-    if left > 0 and batches.start_iteration > 0:  # a new run drops them without a notice, as Megatron-LM does
+    # A new run drops the last samples without a notice, as Megatron-LM does. Only a resumed run gets a notice.
+    if left > 0 and batches.start_iteration > 0:
         notices += (
             f"--train-samples {config.batches.train_samples}: the last {left} are too few for a global batch of "
             f"{batches.batch_size_at(batches.total_samples)}, and no step takes them",
@@ -211,7 +215,7 @@ def plan_run(
 
 
 def _check_required(config: RunConfig) -> None:
-    """Raise a ValueError that lists all missing flags without which no run can start."""
+    """Raise a ValueError that lists the missing flags if some flags that every run needs are not set."""
     model, data, batches = config.model, config.data, config.batches
     learned = model.positions == "learned_absolute"
     tokenizer = "" if names_tokenizer(config.tokenizer) else " and --tokenizer-model"
@@ -230,7 +234,7 @@ def _check_required(config: RunConfig) -> None:
     }
     missing = [name for name, value in needed.items() if value is None]
     if missing:
-        raise ValueError(f"required flags are missing: {', '.join(missing)}")
+        raise ValueError(f"required flags are missing: {', '.join(missing)}; add them")
 
 
 def check_uses(config: RunConfig, origins: Mapping[str, str]) -> tuple[str, ...]:
@@ -271,7 +275,7 @@ def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int
     Raises:
         ValueError: a size is not divisible, or a sample is too long. The message names the flags and their values.
     """
-    # ---- sizes that tensor and context parallelism divide
+    # ---- check that the sizes of tensor and context parallelism divide the model's sizes
     sizes = {"num_attention_heads": model.heads, "ffn_hidden_size": model.dense_ffn_size}
     sizes["moe_shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size
     if model.group_query_attention:
@@ -283,7 +287,7 @@ def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int
         degrees = f"--context-parallel-size {cp_size} x --tensor-model-parallel-size {tp_size}"
         raise ValueError(f"--num-attention-heads {model.heads} is not divisible by {degrees}: change one of them")
 
-    # ---- length of a sample
+    # ---- compare the length of a sample with the number of positions that the model supports
     longest, scaled = model.max_position_embeddings, ""
     if model.rope_type == "dynamic":
         if cp_size > 1:
@@ -308,25 +312,33 @@ def check_experts(model: GPTConfig, layout: Layout, *, zero_stage: int) -> None:
         layout: sizes of the parallel axes.
         zero_stage: ZeRO stage, 0 to 3.
     """
-    parallel, experts = f"--expert-model-parallel-size {layout.ep}", f"--num-experts {model.num_experts}"
     if model.num_experts is None:
         if layout.ep > 1:
-            raise ValueError(f"{parallel} needs --num-experts, and this model has no experts: leave one of them out")
+            raise ValueError(
+                f"--expert-model-parallel-size {layout.ep} needs --num-experts, and this model has no experts: add "
+                "--num-experts, or leave --expert-model-parallel-size out"
+            )
         return
     if model.num_experts % layout.ep:
-        raise ValueError(f"{experts} is not divisible by {parallel}: change one of them")
+        raise ValueError(
+            f"--num-experts {model.num_experts} is not divisible by --expert-model-parallel-size {layout.ep}: "
+            "change one of them"
+        )
     if layout.tp > layout.cluster.local_domain_size:
         raise ValueError(
-            f"{experts} with --tensor-model-parallel-size {layout.tp}, more than the "
-            f"{layout.cluster.local_domain_size} ranks of a node, is not supported: use a smaller size"
+            f"--num-experts {model.num_experts} with --tensor-model-parallel-size {layout.tp}, more than the "
+            f"{layout.cluster.local_domain_size} ranks of a node, is not supported: use a smaller tensor-parallel size"
         )
     if zero_stage == 0 and layout.ep != layout.tp:
         raise ValueError(
-            f"{experts} with --zero-stage 0, which shards nothing, needs --expert-model-parallel-size {layout.tp} "
-            f"like --tensor-model-parallel-size, not {layout.ep}"
+            f"--num-experts {model.num_experts} with --zero-stage 0, which shards nothing, needs "
+            f"--expert-model-parallel-size {layout.tp} like --tensor-model-parallel-size, not {layout.ep}"
         )
     if layout.replica_group > 1 and layout.ep > 1:
-        raise ValueError(f"{parallel} with --diloco-steps is not supported; use --expert-model-parallel-size 1")
+        raise ValueError(
+            f"--expert-model-parallel-size {layout.ep} with --diloco-steps is not supported; use "
+            "--expert-model-parallel-size 1"
+        )
     if layout.replica_group > 1 and model.moe_router_enable_expert_bias:
         raise ValueError(
             "--moe-router-enable-expert-bias with --diloco-steps is not supported: replica groups would have different "

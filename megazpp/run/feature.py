@@ -148,11 +148,18 @@ class Feature:
         return 1
 
     def num_jobs(self, config: RunConfig) -> int:
-        """Return the number of jobs, each with separate process groups, that train the run's model together."""
+        """Return the number of jobs that train the run's model together, each with separate process groups.
+
+        Only elastic DiLoCo has several jobs; the default is 1.
+        """
         return 1
 
     def as_one_job(self, config: RunConfig) -> RunConfig:
-        """Return flags with which one job on all nodes trains like the run's several jobs, for the planner."""
+        """Return the flags of one job that trains like all jobs of the run together, for the planner.
+
+        Elastic DiLoCo has one job per replica group, and the planner estimates a single job on all of their nodes. The
+        default returns the unchanged flags.
+        """
         return config
 
     def choose_weight_delta(
@@ -174,7 +181,10 @@ class Feature:
         return None
 
     def states(self, config: RunConfig) -> type[DeviceStates] | None:
-        """Return the class that keeps weights, moments and gradients off the device; None if the device keeps them."""
+        """Return the class that keeps weights, moments and gradients off the device, as in host memory.
+
+        None means that this feature leaves them on the device.
+        """
         return None
 
     def check(self, config: RunConfig, plan: RunPlan) -> FeaturePlan | None:

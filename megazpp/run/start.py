@@ -228,7 +228,8 @@ def announced_cluster(config: RunConfig, place: RankInfo) -> Cluster:
         config: flags of the run.
         place: rank of this process and number of ranks, as the launcher has set them.
     """
-    # A process that no launcher has started ignores the environment variables of a surrounding batch script.
+    # If no launcher has started this process as one of several ranks, environment variables such as LOCAL_WORLD_SIZE
+    # come from a surrounding batch script. They do not describe this run, so they are ignored.
     launcher_env = os.environ if place.started and place.world_size > 1 else {}
     if place.launched_size is not None:
         launcher_env = {"LOCAL_WORLD_SIZE": str(place.launched_size)}

@@ -134,7 +134,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
     with user_errors():
         on_one_machine = functools.partial(config.detect_cluster, worker.world_size, {})
         cluster = resolve_cluster(worker, config.cluster, announced, on_one_machine=on_one_machine)
-        find_product(config.model, worker.device)  # raises ValueError if the device lacks --fp8-format
+        find_product(config.model, worker.device)  # called for its ValueError: the device may not support --fp8-format
         layout = lay_out(config, cluster)
     dims = ParallelDims(layout, device_type=worker.device.type, nccl=config.nccl)
     worker.watchdog.watch(dims)
@@ -255,7 +255,10 @@ def choose_weight_delta(
         cluster, _ = measure_cluster(config, cluster, dims, device)
 
     def estimate() -> WeightDelta | None:
-        """Return the choice of the first feature that estimates both formats, which is the planner; None without it."""
+        """Return the format of weights that the first feature able to estimate a run chooses; None without one.
+
+        The planner is the only feature that can estimate a run.
+        """
         gigabytes = torch.cuda.get_device_properties(device).total_memory / GIGA if device.type == "cuda" else None
         found = (
             feature.choose_weight_delta(config, cluster, device_type=device.type, gigabytes=gigabytes)
@@ -336,7 +339,7 @@ class Trainer:
         config, plan, context, dims, tokenizer = run.config, run.plan, run.context, run.context.dims, parts.tokenizer
         model, sharding = parts.built
 
-        # ---- optimizer, loss scale, guard
+        # ---- optimizer, loss scaler, and the guard that decides for each step whether it updates the weights
         settings: dict[str, Any] = {"dims": dims, "dtype": config.precision.param_dtype, "adamw": sharding.states.adamw}
         optimizer = build_optimizer(model, config.optimizer, **settings)
         scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
@@ -407,7 +410,7 @@ class Trainer:
         with user_errors():
             self.checkpoints.check_space()
 
-        # ---- the optimizer step
+        # ---- the object that runs one training step: forward, backward and optimizer
         self.step = TrainStep(
             model,
             sharding,
