@@ -256,8 +256,8 @@ def draw_completions(
         if ends:
             found.ended[places] |= (token.unsqueeze(1) == end_ids).any(dim=1)
         # ---- find the rows that have ended, and shrink the batch
-        # Here the host waits for the device. Without `is_last`, skip this if no token ends a row, after the last token,
-        # and except after every `look_every` tokens.
+        # Here the host waits for the device. So without `is_last`, look only after every `look_every` tokens, not after
+        # the last token, and never if there are no tokens that end a row.
         if is_last is None and (not ends or count + 1 == limit or (count + 1) % look_every):
             continue
         marks = (found.ended[places], broken.expand(len(rows)), agreed[-1:].expand(len(rows)))

@@ -98,7 +98,7 @@ def run_on_checkpoint(
         return 0
 
     # ---- checks before anything is allocated
-    # Optional features change only training runs, so leave out the features that the checkpoint's run has used
+    # Optional features change only training runs, so drop them from the config
     config = dataclasses.replace(parsed.config, features=())
     parsed = parsed._replace(config=config)
     problems = Problems()
