@@ -248,7 +248,8 @@ class ElasticLoop:
         wants = self._granted + 1
         self._agent.tell(wants=wants)
 
-        with self._axis.timeline.span(WAIT, "samples"):  # lets the watchdog see that this rank waits
+        # Each new span shows the watchdog that this rank makes progress, and what it waits for
+        with self._axis.timeline.span(WAIT, "samples"):
             state = self._agent.wait(
                 lambda state: (state["granted"] >= wants or gives_up(state)) and state, POLL_SECONDS
             )
@@ -449,7 +450,8 @@ class ElasticLoop:
         # The other ranks wait in a collective for rank 0's value, and a collective may time out. So rank 0 shares None
         # after POLL_SECONDS without a value, and all ranks wait again.
         while True:
-            with self._axis.timeline.span(WAIT, "other groups"):  # lets the watchdog see that this rank waits
+            # Each new span shows the watchdog that this rank makes progress, and what it waits for
+            with self._axis.timeline.span(WAIT, "other groups"):
                 found = self._agent.wait(ready, POLL_SECONDS) if self._axis.rank == 0 else None
             if (found := self._axis.share_object(found)) is not None:
                 return found

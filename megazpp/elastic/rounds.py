@@ -150,7 +150,8 @@ class Rounds:
         self._published: set[str] = set()
         # time at which a quorum of whole intervals had arrived in this round, when the grace began; None before
         self._quorum_at: float | None = None
-        # time at which a quorum of groups had fetched all chosen contributions of this round; None before
+        # time at which a quorum of groups had fetched all chosen contributions of this round, from which the commit
+        # waits at most the grace for the fetches of other groups; None before
         self._held_at: float | None = None
         # time at which all ranks of one group had connected, from which the start waits for other groups; None before
         self._assembled_at: float | None = None
