@@ -43,7 +43,7 @@ from megazpp.run.start import own_checkpoints
 from megazpp.training.batches import BatchPlan
 
 CHECK_SECONDS = 1.0  # time limit for checking lines of data before workers start
-LONGEST = 1024  # TRL's default of --max-length; a model with fewer positions gets their number
+LONGEST = 1024  # TRL's default of --max-length; for a model with fewer positions, their number is the default
 
 
 def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSource, CheckpointMetadata]:
