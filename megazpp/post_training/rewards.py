@@ -30,7 +30,7 @@ from megazpp.post_training.config import RewardConfig
 from megazpp.post_training.formatting import Prompt
 from megazpp.post_training.losses import nanstd
 
-_GIVEN = ("prompts", "completions", "completion_ids")  # arguments of reward functions that do not come from columns of the data
+_GIVEN = ("prompts", "completions", "completion_ids")  # reward functions' arguments that are no columns of the data
 
 
 class RewardFunction(NamedTuple):
