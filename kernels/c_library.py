@@ -130,7 +130,9 @@ def _run(command: list[str], output: Path) -> Path:
     if done.returncode:
         lines = log.read_text(errors="replace").splitlines()
         complaint = next((line for line in lines if "error:" in line), lines[0] if lines else f"exit {done.returncode}")
-        raise CLibraryError(f"the compiler {command[0]} failed: {complaint[:120]}")
+        raise CLibraryError(
+            f"the compiler {command[0]} failed: {complaint[:120]}; name another compiler in the environment variable CC"
+        )
     return output
 
 

@@ -205,7 +205,9 @@ def backend(device_type: str) -> tuple[str, str, str]:
         raise ValueError(
             "block quantization of CUDA tensors requires Triton, which is not installed: pip install triton"
         )
-    raise ValueError(f"block quantization has no implementation for {device_type} tensors, only for cpu and cuda")
+    raise ValueError(
+        f"block quantization has no implementation for {device_type} tensors: move them to a device of type cpu or cuda"
+    )
 
 
 def _implementation(tensor: Tensor) -> ModuleType | None:

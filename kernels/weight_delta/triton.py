@@ -31,7 +31,8 @@ def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor
     """Encode the lossless delta from old to new weights, in Triton; see `reference.encode`."""
     num_blocks = len(kinds)
     # Each row of `plan` has one number per block of weights: the kind of the body with the encoded changes, the
-    # exponent c, the bytes of the body, the number of changed elements, and the body's start in the message.
+    # exponent c, the bytes of the body, the number of changed elements, and the body's offset in bytes from the first
+    # body of the message, or -1 if the body does not fit into the message.
     plan = torch.empty(5, num_blocks, dtype=torch.int32, device=new.device)
     data = (new.view(torch.int16), old.view(torch.int16), plan)
     constants = _constants(new.dtype)
@@ -146,9 +147,10 @@ def _measure_kernel(
 
 @triton.jit
 def _start_kernel(plan, kinds, halves, numbers, num_blocks, capacity):
-    """Compute where each block's body starts in the message, or -1 if the block is left out, and write that to `plan`.
+    """Compute where each block's body starts in the message, and write these offsets to the last row of `plan`.
 
-    The kernel also writes the kinds, halves and counters of the message. One program handles all blocks.
+    The offset is -1 for a block that is left out. The kernel also writes the kinds, halves and counters of the message.
+    One program handles all blocks.
     """
     first, wanted, left_out = 0, 0, 0
     while first < num_blocks:  # not `for`: Triton 3.6's interpreter does not support a kernel argument as a range's end
