@@ -32,7 +32,10 @@ def check_apex(device_type: str) -> None:
     The type is not "cuda", or apex's FusedAdam or its CUDA extension `amp_C` is not installed.
     """
     if device_type != "cuda":
-        raise ValueError(f"--optimizer-backend apex needs a CUDA device, but this run uses {device_type}; {_ADVICE}")
+        raise ValueError(
+            f"--optimizer-backend apex needs a CUDA device, but this run uses {device_type}: use"
+            " --optimizer-backend torch"
+        )
     package = importlib.util.find_spec("apex")
     folders = (package.submodule_search_locations if package else None) or []
     if not any((Path(folder) / "optimizers" / "fused_adam.py").exists() for folder in folders):
