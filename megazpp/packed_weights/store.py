@@ -45,7 +45,9 @@ class WeightStore:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         if (size := path.stat().st_size) != self.starts[-1] + 4 * len(sizes):
-            raise self._damaged(f"it has {size} bytes instead of {self.starts[-1] + 4 * len(sizes)}")
+            raise self._damaged(
+                f"the file has {size} bytes, but the model's layers need {self.starts[-1] + 4 * len(sizes)} bytes"
+            )
         self._sums = np.fromfile(path, "<u4", offset=self.starts[-1]).tolist()
 
     def read(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
@@ -62,7 +64,9 @@ class WeightStore:
             done += count
         if index not in self._verified:
             if (found := zlib.crc32(view)) != self._sums[index]:
-                raise self._damaged(f"layer message {index} has CRC-32 {found:08x} instead of {self._sums[index]:08x}")
+                raise self._damaged(
+                    f"message {index} of the file has CRC-32 {found:08x}, but {self._sums[index]:08x} was written"
+                )
             self._verified.add(index)
         return buffer
 

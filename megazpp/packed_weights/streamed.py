@@ -128,7 +128,8 @@ class StreamedUnits:
         dtype: torch.dtype,
         prefetch: int,
     ) -> None:
-        # the fetches that run, and a ring of buffers for units that are gathered from several ranks
+        # prepare the table of running fetches (`_started`, by the index of the unit) and, if several ranks share a
+        # unit, a ring of buffers for the gathered messages
         self.plan, self.passes, self.waited_seconds = plan, 0, 0.0
         self._fetch, self._axis, self._ahead = fetch, axis, min(prefetch, len(units) - 1)
         self._started: dict[int, Work[torch.Tensor]] = {}
