@@ -250,7 +250,7 @@ def test_wait_for_the_checkpoint_of_another_job_is_announced_once(tmp_path, monk
 def test_deleted_checkpoint_loses_its_name_before_its_files(folder, monkeypatch):
     for iteration in (1, 2, 3):
         save(folder, iteration)
-    # the files stay, as if the process was killed after the rename and before the deletion
+    # deletion does nothing here, as if the process was killed after the renames and before it deleted files
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
     folder.keep_only([3])
     assert folder.iterations() == [3]

@@ -86,8 +86,8 @@ def test_thirty_random_kills_lose_no_complete_checkpoint(tmp_path):
                 told.append(ours.recv())
         killed_in.append(len(told))
         if len(told) > 1:
-            # the job starts from the last reported iteration, or from the next one if its save completed before the
-            # kill
+            # the job loads the iteration that the killed job reported last, or the next one if its save completed
+            # before the kill
             assert told[1] in (complete, complete + 1)
             complete = told[-1]
         latest = CheckpointFolder(tmp_path, "--save").latest() or 0

@@ -23,7 +23,7 @@ def test_safetensors_files_are_read_and_written_like_by_the_package(tmp_path):
     write_tensors(ours, open_tensors(theirs))
     torch.testing.assert_close(safetensors.torch.load_file(ours), TENSORS, rtol=0, atol=0)
     with safetensors.safe_open(ours, framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}  # transformers refuses files without this metadata
+        assert file.metadata() == {"format": "pt"}  # the metadata that transformers requires of a .safetensors file
     (header,) = struct.unpack("<Q", ours.read_bytes()[:8])
     assert header % 8 == 0  # the header ends at a multiple of 8 bytes, so the tensors behind it are aligned
 

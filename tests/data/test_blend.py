@@ -132,8 +132,8 @@ def test_equal_split_is_built_once_and_another_one_separately(tmp_path):
         ((0.0, 1.0), {}, 3),
         ((0.0, 1.0), {}, 0),
         ((0.0, 1.0), {"seed": 2}, 2),
-        # the halves of a and of b have documents of equal lengths, so parts of the blend with equally many samples
-        # share their indices
+        # the first halves of a and of b have documents of equal lengths, so they share the cached indices for equally
+        # many samples
         ((0.0, 0.5), {}, 3),
         ((0.0, 1.0), {"seq_length": 7}, 4),
         ((0.0, 1.0), {"num_samples": 30}, 3),

@@ -63,7 +63,7 @@ def test_cached_logits_do_not_depend_on_chunks_or_padding(style):
 @pytest.mark.parametrize("multiple", [1, 16])
 @torch.no_grad()
 def test_kept_rows_have_their_logits_with_rounded_mask_lengths(multiple):
-    """Remove and reorder rows of a cache, and check the logits of the remaining rows.
+    """Keep two rows of a key-value cache in another order, and compare their next logits with a plain forward.
 
     The lengths of rows on the host and their positions on the device must agree after every change.
     """

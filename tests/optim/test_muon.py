@@ -103,9 +103,10 @@ def by_torch(
             for rows, p in found:
                 p.grad = whole[rows]
         with pytest.MonkeyPatch.context() as patch:
-            # torch up to 2.14 casts to bf16 by this method; without the cast, Muon computes in fp32
+            # torch.optim.Muon casts to bf16 by this method up to torch 2.14; the test turns the cast off, so that Muon
+            # computes in fp32
             patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
-            # torch 2.15 and later cast to bf16 by this method
+            # torch 2.15 and later cast to bf16 by this method, which the test turns off as well
             patch.setattr(torch.Tensor, "to", lambda tensor, **_: tensor.clone())
             muon.step()
         adam.step()

@@ -65,7 +65,10 @@ def frozen_stack(
 
 
 def plain_stack(bits: int | None) -> Stack:
-    """Return a model without frozen units, whose matrices were packed in `bits` and unpacked again, as a reference."""
+    """Return a reference model without frozen units.
+
+    Its matrices have the values that packing in `bits` and unpacking gives.
+    """
     model, rows = Stack(), plan_rows(WIDTH, *at_rest(bits, torch.float32))
     model.load_state_dict(stack_weights())
     for layer in model.layers:

@@ -116,9 +116,10 @@ def test_units_hold_every_parameter_once_by_name():
 
 
 def test_document_kernel_costs_the_same_plus_a_copy_of_rows():
-    """Compare the attention kernel for documents with the causal kernel. It saves no S x S tensor.
+    """Compare the FLOPs and the saved memory of the attention kernel for documents with those of the causal kernel.
 
-    With several rows, the output projection saves a copy of the kernel's output in another memory layout.
+    The kernel saves no S x S tensor. With several rows, the output projection saves a copy of the kernel's output in
+    another memory layout.
     """
     for config, samples in itertools.product(STYLES, (1, SAMPLES)):
         plain, documents = (trace(like(config), micro_batch_size=samples, documents=how) for how in (None, "kernel"))

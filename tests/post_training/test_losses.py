@@ -163,9 +163,9 @@ def ppo(case: Case) -> Numbers:
 
 @pytest.mark.parametrize("compare", [sft, reward, dpo, rloo, grpo, grpo_in_micro_batches, ppo])
 def test_losses_gradients_and_metrics_match_trl(compare):
-    """Compare losses, gradients and metrics of all stored cases.
+    """Compare this project's losses, gradients and metrics with TRL's, for all cases that TRL's numbers are stored for.
 
-    The tolerance is 1e-6, because TRL computes in fp32.
+    The tolerance is 1e-6, because TRL computes log-probabilities in fp32.
     """
     for case in CASES:
         if case["kind"] == compare.__name__.partition("_")[0]:
@@ -183,7 +183,7 @@ def test_reference_is_mixed_with_the_policy_like_in_trl():
 
 
 def completions() -> tuple[torch.Tensor, ...]:
-    """Return five random tensors and the mask of completions, each [8, 7]: 8 rows of 7 labels."""
+    """Return five random tensors [8, 7], and the mask of the labels that belong to completions: 8 rows of 7 labels."""
     generator, places = torch.Generator().manual_seed(0), torch.arange(7)
     lengths = torch.tensor([3, 1, 5, 0, 2, 4, 5, 1]).unsqueeze(1)
     mask = ((places > 0) & (places <= lengths)).double()

@@ -131,9 +131,9 @@ def test_export_refuses_a_buffer_that_the_other_format_cannot_hold():
 
 
 def biases_after_training(case: Case, load: str, adapters: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Train a mixture of experts; return the bias of the first layer's experts before and after the steps.
+    """Load and train a mixture of experts; return the router's bias in the first layer before and after training.
 
-    Either only adapters on a frozen base are trained, or all weights.
+    If `adapters` is True, only adapters on a frozen base are trained, otherwise all weights.
     """
     with one_more_buffer():
         if adapters:

@@ -220,7 +220,8 @@ def draw_unevenly(case: PostCase) -> list[int]:
     rank = loader.sampler.dims.data_rank
     config = SampleConfig(sample_tokens=2 + 9 * rank, sample_top_k=0)
     drawn, _ = dataclasses.replace(loader.sampler, config=config).draw(PROMPTS[rank:], [*"abcdef"[rank:]])
-    loader.step(0, BATCH)  # a step of all ranks works afterwards, so no rank is still inside a collective
+    # a step with collectives of all ranks works afterwards, which shows that no rank waits in a collective of `draw`
+    loader.step(0, BATCH)
     return drawn.lengths.tolist()
 
 

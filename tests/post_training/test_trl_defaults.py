@@ -25,7 +25,7 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], str]] = {
 }
 TRL = {name: defaults for file in FILES.values() for name, defaults in file["defaults"].items()}
 
-RENAMED = {  # TRL's name of a flag -> our name, if the names differ
+RENAMED = {  # TRL's name of a flag -> this project's name of it, for names that differ
     "learning_rate": "lr",
     "lr_scheduler_type": "lr_decay_style",
     "warmup_steps": "lr_warmup_iters",

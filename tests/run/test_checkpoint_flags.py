@@ -55,7 +55,8 @@ def test_model_flags_come_from_checkpoint_and_launch_flags_do_not():
     assert (config.precision.bf16, config.launch.seed, config.data.text_path) == (True, 77, ("a.txt", "b.txt"))
     assert (config.launch.nproc, config.parallel.tensor_model_parallel_size, config.zero.stage) == (None, 1, 3)
     assert config.section(SampleConfig).sample_tokens == 0
-    # A checkpoint that was saved without a copy of the tokenizer gives the tokenizer's path.
+    # If a checkpoint has no copy of the tokenizer, the tool takes the path of the tokenizer from the checkpoint's
+    # flags.
     earlier = resolve(tokenizer_type="SentencePieceTokenizer", tokenizer_model="/my.model")
     assert earlier.config.tokenizer.tokenizer_model == "/my.model"
 

@@ -9,7 +9,8 @@ from helpers.program import ROOT, run_forked
 from helpers.tiers import chosen
 
 EXAMPLES = sorted((ROOT / "tools/examples").glob("*.py"))
-DISTINCT = ("own_loop", "trainer")  # the examples in the slow tier; tests/drop_in covers the other loops, and experts
+# examples that the slow tier runs (the nightly tier runs all); tests/drop_in covers other loops, and experts
+DISTINCT = ("own_loop", "trainer")
 NEEDS = {"accelerate_loop": "accelerate", "trainer": "accelerate", "torchtitan_llama": "torchtitan"}
 
 

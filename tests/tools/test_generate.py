@@ -49,7 +49,8 @@ def test_texts_are_equal_for_1_and_2_tp_ranks_and_any_batch_size(load, tmp_path)
     from_file = ["--prompt-file", tmp_path / "prompts", "--sample-tokens", 25, "--prompts-at-once"]
     split = run(load, *from_file, 2, *GREEDY, world=2)
     assert texts(split) == texts(alone)
-    assert split.count("with the cache: ") == 2  # the program prints one such line for each of two batches
+    # three prompts with --prompts-at-once 2 are two batches, and the program prints this line for each batch
+    assert split.count("with the cache: ") == 2
     assert split.count("loading weights") == 1
     drawn = [texts(run(load, *from_file, size, "--seed", 5)) for size in (1, 2, 3)]
     assert drawn[0] == drawn[1] == drawn[2] != texts(alone)

@@ -193,7 +193,7 @@ def test_nan_in_a_replica_group_ends_the_job_when_groups_resolve():
     assert not watched.guard.resolve(failed=False, back=False)
     assert watched.takes(NAN) == watched.takes(1.0, norm=INF) == [False]
     assert watched.guard.found == (True, False)
-    # both steps above were not finite; the error names the earlier one
+    # a loss and then a gradient of this replica group was not finite; the error names the earlier of both steps
     with pytest.raises(NotFiniteError, match="iteration 2: "):
         watched.guard.resolve(failed=True, back=False)
 
