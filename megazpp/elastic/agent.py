@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from megazpp.base.program import JobError, user_errors
 from megazpp.elastic.rounds import HEARTBEAT_SECONDS, Record
 from megazpp.elastic.wire import Address, AuthenticatedListener, Channel, connect
 
@@ -24,7 +25,7 @@ RETRY_SECONDS = 0.3  # wait before a lost connection or a failed fetch is tried 
 FETCH_SECONDS = 10.0  # limit for each read and write of a connection between two groups
 
 
-class OutError(RuntimeError):
+class OutError(JobError):
     """This job's group cannot continue the elastic run, because the coordinator has refused or removed the group.
 
     The group's job has to start again.
@@ -45,6 +46,8 @@ class Agent:
         most_bytes: largest number of bytes to accept from another group, which is the size of a snapshot.
         snapshot: function that returns a snapshot of this rank's outer state for another group: a record with its
             version, and its bytes. The agent calls the function in a thread.
+        stopped: function that returns True once this rank has caught a stop signal, which ends the first attempts to
+            connect.
         say: function that prints a log line.
     Attributes:
         state: last state of the run that the coordinator has sent, see `Rounds.state`; None before the first.
@@ -73,6 +76,7 @@ class Agent:
         advertise: str | None,
         most_bytes: int,
         snapshot: Callable[[], tuple[Record, bytes]],
+        stopped: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
         self.group, self.rank, self.incarnation = group, rank, hello["incarnation"]
@@ -84,6 +88,7 @@ class Agent:
         self._messages: dict[str, bytes] = {}
         self._published: dict[str, Record] = {}
         self._flying: set[str] = set()
+        self._unreached: dict[str, str] = {}  # by group to which the last connection failed: its address, and the error
         self._failure: Exception | None = None
         self._closed = False
         self.version, self.id = hello["version"], hello["id"]
@@ -92,8 +97,11 @@ class Agent:
         self.unsent = False
         self.fingerprint: tuple[int, int] | None = None
         self._numbers, self.sent, self.sent_bytes = 0, 0, 0
-        first = self._connect(time.monotonic() + 6 * HEARTBEAT_SECONDS)
-        self._listener = AuthenticatedListener(Address(listen or first.local_host, 0), secret, self._serve)
+        deadline = time.monotonic() + 6 * HEARTBEAT_SECONDS
+        first = self._connect(lambda: stopped() or time.monotonic() > deadline)
+        with user_errors():
+            host = listen or first.local_host
+            self._listener = AuthenticatedListener(Address(host, 0), secret, self._serve, flag="--diloco-listen")
         first.close()
         for work in (self._keep_connection, self._keep_reporting, self._keep_fetching):
             threading.Thread(target=self._run, args=(work,), daemon=True).start()
@@ -198,8 +206,8 @@ class Agent:
                 self._failure = self._failure or error
                 self._changed.notify_all()
 
-    def _connect(self, deadline: float) -> Channel:
-        """Connect to the coordinator, with new attempts until `deadline`, a time of `time.monotonic`.
+    def _connect(self, gives_up: Callable[[], bool]) -> Channel:
+        """Connect to the coordinator, with new attempts until `gives_up` returns True.
 
         Raises:
             OutError: the coordinator could not be reached until then.
@@ -208,7 +216,7 @@ class Agent:
             try:
                 return connect(self._coordinator, self._secret, seconds=HEARTBEAT_SECONDS)
             except OSError as error:
-                if time.monotonic() > deadline:
+                if gives_up():
                     where = ":".join(map(str, self._coordinator))
                     raise OutError(
                         f"--diloco-coordinator {where} cannot be reached: {error}; start tools/coordinate.py there, or "
@@ -220,7 +228,7 @@ class Agent:
         """Receive states of the run from the coordinator, and connect again when the connection is lost."""
         refused_until, lost = time.monotonic() + 3 * HEARTBEAT_SECONDS, False
         while not self._closed:
-            channel = self._connect(float("inf"))
+            channel = self._connect(lambda: False)
             try:
                 address = Address(self._advertise or self._listener.address.host, self._listener.address.port)
                 about = {"version": self.version, "id": self.id, "address": address}
@@ -257,11 +265,14 @@ class Agent:
         """
         with self._changed:
             if state["status"] == "out":
-                raise OutError(f"the coordinator has declared group {self.group} out: start its job again")
+                raise OutError(
+                    f"the coordinator has declared group {self.group} out: {state['why']}; start its job again"
+                )
             if state["version"] < self.version:
                 raise OutError(
-                    f"the run went back to version {state['version']}, but this group has version {self.version}: "
-                    "start its job again"
+                    f"the run is at version {state['version']}, but this group has version {self.version}: start its "
+                    "job again, unless the version is of its checkpoint; then start tools/coordinate.py with the "
+                    "--folder of the checkpoint's run, or start a new run with --finetune"
                 )
             self.state, self._state_at = state, time.monotonic()
             merged = {entry["cid"] for commit in state["commits"].values() for entry in commit["set"]}
@@ -292,6 +303,7 @@ class Agent:
                 "joined": self.joined,
                 "leaves": self.leaves,
                 "sent": self.sent_bytes,
+                "unreached": self._unreached,
             }
         if channel is not None:
             try:
@@ -321,12 +333,19 @@ class Agent:
         assert self.state is not None
         peers = sorted(self.state["peers"].items(), key=lambda item: item[0] != entry["group"])
         try:
-            for _, peer in peers:
+            for name, peer in peers:
                 if peer["address"] is None:
                     continue
                 try:
                     _, data = self._fetch(Address(*peer["address"]), {"wants": "contribution", "cid": entry["cid"]})
-                except (OSError, ValueError, KeyError):
+                    self._unreached = {each: why for each, why in self._unreached.items() if each != name}
+                except OSError as error:
+                    if name not in self._unreached:
+                        where = ":".join(map(str, peer["address"]))
+                        self._say(f"could not fetch a message from group {name} at {where}: {error}")
+                        self._unreached = self._unreached | {name: f"{where}: {error}"}
+                    continue
+                except (ValueError, KeyError):
                     continue
                 if hashlib.sha256(data).hexdigest() == entry["digest"]:
                     with self._changed:

@@ -86,6 +86,7 @@ class Elastic(Feature):
                 advertise=flags.diloco_advertise,
                 most_bytes=outer.most_bytes,
                 snapshot=snapshot,
+                stopped=parts.stopped,
                 say=run.log,
             )
 

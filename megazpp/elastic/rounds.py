@@ -34,13 +34,18 @@ Record = dict[str, Any]
 
 # The coordinator removes a group from the run ("out") when a rank's connection is lost for BLIP_SECONDS, when a rank
 # sends no report for HEARTBEAT_SECONDS, or when the group has samples but takes no training step for HEARTBEAT_SECONDS
-# plus the time that HANGING_STEPS steps usually take
-BLIP_SECONDS, HEARTBEAT_SECONDS, HANGING_STEPS = 0.5, 10.0, 20
+# plus the time that HANGING_STEPS steps usually take. It also removes a group with a contribution that is older than
+# REACH_SECONDS, if all other groups fail to connect to the group.
+BLIP_SECONDS, HEARTBEAT_SECONDS, HANGING_STEPS, REACH_SECONDS = 0.5, 10.0, 20, 30.0
 ASSEMBLY_SECONDS = 60.0  # limit of the wait for all ranks of a new group, and for all groups at the start of a run
 # Number of latest commits of each model fragment whose messages all groups keep, so that a slow or new group can fetch
 # and apply them
 KEPT_VERSIONS = 8
 WHOLE = 0.8  # a contribution counts for the quorum of a round if it has at least this fraction of an interval's steps
+UNKNOWN = (
+    "its checkpoint is of an elastic run that is not in the coordinator's folder: start tools/coordinate.py with the "
+    "--folder of that run, or start a new run with --finetune"
+)
 NO_COMMIT = "0" * 16  # id of version 0, the initial weights
 
 
@@ -86,6 +91,7 @@ class Group:
     slot: int
     incarnation: str  # identifier of this start of the group's job
     status: str = "joining"  # "joining" (fetches the outer weights), "member" (takes part) or "out" (removed for good)
+    why: str = ""  # reason why the group is out
     granted: int = 0  # number of cells of samples that the coordinator has leased to the group so far
     cell: Cell | None = None  # the cell that was leased to the group last; None before the first lease
     # version of the group's outer weights at the time when it connected; None if they are not of this run
@@ -164,9 +170,9 @@ class Rounds:
         self._returned = 0
         for record in records:
             self._apply(record)
-        self._hold_until = now + HEARTBEAT_SECONDS if self.members else now
-        for group in self.groups.values():
-            group.deadline = self._hold_until
+        self._hold_until = now
+        if self.members:
+            self.wake(now)
 
     # ---- queries: version, members, samples, and the state for a rank -----------------------------------------------
 
@@ -222,6 +228,7 @@ class Rounds:
         return {
             "version": self.version,
             "status": group.status,
+            "why": group.why,
             "slot": group.slot,
             "granted": group.granted,
             "cell": group.cell,
@@ -290,7 +297,7 @@ class Rounds:
             self._decide({"join": name, "slot": slot, "incarnation": hello["incarnation"]})
             group = self.groups[name]
         elif group.status == "out":
-            raise RefusedError(f"the coordinator has declared group {name} out: start its job again")
+            raise RefusedError(f"the coordinator has declared group {name} out: {group.why}; start its job again")
         elif not known and group.status == "member":
             raise RefusedError(
                 f"group {name} has outer weights of version {version} that are not of this run, which has gone back to "
@@ -310,7 +317,14 @@ class Rounds:
         if group.incarnation == incarnation:
             for found in (group.addresses, group.reports, group.heard):
                 found.pop(rank, None)
-            group.deadline = now + BLIP_SECONDS
+            group.deadline = max(now + BLIP_SECONDS, self._hold_until)
+
+    def wake(self, now: float) -> None:
+        """Give all groups time to connect and report again, because the coordinator was restarted or suspended."""
+        self._hold_until = now + HEARTBEAT_SECONDS
+        for group in self.groups.values():
+            group.deadline, group.since, group.moved = self._hold_until, now, (group.moved[0], now)
+            group.heard = dict.fromkeys(group.heard, now)
 
     def report(self, name: str, rank: int, report: Record, now: float) -> None:
         """Store a rank's report, which replaces the rank's earlier reports; `Agent._report` lists its content."""
@@ -332,7 +346,7 @@ class Rounds:
             return
         self._end_lost_groups(now)
         if now < self._hold_until and self.live != self.members:
-            return  # the coordinator has just restarted: decide nothing until its members have connected again
+            return  # the coordinator has restarted or continued: decide nothing until its members have connected again
         if not self.members:
             self._begin_if_assembled(now)
         for name, group in self.groups.items():
@@ -341,6 +355,7 @@ class Rounds:
                 self._say(f"group {name} joins at version {self.version}, {now - group.since:.1f} s after it connected")
         for name in sorted(self.live):
             self._take_contributions(name, now)
+        self._end_unreachable(now)
         self._end_if_state_is_lost()
         self._drop_lost()
         if len(self.live) >= self.rules.min_groups and not self.done:
@@ -379,10 +394,26 @@ class Rounds:
     def _end(self, name: str, why: str) -> None:
         """Remove a group from the run for the reason `why`, so that other groups can train its leased samples."""
         steps = sum(stop - first for _, _, first, stop in self.leases.get(name, []))
-        self._decide({"out": name})
         why = "it has left" if self.groups[name].leaves else why
+        self._decide({"out": name, "why": why})
         returned = f"; {steps} steps of its leases are free again" if steps else ""
         self._say(f"group {name} is out: {why}{returned}", returned=steps)
+
+    def _end_unreachable(self, now: float) -> None:
+        """Remove a group from the run if no other group can fetch its contributions, which would never be merged."""
+        for entry in list(self.pool.values()):
+            name, others = entry["group"], self.live - {entry["group"]}
+            published_at = self._published_at.setdefault(entry["cid"], now)
+            if name not in self.live or not others or now < published_at + REACH_SECONDS or self._is_safe(entry):
+                continue
+            found = [[r["unreached"].get(name) for r in self.groups[o].reports.values()] for o in sorted(others)]
+            if all(any(problems) for problems in found):
+                problem = next(filter(None, found[0]))
+                self._end(
+                    name,
+                    f"no other group can connect to it ({problem}): give --diloco-listen and --diloco-advertise an "
+                    "address that other groups reach, and open the ports in firewalls",
+                )
 
     def _begin_if_assembled(self, now: float) -> None:
         """Start the run with the groups that have connected; call this while the run has no member.
@@ -394,6 +425,11 @@ class Rounds:
         whole = {name: group for name, group in self.groups.items() if group.status == "joining" and group.was_whole}
         starts = {name: group.version for name, group in whole.items() if group.version is not None}
         if not starts:
+            if whole and (
+                len(whole) >= self.rules.groups or now > min(g.since for g in whole.values()) + ASSEMBLY_SECONDS
+            ):
+                for name in sorted(whole):
+                    self._end(name, UNKNOWN)
             return
         if self._assembled_at is None:
             self._assembled_at = now
@@ -579,7 +615,7 @@ class Rounds:
                 for name in names:
                     self.groups[name].status = "member"
             case {"out": name}:
-                self.groups[name].status = "out"
+                self.groups[name].status, self.groups[name].why = "out", record.get("why", "")
                 self._release(self.leases.pop(name, []))
             case {"begin": version}:
                 for commit in self.commits[version:]:

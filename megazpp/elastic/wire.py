@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megazpp.base.files import cause
+
 GREETING = b"megazpp elastic 1\n"
 NONCE_BYTES, MAC_BYTES, MOST_FRAME_BYTES = 16, 32, 1 << 24
 HANDSHAKE_SECONDS = 10.0  # limit for each read and write until the peer has proved that it knows the secret
@@ -196,8 +198,12 @@ class AuthenticatedListener:
         secret: secret of the run.
         serve: function that gets the channel to a peer. The channel is closed when the function returns or raises.
         refused: function that gets a line of text about each connection that was refused or broke the protocol.
+        flag: command-line flag that gives the address, for an error message.
     Attributes:
         address: the address that it listens on, with the chosen port.
+
+    Raises:
+        ValueError: this machine cannot listen on `address`.
     """
 
     def __init__(
@@ -206,9 +212,18 @@ class AuthenticatedListener:
         secret: bytes,
         serve: Callable[[Channel], None],
         refused: Callable[[str], None] = lambda why: None,
+        *,
+        flag: str = "--listen",
     ) -> None:
         self._secret, self._serve, self._refused = secret, serve, refused
-        self._server = socket.create_server(address)
+        try:
+            self._server = socket.create_server(address)
+        except OSError as error:
+            why = cause(error).partition(" (while")[0]  # without the address, which the message has
+            raise ValueError(
+                f"{flag} {':'.join(map(str, address))} cannot be used: {why}; give an address of this machine, and a "
+                "port that no other program uses"
+            ) from error
         self.address = Address(*self._server.getsockname()[:2])
         threading.Thread(target=self._accept, daemon=True).start()
 

@@ -48,6 +48,7 @@ class Group:
         self.cells: list[list[int]] = []
         # True if the group tells the coordinator that it trains, so that missing steps count as a hang
         self.trains = False
+        self.unreached: set[str] = set()  # groups to which this group cannot connect
 
     @property
     def fragment(self) -> int:
@@ -80,6 +81,7 @@ class Group:
             "joined": self.joined,
             "leaves": False,
             "sent": 0,
+            "unreached": dict.fromkeys(self.unreached, "host:1: timed out"),
         }
 
 
@@ -432,6 +434,41 @@ def test_group_that_takes_no_step_although_its_ranks_report_is_out():
     assert world.rounds.members == {"g0"}
     assert any("group g1 is out: no step for 16 s" in line for line in world.lines)
     assert [0, 1, 0, 4] in world.rounds.free
+
+
+def test_group_to_which_no_other_can_connect_is_out_and_reads_why():
+    world = world_with_contributions(3, publish=[0, 1])
+    world.groups[1].unreached = {"g0"}
+    world.wait(35)
+    assert len(world.rounds.members) == 3  # g2 may still fetch from g0, and pass the message on
+    world.groups[2].unreached = {"g0"}
+    world.wait(1)
+    assert world.rounds.members == {"g1", "g2"}
+    why = "no other group can connect to it (host:1: timed out): give --diloco-listen and --diloco-advertise an"
+    assert any(f"group g0 is out: {why}" in line for line in world.lines)
+    assert Rounds(world.journal).groups["g0"].why.startswith(why)
+    assert [0, 0, 3, 4] in world.rounds.free
+
+
+def test_groups_outlive_a_suspended_coordinator_even_if_connections_have_ended():
+    world = world_with_contributions(2, publish=[])
+    world.now += 60
+    world.rounds.wake(world.now)
+    world.cut(0)
+    world.wait(5)
+    world.connect(0)
+    world.wait(10)
+    assert world.rounds.members == {"g0", "g1"}
+
+
+def test_groups_with_checkpoints_of_another_run_are_out():
+    world = World()
+    world.ids[1], world.saved = "of another run", (1, "of another run")
+    for index in range(RULES.groups):
+        world.start(index)
+    world.wait(2)
+    assert not world.rounds.members
+    assert any("group g0 is out: its checkpoint is of an elastic run that is not in" in line for line in world.lines)
 
 
 def test_contribution_that_only_its_own_group_holds_is_not_committed():
