@@ -10,20 +10,21 @@ The file rounds.jsonl has one row for each commit (outer step of all groups), fo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
-from megazpp.base.files import lock_for_this_job
+from megazpp.base.files import DamagedError, cause, lock_for_this_job, write_whole
 from megazpp.elastic.rounds import HEARTBEAT_SECONDS, RefusedError, Rounds
 from megazpp.elastic.wire import Address, AuthenticatedListener, Channel
 
 TICK_SECONDS = 0.02  # interval at which the coordinator looks for decisions that are due
+LATE_SECONDS = 2.0  # time between two ticks after which this process counts as suspended meanwhile
 PUSH_SECONDS = 0.25  # interval at which the coordinator sends the run's state to all ranks if nothing has changed
 
 
@@ -44,15 +45,21 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "coordinator"
         self._folder.mkdir(exist_ok=True)
-        self._file: IO[str] | None = None
-        while self._file is None:
+        while True:
             self.term = self._newest() + 1
+            path = self._path(self.term)
             try:
-                self._file = self._path(self.term).open("x")
+                path.touch(exist_ok=False)
+                break
             except FileExistsError:
                 continue  # another coordinator was faster and has created this term's journal, so take the next term
         self.records = self._read(self.term - 1)
-        self.append(self.records)
+        # Replace the empty journal by the whole copy: after a full disk or a kill, the next term must not read a part
+        copy = "".join(json.dumps(record) + "\n" for record in self.records).encode()
+        with self._errors_named():
+            write_whole(path, copy)
+        self._file = path.open("a")
+        self.append([])
 
     def append(self, records: list[dict]) -> None:
         """Append records to the journal, and return when they are synced to disk.
@@ -60,11 +67,11 @@ class Journal:
         Raises:
             SupersededError: a journal of a later term exists. The caller must not send these records to any rank.
         """
-        assert self._file is not None
-        for record in records:
-            self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._errors_named():
+            for record in records:
+                self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
         if self._newest() != self.term:
             raise SupersededError(
                 f"term {self._newest()} of another coordinator has replaced term {self.term} of this coordinator, "
@@ -72,16 +79,45 @@ class Journal:
             )
 
     def _read(self, term: int) -> list[dict]:
-        """Return the records in the journal of a term, without a line cut short at the end; [] without a journal."""
-        if not self._path(term).exists():
+        """Return the records in the newest journal up to `term` that has any, without a line cut short at the end.
+
+        An empty journal is of a coordinator that has ended before it had copied the records of the term before.
+
+        Raises:
+            DamagedError: a line is not a JSON object.
+        """
+        paths = (self._path(number) for number in range(term, 0, -1))
+        path = next((path for path in paths if path.exists() and path.stat().st_size), None)
+        if path is None:
             return []
-        *lines, _ = self._path(term).read_text().split("\n")
-        return [json.loads(line) for line in lines]
+        records = list[dict]()
+        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if not isinstance(record, dict):
+                raise DamagedError(
+                    f"line {number} of {path} is damaged: a JSON object is expected; restore this file from a backup, "
+                    "or start a new run in another --folder"
+                )
+            records.append(record)
+        return records
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """Add the journal's path, and what to do, to an OSError of a write in the block."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(
+                f"{self._path(self.term)} cannot be written: {cause(error)}; free space or repair the disk, and start "
+                "the coordinator again with the same command: the groups wait for it"
+            ) from error
 
     def _newest(self) -> int:
-        return max(
-            (int(path.stem.removeprefix("journal-")) for path in self._folder.glob("journal-*.jsonl")), default=0
-        )
+        names = (path.stem.removeprefix("journal-") for path in self._folder.glob("journal-*.jsonl"))
+        return max((int(name) for name in names if name.isdecimal()), default=0)
 
     def _path(self, term: int) -> Path:
         return self._folder / f"journal-{term}.jsonl"
@@ -121,7 +157,7 @@ class Coordinator:
         self._say, self._journal, self._rows = say, Journal(folder), folder / "rounds.jsonl"
         self._rounds = Rounds(self._journal.records, now=time.monotonic())
         self._lock, self._channels = threading.Lock(), dict[Channel, tuple[str, int]]()
-        self._pushed_at, self.ended = 0.0, threading.Event()
+        self._pushed_at, self._ticked_at, self.ended = 0.0, time.monotonic(), threading.Event()
         self.why = ""
         self._listener = AuthenticatedListener(address, secret, self._serve, say)
         self.address = self._listener.address
@@ -150,6 +186,9 @@ class Coordinator:
     def _advance(self) -> None:
         """Make the decisions that are due, write them to the journal, and then send the run's state to all ranks."""
         now = time.monotonic()
+        if now > self._ticked_at + LATE_SECONDS:  # suspended, or waited for the disk: reports of groups are late too
+            self._rounds.wake(now)
+        self._ticked_at = now
         self._rounds.tick(now)
         records, lines, rows = self._rounds.take_news()
         if records:

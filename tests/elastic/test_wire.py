@@ -2,11 +2,14 @@
 
 import hashlib
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 
 import pytest
+from helpers.disks import small_disk
 
+from megazpp.base.files import DamagedError
 from megazpp.elastic import wire
 from megazpp.elastic.coordinator import Journal, SupersededError
 from megazpp.elastic.wire import Address, AuthenticatedListener, Channel, WireError, connect, parse_address, read_secret
@@ -166,3 +169,29 @@ def test_superseded_journal_writes_no_further_term_and_loses_no_record(tmp_path)
     with (tmp_path / "coordinator" / "journal-2.jsonl").open("a") as file:
         file.write('{"n": 4')  # a crash has cut this record short
     assert Journal(tmp_path).records == [{"n": 1}, {"n": 3}]
+
+
+def test_restart_on_a_full_disk_names_the_journal_and_loses_no_record(tmp_path):
+    records = [{"n": n, "text": "x" * 100} for n in range(300)]
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        Journal(disk).append(records)
+        with pytest.raises(OSError, match=r"journal-2\.jsonl cannot be written: No space left on device; free space"):
+            Journal(disk)
+        subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
+        assert Journal(disk).records == records
+
+
+def test_address_of_another_machine_is_named_with_its_flag():
+    with pytest.raises(
+        ValueError, match=r"^--listen 192\.0\.2\.1:7 cannot be used: Cannot assign .*; give an address of"
+    ):
+        AuthenticatedListener(Address("192.0.2.1", 7), SECRET, print)
+
+
+@pytest.mark.parametrize("line", ["{", "7", "\udcff"])
+def test_damaged_line_of_a_journal_is_named(tmp_path, line):
+    (tmp_path / "coordinator").mkdir()
+    (tmp_path / "coordinator" / "journal-old.jsonl").touch()  # a copy that someone has made is no journal
+    (tmp_path / "coordinator" / "journal-1.jsonl").write_text(f"{{}}\n{line}\n", errors="surrogateescape")
+    with pytest.raises(DamagedError, match=r"line 2 of .*journal-1\.jsonl is damaged: .* restore this file"):
+        Journal(tmp_path)
