@@ -24,7 +24,7 @@ from typing import IO, Any, BinaryIO
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The folder that contains configs/: the package in a wheel, or its parent in a checkout
 HOME = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent
-# Seconds to wait for a lock whose holder may be about to end, before a line about the wait is printed
+# Seconds to wait for a lock, whose holder may be about to end, before a line about the wait is printed
 LOCK_SECONDS = 5.0
 MOST_BYTES = 64 << 20  # largest flag file or other text file that `read_small_file` reads
 

@@ -233,7 +233,7 @@ def _contexts(estimator: Estimator, own: Estimate) -> Iterator[str]:
         "longest context",
     )
     rows: list[tuple[str, ...]] = [titles]
-    # ---- a row of the table for each context-parallel size
+    # ---- a row of the table for each context-parallel size that fits into a local domain, and for the run's own size
     cluster, size, length = estimator.cluster, own.plan.batches.micro_batch_size, own.config.data.seq_length or 0
     inside = max(cluster.local_domain_size // own.plan.layout.tp, 1)
     for cp in sorted({*nested_sizes(inside, inside), own.plan.layout.cp}):

@@ -279,14 +279,14 @@ class Ledger:
         self._total = self._most = 0  # bytes of all kinds together, now and at the peak
 
     def add(self, kind: Memory, size: int) -> None:
-        """Count an allocation of `size` bytes of this kind; a negative `size` counts freed memory."""
+        """Count an allocation of `size` bytes of the kind `kind`; a negative `size` counts freed memory."""
         self._now[kind] += size
         self._total += size
         if self._total > self._most:
             self.peak, self._most = self._now.copy(), self._total
 
     def free(self, kind: Memory) -> None:
-        """Count all memory of this kind as freed."""
+        """Count all memory of the kind `kind` as freed."""
         self.add(kind, -self._now[kind])
 
     def pass_through(self, kind: Memory, size: int) -> None:

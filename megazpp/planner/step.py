@@ -359,7 +359,7 @@ class StepSimulator:
             self._work(BACKWARD, 0)
             self._finish_unit(order[0][0], first=first, last=last)
             self._free_unpacked(order[0][0])
-        # ---- end of backward: the hook of the root module waits for all reductions
+        # ---- end of backward: FSDP2's hook of the root module waits for all reductions and copies
         for clock in (self._reductions, self._copies, self._downloads):
             self._simulation.running.wait_until(clock.now)
         self._context.reduce_schedule.end_backward()
@@ -662,7 +662,8 @@ class StepSimulator:
             self._downloads.wait_until(reductions.now)
             with simulation.on(self._downloads):
                 if not waits and unit.reduced:
-                    # The sum of earlier gradients is uploaded, so that the new gradients can be added to it.
+                    # Host memory has the gradients of the step's earlier micro-batches. They are uploaded, so that the
+                    # device can add the new gradients to them.
                     self._copy(UPLOAD, MASTER_BYTES * unit.size)
                 if not waits or self._sums_on_host:
                     self._copy(DOWNLOAD, unit.partial_bytes if waits else MASTER_BYTES * unit.size)

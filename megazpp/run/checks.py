@@ -284,8 +284,10 @@ def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int
         if size is not None and size % tp_size:
             raise ValueError(f"{in_use(model, name, size)} is not divisible by --tensor-model-parallel-size {tp_size}")
     if model.heads % (cp_size * tp_size):
-        degrees = f"--context-parallel-size {cp_size} x --tensor-model-parallel-size {tp_size}"
-        raise ValueError(f"--num-attention-heads {model.heads} is not divisible by {degrees}: change one of them")
+        raise ValueError(
+            f"--num-attention-heads {model.heads} is not divisible by --context-parallel-size {cp_size} x "
+            f"--tensor-model-parallel-size {tp_size}: change one of them"
+        )
 
     # ---- compare the length of a sample with the number of positions that the model supports
     longest, scaled = model.max_position_embeddings, ""
