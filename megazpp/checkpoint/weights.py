@@ -35,7 +35,10 @@ class WeightOpener:
     flags: ClassVar[tuple[str, ...]] = ()
 
     def is_whole(self, record: CheckpointMetadata) -> bool:
-        """Return True if a checkpoint with this metadata contains all weights of its model, so that it has no base."""
+        """Return True if a checkpoint with this metadata contains all weights of its model.
+
+        False means that it contains only adapters, and that the base weights are in another checkpoint.
+        """
         return all(record.flags.get(name) is None for name in self.flags)
 
     def find_bases(self, checkpoint: Path, record: CheckpointMetadata) -> list[Path]:

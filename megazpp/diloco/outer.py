@@ -144,8 +144,8 @@ class OuterUnit(OuterRows):
         The communication queue of the axis over replica groups calls this method.
 
         Args:
-            sent: [G, M] uint8 messages with this group's outer gradients.
-            correction: task that returns a scalar factor for the sum over groups.
+            sent: [G, M] uint8, a message of M bytes for each of the G groups, with this group's outer gradients.
+            correction: task that returns the scalar by which the sum over groups is multiplied.
         """
         received = self._axis.all_to_all(sent, of=self.unit.name)
         mean = torch.empty_like(self.outer)
@@ -211,7 +211,7 @@ class ReplicaGroups:
         self._told: dict[int, torch.Tensor] = {}
 
     def meets_at(self, iteration: int) -> bool:
-        """Return True if a synchronization is merged after step `iteration`, so that groups wait for each other."""
+        """Return True if groups wait for each other after step `iteration`, to merge a synchronization's result."""
         return bool(self._due(iteration)) or (self.plan.delay == 0 and self.plan.sends_at(iteration) is not None)
 
     def count(self, tokens: torch.Tensor) -> None:

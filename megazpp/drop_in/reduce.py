@@ -276,7 +276,7 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         # `.grad` of each parameter from `begin` to `end` of a reduction inside `Handle.accumulate`, otherwise None:
         # FSDP2 sets `.grad` to zeros meanwhile, and `end` puts the saved gradients back
         self._aside: list[Any] | None = None
-        self._errors_of: tuple[int, ...] = ()  # indices of the parameters whose gradients `kept_errors` can hold
+        self._errors_of: tuple[int, ...] = ()  # indices of the parameters that `kept_errors` has room for
         # False from a cross-node hop until an optimizer step uses its result. If it is False, `begin` drops the error
         # feedback of gradients that the program has cleared.
         self._errors_settled = True

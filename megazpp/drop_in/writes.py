@@ -75,7 +75,7 @@ class WatchedGather(ProgramGather):
         self._trained: tuple[bool, ...] = ()  # `ProgramUnit.is_trained` when the shard was last sent
         # [2] checksums of the shards when they were last sent: of the frozen and of the trained parameters
         self._sums: torch.Tensor | None = None
-        self._loaded: dict[str, torch.Tensor] = {}  # argument of `load_kept` until `restore_kept` uses it
+        self._loaded: dict[str, torch.Tensor] = {}  # tensors of a checkpoint, from `load_kept` to `restore_kept`
 
     @property
     def has_parts(self) -> bool:

@@ -223,9 +223,9 @@ class ElasticLoop:
     def _is_called(self, state: Record) -> bool:
         """Return True if this group must publish before its interval is over, because other groups would wait for it.
 
-        This is so if the rest of the interval takes longer than until the end of the grace after the expected quorum,
-        and a single further step would end after half of the grace. Without an estimate of these times, or while
-        a contribution waits for its commit, the result is False.
+        True if both hold: this group would finish its interval only after the round's expected end (quorum plus grace),
+        and one more step would end after half of the grace. False without an estimate of these times, and while a
+        contribution of this group waits for its commit.
         """
         agent, grace = self._agent, state["grace"]
         quorum_in, seconds = agent.seconds_to_quorum(), agent.seconds

@@ -685,7 +685,7 @@ class Rounds:
 
     @property
     def _all_steps(self) -> int:
-        """The number of training steps of the whole run, summed over its nominal groups."""
+        """The number of training steps of the whole run, summed over the replica groups that the flags state."""
         return self.rules.iterations * self.rules.groups
 
     def _ends(self, commits: Sequence[Record]) -> bool:

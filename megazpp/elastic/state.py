@@ -93,9 +93,12 @@ class WholeOuterWeights(Weights):
         return self._outer.values("outer")
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Set the outer weights and R to the loaded weights, and return notes for the log.
+        """Set the outer weights, and the resident weights R on which groups agree, to the loaded weights.
 
-        `WholeOuterState` later replaces R if the checkpoint has it.
+        If the checkpoint contains R, `WholeOuterState` later replaces R by the stored values.
+
+        Returns:
+            Notes for the log.
         """
         self._outer.set_values("outer", loaded)
         self._outer.set_values("rows", loaded)

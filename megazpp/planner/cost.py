@@ -96,7 +96,7 @@ class Calibration(NamedTuple):
 
 
 # Fraction of the peak that matrix products reach on V100: 83 of 125 TFLOP/s. Source: Markidis et al., NVIDIA Tensor
-# Core Programmability, Performance & Precision (arXiv 1803.04014). A100 and H100 of 700 W reach it as well.
+# Core Programmability, Performance & Precision (arXiv 1803.04014). A100 and the 700 W H100 reach the same fraction.
 V100_MATRIX_SHARE = 0.664
 # Most multiprocessors that a collective of NCCL occupies (MAXCHANNELS). A collective delays the compute that overlaps
 # with it by NCCL_BLOCKS / multiprocessors of the collective's seconds.

@@ -184,7 +184,7 @@ class Links(NamedTuple):
 
     @property
     def known(self) -> dict[LinkKind, Link]:
-        """The kinds of links whose bandwidth is known, with the links' figures, fastest kind first."""
+        """The kinds of links that are known, each with its bandwidth and latency, fastest kind first."""
         return {kind: link for kind, link in zip(LINK_KINDS, self, strict=True) if link is not None}
 
     def describe(self) -> str:

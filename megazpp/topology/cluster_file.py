@@ -333,7 +333,7 @@ def _mapping(where: str, value: Any, keys: Collection[str], *, needed: Collectio
 
 
 def _number(key: str, value: Any, kind: type[int] | type[float] = float) -> Any:
-    """Check that the value of `key` in a cluster file is a positive, finite number, and return it as a `kind`."""
+    """Check that a value of a cluster file is a positive, finite number, and return it as `kind`, int or float."""
     if type(value) not in (int, kind) or not 0 < value < math.inf:
         raise ValueError(f"{key} {shown(value)} is not a positive {'whole ' if kind is int else ''}number")
     return kind(value)
