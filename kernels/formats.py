@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-SCALE_BYTES = 2  # the scale of a block is one bf16 number
+SCALE_BYTES = 2  # bytes of a block's scale in a message, which is one bf16 number
 ALIGNMENT = 16  # each segment's quantized integers start at a multiple of this many bytes in the message
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 2048
 

@@ -21,8 +21,10 @@ import megazpp.kernels.blend_order.reference as reference
 __all__ = ["MOST_DATASETS", "blend_order"]
 
 MOST_DATASETS = (1 << 15) - 1  # most datasets of a blend, because int16 holds the number of a sample's dataset
-SECONDS_BETWEEN_LINES = 3.0  # least time between two progress lines while the order of a blend is planned
-_AT_ONCE = 1 << 20  # samples that C plans per call; progress is checked after each call, in Python 16 times as often
+SECONDS_BETWEEN_LINES = 3.0  # least time between two progress lines of `blend_order`
+# Samples of the blend that C plans per call. A progress line can be printed only between calls. Python is slower, so it
+# plans 16 times fewer samples per call.
+_AT_ONCE = 1 << 20
 
 
 def blend_order(

@@ -16,8 +16,10 @@ import numpy.typing as npt
 from megazpp.kernels.c_library import find_c_library
 
 library = partial(find_c_library, Path(__file__).with_name("native.c"))
-AT_ONCE = 16  # elements by which arrays are longer than their content, because native.c reads AT_ONCE elements at once
-NARROW = 128  # most groups of datasets that C compares for each sample; with more groups it compares only candidates
+AT_ONCE = 16  # native.c reads AT_ONCE elements of an array at once, so arrays are longer by this number of elements
+# Datasets with equal shares form a group. Up to NARROW groups, C compares all groups for each sample; with more groups
+# it compares only candidates.
+NARROW = 128
 
 
 class _Plan(Structure):
@@ -73,8 +75,8 @@ def _groups_of(
     Args:
         shares: [D] fraction of the blend's samples that each dataset provides.
     Returns:
-        The distinct shares [G] in ascending order; [G + 1] the index in the list of members at which each group begins;
-        and this list [D], the indices of the datasets, ascending within a group.
+        Three arrays for G groups: [G] the share of each group's datasets, ascending; [G + 1] offset in the third array
+        at which each group begins, and the end of the last; [D] the indices of the datasets, group after group.
     """
     distinct, group = np.unique(shares, return_inverse=True)
     starts = np.zeros(len(distinct) + 1, dtype=np.int32)

@@ -55,7 +55,7 @@ def unpack_sum(messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantiz
 
 
 class _Shape(Structure):
-    """The struct `shape` of native.c: K messages per row, and rows [A, B]."""
+    """The struct `shape` of native.c: the number K of messages per row, and the numbers A x B of rows."""
 
     _fields_ = [(name, c_int64) for name in ("k", "a", "b")]
 
@@ -90,11 +90,11 @@ def _table(table: RangeTable) -> _Table:
 
 
 def _data(x: Tensor) -> _Data:
-    """Describe a tensor of elements [A, B, n] as the struct `data` of native.c."""
+    """Describe a tensor of elements, A x B rows of n elements [A, B, n], as the struct `data` of native.c."""
     size, strides = x.element_size(), x.stride()
     return _Data(x.data_ptr(), strides[0] * size, strides[1] * size, DTYPES[x.dtype])
 
 
 def _messages(messages: Tensor) -> _Messages:
-    """Describe messages [A, B, M] or [K, A, B, M] as the struct `messages` of native.c; without K its stride is 0."""
+    """Describe messages [A, B, M] or [K, A, B, M] as the struct `messages` of native.c; without K, K's stride is 0."""
     return _Messages(messages.data_ptr(), *(0, *messages.stride()[:-1])[-3:])

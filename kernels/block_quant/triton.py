@@ -318,5 +318,5 @@ def _wide(offset):
 
 @triton.jit
 def _bf16(pointer):
-    """Cast a pointer to bytes of a message to a pointer to bf16 scales."""
+    """Cast a pointer to a message's bytes, where scales are stored, to a pointer to bf16."""
     return pointer.to(tl.pointer_type(tl.bfloat16))

@@ -144,7 +144,7 @@ def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.co
     The tile is given as halves [ROWS, HALF]. Scales are fp32 that is exact in bf16; `BlockFormat` has the formulas. A
     scale that would be subnormal, and the scale of a block with NaN or Inf, is 0 with inverse 0.
     """
-    # ---- the bits of each block's scale without its sign, and the sign
+    # ---- compute the absolute value of each block's scale, as bits, and its sign
     if BITS == 8:
         peak = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), axis=1)
         scale = ((peak.to(tl.float32, bitcast=True) * _INVERSE_127).to(tl.int32, bitcast=True) + 0xFFFF) & -65536
@@ -260,7 +260,7 @@ def _store(pointers, values, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def _offsets(BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr):
-    """Return offsets [ROWS, COLUMNS] of the first COLUMNS items of each block in a tile, with blocks STRIDE apart."""
+    """Return offsets [ROWS, COLUMNS] of each block's first COLUMNS items in a tile, with blocks STRIDE items apart."""
     return tl.arange(0, _TILE // BLOCK)[:, None] * STRIDE + tl.arange(0, COLUMNS)[None, :]
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from megazpp.kernels.expert_rows.reference import Sorted
 
-_BLOCK, _CHUNK = 512, tl.constexpr(32)  # rows that one program of the sort handles, and rows per iteration of its loop
-_AT_ONCE = tl.constexpr(32)  # blocks of rows whose counts are added up per iteration
-_COLUMNS = 2048  # most elements of a token that a program processes per iteration
+# A program of the counting sort handles _BLOCK rows, and _CHUNK rows in each iteration of its loop.
+_BLOCK, _CHUNK = 512, tl.constexpr(32)
+_AT_ONCE = tl.constexpr(32)  # blocks of rows whose counts the second kernel of the sort adds up per iteration
+_COLUMNS = 2048  # most elements of a token's vector that a program copies or sums per iteration
 NUM_WARPS = 4
 
 
@@ -67,7 +68,7 @@ def combine_backward(
 
 
 def _columns(width: int) -> dict[str, int]:
-    """Return keyword arguments of kernels for tokens of `width` elements: constants and the number of warps."""
+    """Return keyword arguments of the kernels that process tokens of `width` elements: constants and `num_warps`."""
     columns = min(triton.next_power_of_2(width), _COLUMNS)
     return {"WIDTH": width, "COLUMNS": columns, "num_warps": max(1, min(NUM_WARPS, columns // 256))}
 
@@ -89,13 +90,13 @@ def _place_kernel(
     experts, found, order, inverse, counts, ends, size, num_blocks, num_experts,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sorted position of each row in one block, and write it into `order` and `inverse`.
+    """Compute the sorted positions of one block of rows: write them into `inverse`, and the row numbers into `order`.
 
     The first program also writes the number of rows of each expert in all blocks, and its cumulative sum.
     """
     own, numbers = tl.program_id(0), tl.arange(0, EXPERTS)
     total, before = tl.zeros((EXPERTS,), tl.int32), tl.zeros((EXPERTS,), tl.int32)
-    # ---- number of rows of each expert, in all blocks and in the blocks before this program's block
+    # ---- count the rows of each expert in all blocks (`total`), and in the blocks before this program's (`before`)
     first = 0
     while first < num_blocks:  # not `for`: Triton 3.6's interpreter does not support a kernel argument as a range's end
         block = first + tl.arange(0, _AT_ONCE)
@@ -108,7 +109,8 @@ def _place_kernel(
     if own == 0:
         tl.store(counts + numbers, total.to(tl.int64), mask=numbers < num_experts)
         tl.store(ends + numbers, end, mask=numbers < num_experts)
-    # ---- sorted position of each row: the first free position of its expert, plus earlier rows of this expert
+    # ---- compute the sorted position of each row: the first free position of its expert, plus the number of this
+    # expert's earlier rows in the same iteration
     place = end - total + before
     for start in range(0, BLOCK, _CHUNK):
         index = own.to(tl.int64) * BLOCK + start + tl.arange(0, _CHUNK)

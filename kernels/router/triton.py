@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megazpp.kernels.router.settings import Routed, RouterSettings
 
-_TILE = 4096  # most logits of a program: its tokens times the experts
-_AT_ONCE = tl.constexpr(16)  # blocks of tokens whose sums are added up per iteration
+_TILE = 4096  # most logits that one program holds: its number of tokens times the number of experts
+_AT_ONCE = tl.constexpr(16)  # blocks of tokens whose sums `_sum_kernel` adds up per iteration of its loop
 NUM_WARPS = 4
 
 

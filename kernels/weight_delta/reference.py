@@ -26,11 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 256  # number of weights per block; the changes of a block are encoded together
+BLOCK = 256  # number of weights per delta block; their changes are encoded together
 # Kinds of a block's body: 0 to MOST_POSITIONS for a sparse body (the number of changed weights), DENSE to RAW - 1 for a
 # dense body (the exponent c), and RAW.
 MOST_POSITIONS, DENSE, RAW = 63, 64, 255
-MOST_QUOTIENTS = 1024  # most bits of a body's unary quotients; a block that would need more is sent raw
+MOST_QUOTIENTS = 1024  # most bits of a body's unary quotients; a block that needs more bits is sent as a raw body
 # For each dtype, the shift and mask that extract a weight's exponent, and an offset that is added to the exponent. It
 # moves fp16's exponents into the range of c, DENSE to RAW - 1, because a dense block stores c as its kind.
 EXPONENTS = {torch.bfloat16: (7, 0xFF, 0), torch.float16: (10, 0x1F, 96)}

@@ -59,7 +59,7 @@ def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None
 
 
 def _constants(dtype: torch.dtype) -> dict[str, int]:
-    """Return the kernels' compile-time constants for weights of this dtype, from EXPONENTS, and the number of warps."""
+    """Return keyword arguments of the kernels: how to extract exponents from weights of `dtype`, and `num_warps`."""
     return {**dict(zip(("SHIFT", "MASK", "ABOVE"), EXPONENTS[dtype], strict=True)), "num_warps": NUM_WARPS}
 
 
@@ -114,9 +114,10 @@ def _measure_kernel(
 ):  # fmt: skip
     """Choose the shortest body for the changes of one block: raw, dense or sparse.
 
-    Writes the body's kind, c, the body's bytes, and the number of changed elements into `plan`.
+    The kernel writes the body's kind, the exponent c that determines Rice parameters, the body's bytes, and the number
+    of changed elements into `plan`.
     """
-    # ---- the exponent c of this block, and from it the Rice parameter k of each weight
+    # ---- compute the exponent c of this block, and from it the Rice parameter k of each weight
     z, exponent, _ = _load(new, old, size, SHIFT, MASK, ABOVE)
     changed = z != 0
     count = tl.sum(changed.to(tl.int32))
@@ -125,7 +126,7 @@ def _measure_kernel(
     total = tl.sum((z << 6) >> lower)
     c = tl.minimum(tl.maximum(highest + _bit_length((total >> 3) * 5) - 14, _DENSE), _RAW - 1)
     k = _parameters(c, exponent)
-    # ---- bytes of the raw, the dense and the sparse body, and the shortest of the three
+    # ---- compute the bytes of the raw, the dense and the sparse body, and choose the shortest of the three
     raw_bytes = 2 * tl.minimum(size - tl.program_id(0) * _BLOCK, _BLOCK)
     bits = _BLOCK + tl.sum(z >> k)
     dense = (_bytes(tl.sum(k)) + _bytes(bits) + 1) // 2 * 2
@@ -175,7 +176,8 @@ def _start_kernel(plan, kinds, halves, numbers, num_blocks, capacity):
 def _find_kernel(kinds, halves, starts, size, num_blocks, kinds_n, halves_n):
     """Compute where each block's body starts in a received message; one program handles one message.
 
-    The offsets in bytes, relative to the first body, follow from the blocks' kinds and halves. `starts` receives them.
+    The offsets follow from the blocks' kinds and halves (bytes of the bodies / 2). `starts` receives them, in bytes
+    from the first body.
     """
     node, first, end = tl.program_id(0).to(tl.int64), 0, 0
     while first < num_blocks:
@@ -283,7 +285,7 @@ def _decode_kernel(
 
 @triton.jit
 def _places(body, rank, mask, sparse):
-    """Return to which weights of the block the values number `rank` of its body belong, as positions in the block.
+    """Return the positions in the block of the weights to which the values with the numbers `rank` in its body belong.
 
     A sparse body lists the positions; in a dense body value i belongs to weight i. For a sparse body the result is 0
     where `mask` is False.
@@ -294,7 +296,7 @@ def _places(body, rank, mask, sparse):
 
 @triton.jit
 def _known(weights, place, mask, c, valid, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr):
-    """Return the Rice parameters of a block's weights at the positions `place`, computed from the old weights and `c`.
+    """Return the Rice parameters k of a block's weights at the positions `place`, from old weights and the exponent c.
 
     The result is 0 where `mask` is False and beyond the `valid` weights of the block.
     """
