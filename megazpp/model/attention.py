@@ -71,7 +71,8 @@ class AttentionInputs:
 class SelfAttention(nn.Module):
     """Causal self-attention of one layer: [S, B, H] -> [S, B, H].
 
-    With sequence parallelism input and output are [S/T, B, H]. With context parallelism S/C replaces S.
+    With sequence parallelism over T tp ranks, input and output are [S/T, B, H]. With context parallelism over C cp
+    ranks, S/C replaces S.
 
     Collectives on tp: the collectives of one ColumnParallelLinear and one RowParallelLinear. Collectives on cp: 2
     all-to-alls. The heads of all tensor-parallel ranks share the weights of --qk-layernorm. So each rank computes only

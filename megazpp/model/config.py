@@ -244,7 +244,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for invalid or conflicting flags of the model; skip checks of sizes that are still None."""
-        # ---- ranges of single flags
+        # ---- check that each flag, taken alone, is in its range
         check_words(self)
         check_positive(self, "num_attention_heads", "num_layers", "hidden_size", "ffn_hidden_size", "kv_channels")
         check_positive(self, "num_query_groups", "make_vocab_size_divisible_by")
@@ -254,7 +254,7 @@ class GPTConfig:
         too_small = f"--hidden-size {self.hidden_size} makes the MLP 0 channels wide: raise it or set --ffn-hidden-size"
         _require(self.hidden_size is None or self.ffn_size > 0, too_small)
         check_below_one(self, "hidden_dropout", "attention_dropout")
-        # ---- numbers of query heads, and of key and value heads
+        # ---- check the numbers of query heads, and of key and value heads
         groups = f"--num-query-groups {self.num_query_groups}"
         alone = f"{groups} needs --group-query-attention: add it, or leave --num-query-groups out"
         _require(self.num_query_groups == 1 or self.group_query_attention, alone)
@@ -263,7 +263,8 @@ class GPTConfig:
             fits = self.kv_channels is not None or hidden is None or hidden % heads == 0
             _require(fits, f"--hidden-size {hidden} is not divisible by {given}: change one, or set --kv-channels")
             _require(heads % self.query_groups == 0, f"{given} is not divisible by {groups}: change one of them")
-        # ---- at most one activation function, and checks of the other groups of flags
+        # ---- check that at most one activation function is set; then check lists of layers, experts, norms, rotary
+        # embeddings and activation recomputation
         chosen = [spelling(self, name) for name in ACTIVATIONS if getattr(self, name)]
         _require(len(chosen) < 2, f"{' and '.join(chosen)} exclude each other: choose one activation of the MLP")
         self._check_patterns()
@@ -322,11 +323,11 @@ class GPTConfig:
 
     def _check_rotary(self) -> None:
         """Raise ValueError for conflicting flags of rotary embeddings, and for values out of their range."""
-        # ---- ranges of single flags of rotary embeddings
+        # ---- check that each flag of rotary embeddings is in its range
         percent, factor = self.rotary_percent, self.rope_scaling_factor
         check_positive(self, "rotary_seq_len_interpolation_factor", "rope_scaling_original_length", "yarn_beta_slow")
         check_positive(self, "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_attention_factor")
-        # ---- at most one of the flags that scale rotary frequencies
+        # ---- check that at most one of the flags that scale rotary frequencies is set
         kinds = {
             "--use-rope-scaling": self.use_rope_scaling,
             f"--rope-type {self.rope_type}": self.rope_type != "rope",
@@ -338,7 +339,7 @@ class GPTConfig:
         _require(len(asked) < 2, f"{' and '.join(asked)} exclude each other: each changes the rotary frequencies")
         rope = "--position-embedding-type rope, whose frequencies it changes"
         _require(not asked or self.positions == "rope", f"{' '.join(asked)} needs {rope}")
-        # ---- flags that only some values of --rope-type use
+        # ---- check that flags which only some values of --rope-type use are not set with other values
         scale = self.rotary_scaling_factor
         scaled = f"--rotary-scaling-factor {scale}"
         _require(1.0 <= scale < math.inf, f"{scaled} is not a finite number of at least 1")
@@ -346,7 +347,7 @@ class GPTConfig:
         _require(scale == 1.0 or self.rope_type != "rope", unused)
         known = self.rope_type != "dynamic" or self.max_position_embeddings is not None
         _require(known, "--rope-type dynamic needs --max-position-embeddings, the context length without scaling")
-        # ---- the number of rotated channels, and the factor of Llama 3.1's scaling
+        # ---- check the number of rotated channels, and the factor of Llama 3.1's scaling (--use-rope-scaling)
         _require(0.0 < percent <= 1.0, f"--rotary-percent {percent} is not a fraction above 0 and up to 1")
         if self.positions != "rope":
             return

@@ -151,7 +151,8 @@ class GPTModel(nn.Module):
         """Return the cross entropy of each label, and the entropy of the distribution that the model predicts for it.
 
         Args:
-            x: [S/C, B, H] hidden states after the final norm, which `forward` passes to its head.
+            x: [S/C, B, H] hidden states after the final norm, which `forward` passes to its head; C is the number of
+                context-parallel ranks.
             labels: [B, S] int64, the token that follows each token.
             temperature: divisor of the logits.
             with_entropy: True to compute entropies.
@@ -175,36 +176,39 @@ class GPTModel(nn.Module):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the logits [B, S, V/T] of this tp rank's slice of the vocabulary from hidden states [S/C, B, H].
 
-        The hidden states are those after the final norm, which `forward` passes to its head.
+        The hidden states are those after the final norm, which `forward` passes to its head. T is the number of tp
+        ranks, C the number of cp ranks.
         """
         return self._by_rows(self._multiplied(x, F.linear))
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the outputs [B, S] fp32 of the scalar head (rewards or PPO's values) from hidden states [S/C, B, H].
 
-        The hidden states are those after the final norm, which `forward` passes to its head.
+        The hidden states are those after the final norm, which `forward` passes to its head. C is the number of cp
+        ranks.
         """
         assert self.scalar_head is not None, "the model was built without a scalar head, so it has no values"
         return self._by_rows(self.scalar_head(x))
 
     def _part(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this context-parallel (cp) rank's slice of all sequences: [B, S] -> [B, S/C]."""
+        """Return the slice of this rank, one of C context-parallel ranks, from B sequences: [B, S] -> [B, S/C]."""
         return x.chunk(self.cp.size, dim=1)[self.cp.rank] if self.context_parallel else x
 
     def _summed(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Sum router losses [B] over layers, and over tp and cp ranks, each of which has computed a partial sum."""
+        """Sum the router losses of B sequences, [B] each, over layers, and over the partial sums of tp and cp ranks."""
         total = torch.stack(parts).sum(dim=0)
         for axis in (self.tp, self.cp):
             total = reduce_from_region_(total, axis) if axis.size > 1 else total
         return total
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather the slices of the sequence from all context-parallel (cp) ranks: [S/C, ...] -> [S, ...]."""
+        """Gather the slices of a sequence of S tokens from all C context-parallel ranks: [S/C, ...] -> [S, ...]."""
         return collect_sequence(x, self.cp) if self.context_parallel else x
 
     def _by_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather an output of the model over cp ranks, and put the batch first: [S/C, B, ...] -> [B, S, ...].
+        """Gather an output of the model over C context-parallel ranks, and put the batch first.
 
+        [S/C, B, ...] -> [B, S, ...] for B sequences of S tokens.
         The result is a copy, not a view, because FSDP2 registers hooks on the tensors that its root module returns.
         """
         return self._whole(x).transpose(0, 1).clone(memory_format=torch.contiguous_format)
@@ -305,8 +309,8 @@ class GPTModel(nn.Module):
 class TransformerLayer(nn.Module):
     """Transformer layer, attention and MLP with residual connections: [S, B, H] -> [S, B, H].
 
-    Norms precede attention and MLP, or follow them with --norm-after-block. With sequence parallelism input and output
-    are [S/T, B, H].
+    Norms precede attention and MLP, or follow them with --norm-after-block. With sequence parallelism over T ranks,
+    input and output are [S/T, B, H].
 
     Collectives on tp: 2 all-reduces in forward and 2 in backward. With sequence parallelism an all-gather and a
     reduce-scatter replace each of them, and backward repeats the 2 all-gathers of the forward. Full recomputation
@@ -334,8 +338,8 @@ class TransformerLayer(nn.Module):
         self.mlp = self.mlp_class(config, settings, output_std=output_std)
         self.dropout = Dropout(config.hidden_dropout, settings.generator)
         self.norm_after, self.multiplier = config.norm_after_block, config.residual_multiplier
-        # Only the inner function is compiled, because FSDP2's hooks and the checkpoint of full recomputation must stay
-        # outside of compiled code.
+        # Only `_run`, the computation of the layer, is compiled, because FSDP2's hooks and the activation checkpoint of
+        # full recomputation must stay outside of compiled code.
         self.run = compile_layer(self._run) if settings.compiled else self._run
 
     def forward(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> Any:
@@ -447,8 +451,9 @@ class MixtureLayer(TransformerLayer):
     def places(self) -> list[tuple[dict[str, Any], str]] | None:
         """The DTensor parameters of attention and norms that compiled code must read as local tensors.
 
-        Their form is that of `TransformerLayer.places`. The experts are left out: they are another sharding unit, which
-        FSDP2 gathers later.
+        Each item is the dict of the module that holds the parameter, and the parameter's name. The experts are left
+        out: they are another sharding unit, which FSDP2 gathers later. None if the layer is not compiled, or if there
+        is no tensor parallelism.
         """
         if not (self.settings.compiled and self.settings.tp.size > 1):
             return None
@@ -481,7 +486,8 @@ class MixtureLayer(TransformerLayer):
 class Embedding(nn.Module):
     """Sum of word and learned position embeddings, with dropout: tokens [B, S] -> [S, B, H].
 
-    The output is [S/T, B, H] with sequence parallelism. Collectives on tp: those of VocabParallelEmbedding.
+    With sequence parallelism over T ranks the output is [S/T, B, H]. Collectives on tp: the collectives of
+    VocabParallelEmbedding.
     """
 
     def __init__(self, config: GPTConfig, settings: LayerSettings, *, vocab_size: int) -> None:
@@ -509,7 +515,10 @@ class Embedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned position embedding: position_ids [S, B] -> [S, B, H] ([S/T, B, H] with sequence parallelism)."""
+    """Learned position embedding: position_ids [S, B] -> [S, B, H].
+
+    With sequence parallelism over T tensor-parallel ranks the result is [S/T, B, H].
+    """
 
     def __init__(self, config: GPTConfig, tp: MeshAxis, sequence_parallel: bool) -> None:
         super().__init__()

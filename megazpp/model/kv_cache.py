@@ -135,7 +135,7 @@ class LayerCache:
         """Store the keys and values of new tokens, and return the keys and values that attention reads.
 
         Args:
-            new: keys and values of the new tokens, [S, B, G, D] each.
+            new: keys and values of S new tokens in each of B rows, [S, B, G, D] each, with G heads of D channels.
             places: [B, S] int64 positions in the cache at which the new keys and values are stored.
             mask: [..., keys] attention mask of this forward; None for causal attention among the new tokens.
 

@@ -45,7 +45,8 @@ from megazpp.tensor_parallel.regions import enter_region, exchange_rows, leave_r
 class Routes(NamedTuple):
     """Permutations and sizes with which a mixture of experts sends each row to its expert and back.
 
-    A row is a token's vector for one of its experts.
+    A row is a token's vector for one of its experts. There are N tokens on this rank, K experts per token, and P
+    expert-parallel (ep) ranks with E / P experts each.
 
     Attributes:
         rows: order of this rank's N K choices by expert. Choice i belongs to token i // K.
@@ -61,6 +62,7 @@ class Routes(NamedTuple):
 class Experts(nn.Module):
     """The experts of this ep rank: x [N, H] -> [N K, H], where row i is the output for choice `routes.rows.order[i]`.
 
+    N is the number of this rank's tokens, K the number of experts per token. Choice c belongs to token c // K.
     This module is a separate sharding unit (FSDP2's parameter group). Collectives on ep: two all-to-alls of rows in the
     forward pass, and two in the backward pass.
 
@@ -101,7 +103,8 @@ class Experts(nn.Module):
             because FSDP2 attaches a backward hook to it.
         """
         sent, received = routes.rows, routes.received
-        # ---- copy tokens into rows [N K, H] sorted by expert, and send the rows to the ranks of their experts
+        # ---- copy each of the N tokens once for each of its K experts, into rows [N K, H] sorted by expert, and send
+        # the rows to the ranks of their experts
         rows = take_rows(x, sent.order, sent.inverse, copies=len(sent.order) // max(len(x), 1))
         by_expert = sent
         if self.ep.size > 1:
@@ -197,7 +200,7 @@ class MoE(nn.Module):
         routes = plan_routes(
             routing.choice, self.ep, self.experts.num_experts, kept or Kept(), planned_load=self.planned_load
         )
-        rows = self.experts(mine.flatten(0, 1), routes)  # outputs of the experts [N K, H], sorted by expert
+        rows = self.experts(mine.flatten(0, 1), routes)  # outputs of K experts for N tokens, [N K, H], sorted by expert
         y = weighted_sum(routing.weight, rows, routes.rows).view_as(mine)
 
         # ---- combine the outputs of all tp ranks: each rank pads its tokens' outputs with zeros for the tokens of the
@@ -239,7 +242,7 @@ def plan_routes(
     """Plan how a mixture of experts sends rows to their experts, and exchange row counts in one all-to-all over ep.
 
     Args:
-        choice: [N, K] int64, experts of each token.
+        choice: [N, K] int64, the K experts of each of this rank's N tokens.
         ep: expert-parallel axis.
         num_experts: number of experts per ep rank.
         kept: object in which a forward stores the numbers of rows, and from which a recomputation takes them.
@@ -355,7 +358,10 @@ def _products_by_matrix(
     """
 
     def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Multiply the rows of each expert by the expert's matrix: x [R, m] and weight [experts, m, n] -> [R, n]."""
+        """Multiply the rows of each expert by the expert's matrix: x [R, m] and weight [experts, m, n] -> [R, n].
+
+        x has R rows of m elements, sorted by expert. Each row is multiplied by the m x n matrix of its expert.
+        """
         if isinstance(sizes_or_ends, torch.Tensor):
             return F.grouped_mm(x, weight, offs=sizes_or_ends)
         return torch.cat([part @ each for part, each in zip(x.split(sizes_or_ends), weight, strict=True)])
@@ -387,7 +393,7 @@ class Gating:
         self._run, self._compiled = compile_layer(_gated) if compiled else _gated, compiled
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) * up, [R, F] like both arguments."""
+        """Return silu(gate) * up, elementwise; the result is [R, F] like `gate` and `up`."""
         for tensor in (gate, up) if self._compiled else ():
             mark_varying(tensor, 0)
         return self._run(gate, up)

@@ -41,7 +41,7 @@ class Routing(NamedTuple):
 class Sizes(NamedTuple):
     """Numbers of rows that a mixture of experts exchanges between ep ranks, as Python ints on the host.
 
-    A row is a token's vector for one of its experts.
+    A row is a token's vector for one of its experts. There are P expert-parallel (ep) ranks with E / P experts each.
 
     Attributes:
         send: [P] number of rows that this rank sends to each ep rank.
@@ -61,7 +61,7 @@ class Kept:
     gradients would change.
 
     Attributes:
-        choice: [S, B, K] int64, the experts of each token; None before the forward.
+        choice: [S, B, K] int64, the K experts of each token; None before the forward.
         sizes: numbers of rows that are exchanged, stored so that the host waits for them only once; None before they
             are known.
     """
@@ -272,7 +272,7 @@ class Router(nn.Module):
             chosen = F.one_hot(choice, self.num_experts)
             if counted is not None:
                 chosen = chosen * counted[..., None, None]
-            found = chosen.sum(dim=(0, 2)).float()  # how often the tokens of each sequence chose each expert, [B, E]
+            found = chosen.sum(dim=(0, 2)).float()  # [B sequences, E experts] how often tokens chose each expert
             for axis in self.sequence_axes:
                 found = axis.all_reduce_(found)
             balance = (found * shares.sum(dim=0)).sum(dim=-1) * (self.num_experts / (self.top_k * length * length))
@@ -371,7 +371,7 @@ def update_expert_bias_(
         factor: 1 to update the biases; 0 for a skipped step, whose counts are only logged.
     """
     own = [totals for router in routers if (totals := router.take_totals()) is not None]
-    totals = sum_over_ranks_(torch.stack(own))  # the totals of `Router.take_totals` by layer, [layers, 2 E + 2]
+    totals = sum_over_ranks_(torch.stack(own))  # [layers, 2 E + 2], E experts: see `Router.take_totals`
     counts = totals[:, : routers[0].num_experts]
     steps = (counts.mean(dim=1, keepdim=True) - counts).sign().float() * (routers[0].bias_update_rate * factor)
     for router, step, of_router in zip(routers, steps, totals, strict=True):
