@@ -174,7 +174,7 @@ def divide_grads_(parameters: Iterable[nn.Parameter], divisor: torch.Tensor) -> 
 
 
 def _norms(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the L2 norm of each tensor as an fp32 scalar; () for no tensors."""
+    """Return the L2 norm of each tensor as an fp32 scalar on its device; () if there are no tensors."""
     return torch._foreach_norm(tensors, 2, dtype=torch.float32) if tensors else ()
 
 

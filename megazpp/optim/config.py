@@ -142,7 +142,7 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for flags of the schedule that are out of their range or that conflict."""
-        # ---- flags of the learning rate
+        # ---- check the flags of the learning rate
         check_words(self)
         check_not_negative(self, "lr", "min_lr")
         if self.lr is not None and self.lr < self.min_lr:
@@ -159,7 +159,7 @@ class ScheduleConfig:
             if (value := getattr(self, name)) and self.lr_warmup_fraction is not None:
                 fraction = f"--lr-warmup-fraction {self.lr_warmup_fraction}"
                 raise ValueError(f"{fraction} and {spelling(self, name)} {value} exclude each other: set only one")
-        # ---- flags of an increasing weight decay
+        # ---- check the flags of a weight decay that increases during the run
         start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
         for name in ("start_weight_decay", "end_weight_decay"):
             if style == "constant" and (value := getattr(self, name)) is not None:

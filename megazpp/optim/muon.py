@@ -152,7 +152,8 @@ class Orthogonalizer:
             This rank's shards of the orthogonalized and scaled matrices (s X in the formula at the top of this file),
             shaped like `updates`, in the dtype of communication.
         """
-        # ---- take this rank's shards of the updates, and in a full step also gather those of its peers on other nodes
+        # ---- take this rank's shards of the updates. In a full step also gather the shards of its peers, the ranks
+        # with the same local and tensor-parallel index on other nodes
         nodes: tuple[int, ...] = self._own
         shards = [[update] for update in updates]
         if self.is_full(iteration):
@@ -215,7 +216,7 @@ class Orthogonalizer:
             yield shard if index is None else shard[index]
 
     def _index(self, block: MatrixBlock, node: int, device: torch.device) -> torch.Tensor | None:
-        """Return which rows of a parameter's shard on a peer belong to the matrix of `block`; None if all rows do.
+        """Return the indices of the rows in a peer's shard that belong to the matrix of `block`; None for all rows.
 
         The peer is the rank on `node` with this rank's local and tensor-parallel index. The row indices are int64 on
         `device`, and are cached.
@@ -260,7 +261,7 @@ class Orthogonalizer:
         x = self._iterate(torch.stack(whole), self._config.muon_num_ns_steps)
         outputs, inputs = reversed(owned[0].shape) if owned[0].transposed else owned[0].shape
         x = (x * self._config.scale(outputs, inputs)).to(self._dtype)
-        # ---- split the results into the rows of each rank of this node
+        # ---- split each orthogonalized matrix into the rows that the ranks of this node hold
         back: list[list[torch.Tensor]] = [[] for _ in peers]
         for block, matrix in zip(owned, x, strict=True):
             for t, of_tp in enumerate(matrix.chunk(tp, dim=block.split)):

@@ -121,7 +121,7 @@ def plan_blocks(parameters: Sequence[LayerMatrix], layout: Layout, nodes: Sequen
     Returns:
         Groups of blocks with equal shape and orientation; each group is sorted by owner.
     """
-    # ---- for each matrix, make the block of its rows on `nodes`, still without an owner
+    # ---- for each matrix that Muon trains, make the block of its rows on `nodes`; the block's owner is chosen below
     tp, shards, found = layout.tp, layout.shard, []
     for index, parameter in enumerate(parameters):
         (num_rows, columns), split = parameter.shape, parameter.split or 0
