@@ -33,13 +33,13 @@ from megazpp.kernels.formats import BlockFormat, plan_row
 LoadRows = Callable[[str, slice], torch.Tensor]  # function that reads a range of rows (dim 0) of the named weight
 Slots = list[tuple[nn.Module, str]]  # modules and attribute names that refer to one parameter
 
-FORMATS = {8: BlockFormat(8, 64), 4: BlockFormat(4, 32)}  # block format of packed weights by bits per element
+FORMATS = {8: BlockFormat(8, 64), 4: BlockFormat(4, 32)}  # block format of packed weights, by bits per element
 
 # Candidate scales of an int4 block, as multiples of the scale that represents the block's largest element exactly. A
 # smaller scale clips the largest element and rounds the other elements less.
 _SHARES = (1.0, 1.1, 1.05, 0.95, 0.9, 0.85, 0.8)
-_LOADED_AT_ONCE = 1 << 18  # elements that are read from a checkpoint at once; larger pieces would fragment the heap
-_PACKED_AT_ONCE = 1 << 16  # elements that are packed at once; they fit the CPU's cache
+_LOADED_AT_ONCE = 1 << 18  # most elements to read from a checkpoint at once; larger pieces would fragment the heap
+_PACKED_AT_ONCE = 1 << 16  # most elements to pack at once; this number of elements fits the CPU's cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class RowFormat:
         return out
 
     def exact(self, packed: torch.Tensor) -> torch.Tensor:
-        """Return a view of the elements [..., columns] of packed rows [..., row_bytes] uint8 that are not quantized."""
+        """Return the elements of unquantized packed rows as a view: [..., row_bytes] uint8 -> [..., columns]."""
         return packed[..., : self.payload_bytes].view(self.dtype)
 
     @cached_property
@@ -297,14 +297,14 @@ def _pack_with_best_scales(values: torch.Tensor, fmt: BlockFormat, payload: torc
     """Quantize rows of a weight to int4, each block with the candidate scale that has the least squared error.
 
     Args:
-        values: [R, n] fp32, the rows.
+        values: [R, n] fp32, R rows of n elements of the weight.
         fmt: block format with 4 bits.
         payload: [R, bytes] uint8, receives the integers.
         scales: [R, blocks] bf16, receives the scales of the blocks.
     """
     blocks = reference._to_blocks(values, fmt)  # the rows [R, n] in blocks, [R, number of blocks, block_size]
-    # `own` becomes the scale that represents each block's largest element exactly, with the sign of the usual scale. A
-    # usual scale that is NaN, Inf or 0 is not replaced.
+    # `own` is first the usual int4 scale of each block, see `BlockFormat`. Then the scale that represents the block's
+    # largest element exactly replaces it, with the same sign, unless the usual scale is NaN, Inf or 0.
     own = reference._scale(blocks, fmt)
     exact = torch.copysign(blocks.abs().amax(-1).div(8).bfloat16().float(), own)
     own = torch.where(own.isfinite() & (own != 0), exact, own)

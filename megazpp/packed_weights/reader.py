@@ -24,8 +24,9 @@ from megazpp.parallel.dims import ParallelDims, check_equal_on_all_ranks, open_a
 from megazpp.tensor_parallel.initialize import seed_for
 from megazpp.tensor_parallel.parameters import ParameterSpec, model_state, owned_parameters
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by bytes per element
-_PIECE = 1 << 18  # most elements that the checksum processes at once, but at least one row
+# The checksum of weights reads each element's bits as an integer; the integer has the element's size in bytes.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 1 << 18  # most elements that the checksum reads at once, in complete rows; a longer row is read alone
 
 
 @dataclass(frozen=True, kw_only=True)

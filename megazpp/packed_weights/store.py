@@ -140,7 +140,7 @@ class FetchRing:
         return self._queue.submit(functools.partial(self._bring, index, slot, free))
 
     def _bring(self, index: int, slot: int, free: torch.cuda.Event | None) -> torch.Tensor:
-        """Read a unit's message, copy it into a buffer of the ring on the device, and return the buffer's part with it.
+        """Read a unit's message, copy it into a buffer of the ring on the device, and return a view of the copy.
 
         This function runs in the queue's background thread.
 

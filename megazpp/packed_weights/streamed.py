@@ -34,7 +34,8 @@ from megazpp.parallel.comm_queue import Work
 from megazpp.tensor_parallel.parameters import exact_parameters
 
 PAGE = 4096  # messages are padded to a multiple of this many bytes, so that each begins at a page of the file on disk
-_CPU_PIECE, _CUDA_PIECE = 1 << 19, 1 << 26  # most elements of a matrix that are unpacked at once
+# Most elements of a packed matrix that are unpacked at once: on a CPU so few that they stay in its cache, on CUDA more.
+_CPU_PIECE, _CUDA_PIECE = 1 << 19, 1 << 26
 
 
 class StreamPlan(NamedTuple):
@@ -259,7 +260,7 @@ class PackedMatrix:
         self._at_once = max((_CUDA_PIECE if device.type == "cuda" else _CPU_PIECE) // self.columns, 1)
 
     def take(self, messages: torch.Tensor) -> None:
-        """Make this matrix available: use its packed rows in the messages [P, M] uint8 of P ranks, without a copy."""
+        """Make this matrix usable: refer to its packed rows in P ranks' messages [P, M] uint8, without a copy."""
         self.parts = self.weight.rows_in(messages)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, rows: range) -> torch.Tensor:
@@ -359,7 +360,7 @@ class PackedWeight(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute a supported torch function with the packed matrix; `__torch_dispatch__` refuses all others."""
+        """Compute F.linear, torch.mm, F.embedding, a slice or a split; `__torch_dispatch__` refuses other functions."""
         kwargs = kwargs or {}
         if func is F.linear and len(args) >= 2 and isinstance(args[1], cls):
             return args[1].matrix.linear(args[0], *args[2:], rows=args[1].rows, **kwargs)
