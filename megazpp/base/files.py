@@ -148,9 +148,20 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def write_synced(path: Path, content: bytes) -> None:
     """Write a file and flush it to disk. Unlike with `write_whole`, readers can see an incomplete file meanwhile."""
-    with path.open("wb") as file:
+    with errors_naming(path), path.open("wb") as file:
         file.write(content)
         sync(file)
+
+
+@contextlib.contextmanager
+def errors_naming(path: Path) -> Iterator[None]:
+    """Add `path` to an OSError of the block that names no file, as when a write finds the disk full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextlib.contextmanager

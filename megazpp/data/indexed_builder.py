@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megazpp.base.files import check_writable, sync, sync_directory, try_lock, write_synced
+from megazpp.base.files import check_writable, errors_naming, sync, sync_directory, try_lock, write_synced
 from megazpp.data.indexed_dataset import DTYPES, HEADER, MAGIC, pair_paths
 
 _CODES = {np.dtype(name): code for code, name in DTYPES.items()}
@@ -85,7 +85,8 @@ class IndexedDatasetBuilder:
                     f"{self._bin_path}: token ids {ids.min()} to {ids.max()} do not fit the dtype {self._dtype} of "
                     "this pair"
                 )
-            self._file.write(ids.astype(self._dtype, copy=False).tobytes())
+            with errors_naming(self._bin_path):
+                self._file.write(ids.astype(self._dtype, copy=False).tobytes())
         before = len(self._lengths)
         self._lengths.frombytes(np.asarray(lengths, dtype=np.int32).tobytes())
         self._document_indices.frombytes((np.asarray(document_ends, dtype=np.int64) + before).tobytes())
@@ -110,7 +111,8 @@ class IndexedDatasetBuilder:
         documents = np.asarray(self._document_indices, dtype="<i8")
         header = HEADER.pack(MAGIC, 1, _CODES[self._dtype], len(sizes), len(documents))
         # ---- write and rename both files
-        sync(self._file)
+        with errors_naming(self._bin_path):
+            sync(self._file)
         write_synced(self._unfinished_idx, header + sizes.tobytes() + pointers.tobytes() + documents.tobytes())
         self._idx_path.unlink(missing_ok=True)  # a reader must never open the new .bin with the old .idx
         os.replace(self._unfinished_bin, self._bin_path)

@@ -7,6 +7,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from helpers.disks import small_disk
 from helpers.pairs import contents, write_pair
 from helpers.refusals import not_refused
 from hypothesis import given, settings
@@ -171,3 +172,16 @@ def test_pair_is_locked_while_written_and_leftovers_are_replaced(tmp_path):
     assert contents(tmp_path)["a.bin"] == b"\x01\x00\x02\x00"
     write_pair(tmp_path / "a", [[3]])
     assert contents(tmp_path)["a.bin"] == b"\x03\x00"
+
+
+@pytest.mark.parametrize(("length", "name"), [(100_000, "a.bin"), (32_000, "a.idx")])
+def test_full_disk_is_reported_with_the_file_and_nothing_is_left(tmp_path, length, name):
+    def build(prefix: Path) -> None:
+        with IndexedDatasetBuilder(prefix, "<u2") as builder:
+            builder.extend(np.zeros(length, dtype="<u2"), [1] * (length // 10), [])
+            builder.finalize()
+
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        with pytest.raises(OSError, match=f"No space left on device: '{disk}/{name}"):
+            build(disk / "a")
+        assert list(disk.iterdir()) == []
