@@ -168,7 +168,10 @@ class ParallelDims:
         return axis if self._dense is None else EXPERT_NAMES.get(axis, axis)
 
     def _is_shared(self, axis: str) -> bool:
-        """Return True if this is the experts' mesh, and its axis `axis` is the same object as the dense mesh's."""
+        """Return True if the experts' parameters and all other parameters use the same `MeshAxis` for the axis `axis`.
+
+        False for every axis of the `ParallelDims` of a whole model, because only the one for experts shares axes.
+        """
         return self._dense is not None and axis not in EXPERT_NAMES
 
     def _axis(self, axis: str, name: str, group: dist.ProcessGroup | None) -> MeshAxis:

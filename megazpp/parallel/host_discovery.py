@@ -124,8 +124,13 @@ def _host_info(answer: Any) -> HostInfo:
 
 
 def _make(kind: type[T], fields: dict[str, Any]) -> T:
-    """Construct the dataclass `kind` from fields that JSON gave, after a check of their types. Lists become tuples.
+    """Construct an instance of the dataclass `kind` from JSON values that another rank wrote to the store.
 
+    The type of each value is checked first. Lists become tuples.
+
+    Args:
+        kind: dataclass of the instance, for instance `HostInfo` or `Gpu`.
+        fields: values of the dataclass's fields, by name.
     Raises:
         ValueError: a field has a wrong type.
     """

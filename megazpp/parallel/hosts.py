@@ -81,10 +81,11 @@ class Hosts:
         self._interface: str | None = None
         self._first = ""  # name of host 0; "" before this host has joined
         self._sent: dict[str, str] = {}  # messages that the thread has not written to the store yet, by key
-        # The launcher's thread sets the first when it has connected to the store, the second when all hosts have joined
+        # The launcher's thread sets `_connected` when it has connected to the store. It sets `_complete` when all hosts
+        # have joined the job.
         self._connected, self._complete = threading.Event(), threading.Event()
         self._until = math.inf  # time, on the monotonic clock, after which the thread stops trying to connect
-        # `end` sets the first to ask the launcher's thread to leave the job. The thread sets the second when it ends
+        # `end` sets `_leaving` to ask the launcher's thread to leave the job. The thread sets `_done` when it ends
         self._leaving, self._done = threading.Event(), threading.Event()
         self._mistake: ValueError | None = None  # error in this host's flags that the thread has found
 
@@ -233,7 +234,7 @@ class Hosts:
         """Create the store of the job on this host, which is host 0.
 
         Raises:
-            ValueError: this host does not have the address, or the port is in use.
+            ValueError: this host does not have the address --master-addr, or the port --master-port is in use.
         """
         family, address = self._resolve()
         try:

@@ -33,9 +33,12 @@ from megazpp.topology.cluster import LINK_KINDS, MEASURED, Device, Link, LinkKin
 
 REPEATS = 5  # number of timed calls of each measured function, after one call for warm-up
 SMALL_BYTES = 256  # bytes per rank of the small all-gather, few enough that latency alone determines its time
-COPIED_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # bytes of a measured copy, more than fit the caches of the device
-PRODUCT_FLOPS = {"cpu": 5e8, "cuda": 2e12}  # fewest FLOPs per timing of matrix products, about 0.03 s or less
-LARGE_TOTAL_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # limit of an all-gather's size; 256 MiB: 5 ms at 50 GB/s
+# By device type: bytes of the copy that measures memory bandwidth, more than the caches of the device hold
+COPIED_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+# By device type: least FLOPs in one timed call, which repeats a matrix product; about 0.03 s or less
+PRODUCT_FLOPS = {"cpu": 5e8, "cuda": 2e12}
+# By device type: largest size in bytes of a measured all-gather's result. At 50 GB/s, 256 MiB take 5 ms.
+LARGE_TOTAL_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 # Size of a first all-gather, whose time determines the size of the large all-gather. A rate-limited link sends a short
 # burst at full speed; this all-gather is longer than such a burst.
 TRIAL_TOTAL_BYTES = 256 << 10
@@ -183,8 +186,8 @@ def _measure_deltas(world: MeshAxis, device: torch.device, dtype: torch.dtype, l
     old, new = (0.02 * weights).to(dtype), (0.02 * weights + lr * change.clamp_(-1, 1)).to(dtype)
     message = torch.zeros(1, message_bytes(DELTA_WEIGHTS), dtype=torch.uint8)
     encoding = _time(lambda: encode(new, old, message[0]), world, device)
-    # Decoding changes the old weights in place. Each of the 1 + REPEATS calls below therefore gets a fresh copy; one
-    # copy stays unused.
+    # Decoding changes the old weights in place. Each of the 1 + REPEATS calls of `decode` below therefore gets a fresh
+    # copy of the old weights; one of the copies stays unused.
     copies = old.repeat(2 + REPEATS, 1).unsqueeze(1)
     left = iter(copies)
     decoding = _time(lambda: decode(message, next(left)), world, device)

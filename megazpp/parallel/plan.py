@@ -50,7 +50,8 @@ def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, num_
     if zero_stage == 0:
         if replicas != 1:
             raise ValueError(
-                f"{copies} needs --zero-stage 1 or higher: stage 0 shards nothing, so each data rank has a copy anyway"
+                f"{copies} needs --zero-stage 1 or higher, because stage 0 shards nothing and gives each data rank a "
+                "copy anyway: raise --zero-stage, or remove the flag"
             )
         replicas = cluster.world_size // max(tp, 1)
 

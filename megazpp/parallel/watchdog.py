@@ -278,11 +278,16 @@ def describe_hang(states: Mapping[int, RankState], layout: Layout | None, limit:
 
 
 def _behind(states: Mapping[int, RankState]) -> list[str]:
-    """Return a line for each track on which some ranks have begun fewer spans than others: these ranks, and the most.
+    """Return a line for the watchdog's report about each track on which some ranks have begun fewer spans than others.
+
+    The line names these ranks, and gives the largest number of spans that a rank has begun on the track.
 
     The watchdog's report has these lines if no rank is inside a collective of a mesh axis: on CUDA, where the host only
     launches collectives, or in FSDP2's own collectives, which use no mesh axis. The other ranks then wait for the ranks
     that these lines name.
+
+    Args:
+        states: open spans and numbers of begun spans of the ranks that have answered the alarm, by rank.
     """
     lines = []
     for track in sorted({track for state in states.values() for track in state.entered} - {COMPUTE, FILES, WAIT}):

@@ -111,7 +111,8 @@ def worker_process(
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would only run after a blocked collective ends
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked SIGINT during the start
 
-    # Set the number of torch's threads, and select this rank's device.
+    # Divide this host's cores among its ranks, so that torch's threads of two ranks do not compete for a core. Then
+    # select this rank's device.
     if "OMP_NUM_THREADS" not in os.environ:
         launched = find_launcher()
         local = None if launched is None else launched.local_size
