@@ -23,9 +23,10 @@ from typing import Literal, NamedTuple
 
 LinkKind = Literal["domain", "node", "network"]
 LINK_KINDS: tuple[LinkKind, ...] = ("domain", "node", "network")  # kinds of links between ranks, the fastest kind first
-# First word of `Link.source` if the link's figures were measured, and the name of a device's calibration in that case
+# First word of `Link.source` if --measure-links has measured the link. A device whose speed --measure-links has
+# measured has a calibration of this name.
 MEASURED = "measured"
-# Calibrations of --plan: types of GPUs, and "measured" for a device whose figures --measure-links has measured
+# Calibrations of --plan: types of GPUs, and "measured" for a device whose speed --measure-links has measured
 CALIBRATION_NAMES = ("v100", "a100", "h100", "h100_500w", "h800", MEASURED)
 MOST_RANKS = 1 << 20  # largest number of ranks; larger lists of ranks would take too much memory and time
 
@@ -158,7 +159,7 @@ class Link(NamedTuple):
         gigabytes_per_second: bandwidth in one direction, in 1e9 bytes per second. For the kinds "domain" and "node" it
             is the bandwidth of one rank, for "network" the bandwidth of one node with all its network adapters.
         microseconds: latency of a small message; None if unknown.
-        source: origin of the figures, for the log: "measured over AXIS", a data sheet, or a file.
+        source: origin of bandwidth and latency, for the log: "measured over AXIS", a data sheet, or a file.
     """
 
     gigabytes_per_second: float
@@ -178,9 +179,9 @@ class Link(NamedTuple):
 class Links(NamedTuple):
     """The links of a cluster by kind; a field is None if nothing is known about links of that kind."""
 
-    domain: Link | None = None  # between ranks of one fast domain (NVLink, NVSwitch)
-    node: Link | None = None  # between fast domains of one node (PCIe, shared memory)
-    network: Link | None = None  # between nodes
+    domain: Link | None = None  # the links between the ranks of a fast domain (NVLink, NVSwitch)
+    node: Link | None = None  # the links between the fast domains of a node (PCIe, shared memory)
+    network: Link | None = None  # the links between nodes, over the nodes' network adapters
 
     @property
     def known(self) -> dict[LinkKind, Link]:
@@ -198,21 +199,21 @@ class Host(NamedTuple):
 
     gigabytes: float  # host memory of a node that is available to the job, in 1e9 bytes
     gigabytes_per_second: float  # bandwidth between host memory and one device, per direction, while all devices copy
-    source: str = ""  # origin of the figures
+    source: str = ""  # origin of the memory size and the bandwidth, for example a data sheet; "" if unknown
 
 
 class Device(NamedTuple):
-    """A GPU with the figures of its data sheet, or a CPU rank with measured figures.
+    """The speed and memory size of a GPU from its data sheet, or of a CPU rank from measurements.
 
-    The two figures about lossless deltas exist only for a CPU rank. A GPU encodes and decodes lossless deltas at the
-    bandwidth of its memory.
+    Only a CPU rank has the two rates of lossless deltas (encode, decode). A GPU encodes and decodes lossless deltas at
+    the bandwidth of its memory.
     """
 
     name: str
     teraflops: float  # dense 16-bit peak rate, in 1e12 floating-point operations per second
     gigabytes: float  # size of the device's memory, in 1e9 bytes
     gigabytes_per_second: float  # bandwidth of the device's memory, in 1e9 bytes per second
-    source: str = ""  # origin of the figures: a data sheet, or "measured: ..."
+    source: str = ""  # origin of the device's rates and memory size: a data sheet, or "measured: ..."
     calibration: str | None = None  # one of CALIBRATION_NAMES: fractions of the peaks that --plan assumes as achievable
     price_per_hour: float | None = None  # price of one GPU, in any currency
     # Rates at which a CPU rank encodes lossless deltas, and updates weights by them, in 1e9 bytes of weights per second

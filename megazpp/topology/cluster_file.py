@@ -234,7 +234,7 @@ def _cluster(content: Any, *, source: str) -> Cluster:
 
     Args:
         content: the file's content as `yaml.load` returns it.
-        source: origin of the figures, for links, device and host without a key `source`.
+        source: value of the key `source` for each link, the device and the host that lack this key.
     Raises:
         ValueError: a key is missing or unknown, or a value is invalid.
     """
@@ -256,7 +256,9 @@ def _cluster(content: Any, *, source: str) -> Cluster:
     if order == "cyclic":
         return dataclasses.replace(cluster, order=cyclic_order(nodes, per_node))
     if not isinstance(order, list) or not all(isinstance(ranks, list) for ranks in order):
-        raise ValueError(f"rank_order {shown(order)} is not block, cyclic or one list of ranks for each node")
+        raise ValueError(
+            f"rank_order {shown(order)} is not block, cyclic or a list of ranks per node: give one of these"
+        )
     if len(order) != nodes:
         raise ValueError(f"rank_order has lists for {len(order)} node(s), but nodes is {nodes}; give a list per node")
     for node, ranks in enumerate(order):
@@ -273,7 +275,7 @@ def _link(where: str, value: Any, source: str) -> Link:
     Args:
         where: key of the description, for instance "links.network", for error messages.
         value: the description, a mapping with the keys `LINK_KEYS`.
-        source: origin of the figures, if the description has no key `source`.
+        source: origin of bandwidth and latency, if the description has no key `source`.
     """
     given = _mapping(where, value, LINK_KEYS)
     speeds = [key for key in ("gigabytes_per_second", "gigabits_per_second") if key in given]
@@ -288,13 +290,13 @@ def _link(where: str, value: Any, source: str) -> Link:
 
 
 def _figures(where: str, value: Any, kind: type[T], source: str) -> T:
-    """Check the description of the device or the host memory in a cluster file, and convert it to `kind`.
+    """Check the description of the device or the host memory in a cluster file, and return it as a `Device` or `Host`.
 
     Args:
         where: key of the description, "device" or "host", for error messages.
         value: the description, a mapping with the fields of `kind` as keys.
-        kind: `Device` or `Host`.
-        source: origin of the figures, if the description has no key `source`.
+        kind: class of the result, `Device` or `Host`.
+        source: origin of the values (a data sheet, a file), if the description has no key `source`.
     """
     needed = [key for key in kind._fields if key not in kind._field_defaults]
     given = {"source": source} | _mapping(where, value, kind._fields, needed=needed)
@@ -303,7 +305,8 @@ def _figures(where: str, value: Any, kind: type[T], source: str) -> T:
         raise ValueError(f"{where}.calibration {shown(given['calibration'])} is not one of the calibrations {known}")
     if len(given.keys() & CODER_RATES) == 1:
         raise ValueError(
-            f"{where} needs both {' and '.join(sorted(CODER_RATES, reverse=True))}, or neither of the two keys"
+            f"{where} needs both {' and '.join(sorted(CODER_RATES, reverse=True))}, or neither of the two keys: "
+            "add the missing key, or remove the other one"
         )
     read: Any = {key: str(x) if key in TEXTS else _number(f"{where}.{key}", x) for key, x in given.items()}
     return kind(**read)
@@ -333,7 +336,13 @@ def _mapping(where: str, value: Any, keys: Collection[str], *, needed: Collectio
 
 
 def _number(key: str, value: Any, kind: type[int] | type[float] = float) -> Any:
-    """Check that a value of a cluster file is a positive, finite number, and return it as `kind`, int or float."""
+    """Check that the value of a key in a cluster file is a positive, finite number, and return the number.
+
+    Args:
+        key: key of the value, for instance "links.network.microseconds", for the error message.
+        value: the value as `yaml.load` returns it.
+        kind: int requires a whole number; float also converts a whole number to a float.
+    """
     if type(value) not in (int, kind) or not 0 < value < math.inf:
         raise ValueError(f"{key} {shown(value)} is not a positive {'whole ' if kind is int else ''}number")
     return kind(value)

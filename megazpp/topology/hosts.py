@@ -123,7 +123,11 @@ def _node(info: HostInfo) -> Hashable:
 
 
 def _group(ranks: Iterable[int], key: Callable[[int], Hashable]) -> list[list[int]]:
-    """Group the ranks that have equal keys, and return the groups in the order of their first ranks in `ranks`."""
+    """Divide `ranks` into groups, for example nodes, and return the ranks of each group.
+
+    Ranks for which the function `key` returns equal values form a group. The groups have the order in which their
+    first ranks occur in `ranks`.
+    """
     groups: dict[Hashable, list[int]] = {}
     for rank in ranks:
         groups.setdefault(key(rank), []).append(rank)

@@ -140,9 +140,10 @@ class Layout:
         return self.cluster.link_between(rank, self.cluster.rank_at(successor))
 
     def links(self, axis: str) -> dict[LinkKind, int]:
-        """Return how many ranks of the cluster send over each kind of link in the rings of `axis`, fastest kind first.
+        """Return how many ranks of the cluster send over each kind of link in the rings of `axis`, by kind.
 
-        Kinds without ranks are left out, so the result is {} for an axis of one rank.
+        The fastest kind is first. Kinds over which no rank sends are left out, so the result is {} for an axis of one
+        rank.
         """
         if self.axis_size(axis) == 1:
             return {}
@@ -158,9 +159,9 @@ class Layout:
         first = position - position // stride % size * stride
         last = first + (size - 1) * stride
 
-        # First for fast domains, then for local domains: the number of links whose two ranks are in the same domain.
-        # These are all links of the chain except those that cross a border between domains, or none if neighbors in the
-        # chain are at least a domain apart.
+        # Count the links of the chain whose two ranks are in the same domain, first for fast domains, then for local
+        # domains. These are all links except those that cross a border between domains. If neighbors in the chain are
+        # at least a domain apart, there are none.
         parts = (self.cluster.ranks_per_domain, self.cluster.local_domain_size)
         inside = (size - 1 - (last // part - first // part) if stride < part else 0 for part in parts)
         return _by_kind(size - 1, *inside)
@@ -256,12 +257,15 @@ class Layout:
 
 
 def _by_kind(total: int, in_domain: int, in_local_domain: int) -> dict[LinkKind, int]:
-    """Return the nonzero numbers of links by kind, fastest kind first.
+    """Return the number of links of each kind in the rings or the chain of an axis, by kind, fastest kind first.
+
+    Kinds without links are left out.
 
     Args:
-        total: number of all links.
-        in_domain: number of links inside fast domains.
-        in_local_domain: number of links inside local domains, which include the links inside fast domains.
+        total: number of all links between neighbors along the axis.
+        in_domain: number of these links whose two ranks are in one fast domain.
+        in_local_domain: number of these links whose two ranks are in one local domain (a node or a fast domain,
+            whichever is larger). It includes `in_domain`.
     """
     counts = (in_domain, in_local_domain - in_domain, total - in_local_domain)
     return {kind: count for kind, count in zip(LINK_KINDS, counts, strict=True) if count}

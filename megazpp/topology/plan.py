@@ -96,7 +96,7 @@ def plan_layout(
 def layout_record(layout: Layout) -> dict[str, Any]:
     """Return a layout as JSON values for topology.json: sizes of cluster and axes, and the order of the ranks.
 
-    The figures of links and devices are left out.
+    Bandwidths and latencies of links, and the speed of devices, are left out.
     """
     cluster = {name: getattr(layout.cluster, name) for name in (*CLUSTER_SIZES, "order")}
     names = (*layout.coordinates, *(axis for axis in ("cp", "ep") if getattr(layout, axis) > 1))

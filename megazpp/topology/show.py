@@ -27,7 +27,7 @@ CARRIES = {
     "replicate": "gradients between copies",
     "replica_group": "local steps: outer gradients and outer weights, once per synchronization",
 }
-# By kind of link, whether the bandwidth of `Link` is the bandwidth of one rank or of one node
+# By kind of link: whether `Link.gigabytes_per_second` is the bandwidth of one rank or of one node
 SENDER = {"domain": "rank", "node": "rank", "network": "node"}
 # Largest number of nodes in the printed placement, and of ranks in the column "first group" of the table of axes
 MAX_NODES, MAX_RANKS = 16, 8
@@ -52,7 +52,10 @@ def axis_wires(layout: Layout, axis: str) -> str:
     """
 
     def text(kind: LinkKind) -> str:
-        """Return a kind of link with its bandwidth and latency, if they are known, for example "node (25 GB/s)"."""
+        """Return the name of a kind of link, followed by its bandwidth and latency per rank or per node if known.
+
+        Two examples: "domain" and "node (25 GB/s per rank)".
+        """
         link = layout.cluster.links.known.get(kind) if layout.cluster.links is not None else None
         return kind if link is None else f"{kind} ({link} per {SENDER[kind]})"
 
