@@ -252,7 +252,8 @@ class Guard:
             The end of the log line about the spike: the iteration of the checkpoint, or why there is none.
         """
         assert self.rewind is not None
-        # `rewind` also loads the checkpoint's older history of losses. Keep the latest losses, and put them back below.
+        # `rewind` also loads the checkpoint's older history of losses. Keep the latest losses and restore them below,
+        # so that the next loss is compared with recent losses.
         losses = self.history.state_dict()
         try:
             return f", and the weights return to iteration {self.rewind()}"

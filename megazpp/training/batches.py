@@ -168,7 +168,8 @@ def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
         config: flags with the batch sizes and the length of the run.
         data_parallel_size: number of ranks, or of context-parallel groups, that have different samples.
     Raises:
-        ValueError: a required batch size or the length of the run is missing, or the sizes do not divide.
+        ValueError: a required batch size or the length of the run is missing; a batch size is not divisible by the
+            micro-batch size times `data_parallel_size`; or the ramp-up's increments do not reach the global batch size.
     """
     # ---- micro-batch size and global batch size
     size, total = config.micro_batch_size, config.global_batch_size
@@ -195,7 +196,7 @@ def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
             "reach it: change one of the three sizes"
         )
     if start % rank_samples or (start < global_batch_size and increment % rank_samples):
-        raise ValueError(f"{given}: start size and increment are not divisible by {divisor}: change them")
+        raise ValueError(f"{given}: start size and increment must both be divisible by {divisor}: change them")
     return BatchPlan(
         micro_batch_size=size,
         data_parallel_size=data_parallel_size,

@@ -330,7 +330,7 @@ class Meter:
         }
 
     def _tokens_of(self, step: StepRecord) -> int:
-        """Return the number of tokens that the model has processed in a step, over all ranks."""
+        """Return the number of tokens of a step's forward passes over all ranks, from the step's record."""
         return step.global_batch_size * self.seq_length if step.tokens is None else step.tokens
 
 

@@ -107,8 +107,8 @@ class TrainStep:
         # ---- compute the gradient norm, and check the previous step's loss and norm
         with self._span("norm"):
             norms = self.sharding.states.norms(self.dims.tp)
-            # None: the gradients are in `.grad`, not in host memory. First complete those gradients of replicated
-            # parameters of which each tensor-parallel rank has only a part.
+            # `norms` is None if the gradients are in `.grad`, not in host memory. Some gradients of replicated
+            # parameters are still partial sums, one on each tensor-parallel rank. Add them up before the norm.
             if norms is None:
                 sum_partial_gradients_((p for name, p in named if name in self._partial), self.dims.tp)
             norm = global_grad_norm(named, *axes, divisor=scale, norms=norms)
@@ -239,7 +239,9 @@ class LaunchedStep:
     def wait(self) -> StepRecord:
         """Wait for the loss and the gradient norm, store them in the step's record, and return the record.
 
-        The errors are the same as of `check`.
+        Raises:
+            NotFiniteError: as in `check`.
+            CorruptWeightsError: as in `check`.
         """
         taken, (loss, norm, *zeros) = self.check(), self.numbers.wait()
         self.record.loss, self.record.grad_norm, self.record.skipped = loss, norm, not taken

@@ -123,7 +123,7 @@ class StepRecorder:
         return timer_lines(self._names, by_rank)
 
     def _gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Gather this rank's `values` with those of all other ranks, and return one list per rank."""
+        """Gather the `values` (times) of all ranks, equally many on each rank. Return one list per rank, by rank."""
         dims = self._run.dims
         own = torch.tensor([values], dtype=torch.float64, device=self._run.device)
         return dims.world.all_gather(own).tolist()
@@ -173,7 +173,10 @@ def seconds_by_timer(spans: Sequence[Span]) -> dict[str, float]:
     }
 
     def busy(axes: tuple[str, ...], collectives: tuple[str, ...]) -> float:
-        """Return the seconds in which at least one of the collectives ran on one of the axes."""
+        """Return the seconds of the step in which at least one of the given collectives ran on at least one of `axes`.
+
+        `collectives` are the beginnings of the spans' names, for example ("all_gather",).
+        """
         found = (span for span in spans if span.track in axes and span.name.startswith(collectives))
         return total(union((span.start_seconds, span.end_seconds) for span in found))
 
@@ -273,7 +276,8 @@ def nesting_rows(spans: Sequence[Span], track: str) -> list[list[Span]]:
 
     A Chrome trace shows each row as a thread. A span is added to the first row that it fits.
     """
-    # Each row has its spans, and the end times of those that last until the current span's start, outermost first.
+    # Each row is a pair: its spans so far, and the end times of those spans that are still open when the current span
+    # starts, outermost span first.
     rows: list[tuple[list[Span], list[float]]] = []
     of_track = (span for span in spans if span.track == track)
     for span in sorted(of_track, key=lambda span: (span.start_seconds, -span.seconds)):

@@ -127,8 +127,8 @@ REFUSED = [
     ({"rampup_batch_size": (8, 8, 96), **ITERS}, "8 8 96 needs --train-samples, not --train-iters 1"),
     ({**RAMP, "rampup_batch_size": (8, 16, 96)}, "--global-batch-size 32 is not 8 plus a multiple of 16"),
     ({**RAMP, "rampup_batch_size": (40, 8, 96)}, "--global-batch-size 32 is not 40 plus a multiple of 8"),
-    ({**RAMP, "rampup_batch_size": (8, 4, 96)}, "8 4 96: start size and increment are not divisible by --micro-"),
-    ({**RAMP, "rampup_batch_size": (4, 4, 96)}, "--rampup-batch-size 4 4 96: start size and increment are not"),
+    ({**RAMP, "rampup_batch_size": (8, 4, 96)}, "8 4 96: start size and increment must both be divisible by --micro-"),
+    ({**RAMP, "rampup_batch_size": (4, 4, 96)}, "--rampup-batch-size 4 4 96: start size and increment must both"),
     ({**RAMP, "rampup_batch_size": (8, 0, 96)}, "start size and increment must be positive"),
     ({**RAMP, "rampup_batch_size": (8, 8)}, "--rampup-batch-size 8 8: give three numbers"),
 ]
