@@ -161,9 +161,10 @@ class Agent:
         return cid
 
     def messages_of(self, version: int) -> tuple[Record, list[bytes]] | None:
-        """Return the record of the commit that made a version, and its contributions' messages in the order of the sum.
+        """Return the record of the commit that made a version, and the messages of the commit's contributions.
 
-        None if this rank does not know the commit yet, or has not fetched all of its messages.
+        The messages are in the order in which all ranks sum them. The result is None if this rank does
+        not know the commit yet, or has not fetched all of its messages.
         """
         commit = None if self.state is None else self.state["commits"].get(str(version))
         if commit is None or any(entry["cid"] not in self._messages for entry in commit["set"]):
@@ -198,7 +199,7 @@ class Agent:
     # ---- threads: connection to the coordinator, reports, fetches, and answers to other groups ------------------
 
     def _run(self, work: Callable[[], None]) -> None:
-        """Run the work of a thread; `wait` raises the threads' first exception in the training loop."""
+        """Call `work`, the function of a thread, and store its exception, which `wait` raises in the training loop."""
         try:
             work()
         except Exception as error:
@@ -210,7 +211,7 @@ class Agent:
         """Connect to the coordinator, with new attempts until `gives_up` returns True.
 
         Raises:
-            OutError: the coordinator could not be reached until then.
+            OutError: the coordinator could not be reached before `deadline`.
         """
         while True:
             try:
@@ -241,7 +242,7 @@ class Agent:
                     if "refused" in state:
                         if state["passes"] and time.monotonic() < refused_until:
                             break
-                        raise OutError(state["refused"])
+                        raise OutError(f"the coordinator has refused this group: {state['refused']}")
                     if lost:
                         self._say("the coordinator is back")
                         lost = False

@@ -106,10 +106,10 @@ class ElasticPlan(NamedTuple):
     """The plan of elastic DiLoCo for a run, derived from the flags before workers start."""
 
     rules: Rules  # the settings that all groups of the run have in common
-    notices: tuple[str, ...] = ()  # lines to show the user when the run starts; none
+    notices: tuple[str, ...] = ()  # lines to show the user when the run starts; elastic DiLoCo has none
 
     def describe(self) -> str:
-        """Return one line for the log: the nominal number of groups, and how long a synchronization waits."""
+        """Return a line for the log: the nominal number of groups, and how long a synchronization waits for slow ones."""
         rules = self.rules
         grace = "3 % of an interval" if rules.grace is None else f"{rules.grace:g} s"
         quorum = "half of the live groups" if rules.quorum is None else f"{rules.quorum} groups"

@@ -23,7 +23,7 @@ from megazpp.base.files import DamagedError, cause, lock_for_this_job, write_who
 from megazpp.elastic.rounds import HEARTBEAT_SECONDS, RefusedError, Rounds
 from megazpp.elastic.wire import Address, AuthenticatedListener, Channel
 
-TICK_SECONDS = 0.02  # interval at which the coordinator looks for decisions that are due
+TICK_SECONDS = 0.02  # interval at which the coordinator calls `Rounds.tick`, which makes the decisions
 LATE_SECONDS = 2.0  # time between two ticks after which this process counts as suspended meanwhile
 PUSH_SECONDS = 0.25  # interval at which the coordinator sends the run's state to all ranks if nothing has changed
 
@@ -184,7 +184,7 @@ class Coordinator:
             self.close(str(error) or repr(error))
 
     def _advance(self) -> None:
-        """Make the decisions that are due, write them to the journal, and then send the run's state to all ranks."""
+        """Let `Rounds` decide, write its new records to the journal, and then send the run's state to all ranks."""
         now = time.monotonic()
         if now > self._ticked_at + LATE_SECONDS:  # suspended, or waited for the disk: reports of groups are late too
             self._rounds.wake(now)

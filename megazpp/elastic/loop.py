@@ -172,8 +172,8 @@ class ElasticLoop:
     def first_sample(self) -> int:
         """Return the number of consumed samples at which a loader finds the samples of this group's next leased step.
 
-        At the samples of a whole step, the loader of this job reads column 0 of the run's table of samples. So the
-        leased column is added as an offset.
+        The result is the first sample of the step's global batch, plus an offset for the leased column. Without the
+        offset the loader of this job would read the samples of column 0 of the run's table of samples.
 
         Raises:
             StopRequested: a stop signal came, or the run ended, while the group waited for samples.
@@ -284,7 +284,7 @@ class ElasticLoop:
         self._last_step_at, self._agent.trains = time.monotonic(), self._cell is not None
 
     def _is_over(self) -> bool:
-        """Return True if this group has the run's last outer weights, or if rank 0 got a stop signal meanwhile."""
+        """Return True if this group has the run's last outer weights, or if rank 0 has caught a stop signal."""
         state = self._agent.wait(lambda state: state)
         return self._axis.share_object(self._stopped() or (state["done"] and state["version"] == self.version))
 
@@ -373,7 +373,7 @@ class ElasticLoop:
                 self._validate(at)
 
     def _merged_progress(self, progress: TrainingProgress) -> TrainingProgress:
-        """Return the progress of the outer weights: all merged samples, with the iteration rounded down."""
+        """Return the progress of the outer weights: all merged samples, and the iteration, rounded down."""
         iteration, size = self.merged // self._rules.groups, self._batches.global_batch_size
         samples = self.merged * size // self._rules.groups
         return progress._replace(iteration=iteration, consumed_samples=iteration * size, scheduled_samples=samples)

@@ -10,8 +10,10 @@ the later commits.
     D      = sum over contributions of tokens x age factor x delta / sum of tokens x age factor
     m      = mu m + D;  outer -= eta (D + mu m);  R += outer - R, sent in 4-bit blocks as in diloco/outer.py
 
-R is the common copy of the outer weights, which lacks what quantization has not sent yet. A contribution to an older
-version is late; its age factor is F^age. The age factor of the other contributions is 1.
+D is the weighted mean of the contributions (each is a delta), m the outer momentum with the coefficient mu, and eta the
+outer learning rate. R is the common copy of the outer weights, which lacks what quantization has not sent yet. A
+contribution to an older version is late; its age factor is F^age, with F from --diloco-late-factor. The age factor of
+the other contributions is 1.
 
 Legend: G nominal number of groups (rows), S elements of a row, M bytes of a row's message.
 """
@@ -140,8 +142,8 @@ class WholeOuter:
         The inner weights so keep training steps of this group that are not published yet.
 
         Args:
-            units: the units whose outer state has changed.
-            before: R of each unit before the change, [G, S].
+            units: the sharding units whose outer weights an outer step has changed.
+            before: [G, S] R of each of these units before the outer step: G rows of S elements.
         """
         self.sharding.reshard()
         for unit, rows in zip(units, before, strict=True):
@@ -178,8 +180,8 @@ class WholeOuter:
         """Return copies of one part of the outer state, by parameter name, as DTensors sharded like the parameters.
 
         Args:
-            name: "rows" for R, "outer" for the outer weights, or "momentum" for the outer momentum. Without outer
-                momentum the result for "momentum" is empty.
+            name: "rows" for R (the common copy of the outer weights), "outer" for the outer weights, or "momentum" for
+                the outer momentum. Without outer momentum the result for "momentum" is empty.
         """
         found: dict[str, torch.Tensor] = {}
         for unit in self.units:
@@ -196,7 +198,8 @@ class WholeOuter:
         """Replace one part of the outer state, as from a checkpoint.
 
         Args:
-            name: "rows" for R, "outer" for the outer weights, or "momentum" for the outer momentum.
+            name: "rows" for R (the common copy of the outer weights), "outer" for the outer weights, or "momentum" for
+                the outer momentum.
             values: DTensors by parameter name, sharded like the parameters.
         """
         for unit in self.units:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 # A range of training steps in the run's table of samples: block, column, first step, and step after the last one
 Cell = list[int]
-Record = dict[str, Any]
+Record = dict[str, Any]  # a JSON object: a journal record, a rank's report, a state of the run, or a contribution
 
 # The coordinator removes a group from the run ("out") when a rank's connection is lost for BLIP_SECONDS, when a rank
 # sends no report for HEARTBEAT_SECONDS, or when the group has samples but takes no training step for HEARTBEAT_SECONDS
@@ -97,8 +97,9 @@ class Group:
     # version of the group's outer weights at the time when it connected; None if they are not of this run
     version: int | None = None
     saves: str = ""  # identifier of the folder into which the group's job saves checkpoints; "" if it saves none
-    since: float = 0.0  # time at which the first rank of the group connected
-    # time at which the group is removed unless all ranks are connected; a lost connection sets it
+    since: float = 0.0  # time in seconds at which the first rank of the group connected
+    # time in seconds at which the group is removed if not all of its ranks are connected then; infinite until
+    # a rank's connection is lost, or the coordinator restarts
     deadline: float = math.inf
     was_whole: bool = False  # True once all ranks of the group were connected at the same time
     moved: tuple[Any, float] = (None, 0.0)  # progress in rank 0's last report, and when it last changed; to find hangs
@@ -385,7 +386,11 @@ class Rounds:
                     self._end(name, "connection lost")
 
     def _hangs(self, group: Group, now: float) -> bool:
-        """Return True if a group that has samples has taken no step for too long, although its ranks are connected."""
+        """Return True if a connected group hangs: it has leased samples, but takes no training steps.
+
+        A group hangs if its last step ended longer ago than HEARTBEAT_SECONDS plus the usual time of HANGING_STEPS
+        steps.
+        """
         report = group.reports.get(0)
         if report is None or report["seconds"] is None or not report["trains"] or report["wants"] > group.granted:
             return False
@@ -518,7 +523,7 @@ class Rounds:
         if missing and (self._quorum_at is None or now < self._quorum_at + self._grace()):
             return
         if safe or self.closing:  # the run ends after a last commit of each fragment, even without contributions
-            safe.sort(key=lambda entry: (entry["slot"], entry["base"], entry["cid"]))  # ranks sum in this order
+            safe.sort(key=lambda entry: (entry["slot"], entry["base"], entry["cid"]))  # order of the sum on all ranks
             self.closed = [e["cid"] for e in safe if (self.version - e["base"]) % self.rules.fragments == 0]
             if missing:
                 self._say(f"version {self.version + 1} does not wait for {', '.join(sorted(missing))}")
@@ -552,7 +557,7 @@ class Rounds:
         cids = ",".join(entry["cid"] for entry in entries)
         digest = hashlib.sha256(f"{self.id_of(self.version)} {cids}".encode()).hexdigest()[:16]
         by_slot = sorted(self.live, key=lambda name: self.groups[name].slot)
-        # By folder of checkpoints: the group with the lowest slot, as only one group must save into a folder
+        # By folder of checkpoints: the live group with the lowest slot, because only one group may save into a folder
         writers = {self.groups[name].saves: name for name in reversed(by_slot)}
         writers.pop("", None)
         at_end = self._ends([*self.commits, {"merged": merged}])
@@ -665,7 +670,7 @@ class Rounds:
         self.free = sorted([*self.free, *(cell for cell in cells if cell[2] < cell[3])])
 
     def _take_from_lease(self, name: str, part: Cell) -> None:
-        """Shorten a group's lease of samples by the steps of `part`, which a published contribution contains."""
+        """Shorten a group's lease by the steps of `part`, a cell of samples that a published contribution contains."""
         leases = self.leases[name]
         (index,) = (index for index, cell in enumerate(leases) if cell[:3] == part[:3])
         block, column, _, stop = leases.pop(index)
@@ -697,7 +702,10 @@ class Rounds:
         return len(last) == self.rules.fragments and last[0]["merged"] == self._all_steps
 
     def _cells_of(self, block: int) -> list[Cell]:
-        """Return one cell per column with all steps of a block; [] after the run's last block, which may be shorter."""
+        """Return the cells of block `block` of the table of samples: one per column, each with all steps of the block.
+
+        The last block of a run may have fewer steps. The list is empty for a block after it.
+        """
         steps = min(self.rules.interval, self.rules.iterations - block * self.rules.interval)
         return [[block, column, 0, steps] for column in range(self.rules.groups) if steps > 0]
 
@@ -737,7 +745,7 @@ class Rounds:
         if report is None or report["version"] != self.version:
             return False
         if any(entry["base"] == self.version for entry in report["published"].values()):
-            return False  # the group's contribution comes as soon as all of its ranks have packed their messages
+            return False  # wait: the contribution comes as soon as all ranks of the group have packed their messages
         return self.exhausted and report["wants"] > self.groups[name].granted and not report["unsent"]
 
     def _seconds_to_quorum(self, now: float) -> float | None:

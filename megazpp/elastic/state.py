@@ -63,7 +63,7 @@ class WholeOuterState(StatePart):
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
         """Restore R (the common copy of the outer weights), outer momentum and version from the loaded tensors.
 
-        Return notes for the log.
+        Return lines for the log.
 
         Raises:
             DamagedError: a parameter's R or momentum is missing in the checkpoint.

@@ -24,12 +24,14 @@ from typing import Any, NamedTuple
 from megazpp.base.files import cause
 
 GREETING = b"megazpp elastic 1\n"
+# Sizes in bytes: of each side's random number in the handshake, of a MAC (HMAC-SHA256), and of the longest JSON message
+# that is sent or accepted
 NONCE_BYTES, MAC_BYTES, MOST_FRAME_BYTES = 16, 32, 1 << 24
 HANDSHAKE_SECONDS = 10.0  # limit for each read and write until the peer has proved that it knows the secret
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # hosts for which a coordinator needs no secret file
 NO_SECRET = b"all groups are on this machine"  # secret of a run without a secret file
 _HEAD = struct.Struct("!I")  # length of a frame's JSON in bytes
-_NUMBER = struct.Struct("!Q")  # number of a frame, or length of a part, as input of a MAC
+_NUMBER = struct.Struct("!Q")  # number of a frame, or length of a value, as 8 bytes that enter a MAC
 
 
 class Address(NamedTuple):
@@ -70,7 +72,7 @@ class Channel:
                     "run the same version of MegaZ++ in all groups and the coordinator"
                 )
             other = self._read(NONCE_BYTES)
-            nonces = other + own if accepted else own + other  # both sides use the same order
+            nonces = other + own if accepted else own + other  # the same order on both sides
             sides = (b"accepted", b"connected") if accepted else (b"connected", b"accepted")
             self._send_key, self._receive_key = (_mac(secret, side, nonces) for side in sides)
             sock.sendall(_mac(self._send_key, b"proof"))
