@@ -109,7 +109,7 @@ class ElasticPlan(NamedTuple):
     notices: tuple[str, ...] = ()  # lines to show the user when the run starts; elastic DiLoCo has none
 
     def describe(self) -> str:
-        """Return a line for the log: the nominal number of groups, and how long a synchronization waits for slow ones."""
+        """Return a log line: the nominal number of groups, and how long a synchronization waits for slow groups."""
         rules = self.rules
         grace = "3 % of an interval" if rules.grace is None else f"{rules.grace:g} s"
         quorum = "half of the live groups" if rules.quorum is None else f"{rules.quorum} groups"
