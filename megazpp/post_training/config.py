@@ -193,7 +193,8 @@ class PostTrainingConfig:
         for name in self.losses:
             if name not in (allowed := LOSS_TYPES[self.objective]):
                 raise ValueError(
-                    f"--loss-type {name} is not one of {', '.join(allowed)} with --objective {self.objective}"
+                    f"--loss-type {name} is not one of {', '.join(allowed)} with --objective {self.objective}: "
+                    "give one of these"
                 )
         if self.objective == "grpo" and len(self.losses) > 1:
             raise ValueError(f"--loss-type {' '.join(self.losses)}: --objective grpo takes one loss, not a sum")
@@ -316,7 +317,7 @@ def parse_object(value: Any, name: str) -> dict[str, Any]:
     """
     found = parse_json(value, name)
     if not isinstance(found, dict | None):
-        raise ValueError(f"{name} {value!r:.80} is not a JSON object, that is, names with values in braces")
+        raise ValueError(f"{name} {value!r:.80} is not a JSON object: give names with values in braces")
     return found or {}
 
 
@@ -362,7 +363,10 @@ class RewardConfig:
         for value in self.reward_funcs:
             module, _, name = value.rpartition(":")
             if not module or not name.isidentifier():
-                raise ValueError(f"--reward-funcs {value} is not module:function or file.py:function")
+                raise ValueError(
+                    f"--reward-funcs {value} is not module:function or file.py:function: give the "
+                    "module or the file, a colon, and the name of the function"
+                )
         if len(set(self.reward_funcs)) < len(self.reward_funcs):
             raise ValueError(f"--reward-funcs {' '.join(self.reward_funcs)} names a function twice: give it once")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):

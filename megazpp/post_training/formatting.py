@@ -238,7 +238,7 @@ def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormat
         prompt, completion = _value(record, "prompt"), _value(record, "completion")
         return [_answer(prompt, completion, "completion", record, template, config)]
     if record.get("text") is None:
-        raise ValueError(f"there is neither {_SUPERVISED}, only {_columns(record)}")
+        raise ValueError(f"there is neither {_SUPERVISED}, only {_columns(record)}: add or rename columns")
     text = _value(record, "text")
     if not isinstance(text, str):
         raise ValueError("'text' is a list, not a string: a conversation belongs in 'messages'")
@@ -291,7 +291,7 @@ def _answer(
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if answer and not any(message["role"] == "assistant" for message in answer):
-        raise ValueError(f"{name!r} has no message of the role 'assistant', which an answer must have")
+        raise ValueError(f"{name!r} has no message of the role 'assistant', which an answer must have: add it")
     if answer[: len(prompt)] == prompt:
         answer = answer[len(prompt) :]  # some datasets repeat the prompt in the answer
     text, spans = _conversation([*prompt, *answer], record, template, config)
@@ -341,14 +341,17 @@ def _value(record: Record, name: str) -> Any:
     """
     value = record.get(name)
     if value is None:
-        raise ValueError(f"there is no {name!r}, only {_columns(record)}")
+        raise ValueError(f"there is no {name!r}, only {_columns(record)}: add or rename the column")
     if isinstance(value, str):
         value.encode()  # raises an error for half a surrogate pair, which JSON can contain but UTF-8 cannot
         return value
     if not isinstance(value, list) or not all(
         isinstance(each, dict) and isinstance(each.get("role"), str) for each in value
     ):
-        raise ValueError(f"{name!r} is neither a string nor a list of messages, objects with 'role' and 'content'")
+        raise ValueError(
+            f"{name!r} is neither a string nor a list of messages, objects with 'role' and 'content': "
+            "correct this column of the data"
+        )
     return [_message(each, f"message {number} of {name!r}") for number, each in enumerate(value, start=1)]
 
 
@@ -375,7 +378,7 @@ def _message(message: Mapping[str, Any], name: str) -> Message:
                     "supported"
                 )
     elif not isinstance(content, str | None):
-        raise ValueError(f"{name} has the content {content!r:.80}, neither a string nor a list of parts")
+        raise ValueError(f"{name} has the content {content!r:.80}, neither a string nor a list of parts: correct it")
     return found
 
 
@@ -448,7 +451,7 @@ def _margin(record: Record) -> float:
     """Return the value of the column `margin` of a line; 0 without it."""
     value = 0.0 if record.get("margin") is None else record["margin"]
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"'margin' is {value!r:.80}, but must be a finite number")
+        raise ValueError(f"'margin' is {value!r:.80}, but must be a finite number: correct this column")
     return float(value)
 
 

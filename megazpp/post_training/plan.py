@@ -110,7 +110,7 @@ def plan_models(
         once = {kind: asked[kind] for kind in (Memory.ACTIVATIONS, Memory.UNPACKED)}
         if streams:
             once[Memory.UNPACKED] = 0
-        if settings is not None and post.needs_reference:  # the base of the adapters is the reference: unpack its units
+        if settings is not None and post.needs_reference:  # the adapters' base, in packed units, is the reference model
             base = asked_in(lora.base_weight_bits)
             once[Memory.UNPACKED] = max(once[Memory.UNPACKED], base[Memory.UNPACKED])
         if not post.draws:  # dpo asks the reference model between micro-batches, so gradients are in memory as well
