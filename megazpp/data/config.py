@@ -133,7 +133,7 @@ def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ..
 
 
 def _as_dataset(number: str) -> str:
-    """Return the end of a message about a number that may be meant as the name of a dataset."""
+    """Return the end of an error message about --data-path: how to name a dataset whose name is a number."""
     return f"; a number is read as a weight, so a dataset with the name {number} has to be given as ./{number}"
 
 

@@ -342,7 +342,7 @@ def _texts(value: object, keys: Sequence[str]) -> tuple[str, ...]:
                 raise ValueError(f"the field {key!r} is missing")
             raise ValueError(f"the field {key!r} is {_shown(text)}, not a string")
         if not text.isascii():
-            text.encode()  # raises for half of a surrogate pair, which JSON allows and UTF-8 does not
+            text.encode()  # raises an error for half a surrogate pair, which JSON allows and UTF-8 does not
         texts.append(text)
     return tuple(texts)
 

@@ -128,7 +128,7 @@ class IndexedDatasetBuilder:
             return
         for path in (self._unfinished_bin, self._unfinished_idx):
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # closing writes buffered bytes, which fails if the disk is full
+        with contextlib.suppress(OSError):  # closing writes buffered bytes, which may fail on a full disk
             self._file.close()
 
 

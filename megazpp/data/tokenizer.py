@@ -68,7 +68,8 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
         path = Path(config.tokenizer_model).expanduser()
         if not path.exists():
             raise ValueError(f"--tokenizer-model {path} does not exist: name a file, or a folder with tokenizer files")
-        # Megatron's GPTSentencePieceTokenizer gives the same ids as its SentencePieceTokenizer.
+        # Both other types have a SentencePiece model: Megatron's GPTSentencePieceTokenizer gives the same ids as its
+        # SentencePieceTokenizer.
         is_theirs = config.kind == "HuggingFaceTokenizer"
         tokenizer = _load_huggingface(path, config) if is_theirs else _load_sentencepiece(path)
     if config.eos_token is not None and not isinstance(tokenizer, HFTokenizer):
