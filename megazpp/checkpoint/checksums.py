@@ -43,7 +43,7 @@ SEPARATE = (
     "checkpoint's files of all hosts into one folder)"
 )
 _CHUNK_BYTES = 1 << 22  # number of bytes that `sum_file` reads at a time
-_LINE = re.compile(r"([0-9a-f]{8}) +(\d+)  (.+)\n")
+_LINE = re.compile(r"([0-9a-f]{8}) +(\d+)  (.+)\n")  # a line of the list: CRC-32, size in bytes, and name of a file
 _WRITER = re.compile(r"__(\d+)_")  # start of the name of a tensor file, with the rank that has written the file
 
 

@@ -60,7 +60,7 @@ class SafeReader:
     def _index(self) -> Metadata:
         """The content of the index `.metadata`: shapes of all tensors, and files with their chunks."""
         if INDEX not in self._files:  # its checksum was not verified, and it may be a FIFO that blocks for ever
-            raise ValueError(f"{self.path}: {CHECKSUMS} does not list {INDEX}")
+            raise ValueError(f"{self.path}: {CHECKSUMS} does not list {INDEX}; use another checkpoint")
         with (self.path / INDEX).open("rb") as file:
             return _IndexUnpickler(file).load()
 
@@ -114,7 +114,10 @@ class SafeReader:
         for key, target in targets.items():
             size, shape = tuple(saved[key].size), tuple(target.shape)
             if size != shape and (key not in padded or size[1:] != shape[1:]):
-                raise ValueError(f"{self.path}: {key} has shape {size}, but this run's tensor has {shape}")
+                raise ValueError(
+                    f"{self.path}: {key} has shape {size}, but this run's tensor has {shape}; load a "
+                    "checkpoint of the same model"
+                )
             box, offsets = target, (0,) * target.dim()
             if isinstance(target, DTensor):
                 (chunk,) = target.__create_chunk_list__()
