@@ -51,7 +51,9 @@ _HARMLESS = ("megatron.", "apex.", "deepspeed.", "transformer_engine.", "fp16.",
 _HARMLESS_NAMES = ("_codecs.encode", "_io.BytesIO", "types.SimpleNamespace", "enum.Enum")
 # Errors that torch and pickle raise for damaged files.
 _DAMAGE = (OSError, zipfile.BadZipFile, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError)
+# The name of a parameter in a layer: number of the layer, module, and "weight" or "bias"
 _LAYER = re.compile(r"(?:language_model\.(?:transformer|encoder)|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)")
+# The name of a norm's parameter inside of Transformer Engine's linear layers, and for each such layer its norm
 _FUSED_NORM = re.compile(r"(.*\.)(?:self_attention\.|mlp\.)(linear_qkv|linear_fc1)\.layer_norm_(weight|bias)")
 _FUSED_NORMS = {"linear_qkv": "input_layernorm", "linear_fc1": "pre_mlp_layernorm"}
 _LAYER_NAMES = {  # name of a layer's module in Megatron-LM, without the "self_" of self_attention: name in `GPTModel`

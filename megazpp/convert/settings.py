@@ -113,7 +113,7 @@ class Settings:
         return Settings(value, self.where, f"{key}.")
 
     def _get(self, key: str, default: Any) -> Any:
-        """Return the value of `key`, or `default` if it is missing; raise ValueError if `default` is None as well."""
+        """Return the value of the setting `key`, or `default` if it is missing; raise ValueError if both are None."""
         value = self.values.get(key)
         value = default if value is None else value
         if value is None:
@@ -121,5 +121,5 @@ class Settings:
         return value
 
     def _wrong(self, key: str, value: Any, problem: str) -> ValueError:
-        """Return the error for a wrong value of `key`. `problem` is the end of the message, such as "is not true"."""
+        """Return the error for a wrong value of setting `key`. `problem` ends the message, such as "is not true"."""
         return ValueError(f"{self.where}: {self._prefix}{key} {value!r} {problem}")
