@@ -52,7 +52,7 @@ ALL_LINEAR = "all-linear"
 BASE = "base_checksum"  # key of the checksum in the metadata of the safetensors file
 # Fields of LoraConfig whose values are the first fields of `AdapterSettings`, in this order
 SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
-_PREFIX = "base_model.model."
+_PREFIX = "base_model.model."  # PEFT puts this before the names of transformers' modules
 # Keys of adapter_config.json with any value: PEFT applies them to a model without weights, or they do not change merged
 # weights. All other keys must have PEFT's default, because their effect is not supported here.
 _KNOWN = (
@@ -376,7 +376,7 @@ def _open_adapter(folder: Path, config: GPTConfig) -> tuple[Any, dict[str, torch
         if key not in _KNOWN and value not in (plain.get(key), *off, *inits.get(key, ()))
     ]
     if odd:
-        raise ValueError(f"{path} asks for {', '.join(odd)}, which is not supported: give adapters without it")
+        raise ValueError(f"{path} asks for {', '.join(odd)}, which is not supported: give adapters without them")
     if not any((folder / name).is_file() for name in (TENSORS, PICKLED)):
         raise ValueError(
             f"{folder / TENSORS} is missing: the folder has no tensors of an adapter; give a folder that PEFT has saved"

@@ -88,7 +88,7 @@ def load_adapted(
     origin = record.flags.get(IMPORTED_FROM) or str(source.folder.path.resolve())
     settings = settings._replace(base=origin, checksum=checksum)
     shared = SharedGenerator(device, seed=spec.seed, data_rank=dims.dropout_rank)
-    # ---- adapters, new ones or those of --lora-load
+    # ---- add adapters, new ones or those of --lora-load
     add_adapters(model, settings, shared)
     built = fill(shard_built(model, spec, dims), spec, dims, device)
     saved = SafeReader(source.checkpoint)
