@@ -219,7 +219,7 @@ def draw_completions(
         stops = stopped()
         if stops and together.size == 1:
             break
-        # ---- this tensor-parallel rank's part of the logits, [R, V / tp]
+        # ---- compute this tensor-parallel rank's part of the next token's logits, [R, V / tp]
         if longest + count > max_length:
             cache = None  # from now on tokens change their positions, so cached keys are wrong
         if count and cache is not None:
@@ -236,7 +236,7 @@ def draw_completions(
             part = model(tokens, cache=cache, head=logits_at(last))[:, 0]
             if cache is not None:
                 cache.add(counts)
-        # ---- the same token on all ranks
+        # ---- choose the next token of each row, the same on all ranks
         logits = model.tp.all_gather(part.t()).t()[:, : model.vocab_size].float()
         token = pick_rows(logits, config, uniform[places, count], None if seen is None else seen[places])
         # One sum gives all ranks the first rank's tokens, because other ranks add zeros, and the number of stop signals

@@ -140,7 +140,7 @@ def _load(
         spread: see `run_on_checkpoint`.
         worker: this worker process.
     """
-    # ---- mesh and tokenizer
+    # ---- build the mesh, and open the tokenizer
     config, device, seed = parsed.config, worker.device, parsed.config.launch.seed
     say = Console(enabled=worker.rank == 0, out=sys.stderr).log
     on_one_machine = functools.partial(config.detect_cluster, worker.world_size, {})

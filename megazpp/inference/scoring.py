@@ -164,7 +164,7 @@ def score_whole(
     # The first token is predicted from the special token that the tokenizer puts before a text, or else from eod
     start = None if tokenizer.special_tokens.used and tokenizer.special_tokens.before else tokenizer.eod
     text = WholeText(sequences, seq_length=data.seq_length, eod=start, vocab_size=tokenizer.vocab_size, name=path)
-    # ---- loss of all tokens
+    # ---- compute the mean loss of all tokens of the text
     batch_size = micro_batch_size * dims.data_size
     with BatchLoader(
         text,
@@ -177,7 +177,7 @@ def score_whole(
     ) as loader:
         evaluator = Evaluator(*built, loader, dims, iterations=-(-len(text) // batch_size), batch_size=batch_size)
         loss = evaluator()  # run this before `count_labels`, because the loader checks the token ids
-    # ---- bytes of the text
+    # ---- count the bytes of the text, for bits per byte
     tokens, text_bytes, left_out_bytes = count_labels(text, len(text), tokenizer, data, dims)
     if files is not None:  # count the bytes of the files, because a tokenizer may lose some of their text
         documents = (document for file in files for document in read_documents(file, flag_name="--input"))
