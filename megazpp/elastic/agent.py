@@ -211,7 +211,7 @@ class Agent:
         """Connect to the coordinator, with new attempts until `gives_up` returns True.
 
         Raises:
-            OutError: the coordinator could not be reached before `deadline`.
+            OutError: `gives_up` returned True before the coordinator could be reached.
         """
         while True:
             try:
