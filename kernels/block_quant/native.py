@@ -28,7 +28,7 @@ def pack(
     base: Tensor | None = None,
     beta: float = 0.0,
 ) -> None:
-    """Quantize rows x [A, B, n] into messages [A, B, M] in C; see `megazpp.kernels.block_quant.pack`."""
+    """Quantize A x B rows of n elements x [A, B, n] into messages [A, B, M] in C; see `block_quant.pack`."""
     library().functions.megazpp_pack(
         byref(_Shape(1, *x.shape[:2])),
         byref(_table(table)),
@@ -43,7 +43,10 @@ def pack(
 
 
 def unpack_sum(messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool) -> None:
-    """Dequantize messages [K, A, B, M] in C, and sum them over K into out [A, B, n]; see `reference.unpack_sum`."""
+    """Dequantize K messages for each of A x B rows, [K, A, B, M], in C, and sum them over K into out [A, B, n].
+
+    `reference.unpack_sum` defines the arguments.
+    """
     library().functions.megazpp_unpack_sum(
         byref(_Shape(messages.shape[0], *out.shape[:2])),
         byref(_table(table)),

@@ -51,7 +51,7 @@ def pack(
     base: Tensor | None = None,
     beta: float = 0.0,
 ) -> Repeat | None:
-    """Quantize rows x [A, B, n] into messages [A, B, M] in Triton; see `megazpp.kernels.block_quant.pack`.
+    """Quantize A x B rows of n elements x [A, B, n] into messages [A, B, M] in Triton; see `block_quant.pack`.
 
     Returns:
         A function that repeats this launch. Its arguments are the addresses of x, of the messages, and of the errors
@@ -83,7 +83,9 @@ def pack(
 def unpack_sum(
     messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool
 ) -> Repeat | None:
-    """Dequantize messages [K, A, B, M] in Triton, and sum them over K into out [A, B, n]; see `reference.unpack_sum`.
+    """Dequantize K messages for each of A x B rows, [K, A, B, M], in Triton, and sum them over K into out [A, B, n].
+
+    `reference.unpack_sum` defines the arguments.
 
     Returns:
         A function that repeats this launch. Its arguments are the addresses of the messages and of `out`. None under
