@@ -121,8 +121,8 @@ class SelfAttention(nn.Module):
         """Return attention's output, in the shape of x, for norm(x), or for x if `norm` is None.
 
         Args:
-            x: [S, B, H] residual stream. It is [S/T, B, H] with sequence parallelism, and with context parallelism S/C
-                replaces S.
+            x: [S, B, H] residual stream. It is [S/T, B, H] with sequence parallelism over T ranks. With context
+                parallelism over C ranks S/C replaces S.
             inputs: attention mask, rotary angles and documents of this layer.
             cache: key-value cache of this layer with earlier tokens, to which this call adds the tokens of x; None
                 without a cache.

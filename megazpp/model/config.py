@@ -383,17 +383,17 @@ class GPTConfig:
 
     @property
     def layers(self) -> int:
-        """Number of transformer layers; reading it raises ValueError if --num-layers is not set."""
+        """Number of transformer layers; reading this property raises ValueError if --num-layers is not set."""
         return _given("--num-layers", self.num_layers)
 
     @property
     def hidden(self) -> int:
-        """Channels of the residual stream; reading it raises ValueError if --hidden-size is not set."""
+        """Channels of the residual stream; reading this property raises ValueError if --hidden-size is not set."""
         return _given("--hidden-size", self.hidden_size)
 
     @property
     def heads(self) -> int:
-        """Number of query heads; reading it raises ValueError if --num-attention-heads is not set."""
+        """Number of query heads; reading this property raises ValueError if --num-attention-heads is not set."""
         return _given("--num-attention-heads", self.num_attention_heads)
 
     @property

@@ -258,7 +258,7 @@ class GPTModel(nn.Module):
         The keys of the result are the kinds: (True with a sliding window, True with rotary embeddings).
 
         Args:
-            position_ids: [B, S/C] int64 position of each token.
+            position_ids: [B, S/C] int64 position of each token on this rank, one of C context-parallel ranks.
             starts: offsets of the documents, the argument `document_starts` of `forward`.
             cache: key-value cache of all layers, for generation; None without a cache.
             counted: [B, S] bool, True for tokens that the losses of routers include; None for all tokens.
@@ -343,7 +343,7 @@ class TransformerLayer(nn.Module):
         self.run = compile_layer(self._run) if settings.compiled else self._run
 
     def forward(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> Any:
-        """Run the layer on the residual stream x [S, B, H], or [S/T, B, H] with sequence parallelism.
+        """Run the layer on the residual stream x [S, B, H], or [S/T, B, H] with sequence parallelism over T ranks.
 
         Args:
             x: residual stream before this layer.

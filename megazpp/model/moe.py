@@ -174,7 +174,7 @@ class MoE(nn.Module):
         """Apply the mixture of experts to the output of a norm.
 
         Args:
-            x: [S, B, H], or [S/T, B, H] with sequence parallelism, the output of a norm.
+            x: [S, B, H], or [S/T, B, H] with sequence parallelism over T ranks, the output of a norm.
             kept: an empty `Kept` in which a forward stores the router's decisions, or the filled one, whose decisions a
                 recomputation repeats. None without recomputation.
             counted: tokens that the router's losses include, as in `AttentionInputs`, with the tokens of all tp ranks;
