@@ -218,7 +218,7 @@ class StreamedUnits:
             matrix.parts = None
 
     def _start(self, index: int) -> None:
-        """Start to fetch the unit `index`, and on a CPU also to gather its message from the ranks that share it."""
+        """Start to fetch the unit `index`, and on a CPU also to gather the messages of all ranks that share it."""
         fetched = self._fetch(index)
         # On CUDA the queue is a stream, and starting an all-gather would block the host here until the message has
         # arrived. So the all-gather starts when the unit is used.
