@@ -8,7 +8,7 @@ from typing import Literal
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 
 LARGEST_SEED = 2**32 - 1  # largest seed that numpy accepts
-YEAR_SECONDS = 366 * 24 * 3600.0  # longest timeout, short enough that the current time plus it overflows no clock
+YEAR_SECONDS = 366 * 24 * 3600.0  # longest timeout that a flag accepts; a much longer one would overflow clock values
 MOST_CTAS = 64  # NCCL's upper limit for CTAs (channels) per collective, since version 2.25 (32 before)
 
 

@@ -64,7 +64,7 @@ class Cluster:
         if min(self.num_nodes, self.ranks_per_node) < 1:
             raise ValueError(f"{sizes}: a cluster needs at least one node and one rank per node")
         if self.world_size > MOST_RANKS:
-            raise ValueError(f"{sizes}: a cluster can have at most {MOST_RANKS} ranks; lower one of the two")
+            raise ValueError(f"{sizes}: a cluster can have at most {MOST_RANKS} ranks; lower one of the two numbers")
         domain = self.ranks_per_domain
         if domain not in (fitting := nested_sizes(self.ranks_per_node, self.world_size)):
             raise ValueError(

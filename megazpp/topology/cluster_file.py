@@ -264,7 +264,8 @@ def _cluster(content: Any, *, source: str) -> Cluster:
     for node, ranks in enumerate(order):
         if len(ranks) != per_node or any(type(rank) is not int for rank in ranks):
             raise ValueError(
-                f"rank_order {shown(ranks)} of node {node} is not a list of {per_node} ranks (ranks_per_node)"
+                f"rank_order {shown(ranks)} of node {node} is not a list of {per_node} ranks (ranks_per_node): "
+                "give the numbers of this node's ranks"
             )
     return dataclasses.replace(cluster, order=tuple(rank for ranks in order for rank in ranks))
 

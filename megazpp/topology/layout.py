@@ -222,11 +222,12 @@ class Layout:
         span, world = stride * size, self.cluster.world_size
         if part % span == 0:  # every ring lies inside one domain, so each rank sends inside its domain
             return world
-        # If `stride` interleaved rings occupy whole domains, the last `stride` ranks of a domain send to another one.
+        # Neighbors in a ring are `stride` positions apart, so `stride` rings interleave. If these rings together occupy
+        # whole domains, the last `stride` ranks of each domain send to another domain.
         if span % part == 0:
             return world // part * max(part - stride, 0)
         # In the general case the pattern of rings and domains repeats after the least common multiple of their sizes.
-        # Count in one period.
+        # Count the ranks that send inside their domain in one such period, and multiply by the number of periods.
         period = math.lcm(span, part)
         successors = (p + stride if p // stride % size < size - 1 else p + stride - span for p in range(period))
         return world // period * sum(p // part == other // part for p, other in enumerate(successors))
