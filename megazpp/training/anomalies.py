@@ -134,10 +134,11 @@ class Guard:
 
     @property
     def can_wait(self) -> bool:
-        """True if `allows` may be called after the update, before the next one, so that the host need not wait.
+        """True if `allows` may be called late: after the step's update, but before the next step's update.
 
-        This holds if the only active check is the check for losses and gradients that are not finite. Loss spikes,
-        verification of weights and a dynamic loss scale require the decision before the update.
+        The host then need not wait for the device before it launches the update. This holds if the only active check
+        is the check for losses and gradients that are not finite. Loss spikes, verification of weights and a dynamic
+        loss scale require the decision before the update.
         """
         config = self.config
         others = config.loss_spike_sigma is not None or self.verify_interval is not None or self.dynamic_scale
@@ -199,7 +200,7 @@ class Guard:
             failed: True if a group has seen a loss or gradient that is not finite.
             back: True if a group requests a return to the last checkpoint.
         Returns:
-            The value of `back`: True if weights and moments come from the last checkpoint now, if there is one.
+            The value of `back`. After True, weights and moments are those of the last checkpoint, if there is one.
         Raises:
             NotFiniteError: `failed` is True.
         """

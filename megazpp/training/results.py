@@ -99,8 +99,8 @@ class TrafficRow(NamedTuple):
 class Zero3Traffic(NamedTuple):
     """The bytes that ZeRO-3 would have sent between nodes in the steps of the run."""
 
-    weight_bytes: int  # M_w: bytes of the unsharded weights in the compute dtype, with the padding of the shards
-    gradient_bytes: int  # M_g: bytes of the unsharded gradients in the reduction dtype, with the padding of the shards
+    weight_bytes: int  # bytes of the unsharded weights in the compute dtype, with the padding of the shards
+    gradient_bytes: int  # bytes of the unsharded gradients in the reduction dtype, with the padding of the shards
     micro_batches: int  # number of micro-batches per rank in all steps together
     cross_bytes: int  # bytes that ZeRO-3 would have sent over one node's uplink
     formula: str  # calculation of `cross_bytes` in words, for the log
