@@ -97,9 +97,10 @@ class Group:
     # version of the group's outer weights at the time when it connected; None if they are not of this run
     version: int | None = None
     saves: str = ""  # identifier of the folder into which the group's job saves checkpoints; "" if it saves none
-    since: float = 0.0  # time in seconds at which the first rank of the group connected
+    # time in seconds at which the group's first rank connected, or at which the coordinator continued after a pause
+    since: float = 0.0
     # time in seconds at which the group is removed if not all of its ranks are connected then; infinite until
-    # a rank's connection is lost, or the coordinator restarts
+    # a rank's connection is lost, or the coordinator was restarted or suspended
     deadline: float = math.inf
     was_whole: bool = False  # True once all ranks of the group were connected at the same time
     moved: tuple[Any, float] = (None, 0.0)  # progress in rank 0's last report, and when it last changed; to find hangs
