@@ -137,7 +137,7 @@ class CountedGather(DefaultAllocMixin, AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Pending | None:
-        """Gather `input_tensor` [n] of all ranks into `output_tensor` [W n]; FSDP2 calls this as its all-gather.
+        """Gather `input_tensor`, n elements from each of W ranks, into `output_tensor` [W n]; FSDP2 calls this.
 
         Returns a handle that FSDP2 waits for, or None if the parameters are complete, or if FSDP2's gather stream
         waits for them.
@@ -222,8 +222,8 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         """Start the reduce-scatter of the unit's gradients; subclasses implement this method.
 
         Args:
-            gradients: [W n] gradients of this rank.
-            result: [n] tensor for this rank's shard of their sum over ranks.
+            gradients: [W n] unreduced gradients of this rank, n elements for each of the W data ranks.
+            result: [n] tensor for this rank's shard of the sum over ranks.
         Returns:
             A task that returns `result` when the sum is complete. None if `gradients` are only added to partial sums,
             which the call for a later micro-batch reduces.
@@ -252,7 +252,12 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         self.reduce(input_tensor, output_tensor)
 
     def reduce(self, gradients: torch.Tensor, output: torch.Tensor) -> None:
-        """Reduce `gradients` [W n] into `output` [n], or start to do so if reductions overlap; see `__call__`."""
+        """Sum `gradients` over W ranks into `output`, or start to do so if reductions overlap; see `__call__`.
+
+        Args:
+            output: [n] this rank's shard of the sum, n elements.
+            gradients: [W n] unreduced gradients of this rank.
+        """
         # ---- start the reduction. If it may still run when FSDP2 reads `output`, FSDP2 finds zeros there, and the
         # result is a separate tensor
         overlap, result = self._schedule.overlap, output
@@ -284,11 +289,16 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         return output.dtype == torch.float32 and not self.unit.has_gradients(self.reduced)
 
     def _filled(self) -> None:
-        """Drop the finished task that has filled `.grad`: its reference would keep the gradients' memory allocated."""
+        """Drop the finished task that has filled `.grad`, because its reference keeps gradients in memory."""
         self._filling = Work(None)
 
     def _finish_later(self, work: Work[torch.Tensor], result: torch.Tensor) -> None:
-        """Wait for `work` at the end of the backward, and add its `result` [n] to the unit's gradients."""
+        """Wait for a running reduction at the end of the backward, and add its result to the unit's gradients.
+
+        Args:
+            work: task that completes `result`.
+            result: [n] this rank's shard of the gradients, summed over ranks; n: its number of elements.
+        """
         self._schedule.finish_later(work, functools.partial(self.unit.add_to_gradients, result, self.reduced))
 
 

@@ -43,7 +43,7 @@ class InterNodeMessage(IntEnum):
     """
 
     NOTHING = 0
-    DIFFERENCE = 1  # a weight delta
+    DIFFERENCE = 1  # a weight delta; without weight deltas, `megazpp.zeropp` sends a unit's trained parameters
     KEYFRAME = 2
 
 
@@ -143,7 +143,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         """Gather the unit's parameters; FSDP2 calls this object as its all-gather.
 
         Args:
-            output_tensor: [N L S] tensor for the gathered flat shards of all ranks.
+            output_tensor: [N L S] tensor for the gathered flat shards, S elements from each of L ranks on N nodes.
             input_tensor: [S] flat shard of this rank.
             group: FSDP2's process group, which is not used.
             async_op: ignored.
@@ -180,7 +180,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         unpack = functools.partial(self._unpack, receive, output_tensor)
         done = self._local_queue.submit(unpack, after=(self._crossed,))
 
-        # ---- start other units' hops, or free the messages
+        # ---- start other units' hops; without a secondary partition to keep, free this unit's messages instead
         if self._keep:
             self._schedule.used(self, crossed=crossed)
         else:
@@ -311,8 +311,8 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
 
         Args:
             crossing: kind of message that the hop sends.
-            messages: [N, M] uint8 messages of the secondary partition, which the hop updates.
-            shard: function that returns this rank's flat shard [S]; the cross queue calls it.
+            messages: [N, M] uint8 secondary partition, messages of M bytes from N nodes, which the hop updates.
+            shard: function that returns this rank's flat shard, S elements; the cross queue calls it.
             since: CUDA event for which the hop waits; None waits for all work on the current stream.
         """
         self._received, self._used, self._has_stepped = None, False, False
@@ -337,7 +337,11 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         return self.secondary.crossing_bytes(keyframe=crossing == InterNodeMessage.KEYFRAME)
 
     def _hop_inside(self, messages: torch.Tensor) -> torch.Tensor:
-        """Gather the secondary partitions `messages` [N, M] of the node's L ranks, and return them as [L, N, M]."""
+        """Gather the secondary partitions of the node's L ranks, and return them as [L, N, M].
+
+        Args:
+            messages: [N, M] uint8 secondary partition of this rank: messages of M bytes from N nodes.
+        """
         return self._local.all_gather(messages, of=self.unit.name).view(self._local.size, *messages.shape)
 
     def _unpack(self, receive: Callable[[], torch.Tensor], output: torch.Tensor) -> None:
@@ -346,8 +350,8 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         A transposed view of `output` changes the order of ranks, without a copy.
 
         Args:
-            receive: function that returns the messages [L, N, M] of all ranks.
-            output: [N L S] tensor for the unpacked flat shards.
+            receive: function that returns the messages [L, N, M], M bytes from each of L ranks on N nodes.
+            output: [N L S] tensor for the unpacked flat shards of S elements.
         """
         shards = output.view(self._cross.size, self._local.size, -1).transpose(0, 1)
         self._codec.unpack(receive(), shards)

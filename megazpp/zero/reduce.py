@@ -86,7 +86,8 @@ class TwoHopReduce(SummingReduce):
         """Run the intra-node hop, and return the partial sums [N, S] over the node's ranks.
 
         Args:
-            gradients: [N L S] unreduced gradients of one micro-batch, in FSDP2's rank order.
+            gradients: [N L S] unreduced gradients of one micro-batch, in FSDP2's rank order: S elements for each of L
+                ranks on N nodes.
             codec: codec of the messages inside the node.
             keep: True if later micro-batches of the step add to the returned sums, False if the cross-node hop follows.
         """
@@ -105,7 +106,7 @@ class TwoHopReduce(SummingReduce):
         """Run the cross-node hop: sum the partial sums of all nodes into `result`, and return it.
 
         Args:
-            inside: task of the intra-node hop, which returns the partial sums [N, S].
+            inside: task of the intra-node hop, which returns the partial sums [N, S], S elements for each of N nodes.
             codec: codec of the messages between nodes.
             result: [S] tensor for this rank's shard of the gradients, summed over all ranks.
         """

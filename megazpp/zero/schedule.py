@@ -161,7 +161,7 @@ class ReduceSchedule:
             Variable._execution_engine.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
-        """Wait for the reductions in flight, and complete the gradients of their units.
+        """Wait for the gradient reductions in flight, and complete the gradients of their sharding units.
 
         Autograd calls this method at the end of a backward. `--plan`, which runs no backward, calls it directly.
         """

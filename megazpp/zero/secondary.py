@@ -41,8 +41,8 @@ class Secondary:
         cross: axis across nodes.
         of: name of the unit, for the timeline of collectives.
     Attributes:
-        messages: [N, M] uint8 messages of the N nodes, which the intra-node hop sends; None before `allocate` and after
-            `free`.
+        messages: [N, M] uint8 messages of M bytes from N nodes, which the intra-node hop sends; None before `allocate`
+            and after `free`.
     """
 
     sends_differences = False
@@ -52,14 +52,14 @@ class Secondary:
         self.messages: torch.Tensor | None = None
 
     def allocate(self, device: torch.device) -> torch.Tensor:
-        """Allocate `messages` [N, M] with zeros on `device`, and return it."""
+        """Allocate `messages` with zeros on `device`, and return it: [N, M] uint8, M bytes for each node."""
         # An evaluation may allocate messages. Training could not write to them if they were inference tensors.
         with torch.inference_mode(False):
             self.messages = self.codec.empty(self.cross.size, device=device)
         return self.messages
 
     def free(self) -> None:
-        """Free the messages of the secondary partition; the unit's next use allocates them again."""
+        """Free the received messages of the secondary partition; the unit's next use allocates them again."""
         self.messages = None
 
     def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
@@ -89,11 +89,15 @@ class Secondary:
         return self.cross.size * self.codec.message_bytes
 
     def warm_up(self, shard: torch.Tensor) -> None:
-        """Compile the kernels that the cross-node hop of `shard` [S] needs; no rank communicates."""
+        """Compile the kernels that the cross-node hop needs for the flat shard `shard` [S]; no rank communicates."""
         self.codec.pack(shard, self.codec.empty(self.cross.size, device=shard.device)[self.cross.rank])
 
     def _exchange(self, messages: torch.Tensor) -> None:
-        """All-gather `messages` [N, M] between nodes in place: this rank sends one row and receives all other rows."""
+        """All-gather `messages` between nodes in place: this rank sends one row and receives all other rows.
+
+        Args:
+            messages: [N, M] uint8, one row of M bytes per node.
+        """
         self.cross.all_gather(messages[self.cross.rank].unsqueeze(0), out=messages, of=self._of)
 
 
@@ -122,7 +126,7 @@ class Resident(Secondary):
         return self.codec.elements(self.messages)
 
     def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
-        """Run the cross-node hop, which updates the resident weights R.
+        """Run the cross-node hop, which updates R, the resident weights of all nodes.
 
         The arguments are those of `Secondary.take_in`. The hop sends whole weights if `keyframe`, otherwise weight
         deltas.
@@ -136,7 +140,7 @@ class Resident(Secondary):
             self.differences.learn(sent)
 
     def warm_up(self, shard: torch.Tensor) -> None:
-        """Compile the kernels that pack and apply weight deltas of `shard` [S], with temporary tensors.
+        """Compile the kernels that pack and apply weight deltas of the flat shard `shard` [S], with temporary tensors.
 
         No rank communicates.
         """
@@ -158,8 +162,8 @@ class Resident(Secondary):
 
         Args:
             shard: [S] flat shard with this rank's current weights.
-            weights: [N, S] resident weights, updated in place.
-            exchange: function that all-gathers messages [N, M] between nodes in place.
+            weights: [N, S] resident weights of N nodes, updated in place.
+            exchange: function that all-gathers messages [N, M], M bytes from each node, between nodes in place.
         Returns:
             The messages [N, M] with the weight deltas of all nodes.
         """

@@ -79,7 +79,7 @@ class DeviceStates:
     partial: Collection[str] = frozenset()
 
     def connect(self, units: Sequence[Any], context: CommContext, dims: ParallelDims) -> None:
-        """Pass the sharded model to this object; `shard_model` calls this method once, and nothing is allocated.
+        """Do nothing; a subclass stores these objects of the sharded model. `shard_model` calls this method once.
 
         Args:
             units: sharding units of the model.
@@ -93,7 +93,8 @@ class DeviceStates:
         Args:
             model: sharded model whose tensors are on the meta device.
             device: device on which the tensors are allocated.
-            world: axis of all ranks of the run, over which a subclass checks for errors.
+            world: axis of all ranks of the run. It is not used here; a subclass exchanges over it which ranks lack
+                memory.
         """
         model.to_empty(device=device)
 
@@ -178,7 +179,7 @@ class Sharding:
         for module, stage in self._modules:
             if stage <= 1:
                 module.set_requires_gradient_sync(last, recurse=False)
-            else:  # reduce-scatters run in each micro-batch, but HSDP's all-reduce over replicas only in the last one
+            else:  # stages 2 and 3: reduce-scatter in each micro-batch, all-reduce over HSDP's replicas in the last one
                 module.set_requires_all_reduce(last, recurse=False)
             if stage <= 2:
                 module.set_reshard_after_backward(last, recurse=False)
@@ -422,7 +423,7 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)
             if replicate.size > 1:
                 module.set_all_reduce_hook(count_all_reduce)
-        if unit.num_shards > 1:  # FSDP2 calls no collectives for a unit on one rank
+        if unit.num_shards > 1:  # for a unit on one rank FSDP2 calls no collectives, so there are none to replace
             gather, reduce = make_comms(unit, of_experts if unit.modules[0] in experts else context, states)
             for module in unit.modules:
                 module.set_custom_all_gather(gather)

@@ -156,7 +156,7 @@ class Unit:
         return found
 
     def as_parameters(self, flat: torch.Tensor) -> dict[str, DTensor]:
-        """Return views of a flat shard [S] as DTensors by parameter name, sharded like the unit's parameters.
+        """Return views of a flat shard of S elements as DTensors by parameter name, sharded like the unit's parameters.
 
         Call this method while the unit is sharded.
         """

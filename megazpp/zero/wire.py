@@ -46,7 +46,7 @@ class Segment:
 
     @property
     def stop(self) -> int:
-        """The index in the flat shard of the first element after this segment."""
+        """The index in the flat shard of the first element after this segment, the end of the range from `start`."""
         return self.start + self.size
 
 
@@ -159,8 +159,8 @@ class Codec:
         """Quantize flat shards, and pack each of them into its message.
 
         Args:
-            shards: [A, B, S] flat shards, with any strides.
-            messages: [A, B, M] uint8 messages, which are overwritten.
+            shards: [A, B, S] flat shards of S elements for A x B peers, with any strides.
+            messages: [A, B, M] uint8 messages, M bytes each, which are overwritten.
             errors: quantization errors of earlier calls, from `new_errors`. They are added to the shards before
                 quantization and then replaced by the new errors.
             beta: weight of the earlier errors in the errors that replace them (LoCo's moving average).
@@ -170,7 +170,7 @@ class Codec:
         pack(shards, self._table, messages=messages, errors=errors, beta=beta, base=base)
 
     def new_errors(self, *peers: int, device: torch.device) -> Feedback | None:
-        """Allocate the error feedback of messages [*peers, M], with all quantization errors zero.
+        """Allocate the error feedback of messages [*peers, M], M bytes to each peer, with all quantization errors zero.
 
         The errors are stored as int8 blocks, one byte per quantized element. Returns None if the messages' layout
         quantizes no segment.
@@ -179,7 +179,7 @@ class Codec:
         return None if is_exact else Feedback.zeros(peers, self._table, device)
 
     def unpack(self, messages: torch.Tensor, shards: torch.Tensor) -> None:
-        """Dequantize messages [A, B, M] into `shards` [A, B, S], which may have any strides."""
+        """Dequantize messages [A, B, M], M bytes from each of A x B peers, into `shards` [A, B, S] with any strides."""
         unpack(messages, self._table, out=shards)
 
     def unpack_onto(self, messages: torch.Tensor, base: torch.Tensor) -> None:
@@ -191,7 +191,7 @@ class Codec:
         unpack_onto(messages, self._table, out=base)
 
     def elements(self, messages: torch.Tensor) -> torch.Tensor:
-        """Return a view of the unquantized elements [B, S] that the messages [B, M] carry, in the dtype of the codec.
+        """Return a view [B, S] of the unquantized elements that B messages [B, M] carry, in the dtype of the codec.
 
         The view exists only for a layout that quantizes no segment; the elements are contiguous in a message then.
         """
@@ -254,15 +254,26 @@ class LosslessCodec:
         return torch.empty(*peers, self.message_bytes, dtype=torch.uint8, device=device)
 
     def pack(self, shard: torch.Tensor, message: torch.Tensor, *, base: torch.Tensor) -> None:
-        """Encode the changes from `base` [S], weights that every rank holds, to `shard` [S] into `message` [M]."""
+        """Encode the changes from `base` to `shard` into `message` [M] uint8, a lossless delta.
+
+        Args:
+            shard: [S] flat shard with this rank's current weights.
+            base: [S] the row of the resident weights that every rank of the cross axis holds for this rank.
+            message: [M] uint8, which is overwritten.
+        """
         encode(shard, base, message)
 
     def unpack_onto(self, messages: torch.Tensor, base: torch.Tensor) -> None:
-        """Apply lossless deltas [N, M] of N nodes to `base` [N, S] in place: row n becomes node n's new weights."""
+        """Apply the lossless deltas of N nodes to the resident weights in place: row n becomes node n's new weights.
+
+        Args:
+            messages: [N, M] uint8 messages of M bytes, one from each node.
+            base: [N, S] resident weights, the flat shard of each node.
+        """
         decode(messages, base)
 
     def learn(self, messages: torch.Tensor) -> None:
-        """Start a copy of the size counters of received messages [N, M] to the host.
+        """Start a copy of the size counters of the messages [N, M], M bytes from each of N nodes, to the host.
 
         Each message has two size counters: the bytes that its lossless delta needed, and the number of changed weights
         that were left out because the message was full. `read_counters` waits for the copy.
