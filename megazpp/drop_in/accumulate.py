@@ -47,7 +47,7 @@ class Sums(Protocol):
     """The interface to one unit's partial sums of gradients that wait in the node: `RestoringReduce` implements it."""
 
     unit: ProgramUnit
-    waiting: tuple[int, ...]  # indices of the parameters whose partial sums wait now
+    waiting: tuple[int, ...]  # indices of the parameters whose partial sums wait for the cross-node hop now
 
     def drop(self) -> None: ...
 
@@ -72,7 +72,7 @@ class Accumulation:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Return the context of `Handle.accumulate`: gradients of backwards inside it wait in the node.
+        """Return the context of `Handle.accumulate`: gradients of backwards inside the context wait in the node.
 
         If an exception leaves the context, all waiting partial sums are discarded.
         """
@@ -156,6 +156,6 @@ class Accumulation:
         return None
 
     def _drop(self) -> None:
-        """Free this rank's partial sums of gradients that wait since `Handle.accumulate`, in all units."""
+        """Free the partial sums of gradients that wait on this rank since `Handle.accumulate`, in all units."""
         for sums in self.sums:
             sums.drop()

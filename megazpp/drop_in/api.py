@@ -170,10 +170,10 @@ def _install_comms(
     axes = [_axes_of_hops(each, wire) for each in dict.fromkeys((dims, dims.experts))]
     context = ProgramContext(*axes[0], plan=wire, zero=zero, precision=precision)
     contexts = {each[2].ranks: context.over(*each) for each in axes}
-    # ---- one all-gather and one reduce-scatter per unit
+    # ---- create and install one all-gather and one reduce-scatter per unit
     comms = []
     for unit in units:
-        if unit.num_shards > 1:  # FSDP2 calls no collectives for a unit on one rank
+        if unit.num_shards > 1:  # for a unit on one rank FSDP2 calls no collectives, so there are none to replace
             unit.force_sums()
             comms.append(gather_and_reduce := _make_comms(unit, contexts[unit.ranks]))
             unit.use_comms(*gather_and_reduce)
@@ -187,7 +187,8 @@ def _install_comms(
 def _axes_of_hops(dims: GuestDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
     """Return the axes cross, local and shard that the collectives of the plan `wire` use.
 
-    If no collective runs in two hops, the axis `shard` stands for all three, so that no further groups are created.
+    If no collective runs in two hops, the axis `shard` stands for all three, so that no other process
+    groups are created.
     """
     shard = dims.own_shard if wire.gather is None or wire.reduce is None else dims.shard
     if wire.gather is None and wire.reduce is None:
@@ -216,7 +217,7 @@ class _Installed(NamedTuple):
         """Raise ValueError if a later `zeropp` call for the same model passes other arguments than the first call.
 
         Args:
-            asked: arguments of the later call by name.
+            asked: arguments of the later call by name, in the form of the attribute `asked`.
         """
         before = dict(self.asked)
         if before["ranks_per_node"] is None and asked["ranks_per_node"] is not None:

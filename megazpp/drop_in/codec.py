@@ -81,8 +81,8 @@ class MixedCodec(Codec):
         """Pack flat shards into messages.
 
         Args:
-            shards: [A, B, S] uint8, the bytes of flat shards.
-            messages: [A, B, M] uint8 messages, which are overwritten.
+            shards: [A, B, S] uint8 flat shards of S bytes, for A x B peers.
+            messages: [A, B, M] uint8 messages of M bytes, which are overwritten.
             how: further arguments of `Codec.pack`, which have no effect: gathers of such units use none.
         """
         for places, codec, part in self._parts:
@@ -93,7 +93,12 @@ class MixedCodec(Codec):
                 codec.pack(own.view(codec.dtype), messages[..., part])
 
     def unpack(self, messages: torch.Tensor, shards: torch.Tensor) -> None:
-        """Unpack messages [A, B, M] into flat shards [A, B, S] uint8, each dtype by its own codec."""
+        """Unpack messages into flat shards, with a codec of its own for each dtype.
+
+        Args:
+            messages: [A, B, M] uint8 messages, M bytes from each of A x B peers.
+            shards: [A, B, S] uint8 flat shards of S bytes, which are overwritten.
+        """
         for places, codec, part in self._parts:
             own = messages[..., part]
             if codec is not None:
@@ -122,6 +127,6 @@ def byte_ranges(codec: Codec, segments: Sequence[Segment]) -> list[tuple[int, in
                 if part.scales is None:
                     start = part.payload[0] + (segment.start - part.start) * itemsize
                     found.append((start, start + segment.size * itemsize))
-                else:  # a quantized range holds only this segment, so its payload and its scales are the segment's
+                else:  # a quantized range holds one segment only: add the ranges of the segment's payload and scales
                     found += [(start, start + length) for start, length in (part.payload, part.scales)]
     return found

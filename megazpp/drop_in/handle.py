@@ -33,7 +33,7 @@ from megazpp.topology.layout import Layout
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.sharding import Sharding
 
-# Errors of torch.load for a damaged file
+# Exceptions that torch.load raises for a damaged file. `Handle.load` adds the path and the remedy to their messages.
 _UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError)
 Comms = tuple[ProgramGather | ProgramRingGather, RestoringReduce | ProgramRingReduce]
 
@@ -181,7 +181,8 @@ class Handle(Sharding):
         kept = self.feedback_state()
         for gather in self._differing:
             kept |= {f"{gather.unit.key}.{name}": part for name, part in gather.kept().items()}
-        kept = {name: part.to("cpu", copy=True) for name, part in kept.items()}  # torch saves a view's whole memory
+        # Copy each tensor, because torch.save writes the whole memory of which a tensor is a view.
+        kept = {name: part.to("cpu", copy=True) for name, part in kept.items()}
         path = self._path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".tmp")
@@ -224,7 +225,7 @@ class Handle(Sharding):
         return Path(folder, f"zeropp_{sizes}_rank{dist.get_rank()}.pt")
 
     def _kept_by(self) -> list[Any]:
-        """Return a description of the layout of ZeRO++'s state on this rank.
+        """Return what must be equal to load saved state of ZeRO++: layout of ranks, names, shapes and dtypes, as lists.
 
         `save` stores the description in its file. `load` uses a file only if its description equals this one.
         """

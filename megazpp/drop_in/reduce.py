@@ -74,7 +74,7 @@ class LateSum:
 
     Args:
         indices: indices in the unit of the parameters whose gradients were reduced.
-        result: [n] this rank's flat shard of the sum, valid when the task of the reduction is done.
+        result: flat shard (1-D) with this rank's part of the sum, valid when the task of the reduction is done.
         divisor: number by which FSDP2 divides sums of gradients.
     Attributes:
         gradients: `.grad` of each parameter, as FSDP2 has set it. If `.grad` is another object at the end of the
@@ -153,7 +153,7 @@ class ProgramReduce(SummingReduce):
         return False
 
     def end(self) -> None:
-        """Record the gradients that FSDP2 has just set, if a sum over ranks will be added to them later.
+        """Record the `.grad`s that FSDP2 has just set, if the gradient sum over ranks will be added to them later.
 
         `post_backward` calls this method after FSDP2's own function.
         """
@@ -162,19 +162,23 @@ class ProgramReduce(SummingReduce):
             self._late = None
 
     def finished(self) -> None:
-        """Do nothing; a subclass overrides this method, which runs after a sum over ranks was added to `.grad` late."""
+        """Do nothing; a subclass sets some `.grad`s to None here, after gradient sums were added to `.grad`."""
 
     def _finish_later(self, work: Work[torch.Tensor], result: torch.Tensor) -> None:
-        """Let the end of the backward wait for `work`, and add the sum over ranks `result` [n] to the gradients.
+        """Let the end of the backward wait for a reduction, and add its result to the unit's gradients.
 
-        FSDP2 divides the zeros that it gets instead of this sum. So the sum is divided when it is added.
+        FSDP2 divides the zeros that it gets instead of this result. So the result is divided when it is added.
+
+        Args:
+            work: task of the reduction, which completes `result`.
+            result: [n] this rank's shard of the gradients, summed over ranks; n: its number of elements.
         """
         self.unit.refuse_gradient_hooks()
         late = self._late = LateSum(self.reduced, result, self._division_after_sum(result))
         self._late_sums += 1
 
         def finish() -> None:
-            """Add the unit's sum over ranks to `.grad`; the schedule calls this function at the end of the backward."""
+            """Add the unit's gradients, summed over ranks, to `.grad`; runs at the end of the backward."""
             self._late_sums -= 1
             late.add(self.unit, interrupted=self._schedule.interrupted)
             self.finished()
@@ -205,11 +209,12 @@ class UnusedParameters:
         self._unit = unit
         # `begin` and `read_later` fill these three; `restore_none` empties them when `.grad` is final.
         self._fresh: set[int] = set()  # indices of the parameters whose `.grad` was None when a reduction began
-        self._used: set[int] = set()  # indices of those parameters of which this rank has had a gradient since then
+        # Indices of the parameters of which this rank has had a gradient since `.grad` was last None
+        self._used: set[int] = set()
         self._flags: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []  # the arguments of each `read_later` call
 
     def begin(self, used: set[int], reduced: Iterable[int]) -> None:
-        """Record which gradients a reduction has; call this method before FSDP2 reduces the unit's gradients.
+        """Record for which parameters this rank has a gradient; call this before FSDP2 reduces the unit's gradients.
 
         Args:
             used: indices of the parameters that have a gradient on this rank.
@@ -247,7 +252,7 @@ class NodeSums(NamedTuple):
     """A node's partial sums of a unit's gradients, which wait for the cross-node hop inside `Handle.accumulate`."""
 
     indices: tuple[int, ...]  # indices in the unit of the P parameters whose gradients are in the sums
-    sums: torch.Tensor  # [N, S] for the flat shards [S] of N nodes
+    sums: torch.Tensor  # [N, S] partial sums for the flat shards of N nodes, S elements each
     flags: torch.Tensor  # [N, P] uint8: 1 if any rank of this node had a gradient of the parameter
 
 
@@ -276,7 +281,8 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         # `.grad` of each parameter from `begin` to `end` of a reduction inside `Handle.accumulate`, otherwise None:
         # FSDP2 sets `.grad` to zeros meanwhile, and `end` puts the saved gradients back
         self._aside: list[Any] | None = None
-        self._errors_of: tuple[int, ...] = ()  # indices of the parameters that `kept_errors` has room for
+        # Indices of the parameters for whose gradients `kept_errors`, the error feedback, has room
+        self._errors_of: tuple[int, ...] = ()
         # False from a cross-node hop until an optimizer step uses its result. If it is False, `begin` drops the error
         # feedback of gradients that the program has cleared.
         self._errors_settled = True
@@ -336,7 +342,7 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
             self._unused.restore_none()
 
     def drop(self) -> None:
-        """Drop the unit's partial sums that wait for the cross-node hop; call this method between backwards."""
+        """Free the unit's partial sums of gradients that wait for the cross-node hop; call this between backwards."""
         if self.waiting:
             self.waiting = ()
             self._local_queue.submit(functools.partial(setattr, self, "_node_sums", None))
@@ -357,11 +363,13 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         return self._cross_queue.submit(functools.partial(self._sum_across, inside, hop, result), after=(inside,))
 
     def _sum_inside(self, gradients: torch.Tensor, hop: _Hop, *, keep: bool) -> torch.Tensor:
-        """Run the intra-node hop, and return the partial sums [N, S] over the node and over all waiting backwards.
+        """Run the intra-node hop, and return partial sums of gradients over the node and over all waiting backwards.
+
+        The partial sums are [N, S]: S elements for each of N nodes.
 
         Args:
-            gradients: [N L S] unreduced gradients of this backward, in FSDP2's rank order.
-            hop: parameters and flags of this reduction; the node's flags are stored in it.
+            gradients: [N L S] unreduced gradients of this backward, in FSDP2's rank order (L ranks per node).
+            hop: parameters and flags of this reduction; this method sets its `node_flags`.
             keep: True if the returned partial sums wait for a later backward.
         """
         num_nodes, num_local, device = self._cross.size, self._local.size, gradients.device
@@ -387,8 +395,8 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         """Run the cross-node hop: sum the partial sums of all nodes into `result`, and return it.
 
         Args:
-            inside: task of the intra-node hop, which returns the partial sums [N, S].
-            hop: parameters and flags of this reduction; the flags of all ranks are appended to it.
+            inside: task of the intra-node hop, which returns the partial sums [N, S], S elements for each of N nodes.
+            hop: parameters and flags of this reduction; this method appends the flags of all ranks to `hop.flags`.
             result: [S] tensor for this rank's flat shard of the gradients, summed over all ranks.
         """
         (_, codec), sums = self._codecs_of(hop.indices), inside.join()
@@ -497,7 +505,7 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
 
 @dataclass(eq=False)
 class _Hop:
-    """The parameters of one reduction of a unit, and the flags that say which ranks had gradients of them.
+    """The parameters whose gradients one reduction of a unit sums, and flags that say which ranks had these gradients.
 
     Args:
         indices: indices of the P parameters whose gradients are reduced.
@@ -514,7 +522,7 @@ class _Hop:
 
 
 def _columns(segment: Segment) -> slice:
-    """Return the slice of a flat shard that holds the elements of one parameter's segment."""
+    """Return the range of elements of a flat shard that belong to one parameter, given by its segment, as a slice."""
     return slice(segment.start, segment.stop)
 
 

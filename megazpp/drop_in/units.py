@@ -174,8 +174,8 @@ class ProgramUnit(Unit):
             found.append(f"the FSDP2 unit {self.name} has an all-reduce hook")
         if found:
             raise RuntimeError(
-                f"{found[0]}, which would see gradients before they are reduced: set "
-                "ZeroConfig(overlap_grad_reduce=False), and run no backward inside accumulate()"
+                f"{found[0]}. The hook would see gradients before they are reduced: remove the hook, or set "
+                "ZeroConfig(overlap_grad_reduce=False) and run no backward inside accumulate()"
             )
 
     @property

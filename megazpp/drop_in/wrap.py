@@ -81,7 +81,8 @@ def wrap_model(model: nn.Module, mesh: DeviceMesh, fsdp: Mapping[str, Any]) -> R
     for block in reversed(blocks):  # FSDP2 requires that inner blocks are wrapped before outer blocks
         fully_shard(block, **{**fsdp, "mesh": mesh})
     fully_shard(model, **{**fsdp, "mesh": mesh})
-    kept = {id(parameter) for parameter in model.parameters()}  # FSDP2 keeps the parameters in `ignored_params`
+    # FSDP2 replaces all parameters except those in its argument `ignored_params`.
+    kept = {id(parameter) for parameter in model.parameters()}
     return ReplacedParameters({name: each for name, each in before.items() if id(each) not in kept})
 
 
@@ -100,7 +101,7 @@ class ReplacedParameters:
         self._checked = weakref.WeakSet[torch.optim.Optimizer]()
 
     def refuse(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError if the optimizer holds a replaced parameter; call this method before each of its steps."""
+        """Raise RuntimeError if an optimizer, about to step, holds a parameter that `fully_shard` has replaced."""
         if optimizer in self._checked:
             return
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):

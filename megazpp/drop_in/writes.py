@@ -75,7 +75,8 @@ class WatchedGather(ProgramGather):
         self._trained: tuple[bool, ...] = ()  # `ProgramUnit.is_trained` when the shard was last sent
         # [2] checksums of the shards when they were last sent: of the frozen and of the trained parameters
         self._sums: torch.Tensor | None = None
-        self._loaded: dict[str, torch.Tensor] = {}  # tensors of a checkpoint, from `load_kept` to `restore_kept`
+        # Tensors of a checkpoint that `load_kept` has got, by name, until `restore_kept` uses or drops them
+        self._loaded: dict[str, torch.Tensor] = {}
 
     @property
     def has_parts(self) -> bool:
@@ -203,7 +204,7 @@ class WatchedGather(ProgramGather):
         self._loaded, self.watch.has_loaded = kept, True
 
     def fits(self) -> bool:
-        """Return True if the resident weights that `load_kept` got belong to the present weights of this rank."""
+        """Return True if `load_kept` got resident weights that belong to the present weights of this rank."""
         return bool(self._loaded) and bool(checksum(self.unit.padded_shards()) == self._loaded["sum"])
 
     def restore_kept(self, *, fits: bool) -> bool:
@@ -264,7 +265,7 @@ class WatchedGather(ProgramGather):
         """Run the cross-node hop for the trained parameters only, and update their bytes in `messages`.
 
         Args:
-            messages: [N, M] uint8 messages of the secondary partition.
+            messages: [N, M] uint8 secondary partition, messages of M bytes from N nodes.
             shard: [S] flat shard of this rank.
         """
         part, cross = self._trained_bytes(), self._cross
@@ -352,7 +353,8 @@ class WriteWatch:
         # All-gathers of the units on which ranks have voted at the start of the running forward; empty between forwards
         self._decided: Sequence[WatchedGather] = ()
         self._inside: dict[nn.Module, set[nn.Module]] = {}  # cache: for an outermost FSDP2 module, all its submodules
-        self._below: dict[nn.Module, list[WatchedGather]] = {}  # cache: for such a module, all-gathers of units in it
+        # Cache: for an outermost FSDP2 module, the all-gathers of the units inside of it
+        self._below: dict[nn.Module, list[WatchedGather]] = {}
         self._ballot: Ballot | None = None  # the votes of the running forward; None between forwards
         self._had_gradients = False  # True if gradients were enabled in the last forward, as in a training step
         # Comparisons of checksums by the last forward that the host has not read yet, None if there are none: the votes
