@@ -31,7 +31,8 @@ import torch.nn.functional as F
 from megazpp.parallel.axis import MeshAxis
 
 CHUNK_BYTES = 1 << 32  # largest size of a chunk's logits in bytes: 16384 tokens x 128 thousand columns in 16 bits
-BLOCKS = 64  # eager code converts about 1 / BLOCKS of a chunk's logits to fp32 at a time, in up to five tensors
+# Eager code processes a chunk in blocks of tokens. The fp32 logits of a block have at most CHUNK_BYTES / BLOCKS bytes.
+BLOCKS = 64
 COLUMNS_MULTIPLE = 128  # a chunk has a multiple of this many columns, which aligns its rows for the matrix products
 
 
@@ -88,9 +89,11 @@ class _Settings(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A chunk of the logits: consecutive token ids among those that this rank of tp has."""
+    """A chunk of the logits: columns of consecutive token ids, among those whose weight rows this rank of tp has."""
 
-    rows: slice  # the chunk's rows of the weight: a multiple of COLUMNS_MULTIPLE, as far as the weight has padding rows
+    # The chunk's rows of this rank's weight. Their number is a multiple of COLUMNS_MULTIPLE, except in a last chunk for
+    # which the weight has too few padding rows.
+    rows: slice
     real: int  # number of the chunk's columns of logits that belong to token ids; padding columns follow
     first: int  # token id of the chunk's first column of logits
 
@@ -213,7 +216,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits.scatter_(-1, place, torch.where(mine.unsqueeze(-1), at_label, logits.gather(-1, place)))
             logits[:, chunk.real :] = 0.0
 
-            # Compute the gradient of x, summed over chunks in fp32, and the gradient of the chunk's weight rows.
+            # Compute the chunk's part of the gradient of x, and the gradient of the chunk's rows of the weight. The
+            # parts of several chunks are summed in fp32.
             if x_grad is not None and several:
                 x_grad += logits @ weight[chunk.rows]
             elif x_grad is not None:
@@ -274,7 +278,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     graph = torch.compile(function)
 
     def marked(*args: Any) -> Any:
-        """Mark dim 0 of all tensor arguments as dynamic, and call the compiled function."""
+        """Mark dim 0 of all tensor arguments as dynamic, so that any length uses one graph, and call the graph."""
         for tensor in filter(torch.is_tensor, args):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return graph(*args)

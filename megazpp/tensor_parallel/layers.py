@@ -27,7 +27,8 @@ from megazpp.parallel.comm_queue import CommQueue, Work
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import enter_region, leave_region
 
-# The type of a substitute for F.linear: it takes x [..., K], weight [N, K] and bias [N] or None, returns x W^T + b.
+# The type of a substitute for F.linear with K inputs and N outputs: it takes x [..., K], a weight W [N, K] and a bias b
+# [N] or None, and returns x W^T + b.
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 Tensors = Sequence[torch.Tensor]
 Biases = Sequence[torch.Tensor | None]
@@ -100,7 +101,7 @@ class _SplitLinear(nn.Module):
 class ColumnParallelLinear(_SplitLinear):
     """A linear layer whose outputs are split over T tensor-parallel ranks: [S, B, in] -> [S, B, out/T].
 
-    With sequence parallelism the input is [S/T, B, in].
+    S is the sequence length and B the batch size. With sequence parallelism the input is [S/T, B, in].
 
     Collectives on tp: an all-reduce in backward. With sequence parallelism an all-gather in forward, and an all-gather
     and a reduce-scatter in backward. `column_parallel` applies several layers to one input with the collectives of one
@@ -110,7 +111,7 @@ class ColumnParallelLinear(_SplitLinear):
     split = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's outputs [S, B, out/T] of x W^T + b; see the class for the shape of x."""
+        """Return this rank's outputs of x W^T + b, [S, B, out/T] on T ranks; see the class for the shape of x."""
         return column_parallel(x, [self])[0]
 
 
@@ -285,7 +286,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Ten
 
 
 def _backward_of_products(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
-    """Return the gradients of the arguments of the operator megazpp::column_parallel, None for those that need none."""
+    """Return one gradient per argument of the operator megazpp::column_parallel, None for arguments that need none."""
     x, *weights = ctx.saved_tensors
     of_weights, of_biases = ctx.needs_input_grad[1:3]
     needed = [*of_weights, *(of_biases or [False] * len(weights))]
@@ -300,7 +301,7 @@ torch.library.register_autograd("megazpp::column_parallel", _backward_of_product
 class RowParallelLinear(_SplitLinear):
     """A linear layer whose inputs are split over T tensor-parallel ranks: [S, B, in/T] -> [S, B, out].
 
-    With sequence parallelism the output is [S/T, B, out].
+    S is the sequence length and B the batch size. With sequence parallelism the output is [S/T, B, out].
 
     Collectives on tp: an all-reduce in forward. With sequence parallelism a reduce-scatter in forward and an all-gather
     in backward. The bias's gradient on each rank is then partial: it comes from this rank's slice of the sequence.
@@ -309,7 +310,7 @@ class RowParallelLinear(_SplitLinear):
     split = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x W^T, summed over tensor-parallel ranks, plus b; see the class for shapes."""
+        """Return x W^T, summed over tensor-parallel ranks, plus the bias if there is one; see the class for shapes."""
         product = self.product or F.linear
         if self.tp.size == 1:
             y = product(x, local(self.weight), None if self.bias is None else local(self.bias))
@@ -322,7 +323,7 @@ class RowParallelLinear(_SplitLinear):
 class VocabParallelEmbedding(nn.Module):
     """An embedding whose vocabulary is split over T tensor-parallel ranks: token ids [S, B] -> [S, B, H].
 
-    With sequence parallelism the output is [S/T, B, H].
+    S is the sequence length, B the batch size, H the hidden size. With sequence parallelism the output is [S/T, B, H].
 
     Each rank looks up those token ids that its rows have, and takes zeros for all others. The sum over tp completes the
     result. Collectives on tp: an all-reduce in forward. With sequence parallelism a reduce-scatter in forward and an
@@ -355,7 +356,7 @@ class VocabParallelEmbedding(nn.Module):
         self.specs = {"weight": ParameterSpec(split=0, std=std, rows=vocab_size)}
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [S, B, H] of the token ids `tokens` [S, B] int64; see the class for other shapes."""
+        """Return the embeddings of `tokens`, token ids [S, B] int64; see the class for the shape of the result."""
         if self.tp.size == 1:
             return F.embedding(tokens, local(self.weight))
         row = tokens - self.tp.rank * self.rows

@@ -160,9 +160,9 @@ def exact_parameters(model: nn.Module) -> frozenset[str]:
 
 
 def existing_rows(model: nn.Module) -> dict[str, int]:
-    """Return the number of rows that are not padding, by name of the parameter, as for embedding and output layer.
+    """Return the number of rows that are not padding, by name of the parameter.
 
-    Parameters without padding rows (`ParameterSpec.rows` is None) have no entry.
+    Only parameters that may have padding rows, such as the embedding's, have an entry (`ParameterSpec.rows`).
     """
     return {name: spec.rows for name, _, _, spec in owned_parameters(model) if spec.rows is not None}
 

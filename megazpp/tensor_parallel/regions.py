@@ -78,7 +78,7 @@ def reduce_from_region_(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
 
 
 def gather_sequence(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
-    """Gather the slices x [S/T, ...] of all tensor-parallel ranks along the sequence to [S, ...] (1 all-gather).
+    """Gather the slices x [S/T, ...] of T tensor-parallel ranks to the whole sequence [S, ...] (1 all-gather).
 
     Backward sums the gradient over tp, and returns this rank's slice of the sum (1 reduce-scatter).
     """
@@ -86,9 +86,9 @@ def gather_sequence(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
 
 
 def reduce_scatter_sequence(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
-    """Sum x [S, ...] over tensor-parallel ranks, and return this rank's slice [S/T, ...] (1 reduce-scatter).
+    """Sum x [S, ...] over T tensor-parallel ranks, and return this rank's slice of the sequence, [S/T, ...].
 
-    Backward gathers the slices of the gradient (1 all-gather).
+    Forward is 1 reduce-scatter. Backward gathers the slices of the gradient (1 all-gather).
     """
     return _Collective.apply(x, tp, "reduce_scatter", "all_gather")
 
@@ -102,7 +102,7 @@ def exchange(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
 
 
 def collect_sequence(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
-    """Gather the slices x [S/C, ...] of all context-parallel ranks along the sequence to [S, ...] (1 all-gather).
+    """Gather the slices x [S/C, ...] of C context-parallel ranks to the whole sequence [S, ...] (1 all-gather).
 
     Backward returns this rank's slice of the gradient without a sum, because all ranks compute the same gradient.
     """
