@@ -1,1 +1,1 @@
-"""fp32 weights, optimizer moments and gradients in host memory (--optimizer-cpu-offload)."""
+"""fp32 weights, optimizer moments and gradients in host memory, chosen by --optimizer-cpu-offload."""

@@ -196,7 +196,7 @@ class HostMemory(DeviceStates):
         onto.copy_(x, non_blocking=True)
 
     def submit(self, task: Callable[[torch.Tensor], None]) -> Work[None]:
-        """Queue `task`, the update of a unit, which gets a slot [4, n] of device memory for itself.
+        """Queue `task`, the optimizer update of a unit; it gets a slot of device memory, 4 rows of fp32 numbers.
 
         The two slots are used in turn, and each slot has a queue of its own.
         """
@@ -332,7 +332,7 @@ class HostShard:
         return [self.unit.fsdp_parameters[index].sharded_param for index in self._trained]
 
     def views(self, flat: torch.Tensor) -> list[DTensor]:
-        """Return views of a host buffer `flat` [S], one DTensor per trained parameter, sharded like the parameter."""
+        """Return views of `flat`, a flat shard [S] in host memory, as DTensors, one per trained parameter."""
         trained = [self.unit.fsdp_parameters[index] for index in self._trained]
         parts = zip(trained, self._split(flat), strict=True)
         return [p.to_sharded_dtensor(part.view(p.sharded_param._local_tensor.shape)) for p, part in parts]
@@ -384,7 +384,7 @@ class HostShard:
 
     @property
     def _partial_places(self) -> list[int]:
-        """The positions of the parameters in `HostMemory.partial` among the unit's trained parameters."""
+        """The positions, among the unit's trained parameters, of the parameters in `HostMemory.partial`."""
         partial, parameters = self.memory.partial, self.unit.parameters
         return [place for place, index in enumerate(self._trained) if parameters[index].name in partial]
 
@@ -413,7 +413,9 @@ class HostShard:
         def run(slot: torch.Tensor) -> None:
             """Upload the unit's states to the device, update them there, and download weights and moments.
 
-            The rows of `slot` [4, n] hold the weights, the gradients and the two moments on the device.
+            Args:
+                slot: [4, n] fp32 tensor on the device, whose rows are for weights, gradients and the two moments. The
+                    unit's flat shard has at most n elements.
             """
             memory, states = self.memory, (self._weights, self.gradients, *self.moments)
             with memory.timeline.span(HOST, f"update {self.unit.name}"):
@@ -439,7 +441,7 @@ class HostedUnit(Unit):
 
     @property
     def fsdp_parameters(self) -> list[Any]:
-        """FSDP2's private objects (`FSDPParam`) of the unit's parameters."""
+        """FSDP2's private objects (`FSDPParam`), one per parameter of the unit, in FSDP2's flat order."""
         return self._group.fsdp_params
 
     @contextmanager

@@ -54,7 +54,7 @@ class HostedReduce(SummingReduce):
         return self.unit.states.gradients[: math.prod(size)]
 
     def reduce(self, gradients: torch.Tensor, output: torch.Tensor) -> None:
-        """Start the reduction of `gradients` [W n], which also moves its result to host memory."""
+        """Start the reduction of `gradients` [W n], n elements for each of W ranks, and the move to host memory."""
         work = self.start(gradients, output)
         # Make `post_backward` clear `.grad`, which FSDP2 sets to a view of the host buffer. Otherwise FSDP2 would add
         # the buffer to itself in the next micro-batch.
@@ -67,7 +67,7 @@ class HostedRingReduce(HostedReduce, CountedReduce):
     """The reduce-scatter of a unit's gradients in one hop, whose result goes to host memory."""
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor]:
-        """Start the reduce-scatter, and the move of its result to host memory; see `SummingReduce.start`."""
+        """Start the reduce-scatter; its task also moves the result to host memory. See `SummingReduce.start`."""
         last = self._last_micro_batch
 
         def reduce() -> torch.Tensor:
@@ -122,7 +122,7 @@ class HostedTwoHopReduce(HostedReduce, TwoHopReduce):
         self._sums_wait = False  # True if partial sums of the step's earlier micro-batches are in host memory
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
-        """Start the hops; see `SummingReduce.start`.
+        """Start the hops of a unit's gradient reduction; see `SummingReduce.start`.
 
         With --zero-offload-partial-sums, partial sums use one of two slots of device memory. So at most two units have
         partial sums on the device, even if the network between nodes is slow.

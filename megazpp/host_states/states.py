@@ -15,5 +15,5 @@ class HostStates(HostMemory):
     unit, reduce, two_hop_reduce, lone_reduce = HostedUnit, HostedRingReduce, HostedTwoHopReduce, HostedSum
 
     def adamw(self, groups: list[dict[str, Any]], **settings: Any) -> HostedAdamW:
-        """Return AdamW for these parameter groups, whose moments are in host memory; see `DeviceStates.adamw`."""
+        """Return an AdamW optimizer for `groups`, with moments in host memory; see `DeviceStates.adamw`."""
         return HostedAdamW(groups, self, **settings)
