@@ -21,7 +21,8 @@ from megazpp.zero.plan import DIFFERENCE_BLOCK, GRADIENT_BLOCK, block_format
 
 T = TypeVar("T")
 
-RUN_DEPENDENT = ("diloco_outer_lr", "diloco_outer_momentum")  # fields whose defaults depend on the length of the run
+# Fields of `DilocoConfig` whose defaults depend on how often the run synchronizes
+RUN_DEPENDENT = ("diloco_outer_lr", "diloco_outer_momentum")
 # By default, the outer optimizer has momentum if the run plans at least FEWEST synchronizations, with at least SHORTEST
 # training steps between two synchronizations.
 FEWEST, SHORTEST = 200, 10

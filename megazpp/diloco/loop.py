@@ -1,9 +1,9 @@
 """DiLoCo in the training loop: when replica groups synchronize, and when they make decisions together.
 
 Between two synchronizations, the replica groups of DiLoCo do not communicate. Some decisions concern all ranks: to
-stop, to end the job because of a NaN, to reload a checkpoint. They are made after the steps at which a synchronization
-is merged, because the groups wait for each other there anyway. Until then, a group whose step is not finite skips its
-update, and a group that has received a stop signal continues to train.
+stop, to end the job because of a NaN, to reload a checkpoint. They are made after steps at which groups merge new outer
+weights into their inner weights, because the groups wait for each other there anyway. Until then, a group whose step is
+not finite skips its update, and a group that has received a stop signal continues to train.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LocalSteps:
     def after_step(
         self, launched: LaunchedStep, progress: TrainingProgress, last: bool
     ) -> tuple[TrainingProgress, bool]:
-        """Start and merge the synchronizations of DiLoCo that are due after a training step; every rank calls this.
+        """Start synchronizations and merge outer weights, as due after a training step; every rank calls this.
 
         Args:
             launched: training step that was launched last.

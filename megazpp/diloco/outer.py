@@ -93,7 +93,10 @@ class OuterUnit(OuterRows):
 
     @property
     def rows(self) -> torch.Tensor:
-        """R, the common copy of the outer weights, as rows [G, S] fp32; reading it waits for a synchronization."""
+        """R, the common copy of the outer weights, [G, S] fp32, one row per replica group.
+
+        Reading this property waits until the synchronization in flight is complete.
+        """
         self.wait()
         return self.common.weights
 
@@ -144,8 +147,8 @@ class OuterUnit(OuterRows):
         The communication queue of the axis over replica groups calls this method.
 
         Args:
-            sent: [G, M] uint8, a message of M bytes for each of the G groups, with this group's outer gradients.
-            correction: task that returns the scalar by which the sum over groups is multiplied.
+            sent: [G, M] uint8 messages of M bytes with this group's outer gradients, one to each of G groups.
+            correction: task that returns a scalar factor for the sum over groups.
         """
         received = self._axis.all_to_all(sent, of=self.unit.name)
         mean = torch.empty_like(self.outer)
@@ -211,7 +214,7 @@ class ReplicaGroups:
         self._told: dict[int, torch.Tensor] = {}
 
     def meets_at(self, iteration: int) -> bool:
-        """Return True if groups wait for each other after step `iteration`, to merge a synchronization's result."""
+        """Return True if groups merge outer weights after step `iteration`, for which they wait for each other."""
         return bool(self._due(iteration)) or (self.plan.delay == 0 and self.plan.sends_at(iteration) is not None)
 
     def count(self, tokens: torch.Tensor) -> None:
@@ -222,7 +225,7 @@ class ReplicaGroups:
         self._tokens += tokens
 
     def after_step(self, iteration: int) -> None:
-        """Merge and start the synchronizations that are due after training step `iteration`.
+        """Merge outer weights, and start the synchronizations of fragments, as due after training step `iteration`.
 
         Call this method after the optimizer's step. After the run's last step, call `finish` instead.
         """
@@ -266,7 +269,7 @@ class ReplicaGroups:
             for unit in self.units:
                 unit.warm_up(device)
 
-    # ---- checkpoints ----------------------------------------------------------------------------------------------
+    # ---- checkpoints: outer weights, momentum, R and counts to save and to restore ----------------------------------
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the outer weights as DTensors over all ranks of all groups, by parameter name.
@@ -291,7 +294,7 @@ class ReplicaGroups:
         return found
 
     def momentum(self) -> dict[str, torch.Tensor]:
-        """Return the outer momentum as DTensors by parameter name, sharded like `weights`; {} without momentum.
+        """Return the outer momentum by parameter name, as DTensors over all ranks of all groups; {} without momentum.
 
         The DTensors share memory with the outer momentum.
         """
@@ -322,7 +325,7 @@ class ReplicaGroups:
 
         Args:
             common: R as DTensors by parameter name, as the method `common` returned them for the checkpoint.
-            counts: [2, F] fp64 counts, as the method `counts` returned them for the checkpoint.
+            counts: [2, F] fp64 counts of F fragments, as the method `counts` returned them for the checkpoint.
         """
         self.sharding.reshard()
         merge_at, tokens = counts
@@ -346,7 +349,7 @@ class ReplicaGroups:
                 unit.merge(0.0)
 
     def _due(self, iteration: float) -> list[int]:
-        """Return the indices of the fragments with a synchronization in flight that must be merged by `iteration`."""
+        """Return the indices of the fragments whose new outer weights must be merged by training step `iteration`."""
         return [fragment for fragment, due in enumerate(self.merge_at) if 0 < due <= iteration]
 
     def _merge_due(self, iteration: float) -> None:
@@ -355,15 +358,19 @@ class ReplicaGroups:
             self._merge(fragment, self.plan.merge_alpha)
 
     def _send(self, fragment: int) -> None:
-        """Start the synchronization of a fragment, and set the count of tokens since it was last sent to 0."""
+        """Start the synchronization of a fragment, and set the number of tokens since it was last sent to 0."""
         tokens = self._told[fragment] = self._tokens[fragment].clone()
         send_fragment(self.fragments[fragment], self.axis, self.plan, tokens)
         self._tokens[fragment] = 0.0
 
     def _merge(self, fragment: int, alpha: float) -> None:
-        """Merge the common outer weights R of a fragment: inner = alpha inner + (1 - alpha) R.
+        """Merge R, the common outer weights, of a fragment into its inner weights: inner = alpha inner + (1 - alpha) R.
 
-        The method waits until the fragment's synchronization is complete.
+        The method first waits until the fragment's synchronization is complete.
+
+        Args:
+            fragment: index of the fragment.
+            alpha: fraction of the inner weights that is kept, from 0 to 1.
         """
         with torch.no_grad():
             for unit in self.fragments[fragment]:

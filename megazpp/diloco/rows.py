@@ -70,7 +70,7 @@ class OuterRows:
 
     @property
     def rows(self) -> torch.Tensor:
-        """R, the unit's outer weights as all G replica groups have received them, as rows [G, S] fp32."""
+        """R, the unit's outer weights as all G replica groups have received them: [G, S] fp32, one row per group."""
         raise NotImplementedError
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ class OuterRows:
         Args:
             weight: scalar tensor, the weight of this group in the mean over groups.
         Returns:
-            The messages [G, M] uint8, one per row.
+            The messages [G, M] uint8, M bytes for each of the G rows of R.
         """
         rows = self.rows
         delta = self.fill_(torch.empty_like(rows))
@@ -92,7 +92,7 @@ class OuterRows:
         """Write this rank's shards of the unit's parameters into `rows`, with zeros as padding, and return `rows`.
 
         Args:
-            rows: [G, S] fp32 rows, which are overwritten.
+            rows: [G, S] fp32, S elements for each of G replica groups, which are overwritten.
             shards: one local tensor per parameter; None uses the model's shards, which are the inner weights.
         """
         rows.zero_()
@@ -101,7 +101,11 @@ class OuterRows:
         return rows
 
     def merge(self, alpha: float) -> None:
-        """Merge R, the common outer weights, into the model's inner weights: inner = alpha inner + (1 - alpha) R."""
+        """Merge R, the common outer weights, into the model's inner weights: inner = alpha inner + (1 - alpha) R.
+
+        Args:
+            alpha: fraction of the inner weights that is kept, from 0 to 1.
+        """
         for row, shard in self.pairs(self.rows):
             shard.lerp_(row, 1.0 - alpha) if alpha else shard.copy_(row)
 
@@ -120,7 +124,7 @@ class OuterRows:
         Both views of a pair have the same shape. Together the pairs cover all elements of the shards.
 
         Args:
-            rows: [G, S] fp32 rows of the unit.
+            rows: [G, S] fp32 rows of the unit: S elements for each of G replica groups.
             shards: one local tensor per parameter; None uses the model's shards, which are the inner weights.
         """
         for segment, shard in zip(self.segments, self.unit.shards() if shards is None else shards, strict=True):
@@ -140,7 +144,7 @@ class WholeRows(OuterRows):
     In elastic DiLoCo each replica group is a job of its own that may leave, so outer states are not split over groups.
 
     Attributes:
-        outer: [G, S] fp32 outer weights.
+        outer: [G, S] fp32 outer weights, S elements for each of G replica groups.
         momentum: [G, S] fp32 outer momentum; None if the outer momentum mu is 0.
     """
 
@@ -153,14 +157,14 @@ class WholeRows(OuterRows):
 
     @property
     def rows(self) -> torch.Tensor:
-        """R, the unit's outer weights as all G replica groups have received them, as rows [G, S] fp32."""
+        """R, the unit's outer weights as all G replica groups have received them: [G, S] fp32, one row per group."""
         return self._rows
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The state that a joining group fetches: R, the outer weights, and the outer momentum if there is one.
 
-        Each tensor is [G, S] fp32.
+        Each tensor is [G, S] fp32: S elements for each of G replica groups.
         """
         return [x for x in (self._rows, self.outer, self.momentum) if x is not None]
 
@@ -180,7 +184,8 @@ class WholeRows(OuterRows):
         All groups call this method with the same arguments, so that their states stay bit-identical.
 
         Args:
-            messages: [K, G * M] uint8 contributions, packed outer gradients, in the same order in all groups.
+            messages: [K, G * M] uint8 contributions, packed outer gradients, in the same order in all groups. Each has
+                G messages of M bytes, one per row of R.
             factors: age factor of each contribution: 1, or less for a contribution that came late.
             correction: scalar tensor, a factor for the sum of the contributions, which makes their weights add up to 1.
         """
@@ -215,7 +220,7 @@ def computing_with_rows(
     """
 
     def swap() -> None:
-        """Exchange the weights in the model and in R, in all sharding units; a second call undoes the first."""
+        """Exchange the model's inner weights and R in all sharding units; a second call undoes the first."""
         sharding.reshard()
         with lock or nullcontext(), torch.no_grad():
             for unit in units:

@@ -62,10 +62,11 @@ def replica_group_parts(
 
 
 class ReplicaGroupState(StatePart):
-    """The checkpoint part of a replica group's own state: inner weights, outer momentum, R, counts and values.
+    """The checkpoint part of a replica group's own state.
 
-    R is the common copy of the outer weights in all groups. This part loads before the parts that depend on the inner
-    weights.
+    The state has inner weights, outer momentum, R (the common copy of the outer weights), the counts of
+    `ReplicaGroups.counts`, and the values, which are loss scale and recent losses. This part loads before the parts
+    that depend on the inner weights.
     """
 
     prefix = ""
@@ -73,13 +74,13 @@ class ReplicaGroupState(StatePart):
     def __init__(self, replica_groups: ReplicaGroups, model: GPTModel, values: RunValues) -> None:
         self.replica_groups, self.model, self._values, self.axis = replica_groups, model, values, replica_groups.axis
         self._own = f"{REPLICA_GROUP}{self.axis.rank}."
-        # `targets` and `accept` set these three while a checkpoint loads.
+        # `targets` sets `source` and `same`, and `accept` sets `restored`, while a checkpoint loads.
         self.source = 0  # index of the replica group in the checkpoint whose moments this group loads
         self.same = True  # True if the checkpoint has as many replica groups as this run
         self.restored = False  # True if inner weights and R were loaded from the checkpoint
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return inner weights, R, outer momentum, counts and values to save in a checkpoint, by key."""
+        """Return this group's state to save in a checkpoint, by key; the class lists the entries."""
         found = self._inner() | {f"{COMMON}{name}": weight for name, weight in self.replica_groups.common().items()}
         found |= {f"{MOMENTUM}{name}": moment.clone() for name, moment in self.replica_groups.momentum().items()}
         values = as_tensor(self._values.state_dict())
