@@ -549,7 +549,7 @@ def train_begin() -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(2)))
     callback = megazpp.trainer_callback(ranks_per_node=1, config=config(zero_weight_delta="lossless"))
     state = Mock(global_step=0)
-    with pytest.raises(TypeError, match="trains a Sequential, and ZeRO"):
+    with pytest.raises(TypeError, match="trains a Sequential, but ZeRO"):
         callback.on_train_begin(None, state, None, model=model)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     callback.on_train_begin(None, state, None, model=model)

@@ -197,7 +197,7 @@ def test_compiled_layer_takes_documents_in_one_graph():
         positions = torch.zeros(3, SEQ, dtype=torch.int64)
         for documents in (4, 7, 9):
             starts = torch.zeros(documents + 1, dtype=torch.int32)
-            (inputs,) = gpt._attention_inputs(positions, starts, None, SEQ, None).values()
+            (inputs,) = gpt._attention_inputs(positions, starts, None, None, SEQ).values()
             layer(x, inputs).sum().backward()
 
 
