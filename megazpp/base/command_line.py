@@ -38,6 +38,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from megazpp.base.files import cause, encoding_problem, read_small_file
 from megazpp.base.flags import (
     COMMAND_LINE,
+    PATH_ENDS,
     FlagSpec,
     as_words,
     asks,
@@ -45,6 +46,7 @@ from megazpp.base.flags import (
     config_title,
     flag_name,
     is_union,
+    not_empty,
     type_hints,
 )
 
@@ -468,8 +470,8 @@ def _add_flag(
     if bool in parts:
         settings["action"] = _OffSwitch if default is False else argparse.BooleanOptionalAction
     else:
-        names_path = field.name.endswith(("path", "file", "dir", "folder", "model", "save", "load"))
-        settings |= _one_value(parts, optional, spec.metavar or ("PATH" if names_path else None))
+        settings |= _one_value(parts, optional, spec.metavar or ("PATH" if field.name.endswith(PATH_ENDS) else None))
+        settings["type"] = not_empty(settings["type"], field.name, default)
     return group.add_argument(flag_name(field), *spec.aliases, **settings), optional
 
 

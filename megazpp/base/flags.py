@@ -15,6 +15,7 @@ combinations of configs and the cluster. command_line.py parses the flags.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import math
@@ -27,6 +28,10 @@ from typing import Any, Literal, NamedTuple
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"  # origin of flags that the user has typed
+# Ends of the names of fields whose value --help calls PATH
+PATH_ENDS = ("path", "file", "dir", "folder", "model", "save", "load")
+# Ends of the names of fields whose value is a path, so that an empty text is a mistake
+PATHS = (*PATH_ENDS, "store", "patches", "input", "output", "adapter", "prefix")
 CHECKPOINT = "checkpoint"  # origin of flags that a checkpoint has set
 _WIDEST = 60  # the log pads a flag and its value to at most this many characters before the origin
 
@@ -79,17 +84,17 @@ def config_title(config: type) -> str:
 
 def check_positive(config: Any, *names: str) -> None:
     """Raise a ValueError for each of the config's fields `names` that is neither None nor a finite number above 0."""
-    _check(config, names, lambda value: 0 < value < math.inf, "is not positive")
+    _check(config, names, lambda value: 0 < value < math.inf, "is not positive; give a finite number above 0")
 
 
 def check_not_negative(config: Any, *names: str) -> None:
     """Raise a ValueError for each of the config's fields `names` that is neither None nor a number of at least 0."""
-    _check(config, names, lambda value: value >= 0, "is negative")
+    _check(config, names, lambda value: value >= 0, "is negative; give 0 or a larger number")
 
 
 def check_below_one(config: Any, *names: str) -> None:
     """Raise a ValueError for each of the config's fields `names` that is neither None nor a number in [0, 1)."""
-    _check(config, names, lambda value: 0 <= value < 1, "is not in [0, 1)")
+    _check(config, names, lambda value: 0 <= value < 1, "is not in [0, 1); give at least 0 and less than 1")
 
 
 def _check(config: Any, names: Sequence[str], holds: Callable[[Any], bool], problem: str) -> None:
@@ -104,7 +109,30 @@ def _check(config: Any, names: Sequence[str], holds: Callable[[Any], bool], prob
     values = {name: getattr(config, name) for name in names}
     wrong = [name for name, value in values.items() if value is not None and not holds(value)]
     if wrong:
-        raise ValueError("\n".join(f"{spelling(config, name)} {values[name]} {problem}" for name in wrong))
+        lines = [f"{spelling(config, name)} {values[name]} {problem}" for name in wrong]
+        raise ValueError("\n".join(lines).replace("nan is negative", "nan is not a number"))
+
+
+def not_empty(read: Callable[[str], Any], name: str, default: Any) -> Callable[[str], Any]:
+    """Return a type for argparse that refuses the empty text, which `Path` would read as the current folder.
+
+    Args:
+        read: the type without this check. It is returned itself for a field that is no path, or whose default is "".
+        name: name of the config's field.
+        default: default of the field.
+    """
+    if default == "" or not name.endswith(PATHS):
+        return read
+
+    @functools.wraps(read)
+    def read_path(text: str) -> Any:
+        if not text:
+            raise argparse.ArgumentTypeError(
+                "the value is empty: give a path, or leave the flag out (is a variable of the shell not set?)"
+            )
+        return read(text)
+
+    return read_path
 
 
 def spelling(config: Any, name: str) -> str:

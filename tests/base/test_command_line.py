@@ -60,6 +60,7 @@ class PipeConfig:
     bends: tuple[int, ...] = flag((), "angles in degrees", nargs="*")
     ramp: tuple[int, ...] | None = flag(None, "start, step, end", nargs=3)
     heat: int | None = flag(None, "watts")
+    save: str | None = flag(None, "folder of the log")
     fan: str = flag("slow", "which speed", needs="--heat")
     noise: float = flag(0.5, "how loud", needs="--mode pull")
 
@@ -96,6 +97,8 @@ REFUSED = f"""
 --valves many | --valves: invalid int or auto value: 'many'
 --depth 1 2 | --depth takes one value, not 2
 --mode twist | --mode: 'twist' is not one of push, pull
+--save '' | --save: the value is empty: give a path, or leave the flag out
+--save= | --save: the value is empty
 --level 3 | --level: '3' is not one of 0, 1, 2, none
 --loud=1 | --loud takes no value, not 1
 --ramp 1 2 | --ramp: expected 3 arguments
@@ -116,7 +119,7 @@ def test_flag_value_has_its_fields_type_and_last_one_wins():
 
 def test_value_of_wrong_type_or_range_is_rejected_with_its_origin():
     rows = [(argv, f"command line: {message}") for argv, message in table(REFUSED)]
-    assert not not_refused(rows, lambda argv: parse(*argv.split()))
+    assert not not_refused(rows, lambda argv: parse(*shlex.split(argv)))
 
 
 def test_flag_needs_its_feature_unless_a_file_gave_it_before_turning_off(folder):

@@ -56,7 +56,10 @@ def test_log_block_shows_non_default_flags_with_origins():
 
 def test_out_of_range_numbers_are_rejected_by_flag_name():
     rows = [(check_positive, value, f"--learning-rate {value} is not positive") for value in (0, math.nan, math.inf)]
-    rows += [(check_not_negative, value, f"--learning-rate {value} is negative") for value in (-1, math.nan)]
+    rows += [
+        (check_not_negative, value, f"--learning-rate {text}; give 0 or a larger number")
+        for value, text in ((-1, "-1 is negative"), (math.nan, "nan is not a number"))
+    ]
     assert not not_refused(rows, lambda check, value: check(PumpConfig(learning_rate=value), "learning_rate"))
     check_positive(PumpConfig(learning_rate=0.5), "learning_rate")
     check_not_negative(PumpConfig(learning_rate=0), "learning_rate")

@@ -175,7 +175,7 @@ def test_invalid_optimizer_flags_are_refused():
     rows = [
         ({"adam_beta1": -0.1}, "--adam-beta1 -0.1 is not in [0, 1)"),
         ({"weight_decay": -0.1}, "--weight-decay -0.1 is negative"),
-        ({"clip_grad": float("nan")}, "--clip-grad nan is negative"),
+        ({"clip_grad": float("nan")}, "--clip-grad nan is not a number; give 0 or a larger number"),
         ({"optimizer": "sgd", "optimizer_backend": "apex"}, "supports only --optimizer adam, not sgd"),
     ]
     assert not not_refused(rows, lambda config: OptimizerConfig(**config))
