@@ -295,7 +295,8 @@ def raise_on_all_ranks(axis: MeshAxis, work: Callable[[], T]) -> T:
 
     Raises:
         ValueError: on all ranks, if `work` raised a ValueError or an OSError on any rank. Its text has each different
-            message once. If `work` raised a DamagedError on each rank where it failed, the error is a DamagedError.
+            message once, with the hosts where it occurred if it did not occur on all of them. If `work` raised a
+            DamagedError on each rank where it failed, the error is a DamagedError.
     """
     result: T | None = None
     failure: tuple[type[ValueError], str] | None = None
@@ -305,11 +306,15 @@ def raise_on_all_ranks(axis: MeshAxis, work: Callable[[], T]) -> T:
         failure = DamagedError if isinstance(error, DamagedError) else ValueError, in_words(error)
     except OSError as error:
         failure = ValueError, f"rank {axis.rank}: {in_words(error)}"
-    failures = [f for f in axis.share_object(axis.gather_objects(failure)) if f is not None]
+    found = axis.share_object(axis.gather_objects((socket.gethostname(), failure)))
+    failures = [(host, *failed) for host, failed in found if failed is not None]
     if failures:
-        kinds = {kind for kind, _ in failures}
+        kinds, lines = {kind for _, kind, _ in failures}, list[str]()
+        for text in dict.fromkeys(text for *_, text in failures):
+            hosts = dict.fromkeys(host for host, _, other in failures if other == text)
+            lines.append(text if hosts.keys() == {host for host, _ in found} else f"{text} (on {', '.join(hosts)})")
         kind = kinds.pop() if len(kinds) == 1 else ValueError
-        raise kind("\n".join(dict.fromkeys(text for _, text in failures)))
+        raise kind("\n".join(lines))
     return result  # type: ignore[return-value]
 
 

@@ -75,16 +75,31 @@ def share_survey(store: dist.Store, rank: int, world_size: int, info: HostInfo) 
     store.set(f"host/{rank}", json.dumps(dataclasses.asdict(info)))
     if rank == 0:
         try:
-            infos = [_read(store.get(f"host/{other}"), "HostInfo", _host_info) for other in range(world_size)]
+            infos = [
+                _read(_wait_for(store, f"host/{other}", other), "HostInfo", _host_info) for other in range(world_size)
+            ]
             notices = dict.fromkeys((describe_hosts(infos), *(info.notice for info in infos if info.notice)))
             answer = dataclasses.asdict(cluster_from_hosts(infos)) | {"notices": list(notices)}
         except ValueError as error:
             answer = {"problem": str(error)}
         store.set("cluster", json.dumps(answer))
-    found = _read(store.get("cluster"), "Cluster", _cluster)
+    found = _read(_wait_for(store, "cluster", 0), "Cluster", _cluster)
     if isinstance(found, str):
         raise ValueError(found)
     return found
+
+
+def _wait_for(store: dist.Store, key: str, rank: int) -> bytes:
+    """Return what `rank` writes to the store under `key`. Raise a ValueError that names the rank if it does not."""
+    try:
+        return bytes(store.get(key))
+    except dist.DistStoreError as error:
+        seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stub lacks the property
+        missing = "its host's description" if rank or key != "cluster" else "the cluster, for which it needs all ranks,"
+        raise ValueError(
+            f"rank {rank} has not written {missing} within {seconds:.0f} s, so the hosts stay "
+            f"unknown: a rank has ended, hangs, or cannot reach the store ({str(error)[:80]}); see the ranks' output"
+        ) from None
 
 
 def _read(text: bytes, name: str, make: Callable[[Any], T]) -> T:

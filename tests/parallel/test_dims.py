@@ -14,13 +14,33 @@ from helpers.torch_versions import needs_any_order
 from helpers.training import Case, train_on_ranks
 
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.dims import ParallelDims, open_axis
+from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
 from megazpp.parallel.groups import can_order_groups, make_group
 from megazpp.parallel.plan import plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 
 CYCLIC, SHUFFLED = (0, 2, 1, 3), (3, 1, 0, 2)
+
+
+def fail_on_one_host() -> None:
+    """Check that an error of one of two hosts names this host on all ranks, and an error of both hosts names none."""
+    rank = dist.get_rank()
+    cluster = Cluster(num_nodes=2, ranks_per_node=1)
+    axis = open_axis(ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu"))
+
+    def fail(*, everywhere: bool) -> None:
+        if rank == 1 or everywhere:
+            raise ValueError("--save s cannot be written to")
+
+    with mock.patch("socket.gethostname", return_value="ab"[rank]):
+        for everywhere, end in ((False, r" \(on b\)$"), (True, "$")):
+            with pytest.raises(ValueError, match=f"^--save s cannot be written to{end}"):
+                raise_on_all_ranks(axis, lambda everywhere=everywhere: fail(everywhere=everywhere))
+
+
+def test_error_of_one_host_names_this_host_on_all_ranks():
+    ranks(2).run(fail_on_one_host)
 
 
 def check_groups(grid: list[tuple[tuple[int, ...] | None, int, int]]) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ import pickle
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,6 +116,14 @@ def test_invalid_text_in_the_store_is_rejected_and_never_unpickled(tmp_path):
             with pytest.raises(ValueError, match=f"is not a {kind}"):
                 share_survey(store, rank, 2, HostInfo(host="a"))
     assert not (tmp_path / "ran").exists()
+
+
+def test_rank_that_does_not_describe_its_host_is_named():
+    for rank, message in ((0, "rank 1 has not written its host's description"), (1, "rank 0 has not written")):
+        store = dist.HashStore()
+        store.set_timeout(timedelta(seconds=1))
+        with pytest.raises(ValueError, match=f"{message}.* within 1 s"):
+            share_survey(store, rank, 2, HostInfo(host="a"))
 
 
 # ---- the description of one host --------------------------------------------------------------------------------
