@@ -169,7 +169,7 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callab
             if len(builder) == 0:
                 raise ValueError(
                     f"--input {' '.join(config.input)} has no text in the field {key}: leave the field out of "
-                    "--json-keys"
+                    "--json-keys, or give files with text"
                 )
         for builder in builders:
             builder.finalize()

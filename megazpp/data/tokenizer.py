@@ -66,8 +66,9 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
         raise ValueError(f"--tokenizer-type {config.kind} needs --tokenizer-model with the tokenizer's folder or file")
     else:
         path = Path(config.tokenizer_model).expanduser()
-        if not path.exists():
-            raise ValueError(f"--tokenizer-model {path} does not exist: name a file, or a folder with tokenizer files")
+        if not path.is_dir() and not (path.is_file() and path.stat().st_size):  # a FIFO would block for ever
+            what = "is empty" if path.is_file() else "is no regular file" if path.exists() else "does not exist"
+            raise ValueError(f"--tokenizer-model {path} {what}: name a file, or a folder with tokenizer files")
         # Both other types have a SentencePiece model: Megatron's GPTSentencePieceTokenizer gives the same ids as its
         # SentencePieceTokenizer.
         is_theirs = config.kind == "HuggingFaceTokenizer"

@@ -139,8 +139,12 @@ def test_flags_choose_the_tokenizer_or_are_rejected(tmp_path, sentencepiece_mode
     assert (tokenizer.encode(TEXT), tokenizer.eod) == (byte_level_bpe.encode(TEXT).ids, 0)
     (tmp_path / "junk.json").write_text("{}")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.model").touch()
+    os.mkfifo(tmp_path / "fifo")
     rows = [
         ({by_model: f"{here}/none"}, "none does not exist"),
+        ({by_model: f"{here}/empty.model"}, "empty.model is empty: name a file"),
+        ({by_model: f"{here}/fifo"}, "fifo is no regular file: name a file"),
         ({by_model: f"{here}/merges.txt"}, "merges.txt is not a SentencePiece model"),
         ({by_model: f"{here}/junk.json"}, "junk.json: transformers cannot read the tokenizer's files"),
         ({by_model: f"{here}/empty"}, "contains neither tokenizer.json nor"),
