@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -139,7 +140,9 @@ def zeropp(
     if dist.get_rank() == 0:
         anew = "error feedback and lossless deltas begin anew, unless Handle.load loads what Handle.save has saved"
         for line in (layout.describe(), wire.describe(), *wire.notices, *([anew] if handle.keeps_state else ())):
-            print(f"megazpp: {line}", flush=True)
+            # Programs set fields of `ZeroConfig`, not flags: print zero_gradient_bits, not --zero-gradient-bits
+            text = re.sub(r"--([a-z][a-z-]+)", lambda found: found[1].replace("-", "_"), line)
+            print(f"megazpp: {text}", flush=True)
     return handle
 
 

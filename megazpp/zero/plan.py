@@ -109,9 +109,7 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
         notices.append(f"{asked[0]} has no effect: no traffic crosses nodes, so ZeRO-3's collectives are used")
         quantized_weights = quantized_gradients = keep = False
     if layout.local == 1 and keep:
-        notices.append(
-            "--zero-hpz-partition-size: each node has one data rank, so each rank keeps a full copy of the weights"
-        )
+        notices.append("each node has one data rank, so each rank keeps a full copy of the weights for its node (hpZ)")
     if quantized_weights or keep:
         fmt = block_format(config.weight_bits, WEIGHT_BLOCK) if quantized_weights else None
         plan = plan._replace(gather=GatherPlan(fmt, keep, lossless))
