@@ -93,8 +93,6 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         plan: batch sizes of the run.
     """
     post, form = configs.training, configs.form
-    if (steps := config.values().get("diloco_steps")) is not None:
-        raise ValueError(f"--diloco-steps {steps} is for pretraining, not --objective {post.objective}: leave it out")
     ep = config.parallel.expert_model_parallel_size
     if config.model.num_experts is not None and ep > 1 and post.draws:
         raise ValueError(
@@ -286,6 +284,8 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
             )
         # The user has not asked for this dropout: it is a setting of loaded adapters, from their earlier training
         lora = dataclasses.replace(lora, lora_dropout=0.0)
+    if (steps := config.values().get("diloco_steps")) is not None:
+        raise ValueError(f"--diloco-steps {steps} is for pretraining, not --objective {post.objective}: leave it out")
     if "seq_length" in parsed.origins:
         raise ValueError(f"--seq-length {config.data.seq_length}: post-training uses --max-length instead")
     for name in ("split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):

@@ -573,6 +573,11 @@ def test_restarted_job_resumes_its_own_save_or_starts_from_weights(home):
     assert [(source.continues, source.optimizer) for source in sources] == [(False, False), (True, True)]
 
 
+def test_diloco_is_refused_before_nodes_are_counted(home):
+    with pytest.raises(ValueError, match="--diloco-steps 9 is for pretraining, not --objective dpo: leave it out"):
+        start(home, "--objective dpo --diloco-steps 9")
+
+
 def test_dropout_of_a_loaded_adapter_is_used_by_sft_only(home):
     import peft
 
