@@ -182,7 +182,8 @@ def exit_on_signals() -> None:
         raise SystemExit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, leave)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup makes a program ignore SIGHUP
+            signal.signal(number, leave)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from helpers.program import ROOT, Program, run_program
 
-from megazpp.base.program import JobError, in_words, program
+from megazpp.base.program import JobError, exit_on_signals, in_words, program
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import raise_on_all_ranks
 
@@ -106,6 +107,18 @@ def test_errors_are_put_in_words_and_raised_on_all_ranks():
         assert in_words(caught.value) == said
         with pytest.raises(ValueError, match=re.escape(said) + "$"):
             raise_on_all_ranks(MeshAxis("checkpoint"), fails)
+
+
+def test_program_started_by_nohup_goes_on_after_sighup():
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        exit_on_signals()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is not before[signal.SIGTERM]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 CHILD = "import os, time; from megazpp.base.program import end_with; end_with(os.getppid()); print('runs', flush=True)"
