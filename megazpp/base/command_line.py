@@ -333,14 +333,15 @@ def split_into_flags(words: Sequence[Word]) -> list[Given]:
     """Group the words of a command line into flags with their values, and split `--name=value`.
 
     Raises:
-        ValueError: a word before the first flag is not a flag.
+        ValueError: a word is neither a flag nor the value of a flag. The values of a flag in a file are in that file.
     """
     flags: list[Given] = []
     for text, origin in words:
         if text == "-h" or re.match(r"--[A-Za-z]", text):
             name, equals, value = text.partition("=")
             flags.append(Given(name, (value,) if equals else (), origin))
-        elif flags:
+        # a flag and its values are in one file, unless the flag's origin is COMMAND_LINE, which has no line number
+        elif flags and flags[-1].origin.rpartition(":")[0] in ("", origin.rpartition(":")[0]):
             flags[-1] = flags[-1]._replace(values=(*flags[-1].values, text))
         else:
             raise ValueError(f"{origin}: {text!r} is not a flag (flags begin with --, flag files with @)")

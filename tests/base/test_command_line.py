@@ -110,6 +110,13 @@ def parse(*argv: str) -> tuple[PumpConfig, PipeConfig]:
     return PARSER.read(argv, Path(), {}).configs  # type: ignore[return-value]
 
 
+def test_word_after_the_last_flag_of_a_file_is_not_its_value(tmp_path):
+    (tmp_path / "a.args").write_text("--bends 10\n20")
+    assert parse(f"@{tmp_path}/a.args")[1].bends == (10, 20)
+    with pytest.raises(ValueError, match="command line: '30' is not a flag"):
+        parse(f"@{tmp_path}/a.args", "30")
+
+
 def test_flag_value_has_its_fields_type_and_last_one_wins():
     for argv, field, value in READ:
         pump, pipe = parse(*shlex.split(argv))
