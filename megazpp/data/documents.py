@@ -204,7 +204,7 @@ def read_blocks(path: Path, keys: Sequence[str] | None = None, *, block_bytes: i
 
 
 def parse_block(block: Block, keys: Sequence[str]) -> Iterator[tuple[str, ...] | BadLine]:
-    """Yield for each document of a block its texts under `keys`, or a `BadLine` if the document is malformed.
+    """Yield for each document in a part of a file its texts under `keys`, or a `BadLine` if the document is malformed.
 
     A text may be empty. Blank lines are skipped.
     """

@@ -319,13 +319,14 @@ class ReplicaGroups:
         return found
 
     def restore(self, common: Mapping[str, Any], counts: torch.Tensor) -> None:
-        """Restore R (the common outer weights) and the counts of fragments from a checkpoint.
+        """Restore R, the outer weights that all groups agree on, and two numbers per fragment from a checkpoint.
 
-        Outer weights and momentum are loaded separately, into the tensors that `weights` and `momentum` return.
+        The exact outer weights and their momentum are loaded separately, into the tensors that `weights` and
+        `momentum` return.
 
         Args:
             common: R as DTensors by parameter name, as the method `common` returned them for the checkpoint.
-            counts: [2, F] fp64 counts of F fragments, as the method `counts` returned them for the checkpoint.
+            counts: [2, F] fp64: for each of F fragments, the iteration of its next merge and its tokens; see `counts`.
         """
         self.sharding.reshard()
         merge_at, tokens = counts

@@ -83,7 +83,7 @@ class MixedCodec(Codec):
         Args:
             shards: [A, B, S] uint8 flat shards of S bytes, for A x B peers.
             messages: [A, B, M] uint8 messages of M bytes, which are overwritten.
-            how: further arguments of `Codec.pack`, which have no effect: gathers of such units use none.
+            how: further arguments of `Codec.pack`, which have no effect, because gathers pass none to this codec.
         """
         for places, codec, part in self._parts:
             own = torch.cat([shards[..., a:b] for a, b in places], dim=-1)

@@ -251,7 +251,7 @@ class UnusedParameters:
 class NodeSums(NamedTuple):
     """A node's partial sums of a unit's gradients, which wait for the cross-node hop inside `Handle.accumulate`."""
 
-    indices: tuple[int, ...]  # indices in the unit of the P parameters whose gradients are in the sums
+    indices: tuple[int, ...]  # indices, in the sharding unit, of the P parameters whose gradients are in `sums`
     sums: torch.Tensor  # [N, S] partial sums for the flat shards of N nodes, S elements each
     flags: torch.Tensor  # [N, P] uint8: 1 if any rank of this node had a gradient of the parameter
 

@@ -216,7 +216,9 @@ class Orthogonalizer:
             yield shard if index is None else shard[index]
 
     def _index(self, block: MatrixBlock, node: int, device: torch.device) -> torch.Tensor | None:
-        """Return the indices of the rows in a peer's shard that belong to the matrix of `block`; None for all rows.
+        """Return the indices of the rows of a peer's shard that belong to a matrix; None if all rows do.
+
+        `block` describes the rows of this matrix on this rank.
 
         The peer is the rank on `node` with this rank's local and tensor-parallel index. The row indices are int64 on
         `device`, and are cached.

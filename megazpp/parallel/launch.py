@@ -357,7 +357,7 @@ def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals
     if reason or hosts.over:
         print(f"{f'{hosts.name}: {reason}' if reason else hosts.over}; the job is over", file=sys.stderr, flush=True)
         return EXIT_ERROR, reason, told
-    if hosts.node_rank != 0:  # host 0 prints the log, so its user knows that the job has ended
+    if hosts.node_rank != 0:  # only host 0 prints the log, so the others say that the job has ended
         say(f"{hosts.name}: the job has ended without errors")
     return 0, "", False
 

@@ -45,7 +45,7 @@ def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, num_
             f"{tp} spreads a copy over several nodes; lower it, or remove --hsdp"
         )
 
-    # ZeRO stage 0 has a copy of the model on every data-parallel rank.
+    # Number of copies of the model: with HSDP one per local domain, with ZeRO stage 0 one per data-parallel rank.
     replicas = cluster.num_local_domains if config.hsdp else instances
     if zero_stage == 0:
         if replicas != 1:

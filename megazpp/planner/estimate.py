@@ -316,7 +316,7 @@ class Estimator:
         return simulator, step, simulator.synchronize(step.seconds), 1 if diloco is None else diloco.steps
 
     def _is_timed(self, layout: Layout) -> bool:
-        """Return True if the cluster file describes what times need: the device, and links if the layout uses any."""
+        """Return True if the cluster file describes what estimates of time require: device, and links if used."""
         return self.cluster.device is not None and (self.cluster.links is not None or not _used_links(layout))
 
 

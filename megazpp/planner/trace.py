@@ -103,7 +103,7 @@ class Trace(NamedTuple):
 
     @property
     def num_segments(self) -> int:
-        """Number of segments in forward, which equals the number of segments in backward."""
+        """Number of segments of the model (embedding, layers, head) in one pass, forward or backward."""
         return len(self.segments) // 2
 
 
