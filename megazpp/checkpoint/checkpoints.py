@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -195,10 +194,18 @@ class Checkpoints:
         saved = {"has_optimizer": config.save_optim, "has_rng": config.save_rng} | self._state.values.state_dict()
         record = dataclasses.replace(self._record, progress=progress, **saved)
 
-        kept: dict[str, Any] = {"keep_last": config.keep_last, "retain_interval": config.save_retain_interval}
-
         def write(tensors: Mapping[str, torch.Tensor]) -> None:
-            self._say(write_checkpoint(record, tensors, folder, self._axis, **kept, tokenizer=self._tokenizer))
+            self._say(
+                write_checkpoint(
+                    record,
+                    tensors,
+                    folder,
+                    self._axis,
+                    keep_last=config.keep_last,
+                    retain_interval=config.save_retain_interval,
+                    tokenizer=self._tokenizer,
+                )
+            )
 
         # ---- write now, or copy the tensors and write the copies in the thread
         if self._thread is None:

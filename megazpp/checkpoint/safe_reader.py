@@ -252,14 +252,24 @@ class SafeReader:
 
 
 # The classes and functions to which a pickled index `.metadata` may refer, as (module, name).
-_INDEX_CLASSES = (
-    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
-    *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-)
 _INDEX_PARTS = {
-    *(("torch.distributed.checkpoint.metadata", name) for name in _INDEX_CLASSES),
-    *(("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout")),
-    *(("torch", "Size"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")),
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
 }
 
 

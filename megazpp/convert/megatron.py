@@ -57,13 +57,21 @@ _LAYER = re.compile(r"(?:language_model\.(?:transformer|encoder)|decoder)\.layer
 _FUSED_NORM = re.compile(r"(.*\.)(?:self_attention\.|mlp\.)(linear_qkv|linear_fc1)\.layer_norm_(weight|bias)")
 _FUSED_NORMS = {"linear_qkv": "input_layernorm", "linear_fc1": "pre_mlp_layernorm"}
 _LAYER_NAMES = {  # name of a layer's module in Megatron-LM, without the "self_" of self_attention: name in `GPTModel`
-    **dict.fromkeys(("input_layernorm", "input_norm"), "attention_norm"),
-    **dict.fromkeys(("post_attention_layernorm", "post_attention_norm", "pre_mlp_layernorm"), "mlp_norm"),
-    **dict.fromkeys(("attention.query_key_value", "attention.linear_qkv"), "attention.qkv"),
-    **{f"attention.{letter}_layernorm": f"attention.{letter}_norm" for letter in "qk"},
-    **dict.fromkeys(("attention.dense", "attention.linear_proj"), "attention.proj"),
-    **dict.fromkeys(("mlp.dense_h_to_4h", "mlp.linear_fc1"), "mlp.fc1"),
-    **dict.fromkeys(("mlp.dense_4h_to_h", "mlp.linear_fc2"), "mlp.fc2"),
+    "input_layernorm": "attention_norm",
+    "input_norm": "attention_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "post_attention_norm": "mlp_norm",
+    "pre_mlp_layernorm": "mlp_norm",
+    "attention.query_key_value": "attention.qkv",
+    "attention.linear_qkv": "attention.qkv",
+    "attention.q_layernorm": "attention.q_norm",
+    "attention.k_layernorm": "attention.k_norm",
+    "attention.dense": "attention.proj",
+    "attention.linear_proj": "attention.proj",
+    "mlp.dense_h_to_4h": "mlp.fc1",
+    "mlp.linear_fc1": "mlp.fc1",
+    "mlp.dense_4h_to_h": "mlp.fc2",
+    "mlp.linear_fc2": "mlp.fc2",
 }
 _OTHER_NAMES = {
     "embedding.word_embeddings.weight": WORDS,

@@ -95,7 +95,7 @@ def _wait_for(store: dist.Store, key: str, rank: int) -> bytes:
         return bytes(store.get(key))
     except dist.DistStoreError as error:
         seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stub lacks the property
-        missing = "its host's description" if rank or key != "cluster" else "the cluster, for which it needs all ranks,"
+        missing = "its host's description" if key != "cluster" else "the cluster, for which it needs all ranks,"
         raise ValueError(
             f"rank {rank} has not written {missing} within {seconds:.0f} s, so the hosts stay "
             f"unknown: a rank has ended, hangs, or cannot reach the store ({str(error)[:80]}); see the ranks' output"
