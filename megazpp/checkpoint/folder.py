@@ -298,7 +298,7 @@ def read_tracker(tracker: Path, *, words: tuple[str, ...] = ()) -> str | None:
 
     Args:
         tracker: path of the tracker file.
-        words: accepted texts beside an iteration in decimal digits, such as Megatron-LM's "release".
+        words: accepted texts in addition to an iteration in decimal digits, such as Megatron-LM's "release".
     Returns:
         The text without surrounding white space; None if the file does not exist.
     Raises:

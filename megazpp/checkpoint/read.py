@@ -434,7 +434,7 @@ class CheckpointReader:
             checkpoint: folder of the checkpoint.
         Returns:
             A list with a note for the log about each kind of values that the checkpoint does not have, and that the run
-            therefore starts anew.
+            therefore starts from scratch.
         """
         # ---- open the checkpoint, and compare names and shapes of its weights with the model's
         parts, weights = {"optimizer": source.optimizer, "rng": source.rng}, self._state.weights()

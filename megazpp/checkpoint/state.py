@@ -81,7 +81,7 @@ class StatePart:
             iteration: iteration of the checkpoint.
         Returns:
             A list with a note for the log about each kind of values that the checkpoint does not have, and that the run
-            therefore starts anew.
+            therefore starts from scratch.
         """
         return []
 
@@ -173,7 +173,7 @@ class TrainState:
             iteration: iteration of the checkpoint.
         Returns:
             A list with a note for the log about each kind of values that the checkpoint does not have, and that the run
-            therefore starts anew.
+            therefore starts from scratch.
         """
         parts = self._parts_of(optimizer, rng)
         return [note for part in parts for note in part.accept(under(part.prefix, loaded), iteration)]

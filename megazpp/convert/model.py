@@ -189,7 +189,7 @@ def fuse_qkv(parts: Sequence[torch.Tensor], *, groups: int, head_size: int) -> t
 
 
 def split_qkv(fused: torch.Tensor, *, groups: int, head_size: int) -> list[torch.Tensor]:
-    """Split a fused matrix (or bias) of `GPTModel` into those of queries, keys and values; inverse of `fuse_qkv`."""
+    """Split a fused matrix or bias of `GPTModel` into the parts for queries, keys and values; inverse of `fuse_qkv`."""
     rows = fused.reshape(groups, -1, head_size, *fused.shape[1:])
     queries = rows.shape[1] - 2
     return [part.flatten(0, 2) for part in rows.split((queries, 1, 1), dim=1)]

@@ -515,7 +515,7 @@ class ByteTokenizer(Tokenizer):
 
 
 def _around(tokenizer: Any) -> list[Any]:
-    """Return the entries of a fast tokenizer's definition that decide, beside the vocabulary, how it encodes a text.
+    """Return the entries of a fast tokenizer's definition that, with the vocabulary, decide how it encodes a text.
 
     They are JSON values: normalizer, pre-tokenizer, added tokens, and options of the model.
     """

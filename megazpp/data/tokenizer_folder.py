@@ -26,7 +26,7 @@ VOCABULARIES = (
     *(DEFINITION, SENTENCEPIECE, VOCABULARY, MERGES, "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
     *("tekken.json", "spm.model", "qwen.tiktoken"),
 )
-# Files of a Hugging Face model folder, beside the vocabulary, that belong to its tokenizer.
+# Files of a Hugging Face model folder, in addition to the vocabulary, that belong to its tokenizer.
 _COMPANIONS = (DESCRIPTION, "special_tokens_map.json", "added_tokens.json", TEMPLATE, GENERATION)
 # Entries of a model's config.json that a tokenizer needs, or by which transformers selects the tokenizer's class.
 _SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id", "model_type", "tokenizer_class", "transformers_version")

@@ -22,7 +22,7 @@ class Diloco(Feature):
         """Return the number of replica groups in this job; see `count_replica_groups` for the checks."""
         flags = config.section(DilocoConfig)
         if config.jobs > 1:
-            return 1  # elastic DiLoCo: each replica group is a job of its own
+            return 1  # elastic DiLoCo: each replica group is a separate job
         return count_replica_groups(flags, cluster, verify_interval=config.verify.zero_verify_interval)
 
     def check(self, config: RunConfig, plan: RunPlan) -> DilocoPlan | None:

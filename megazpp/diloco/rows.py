@@ -1,7 +1,7 @@
 """The computation of DiLoCo's synchronizations, without communication: packing of messages, and the outer step.
 
 A rank holds R, the common copy of the outer weights, for its shard of a sharding unit. R is stored as rows [G, S], one
-row per replica group. Each row is packed into a message of its own. Every operation of the outer step is rounded
+row per replica group. Each row is packed into a separate message. Every operation of the outer step is rounded
 separately, so that all kinds of CPUs and GPUs compute the same bits. `x.add_(y, alpha=a)` may be fused into one
 rounding (with AVX2 or AVX-512 it is), `x.add_(y * a)` may not.
 
@@ -141,7 +141,7 @@ class OuterRows:
 class WholeRows(OuterRows):
     """Elastic DiLoCo's state of one sharding unit, with all outer weights and momentum of this rank's shard.
 
-    In elastic DiLoCo each replica group is a job of its own that may leave, so outer states are not split over groups.
+    In elastic DiLoCo each replica group is a separate job that may leave, so outer states are not split over groups.
 
     Attributes:
         outer: [G, S] fp32 outer weights, S elements for each of G replica groups.

@@ -190,7 +190,7 @@ def _install_comms(
 def _axes_of_hops(dims: GuestDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
     """Return the axes cross, local and shard that the collectives of the plan `wire` use.
 
-    If no collective runs in two hops, the axis `shard` stands for all three, so that no other process
+    If no collective runs in two hops, the axis `shard` replaces all three, so that no other process
     groups are created.
     """
     shard = dims.own_shard if wire.gather is None or wire.reduce is None else dims.shard

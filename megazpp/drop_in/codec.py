@@ -23,7 +23,7 @@ class MixedCodec(Codec):
 
         | message of the fp32 parameters | message of the bf16 parameters | ... | unchanged bytes of all others |
 
-    The parameters in fp32, in bf16 and in fp16 are quantized as if each dtype formed a unit of its own.
+    The parameters in fp32, in bf16 and in fp16 are quantized as if each dtype formed a separate unit.
 
     Args:
         segments: segments of the unit's parameters, counted in elements.
@@ -93,7 +93,7 @@ class MixedCodec(Codec):
                 codec.pack(own.view(codec.dtype), messages[..., part])
 
     def unpack(self, messages: torch.Tensor, shards: torch.Tensor) -> None:
-        """Unpack messages into flat shards, with a codec of its own for each dtype.
+        """Unpack messages into flat shards, with a separate codec for each dtype.
 
         Args:
             messages: [A, B, M] uint8 messages, M bytes from each of A x B peers.

@@ -268,7 +268,7 @@ def _live_handles() -> weakref.WeakSet[Handle]:
 def _ids_of(optimizer: torch.optim.Optimizer | None) -> set[int] | None:
     """Return the `id`s of the tensors in an optimizer's parameter groups.
 
-    Returns None, which stands for the parameters of all models, if `optimizer` is None.
+    Returns None, which means the parameters of all models, if `optimizer` is None.
     """
     if optimizer is None:
         return None

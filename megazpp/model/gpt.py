@@ -217,7 +217,7 @@ class GPTModel(nn.Module):
         """Return head(x, weight) for hidden states x and the weight of the output layer.
 
         The head computes logits or losses from them. x is divided by --logits-scaling first. With tied embeddings the
-        weight is that of the word embedding.
+        weight is the word embedding's.
         """
         if self.config.logits_scaling != 1.0:
             x = x / self.config.logits_scaling
@@ -228,7 +228,7 @@ class GPTModel(nn.Module):
 
         Each unit is a list of modules whose parameters are gathered together. Parameters outside all lists belong to
         the unit of the root module: a scalar head, and tied embeddings, whose weight is used at both ends of the model.
-        In a model with a scalar head the output layer is a unit of its own, because a forward that computes only values
+        In a model with a scalar head the output layer is a separate unit, because a forward that computes only values
         does not use it.
         """
         layers: list[list[nn.Module]] = [[layer] for layer in self.layers]

@@ -61,7 +61,7 @@ def build_orthogonalizer(
 ) -> JointOrthogonalizer:
     """Build the object with which --optimizer muon orthogonalizes the updates of the layers' matrices.
 
-    The matrices of experts have an `Orthogonalizer` of their own, because they are sharded over other axes.
+    The matrices of experts have a separate `Orthogonalizer`, because they are sharded over other axes.
 
     Args:
         model: sharded model.

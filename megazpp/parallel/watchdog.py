@@ -217,7 +217,7 @@ class Watchdog:
         leave(EXIT_HANG)
 
     def _state(self) -> RankState:
-        """Return this rank's open spans and Python stacks, as they are now."""
+        """Return this rank's open spans and current Python stacks."""
         return RankState(socket.gethostname(), self._activity.now(), self._activity.entered, python_stacks())
 
     def _end_alone(self, reason: str) -> None:

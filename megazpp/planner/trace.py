@@ -329,7 +329,7 @@ def _units(model: GPTModel, kinds: Sequence[int], *, trained: bool) -> tuple[tup
         parameters = [p for module in modules for p in module.parameters()]
         parts = [[p for p in parameters if p not in of_experts], [p for p in parameters if p in of_experts]]
         found, first = [chosen(part) for part in parts if part], names[parameters[0]]
-        if parts[1] and not trained:  # frozen experts have no unit of their own: they belong to the layer's frozen unit
+        if parts[1] and not trained:  # frozen experts form no separate unit: they belong to the layer's frozen unit
             found = [chosen(parameters), []]
         for p in parameters:
             del rest[names[p]]

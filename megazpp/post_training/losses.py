@@ -250,7 +250,7 @@ def kl_to_reference(
         ref_logps: [B, S] log-probabilities of the reference model.
         mask: [B, S], 1 at the completions' tokens.
         ratio: [B, S] or [B, 1] probability ratios that multiply the estimates, for an unbiased gradient of the reverse
-            divergence (DeepSeek-V3.2); None to leave the estimates as they are.
+            divergence (DeepSeek-V3.2); None to leave the estimates unchanged.
     """
     log_ratio = torch.where(mask > 0, ref_logps - logps, 0.0)
     divergence = log_ratio.exp() - log_ratio - 1

@@ -1,7 +1,7 @@
 """Initial values of a model's parameters, and their conversion to DTensors before sharding.
 
 A generator that is seeded by (seed, name) fills an unsharded parameter, and each rank keeps its shard. An expert's
-matrix has a generator of its own, seeded by (seed, name, expert), so that a rank generates only experts whose rows it
+matrix has a separate generator, seeded by (seed, name, expert), so that a rank generates only experts whose rows it
 holds. So weights do not depend on the number of ranks or their placement. GPUs of different models may generate
 different numbers from one seed, because CUDA's generator depends on the number of multiprocessors. So
 `share_parameters_` then copies the values from one rank to all ranks that hold the same shard.

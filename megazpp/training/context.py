@@ -267,7 +267,7 @@ class RunFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """The mesh axes, device, console and run folder, which nearly every part of a run needs beside its config.
+    """The mesh axes, device, console and run folder, which nearly every part of a run needs in addition to its config.
 
     Attributes:
         dims: mesh axes of the job, with their timeline and traffic counter.

@@ -42,7 +42,7 @@ class Sink(Protocol):
         """Record the results of the run, numbers and strings by name."""
 
     def close(self, *, exit_code: int) -> None:
-        """Write all pending records, and close the destination. `exit_code` is 1 if the run has failed, else 0."""
+        """Write all pending records, and close the destination. `exit_code` is 1 if the run has failed, otherwise 0."""
 
 
 @dataclass

@@ -139,7 +139,7 @@ class WeightPatches:
         Args:
             kind: "weights" or "patch", the beginning of the file's name.
             tensors: tensors to write, by name.
-            about: entries of the file's metadata, beside `step` and `chain`.
+            about: entries of the file's metadata, in addition to `step` and `chain`.
         """
         name = f"{kind}-{self._step:06d}-{self._file:05d}-of-{self._num_files:05d}.safetensors"
         path = self._chain_folder / name

@@ -441,7 +441,7 @@ def shard_model(
 def _axes_of_hops(dims: ParallelDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
     """Return the axes cross, local and shard that the collectives of the plan `wire` use.
 
-    If no collective runs in two hops, the axis `shard` stands for all three. Access to the other two axes would create
+    If no collective runs in two hops, the axis `shard` replaces all three. Access to the other two axes would create
     process groups that nothing uses.
     """
     two_hops = wire.gather or wire.reduce

@@ -356,7 +356,7 @@ def _parameters(
 ) -> Iterator[UnitParameter]:
     """Yield the parameters below a module in the order of FSDP2's flat shard: depth first, children before parents.
 
-    Nested FSDP2 modules are skipped, because they are units of their own. A shared parameter appears only at its first
+    Nested FSDP2 modules are skipped, because they are separate units. A shared parameter appears only at its first
     position. Parameters in FSDP2's `ignored_params` are not DTensors and are skipped.
 
     Args:
