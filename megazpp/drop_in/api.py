@@ -9,7 +9,6 @@ import dataclasses
 import inspect
 import os
 import re
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from megazpp.drop_in.units import QUANTIZABLE, ProgramUnit, find_program_units
 from megazpp.drop_in.wrap import ReplacedParameters, dtype_when_wrapped, mesh_to_wrap, wrap_model
 from megazpp.drop_in.writes import WatchedGather, WriteWatch
 from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.dims import find_difference
 from megazpp.parallel.host_discovery import describe_host, share_survey
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout
@@ -278,15 +278,13 @@ def _check_equal_settings(settings: Mapping[str, Any]) -> None:
     size = dist.get_world_size()
     group = dist.group.WORLD if size > 1 else None
     world = MeshAxis("world", ranks=tuple(range(size)), rank=dist.get_rank(), group=group, wire="world")
-    found = world.share_object(world.gather_objects((socket.gethostname(), mine)))
-    first, expected = found[0]
-    for rank, (host, given) in enumerate(found):
-        if differ := [name for name in expected if given[name] != expected[name]]:
-            values = "; ".join(f"{name} is {expected[name]} and {given[name]}" for name in differ)
-            raise ValueError(
-                f"megazpp.zeropp has different settings on rank 0 on {first} and on rank {rank} on {host}: {values}. "
-                f"Pass equal arguments on all ranks, and set {RANKS_PER_NODE} on all hosts or on none"
-            )
+    if difference := find_difference(world, mine):
+        ranks, differ = difference
+        values = "; ".join(f"{name} is {first} and {other}" for name, (first, other) in differ.items())
+        raise ValueError(
+            f"megazpp.zeropp has different settings on {ranks}: {values}. Pass equal arguments on all ranks, and set "
+            f"{RANKS_PER_NODE} on all hosts or on none"
+        )
 
 
 def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:

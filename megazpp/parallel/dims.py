@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -318,20 +318,36 @@ def raise_on_all_ranks(axis: MeshAxis, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def check_equal_on_all_ranks(axis: MeshAxis, name: str, value: str) -> None:
+def find_difference(axis: MeshAxis, values: Mapping[str, str]) -> tuple[str, dict[str, tuple[str, str]]] | None:
+    """Compare values that must be equal on all ranks of `axis`. All its ranks call this, with the same names.
+
+    Args:
+        axis: axis of the ranks to compare.
+        values: this rank's values by name.
+    Returns:
+        None if all ranks have equal values. Otherwise the first two ranks that differ, as the words "rank 0 on HOST and
+        rank N on HOST", and the two values of each name whose values differ. All ranks return the same result.
+    """
+    found = axis.share_object(axis.gather_objects((socket.gethostname(), dict(values))))
+    first, expected = found[0]
+    for rank, (host, given) in enumerate(found):
+        if differ := {name: (value, given[name]) for name, value in expected.items() if given[name] != value}:
+            return f"rank 0 on {first} and rank {rank} on {host}", differ
+    return None
+
+
+def check_equal_on_all_ranks(axis: MeshAxis, name: str, digest: str) -> None:
     """Check that a file or another input has the same content on all ranks of `axis`. All its ranks call this.
 
     Args:
         axis: axis of the ranks to compare.
         name: name of the compared input, with its flag and path, for the error message.
-        value: digest of the content on this rank.
+        digest: digest of the content on this rank.
     Raises:
-        ValueError: a rank has another value than the first one. All ranks raise the error.
+        ValueError: a rank has another digest than the first one. All ranks raise the error.
     """
-    found = axis.share_object(axis.gather_objects((socket.gethostname(), value)))
-    for rank, (host, other) in enumerate(found):
-        if other != found[0][1]:
-            raise ValueError(
-                f"{name} must have the same content on all ranks, but differs between rank 0 on {found[0][0]} and rank "
-                f"{rank} on {host}: copy it from one host to the others"
-            )
+    if difference := find_difference(axis, {"content": digest}):  # `name` may have another path on another rank
+        raise ValueError(
+            f"{name} must have the same content on all ranks, but differs between {difference[0]}: copy it from one "
+            "host to the others"
+        )

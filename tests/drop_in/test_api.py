@@ -498,7 +498,7 @@ def pass_own_settings() -> None:
         ("config.zero_weight_bits is None and 16", {"config": config(zero_weight_bits=None if first else 16)}),
     ]
     for words, arguments in cases:
-        with pytest.raises(ValueError, match=rf"on rank 0 on .* and on rank 1 on .*: {words}\."):
+        with pytest.raises(ValueError, match=rf"on rank 0 on .* and rank 1 on .*: {words}\."):
             megazpp.zeropp(blocks(), **arguments)
 
 
