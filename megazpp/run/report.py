@@ -8,8 +8,6 @@ import shlex
 import sys
 from pathlib import Path
 
-import torch
-
 import megazpp
 from megazpp.base.flags import render_arguments_block
 from megazpp.base.launcher import find_launcher
@@ -25,13 +23,11 @@ from megazpp.run.checks import RunPlan, wire_backends
 from megazpp.run.start import RUN_DIR
 from megazpp.topology.plan import layout_record
 from megazpp.training.context import FLAGS, RunContext, RunFolder, default_run_dir
+from megazpp.training.metrics_logger import Tracker
 from megazpp.training.sinks import open_sinks, run_tags
-from megazpp.training.tracking import Tracker
 
 
-def open_tracker(
-    parsed: ParsedRun, plan: RunPlan, continued: CheckpointMetadata | None, device: torch.device
-) -> Tracker:
+def open_tracker(parsed: ParsedRun, plan: RunPlan, continued: CheckpointMetadata | None) -> Tracker:
     """Open the run folder and other sinks of records, such as wandb, and write flags and layout to the folder.
 
     Only rank 0 calls this. A resumed run continues the wandb run of its checkpoint. It also continues the checkpoint's
@@ -42,7 +38,6 @@ def open_tracker(
         parsed: command line of the run.
         plan: plan of the run, whose layout is recorded.
         continued: metadata of the checkpoint whose records the run continues; None for new records.
-        device: device of rank 0.
     """
     tracking = parsed.config.tracking
     before = None if continued is None else continued.run_dir
@@ -58,8 +53,7 @@ def open_tracker(
     folder.write_json("topology.json", layout_record(plan.layout))
     zero = parsed.config.zero
     tags = run_tags(plan.layout, zero_stage=zero.stage, zeropp=zero.zeropp)
-    sinks = open_sinks(tracking, folder, parsed.values(), tags)
-    return Tracker(tracking, folder, sinks, device=device)
+    return Tracker(folder, open_sinks(tracking, folder, parsed.values(), tags))
 
 
 def introduce(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:

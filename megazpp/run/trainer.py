@@ -50,14 +50,13 @@ from megazpp.training.context import Console, RunContext
 from megazpp.training.flops import device_name, mfu_convention, model_flops_per_token, peak_flops
 from megazpp.training.loop import AfterStep, Loader, Observer, StopConditions, catching_signals, train
 from megazpp.training.metrics import Meter
-from megazpp.training.metrics_logger import MetricsRecorder, Validation
+from megazpp.training.metrics_logger import MetricsRecorder, Tracker, Validation
 from megazpp.training.objective import Objective
 from megazpp.training.profiler import Profiler
 from megazpp.training.results import record_results, zero3_traffic
 from megazpp.training.setup import ShardedModel
 from megazpp.training.step import TrainStep
 from megazpp.training.timers import StepRecorder
-from megazpp.training.tracking import Tracker
 from megazpp.zero.plan import WeightDelta, default_weight_delta
 from megazpp.zero.verify import verify_weights
 
@@ -73,7 +72,7 @@ class OpenRun:
         checkpoint: verified checkpoint to load; None for a run that starts from random weights.
         save: locked folder of --save; None for a run that saves no checkpoints.
         files: axis over all ranks for the collectives of reading and writing checkpoints.
-        tracker: writer of the run's records on rank 0; None on other ranks.
+        tracker: writer of the run's records, which has a run folder on rank 0 only.
         stops: conditions for an early stop. `Trainer.train` begins to catch signals; before that, a signal ends the
             process at once, because no training would be lost.
         opened: contexts that end with the run.
@@ -87,7 +86,7 @@ class OpenRun:
     checkpoint: Verified | None
     save: CheckpointFolder | None
     files: MeshAxis
-    tracker: Tracker | None
+    tracker: Tracker
     stops: StopConditions
     opened: ExitStack
     profiler: Profiler
@@ -157,14 +156,14 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
 
     # ---- the records of the run: run folder, log and tracker
     with contextlib.ExitStack() as opened:
-        tracker, folder = None, None
+        tracker = Tracker()
         if worker.rank == 0:
             continued = None
             if verified is not None and verified.source.continues_records_of(verified.record, config.checkpoint):
                 continued = verified.record
             with user_errors():
-                tracker = opened.enter_context(open_tracker(parsed, plan, continued, worker.device))
-            folder = tracker.folder
+                tracker = opened.enter_context(open_tracker(parsed, plan, continued))
+        if (folder := tracker.folder) is not None:
             console.keep(folder.path / "log.txt")
             worker.watchdog.write_to(folder.path)
             if config.cluster.measure_links:
@@ -464,7 +463,7 @@ class Trainer:
                 start = self.checkpoints.load(checkpoint, run.plan.schedule)
         # A restarted job continues its earlier records even if it had stopped before its first checkpoint.
         restarted = run.worker.restarts > 0 or (run.config.checkpoint.load and not run.config.checkpoint.finetune)
-        if run.tracker is not None and (start.progress.iteration > 0 or restarted):
+        if start.progress.iteration > 0 or restarted:
             run.tracker.resume(start.progress)
         return start
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,10 +73,14 @@ class StepRecord:
     cpu_seconds: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
 class IntervalRecord:
-    """Summary of a log interval: the steps since the last log line.
+    """The numbers of a log interval, which is all steps since the last log line.
 
+    Args:
+        meter: meter of the run.
+        steps: records of the interval's steps, at least one.
+        sent_bytes: bytes that a node has sent in these steps, by wire.
+        peak_memory_bytes: peak memory of this rank's device; None if it is not reported.
     Attributes:
         last: record of the last step in the interval.
         steps: number of steps in the interval.
@@ -99,25 +103,38 @@ class IntervalRecord:
         left: remaining time of the run at this interval's samples per second.
     """
 
-    last: StepRecord
-    steps: int
-    total_iterations: int
-    loss: float
-    max_grad_norm: float | None
-    metrics: Mapping[str, float]
-    skipped: int
-    nan: int
-    synchronizations: int
-    tokens: int
-    consumed_tokens: int | None
-    seconds: float
-    tokens_per_second: float
-    rank_tokens_per_second: float
-    rank_flops: float
-    mfu: float | None
-    sent_bytes: Mapping[str, int]
-    peak_memory_bytes: int | None
-    left: datetime.timedelta
+    def __init__(
+        self, meter: Meter, steps: Sequence[StepRecord], sent_bytes: Mapping[str, int], peak_memory_bytes: int | None
+    ) -> None:
+        # ---- sums and means over the steps of the interval
+        losses = [step.loss for step in steps if not step.skipped] or [step.loss for step in steps]
+        norms = [step.grad_norm for step in steps if step.grad_norm is not None]
+        by_name: dict[str, list[float]] = {}
+        for step in steps:
+            for name, value in step.metrics.items():
+                by_name.setdefault(name, []).append(value)
+        self.last = steps[-1]
+        self.steps = len(steps)
+        self.total_iterations = meter.total_iterations
+        self.loss = sum(losses) / len(losses)
+        self.max_grad_norm = max((norm for norm in norms if not math.isnan(norm)), default=norms[0] if norms else None)
+        self.metrics = {name: sum(values) / len(values) for name, values in by_name.items()}
+        self.skipped = sum(step.skipped for step in steps)
+        self.nan = sum(not math.isfinite(step.loss) for step in steps)
+        self.synchronizations = len(by_name.get(INNER_LOSS, ()))
+        self.tokens = sum(map(meter.tokens_of, steps))
+        self.consumed_tokens = self.last.consumed_samples * meter.seq_length if meter.whole_samples else None
+        self.sent_bytes = {wire: total // len(steps) for wire, total in sent_bytes.items()}
+        self.peak_memory_bytes = peak_memory_bytes
+        # ---- speed in the interval, and remaining time of the run
+        self.seconds = sum(step.seconds for step in steps)
+        self.tokens_per_second = self.tokens / self.seconds if self.seconds else 0.0
+        self.rank_tokens_per_second = self.tokens_per_second / meter.world_size
+        self.rank_flops = self.tokens_per_second * meter.flops_per_token / meter.world_size
+        self.mfu = None if meter.peak_flops is None else self.rank_flops / meter.peak_flops
+        samples = max(1, sum(step.global_batch_size for step in steps))
+        samples_left = max(0, meter.total_samples - self.last.consumed_samples)
+        self.left = datetime.timedelta(seconds=round(samples_left * self.seconds / samples))
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -261,44 +278,12 @@ class Meter:
             sent_bytes: bytes that a node has sent in these steps, by wire.
             peak_memory_bytes: peak memory of this rank's device; None if it is not reported.
         """
-        # ---- sums and means over the steps of the interval
         steps, self._steps = self._steps, []
         assert steps, "an interval needs a step"
-        tokens, last, seconds = sum(map(self._tokens_of, steps)), steps[-1], sum(step.seconds for step in steps)
-        self._tokens += tokens
+        record = IntervalRecord(self, steps, sent_bytes, peak_memory_bytes)
+        self._tokens += record.tokens
         self._sent_bytes = {wire: sent_bytes[wire] + before for wire, before in self._sent_bytes.items()}
-        losses = [step.loss for step in steps if not step.skipped] or [step.loss for step in steps]
-        by_name: dict[str, list[float]] = {}
-        for step in steps:
-            for name, value in step.metrics.items():
-                by_name.setdefault(name, []).append(value)
-        norms = [step.grad_norm for step in steps if step.grad_norm is not None]
-        # ---- speed in the interval, and remaining time of the run
-        speed = tokens / seconds if seconds else 0.0
-        flops = speed * self.flops_per_token / self.world_size
-        samples_left = max(0, self.total_samples - last.consumed_samples)
-        samples = max(1, sum(step.global_batch_size for step in steps))
-        return IntervalRecord(
-            last=last,
-            steps=len(steps),
-            total_iterations=self.total_iterations,
-            loss=sum(losses) / len(losses),
-            max_grad_norm=max((norm for norm in norms if not math.isnan(norm)), default=norms[0] if norms else None),
-            metrics={name: sum(values) / len(values) for name, values in by_name.items()},
-            skipped=sum(step.skipped for step in steps),
-            nan=sum(not math.isfinite(step.loss) for step in steps),
-            synchronizations=len(by_name.get(INNER_LOSS, ())),
-            tokens=tokens,
-            consumed_tokens=last.consumed_samples * self.seq_length if self.whole_samples else None,
-            seconds=seconds,
-            tokens_per_second=speed,
-            rank_tokens_per_second=speed / self.world_size,
-            rank_flops=flops,
-            mfu=None if self.peak_flops is None else flops / self.peak_flops,
-            sent_bytes={wire: total // len(steps) for wire, total in sent_bytes.items()},
-            peak_memory_bytes=peak_memory_bytes,
-            left=datetime.timedelta(seconds=round(samples_left * seconds / samples)),
-        )
+        return record
 
     def summary(self, *, cpu_seconds: float) -> dict[str, Any]:
         """Summarize all training steps of this process for summary.json.
@@ -308,10 +293,10 @@ class Meter:
         Args:
             cpu_seconds: CPU time of the steps, summed over all ranks.
         """
-        tokens = all_tokens = self._tokens + sum(map(self._tokens_of, self._steps))
+        tokens = all_tokens = self._tokens + sum(map(self.tokens_of, self._steps))
         seconds = self.seconds
         if self._first is not None and self.count > 1:
-            tokens, seconds = tokens - self._tokens_of(self._first), seconds - self._first.seconds
+            tokens, seconds = tokens - self.tokens_of(self._first), seconds - self._first.seconds
         met = len(self._inner_losses)
         return {
             "iterations": self.count,
@@ -329,7 +314,7 @@ class Meter:
             **({"synchronizations": met, INNER_LOSS: self._inner_losses[-1]} if met else {}),
         }
 
-    def _tokens_of(self, step: StepRecord) -> int:
+    def tokens_of(self, step: StepRecord) -> int:
         """Return the number of tokens of a step's forward passes over all ranks, from the step's record."""
         return step.global_batch_size * self.seq_length if step.tokens is None else step.tokens
 

@@ -1,6 +1,7 @@
 """Combine the measurements of all ranks into log lines, files of the run folder, and records for wandb and TensorBoard.
 
-The results at the end of a run are in results.py.
+Only the `Tracker` of rank 0 writes records. wandb and TensorBoard (sinks.py) receive single steps and log intervals;
+metrics.jsonl receives log intervals only. The results at the end of a run are in results.py.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import resource
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,35 +24,127 @@ from megazpp.optim.schedule import TrainingProgress
 from megazpp.tensor_parallel.parameters import existing_rows
 from megazpp.topology.layout import WIRES
 from megazpp.training.config import TrackingConfig
-from megazpp.training.context import RunContext
-from megazpp.training.metrics import NOTHING_SENT, IntervalRecord, Meter, StepRecord, validation_lines
+from megazpp.training.context import RunContext, RunFolder
+from megazpp.training.metrics import NOTHING_SENT, IntervalRecord, Meter, StepRecord, perplexity, validation_lines
 from megazpp.training.objective import StopRequested
-from megazpp.training.tracking import Tracker
 from megazpp.zero.sharding import Sharding
 
 # A gradient norm above SPIKE times the median of earlier norms is logged, after the first SPIKE_STEPS steps
 SPIKE, SPIKE_STEPS = 10, 10
 MEBI = 1024 * 1024
-
+# Scalars about GPU memory, with the keys of their values in `torch.cuda.memory_stats`
+MEMORY_SCALARS = {
+    "mem/reserved": "reserved_bytes.all.current",
+    "mem/allocated": "allocated_bytes.all.current",
+    "mem/allocations": "allocation.all.current",
+}
 
 # A function that evaluates held-out data, and returns the result, which is equal on all ranks. It calls its argument
 # before each batch.
 Validation = Callable[[Callable[[], None]], float]
 
 
+class Sink(Protocol):
+    """A destination for the scalars of a run: wandb or TensorBoard (sinks.py). Its methods may raise any exception."""
+
+    name: str
+
+    def resume(self, progress: TrainingProgress) -> None:
+        """Drop the recorded steps after `progress`, from which training resumes, because they will be repeated."""
+
+    def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
+        """Record scalars, by name, at an iteration and at a number of consumed samples."""
+
+    def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
+        """Record the results of the run, numbers and strings by name."""
+
+    def close(self, *, exit_code: int) -> None:
+        """Write all pending records, and close the destination. `exit_code` is 1 if the run has failed, otherwise 0."""
+
+
+class Tracker(AbstractContextManager["Tracker"]):
+    """The writer of a run's records: files of the run folder, wandb and TensorBoard.
+
+    It is a context manager around the run. At the end it closes wandb and TensorBoard, and unlocks the run folder. If
+    recording fails (a full disk, a lost network), a warning is printed once, and training continues. The log line on
+    stdout still has the numbers.
+
+    Args:
+        folder: the run folder on rank 0; None on other ranks, where nothing is recorded.
+        sinks: wandb and TensorBoard, as far as `open_sinks` has opened them.
+    """
+
+    def __init__(self, folder: RunFolder | None = None, sinks: Sequence[Sink] = ()) -> None:
+        self.folder, self.sinks = folder, sinks
+        self._failed = set[str]()  # names of files and sinks whose failure has been reported by a warning
+
+    def resume(self, progress: TrainingProgress) -> None:
+        """Make wandb and TensorBoard drop the steps after `progress`, from which training resumes.
+
+        Call this before anything is recorded.
+        """
+        self._each("resume", progress)
+
+    def append(self, file: str, row: Mapping[str, Any]) -> None:
+        """Append `row` as a line of JSON to a file of the run folder."""
+        self._keep(file, lambda folder: folder.append(file, row))
+
+    def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
+        """Record numbers, by name, in wandb and TensorBoard at an iteration and at a number of consumed samples."""
+        self._each("write", scalars, iteration=iteration, consumed_samples=consumed_samples)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Record the results of the run in summary.json, and the numbers and strings among them in all sinks."""
+        self._keep("summary.json", lambda folder: folder.write_json("summary.json", values, indent=2))
+        scalars = {name: value for name, value in values.items() if isinstance(value, int | float | str)}
+        self._each("summarize", scalars, iteration=values["iteration"])
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close wandb and TensorBoard, and unlock the run folder. An exception marks the wandb run as failed."""
+        self._each("close", exit_code=0 if error is None else 1)
+        if self.folder is not None:
+            self.folder.unlock()
+
+    def _keep(self, file: str, write: Callable[[RunFolder], object]) -> None:
+        """Call `write`, which writes `file` in the run folder, and print a warning if it fails for the first time.
+
+        Later records are still written if possible, because the disk may have space again.
+        """
+        try:
+            if self.folder is not None:
+                write(self.folder)
+        except OSError as error:
+            self._warn(file, error, "the log has its values")
+
+    def _each(self, method: str, *values: Any, **named: Any) -> None:
+        """Call a method of every sink (wandb, TensorBoard). After a sink has failed, only its `close` is called."""
+        for sink in self.sinks:
+            if sink.name in self._failed and method != "close":
+                continue
+            try:
+                getattr(sink, method)(*values, **named)
+            except Exception as error:  # wandb and TensorBoard may raise any exception, and training has to continue
+                self._warn(sink.name, error, "it records no more values")
+
+    def _warn(self, what: str, error: Exception, consequence: str) -> None:
+        """Print a warning that records could not be written to `what`, a file or a sink; once per file and sink."""
+        if what not in self._failed:
+            self._failed.add(what)
+            print(f"warning: {what}: {error}; {consequence}, and training continues", flush=True)
+
+
 @dataclass
 class MetricsRecorder:
     """The recorder of a run's steps and evaluations: log lines, files of the run folder, wandb and TensorBoard.
 
-    Every rank calls every method, because some methods communicate. Only rank 0 has a `tracker` and a console that
-    prints.
+    Every rank calls every method, because some methods communicate. Only the tracker and the console of rank 0 write.
 
     Args:
         config: flags for logging.
         run: process groups, device, console and run folder.
         meter: meter that sums over the steps, and summarizes log intervals.
         sharding: handle of the model whose parameter norm is recorded.
-        tracker: writer of the run folder's files, of wandb and TensorBoard, on rank 0; None on other ranks.
+        tracker: writer of the run folder's files, of wandb and TensorBoard, which writes nothing on other ranks than 0.
         report_timers: function that returns lines with the timers' times, which follow a log line, or None.
         validation: function that evaluates the validation data; None without such data.
         metric: name of the number that evaluations return, "lm_loss" or for example "reward".
@@ -66,7 +159,7 @@ class MetricsRecorder:
     meter: Meter
     _: KW_ONLY
     sharding: Sharding
-    tracker: Tracker | None = None
+    tracker: Tracker
     report_timers: Callable[[], str | None] = lambda: None
     validation: Validation | None = None
     metric: str = "lm_loss"
@@ -110,8 +203,9 @@ class MetricsRecorder:
             self._uneven = []
         self._note_spike(record)
         run.console.advance(record.loss)
-        if self.tracker is not None:
-            self.tracker.step(record)
+        if self.tracker.sinks and record.iteration % self.config.tensorboard_log_interval == 0:
+            place = {"iteration": record.iteration, "consumed_samples": record.consumed_samples}
+            self.tracker.write(step_scalars(record, run.device), **place)
         if not log:
             return
 
@@ -123,8 +217,8 @@ class MetricsRecorder:
             run.log(line)
         if times := self.report_timers():
             run.log(times)
-        if self.tracker is not None:
-            self.tracker.interval(interval)
+        self.tracker.append("metrics.jsonl", interval.fields)
+        self.tracker.write(interval.scalars, iteration=record.iteration, consumed_samples=record.consumed_samples)
 
     def _note_spike(self, record: StepRecord) -> None:
         """Log a note if the step's gradient norm exceeds `SPIKE` times the median of the last steps' norms."""
@@ -153,8 +247,12 @@ class MetricsRecorder:
         how: dict[str, Any] = {"metric": self.metric, "has_perplexity": self.has_perplexity}
         for line in validation_lines(f"iteration {progress.iteration}", value, **how):
             self.run.log(line, short="" if line.startswith("--") else short)
-        if self.tracker is not None:
-            self.tracker.validation(value, progress, **how)
+        place = {"iteration": progress.iteration, "consumed_samples": progress.consumed_samples}
+        scalars = {f"eval/{self.metric.removeprefix('lm_')}": value}
+        if self.metric == "lm_loss" and self.has_perplexity:
+            scalars["eval/perplexity"] = perplexity(value)
+        self.tracker.append("validation.jsonl", {**place, self.metric: value})
+        self.tracker.write(scalars, **place)
 
     def evaluate(self, evaluate: Validation | None) -> float | None:
         """Call `evaluate`, with DiLoCo on the outer weights, and return its result.
@@ -185,6 +283,30 @@ class MetricsRecorder:
             for axis in (dims.tp, dims.shard, dims.replicate):
                 total = axis.all_reduce_(total)
         return dict(zip((*WIRES, "replica_group"), (total * dims.replica_group.size // nodes).tolist(), strict=True))
+
+
+def step_scalars(step: StepRecord, device: torch.device) -> dict[str, float]:
+    """Return the numbers of a step for wandb and TensorBoard, by name, with the memory of a GPU.
+
+    Args:
+        step: record of the step, whose unknown values (None) are left out.
+        device: device of this rank.
+    """
+    found = {
+        "loss": step.loss,
+        "grad_norm": step.grad_norm,
+        "learning_rate": step.learning_rate,
+        "batch_size": step.global_batch_size,
+        "loss_scale": step.loss_scale,
+        "num_zeros": step.num_zeros,
+        "params_norm": step.params_norm,
+        **step.metrics,
+    }
+    scalars = {f"train/{name}": value for name, value in found.items() if value is not None}
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        scalars |= {name: stats[key] for name, key in MEMORY_SCALARS.items()}
+    return scalars
 
 
 def memory_line(rank: int, iteration: int, device: torch.device) -> str | None:

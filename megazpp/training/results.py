@@ -82,8 +82,7 @@ def record_results(
     summary |= {"traffic": [row._asdict() for row in rows], "zero3": None if compared is None else compared._asdict()}
     # ---- print the last lines of the log, and write summary.json
     run.log(closing_lines(summary, trained=recorder.last_interval is not None))
-    if recorder.tracker is not None:
-        recorder.tracker.summary(summary)
+    recorder.tracker.summary(summary)
 
 
 class TrafficRow(NamedTuple):

@@ -17,7 +17,7 @@ from megazpp.optim.schedule import TrainingProgress
 from megazpp.topology.layout import Layout
 from megazpp.training.config import TrackingConfig
 from megazpp.training.context import RunFolder, make_writable
-from megazpp.training.tracking import Sink
+from megazpp.training.metrics_logger import Sink
 
 SAMPLES = " vs samples"  # suffix of TensorBoard's scalars that are plotted against consumed samples
 

@@ -23,7 +23,7 @@ from megazpp.training.config import StopConfig, TrackingConfig
 from megazpp.training.context import Console, RunContext
 from megazpp.training.loop import AfterStep, StopConditions, train
 from megazpp.training.metrics import StepRecord
-from megazpp.training.metrics_logger import MetricsRecorder
+from megazpp.training.metrics_logger import MetricsRecorder, Tracker
 
 CPU = torch.device("cpu")
 
@@ -83,6 +83,21 @@ class FakeLoader:
         return [SimpleNamespace(tokens=torch.zeros(global_batch_size // 2, 4), first=consumed_samples)]
 
 
+class FakeTracker(Tracker):
+    """Tracker that keeps the rows of metrics.jsonl, and iteration and loss of each row of validation.jsonl."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[dict[str, Any]] = []
+        self.validations: list[tuple[int, float]] = []
+
+    def append(self, file: str, row: Any) -> None:
+        if file == "metrics.jsonl":
+            self.records.append(row)
+        else:
+            self.validations.append((row["iteration"], row["lm_loss"]))
+
+
 class Run:
     """One training by the real loop with fake steps, which records observed steps, evaluations and saves.
 
@@ -91,6 +106,8 @@ class Run:
         norms: gradient norm of each step; None for 1.0.
         log_interval: --log-interval.
         eval_interval: iterations between two evaluations.
+        tensorboard_log_interval: --tensorboard-log-interval.
+        tracker: writer of the run's records; None for a `FakeTracker`.
         start: progress from which the training resumes.
         bad: iteration whose numbers are not finite; None for no such iteration.
         events: list to which launches, reads and saves are appended, in order; None for a new list.
@@ -107,6 +124,8 @@ class Run:
         norms: list[float] | None = None,
         log_interval: int = 2,
         eval_interval: int = 3,
+        tensorboard_log_interval: int = 1,
+        tracker: Tracker | None = None,
         start: TrainingProgress = TrainingProgress(),  # noqa: B008, immutable, so that all calls may share it
         bad: int | None = None,
         events: list[str] | None = None,
@@ -117,11 +136,9 @@ class Run:
         self.dims, self.out = FakeDims(), io.StringIO()
         self.fake = FakeStep(self.dims, losses, norms, bad, events=events)
         self.observed: list[tuple[int, int]] = []
-        self.tracker = SimpleNamespace(records=[], validations=[], step=lambda record: None)
-        self.tracker.interval = lambda record: self.tracker.records.append(record.fields)
-        self.tracker.validation = lambda loss, at, **how: self.tracker.validations.append((at.iteration, loss))
+        self.tracker = tracker or FakeTracker()
         self.recorder = MetricsRecorder(
-            TrackingConfig(log_interval=log_interval),
+            TrackingConfig(log_interval=log_interval, tensorboard_log_interval=tensorboard_log_interval),
             RunContext(dims=self.dims, device=CPU, console=Console(enabled=True, out=self.out)),
             meter(total_iterations=steps, total_samples=2 * steps, seq_length=4, world_size=1, flops_per_token=1),
             sharding=SimpleNamespace(model=torch.nn.Module()),

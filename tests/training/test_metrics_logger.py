@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.metrics import meter, step
-from helpers.pretended_run import Run
+from helpers.pretended_run import FakeTracker, Run
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import LLAMA_STYLE, Case, build_step
@@ -109,14 +109,13 @@ def record_uneven_rows() -> tuple[list[dict[str, Any]], dict[str, Any]]:
         plan_dims(ParallelConfig(tensor_model_parallel_size=2), cluster, zero_stage=3), device_type="cpu"
     )
     run = RunContext(dims=dims, device=CPU, console=Console(enabled=False))
-    filled, records = meter(whole_samples=False), list[dict[str, Any]]()
-    tracker: Any = SimpleNamespace(step=lambda record: None, interval=lambda record: records.append(record.fields))
+    filled, tracker = meter(whole_samples=False), FakeTracker()
     sharding: Any = SimpleNamespace(model=torch.nn.Module())
     recorder = MetricsRecorder(TrackingConfig(log_interval=2), run, filled, sharding=sharding, tracker=tracker)
     for iteration, tokens in enumerate((10, 100, 7), start=1):
         recorder.step(step(iteration, tokens=(dims.data_rank + 1) * tokens), last=iteration == 3)
     assert dims.counter.table() == {}
-    return records, filled.summary(cpu_seconds=0.0)
+    return tracker.records, filled.summary(cpu_seconds=0.0)
 
 
 def test_tokens_of_rows_of_any_length_are_summed_over_data_ranks():

@@ -20,7 +20,8 @@ import pytest
 import torch
 import wandb
 from helpers.disks import small_disk
-from helpers.metrics import meter, step
+from helpers.metrics import step
+from helpers.pretended_run import Run
 from helpers.refusals import not_refused
 from helpers.wandb_files import offline_runs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -32,55 +33,47 @@ from megazpp.training import config as training_config
 from megazpp.training import sinks
 from megazpp.training.config import TrackingConfig, is_installed
 from megazpp.training.context import RunFolder
+from megazpp.training.metrics_logger import Sink, Tracker, step_scalars
 from megazpp.training.sinks import TensorBoardSink, WandbSink, open_sinks
-from megazpp.training.tracking import Sink, Tracker
 
 
-def tracker(folder: Path, *sinks: Any, **flags: Any) -> Tracker:
-    return Tracker(TrackingConfig(**flags), RunFolder(folder), sinks, device=torch.device("cpu"))
-
-
-def test_step_scalars_use_megatrons_names_and_omit_missing_values(tmp_path):
-    sink = mock.Mock()
-    track = tracker(tmp_path, sink)
-    track.step(step(3))
-    track.step(step(4, num_zeros=3.0, params_norm=9.0, grad_norm=None))
+def test_step_scalars_use_megatrons_names_and_omit_missing_values():
+    cpu = torch.device("cpu")
     always = {"train/learning_rate": 1.5e-4, "train/batch_size": 8, "train/loss": 10.0, "train/loss_scale": 1.0}
-    first, second = {"train/grad_norm": 1.0}, {"train/num_zeros": 3.0, "train/params_norm": 9.0}
-    assert sink.write.mock_calls == [
-        mock.call(always | first, iteration=3, consumed_samples=24),
-        mock.call(always | second, iteration=4, consumed_samples=32),
-    ]
+    assert step_scalars(step(3), cpu) == always | {"train/grad_norm": 1.0}
+    unusual = step(4, num_zeros=3.0, params_norm=9.0, grad_norm=None)
+    assert step_scalars(unusual, cpu) == always | {"train/num_zeros": 3.0, "train/params_norm": 9.0}
 
 
 def test_records_go_to_the_folder_and_their_numbers_to_every_sink(tmp_path):
     sink = mock.Mock()
-    track = tracker(tmp_path, sink, tensorboard_log_interval=3)
-    track.step(step(1))  # step 1 is no multiple of the sinks' interval of 3, so no sink gets it
-    record = meter(step(2)).interval()
-    track.interval(record)
-    track.validation(0.0, TrainingProgress(iteration=5, consumed_samples=40))
+    tracker = Tracker(RunFolder(tmp_path), [sink])
+    run = Run([0.0] * 3, tracker=tracker, eval_interval=3, tensorboard_log_interval=3)
     values = {"iteration": 9, "final_loss": 1.0, "test_loss": None, "traffic": [{"axis": "shard", "sent_bytes": 7}]}
-    track.summary(values)
-    assert sink.write.mock_calls == [
-        mock.call(record.scalars, iteration=2, consumed_samples=16),
-        mock.call({"eval/loss": 0.0, "eval/perplexity": 1.0}, iteration=5, consumed_samples=40),
-    ]
+    tracker.summary(values)
     sink.summarize.assert_called_once_with({"iteration": 9, "final_loss": 1.0}, iteration=9)
-    assert {file.name: json.loads(file.read_text()) for file in tmp_path.iterdir()} == {
-        "metrics.jsonl": record.fields,
-        "validation.jsonl": {"iteration": 5, "consumed_samples": 40, "lm_loss": 0.0},
-        "summary.json": values,
-    }
+    written = [(next(iter(call.args[0])), call.kwargs) for call in sink.write.mock_calls]
+    second, last = ({"iteration": number, "consumed_samples": 2 * number} for number in (2, 3))
+    assert written == [
+        ("perf/step_seconds", second),  # the log line after two steps
+        ("train/loss", last),  # only step 3 is a multiple of the sinks' interval
+        ("perf/step_seconds", last),
+        ("eval/loss", last),
+    ]
+    assert sink.write.mock_calls[-1].args[0] == {"eval/loss": 7.0, "eval/perplexity": math.exp(7.0)}
+    rows = {file.name: file.read_text().splitlines() for file in tmp_path.glob("*.jsonl")}
+    assert json.loads(rows["metrics.jsonl"][-1]) == run.recorder.last_interval.fields
+    assert [json.loads(row) for row in rows["validation.jsonl"]] == [last | {"lm_loss": 7.0}]
+    assert json.loads((tmp_path / "summary.json").read_text()) == values
 
 
 def test_failing_sink_is_reported_once_and_other_sinks_continue(tmp_path, capsys):
     gone = {f"{use}.side_effect": RuntimeError("gone") for use in ("write", "summarize", "close")}
     broken, sink = mock.Mock(**gone), mock.Mock()
     broken.name = "wandb"
-    with tracker(tmp_path, broken, sink) as track:
+    with Tracker(RunFolder(tmp_path), [broken, sink]) as track:
         for iteration in (1, 2):
-            track.step(step(iteration))
+            track.write({"train/loss": 1.0}, iteration=iteration, consumed_samples=8 * iteration)
         track.summary({"iteration": 2})
     assert [use for use, *_ in sink.mock_calls] == ["write", "write", "summarize", "close"]
     assert [use for use, *_ in broken.mock_calls] == ["write", "close"]
@@ -90,7 +83,7 @@ def test_failing_sink_is_reported_once_and_other_sinks_continue(tmp_path, capsys
 
 def test_exception_marks_the_run_as_failed(tmp_path):
     sink = mock.Mock()
-    with pytest.raises(RuntimeError), tracker(tmp_path, sink):
+    with pytest.raises(RuntimeError), Tracker(RunFolder(tmp_path), [sink]):
         raise RuntimeError
     sink.close.assert_called_once_with(exit_code=1)
 
@@ -99,17 +92,18 @@ def test_exception_marks_the_run_as_failed(tmp_path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_full_disk_does_not_end_training_and_is_used_again_later(tmp_path, capsys):
     with small_disk(tmp_path / "disk", "4m") as disk:
-        with tracker(disk / "run", TensorBoardSink(disk / "events")) as track:
+        with Tracker(RunFolder(disk / "run"), [TensorBoardSink(disk / "events")]) as track:
             with suppress(OSError), (disk / "fill").open("wb", buffering=0) as file:
                 while file.write(bytes(4096)):
                     pass
+            scalars = step_scalars(step(), torch.device("cpu"))
             for iteration in range(1, 5):
                 if iteration == 4:
                     (disk / "fill").unlink()
                 # writes more records than TensorBoard buffers, so that it has to write to the full disk
                 for _ in range(2000):
-                    track.step(step(iteration))
-                track.interval(meter(step(iteration)).interval())
+                    track.write(scalars, iteration=iteration, consumed_samples=8 * iteration)
+                track.append("metrics.jsonl", {"iteration": iteration})
             track.summary({"iteration": 4})
         rows = (disk / "run" / "metrics.jsonl").read_text().splitlines()
         assert json.loads(rows[-1])["iteration"] == 4
