@@ -36,9 +36,8 @@ from megazpp.checkpoint.metadata import (
     read_record,
     schedule_ratio,
 )
-from megazpp.checkpoint.parts import Weights
 from megazpp.checkpoint.safe_reader import SafeReader
-from megazpp.checkpoint.state import RunValues, TrainState
+from megazpp.checkpoint.state import RunValues, TrainState, Weights
 from megazpp.checkpoint.weights import WHOLE_WEIGHTS, WeightOpener, check_weights
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.loss_scale import LossScaler

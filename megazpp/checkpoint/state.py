@@ -1,4 +1,4 @@
-"""The training state that a checkpoint contains: the keys of its tensors, and the interface of its parts.
+"""The training state that a checkpoint contains: the keys of its tensors, and the parts that save and restore them.
 
 Every tensor in a checkpoint has a key, and each part of the state has a separate prefix:
 
@@ -12,8 +12,8 @@ Every tensor in a checkpoint has a key, and each part of the state has a separat
     rng.{layout}.{coordinates}.{generator}     states of the random generators of one rank
     extra.{name}                               values that a training method keeps between steps, read by every rank
 
-checkpoint/parts.py implements these parts. Features add more parts, in diloco/state.py and post_training/reference.py.
-Weights and optimizer states have the keys that `torch.distributed.checkpoint.state_dict` uses.
+Features add more parts, in diloco/state.py and post_training/reference.py. Weights and optimizer states have the keys
+that `torch.distributed.checkpoint.state_dict` uses.
 
 Sharded tensors are DTensors. The checkpoint therefore contains their placement, and a run with any layout can read
 them. A key with a layout and coordinates belongs to one rank. Only a run with the same layout reads such tensors; any
@@ -23,17 +23,26 @@ order. The secondary partition is saved only for lossless weight deltas, because
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from megazpp.base.files import DamagedError
 from megazpp.model.gpt import GPTModel
+from megazpp.model.layer_parts import SharedGenerator
 from megazpp.optim.loss_scale import LossScaler
-from megazpp.tensor_parallel.parameters import owned_parameters
+from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.worker import seed_everything
+from megazpp.tensor_parallel.initialize import seed_for
+from megazpp.tensor_parallel.parameters import model_state, owned_parameters
+from megazpp.zero.gather import InterNodeMessage
 from megazpp.zero.sharding import Sharding
 
 Tensors = Mapping[str, torch.Tensor]
@@ -207,3 +216,322 @@ class TrainState:
 def under(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a dictionary whose keys start with `prefix`, and remove the prefix from these keys."""
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+
+
+def training_parts(
+    model: GPTModel,
+    sharding: Sharding,
+    optimizer: torch.optim.Optimizer,
+    dims: ParallelDims,
+    values: RunValues,
+    *,
+    seed: int,
+) -> list[StatePart]:
+    """Return the parts of the training state that every run has, in the order in which a load restores them.
+
+    Args:
+        model: sharded model.
+        sharding: sharding of the model.
+        optimizer: optimizer of the model's parameters.
+        dims: mesh axes.
+        values: loss scale and other values that are not tensors.
+        seed: seed of the run, for random generators whose states a checkpoint does not have.
+    """
+    return [
+        Weights(model, sharding),
+        Moments(model, optimizer),
+        ErrorFeedback(sharding, dims, values),
+        SecondaryPartition(sharding),
+        RandomGenerators(model.settings.generator, sharding.device, dims, seed=seed),
+    ]
+
+
+class Weights(StatePart):
+    """The part of a checkpoint with the model's parameters (DTensors) and its buffers, which are equal on all ranks."""
+
+    prefix = MODEL
+    group: Group = "weights"
+
+    def __init__(self, model: GPTModel, sharding: Sharding) -> None:
+        self._model, self._sharding = model, sharding
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        self._sharding.settle()
+        return {name: tensor.detach() for name, tensor in model_state(self._model).items()}
+
+    def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
+        """Return the model's parameters and buffers, which a load overwrites, by name.
+
+        A scalar head (of a reward model) is left out if the checkpoint has none.
+        """
+        own = {MODEL + name: x for name, x in self.tensors().items()}
+        return under(MODEL, {key: x for key, x in own.items() if key in saved or not key.startswith(SCALAR_HEAD)})
+
+    def accept(self, loaded: Tensors, iteration: int) -> list[str]:
+        """Invalidate the secondary partition, which belongs to the weights before the load.
+
+        Returns:
+            A list with a note if the checkpoint has no scalar head, so that it begins with random weights; otherwise
+            [].
+        """
+        self._sharding.invalidate_weights()
+        if all(name in loaded for name, _ in self._model.named_parameters()):
+            return []
+        return ["the scalar head begins with random weights: the checkpoint has none"]
+
+
+class Moments(StatePart):
+    """The part of a checkpoint with the optimizer's state of each parameter, such as moments and step counts."""
+
+    prefix = OPTIMIZER
+
+    def __init__(self, model: GPTModel, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer, self._anew = model, optimizer, 0
+        averages = [group for group in optimizer.param_groups if group.get("matrices", "betas" not in group)]
+        # These parameters have a momentum buffer instead of Adam's two moments: all parameters with SGD, and the
+        # matrices with Muon.
+        self._averaged = {parameter for group in averages for parameter in group["params"]}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{name}.{moment}": value
+            for name, parameter in self._model.named_parameters()
+            for moment, value in self._optimizer.state.get(parameter, {}).items()
+        }
+
+    def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
+        """Return a tensor to load into for each saved optimizer state that this run's optimizer can use, by name.
+
+        A moment is sharded like its parameter. Adam's moments are not loaded for a parameter that Muon or SGD updates
+        in this run, and momentum buffers are not loaded for one that Adam updates. `accept` reports such parameters.
+
+        Raises:
+            DamagedError: the checkpoint lacks an optimizer state of a parameter, although it has others of this
+                parameter and has this kind for other parameters.
+        """
+        parameters, targets, others = dict(self._model.named_parameters()), {}, set()
+        kinds: dict[str, set[str]] = {}
+        for key, entry in under(OPTIMIZER, saved).items():
+            name, _, moment = key.rpartition(".")
+            kinds.setdefault(name, set()).add(moment)
+            if name in parameters and (moment == "momentum_buffer") != (parameters[name] in self._averaged):
+                others.add(name)
+            elif name in parameters:
+                weight, own = parameters[name].detach(), self._optimizer.state.get(parameters[name], {})
+                # A moment has the parameter's shape. A scalar, whose saved size is (), is the parameter's step count.
+                new = torch.zeros_like(weight) if entry.size else torch.zeros(())
+                targets[key] = own[moment] if moment in own else new.to(entry.properties.dtype)
+        for name, found in kinds.items():
+            alike = [other for other in kinds.values() if ("momentum_buffer" in other) == ("momentum_buffer" in found)]
+            if lacking := set[str]().union(*alike) - found:
+                raise DamagedError(
+                    f"the checkpoint's optimizer states of {name} lack {', '.join(sorted(lacking))}: pass "
+                    "--no-load-optim to load only the weights, or load another checkpoint"
+                )
+        self._anew = len(others)
+        return targets
+
+    def accept(self, loaded: Tensors, iteration: int) -> list[str]:
+        """Pass the loaded optimizer states to `Optimizer.load_state_dict`, which moves each tensor to the right device.
+
+        Returns:
+            A list with a note, which gives the number of parameters whose moments begin at zero because another
+            optimizer has written the checkpoint; [] if there are none.
+        """
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        indices = {names[parameter]: index for index, parameter in enumerate(parameters)}
+        moments: dict[int, dict[str, torch.Tensor]] = {}
+        for key, value in loaded.items():
+            name, _, moment = key.rpartition(".")
+            moments.setdefault(indices[name], {})[moment] = value
+        self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": moments})
+        if not self._anew:
+            return []
+        return [f"moments of {self._anew} parameters begin at zero: the checkpoint has another optimizer's"]
+
+
+class ErrorFeedback(StatePart):
+    """The part of a checkpoint with a rank's own buffers: error feedback, and sizes of its last lossless weight deltas.
+
+    Error feedback is the quantization error of gradients. The keys contain the layout and the rank's coordinates in
+    this layout, so only a run with the same layout loads these buffers. Other runs start with zeros.
+
+    Attributes:
+        sources: functions that return this rank's buffers by name. Optional features append functions for theirs.
+    """
+
+    def __init__(self, sharding: Sharding, dims: ParallelDims, values: RunValues) -> None:
+        axes = [getattr(dims, name) for name in dims.layout.coordinates]
+        layout, place = ("x".join(str(getattr(axis, part)) for axis in axes) for part in ("size", "rank"))
+        if (ep := dims.layout.ep) > 1:  # so that a run with another ep size does not load buffers of other experts
+            layout = f"{layout}.ep{ep}"
+        self.prefix, self._sharding, self._values = f"feedback.{layout}.{place}.", sharding, values
+        self.sources: list[Callable[[], dict[str, torch.Tensor]]] = [sharding.rank_state]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: x for source in self.sources for name, x in source().items()}
+
+    def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
+        there = under(self.prefix, saved)
+        return {name: x for name, x in self.tensors().items() if name in there and there[name].size == x.shape}
+
+    def accept(self, loaded: Tensors, iteration: int) -> list[str]:
+        """Set buffers that the checkpoint does not have to zero, and rescale error feedback to the current loss scale.
+
+        Returns:
+            A list with a note if error feedback begins at zero; otherwise [].
+        """
+        missing = [name for name, x in self.tensors().items() if name not in loaded]
+        for name in missing:
+            self.tensors()[name].zero_()
+        # Lost sizes of weight deltas (".recent") get no note. Their only effect is that the next messages are larger.
+        missing = [name for name in missing if not name.endswith(".recent")]
+        self._sharding.rescale_feedback(self._values.scaler.scale / self._values.saved_scale)
+        return ["error feedback begins at zero: the checkpoint has none of this layout"] if missing else []
+
+
+class SecondaryPartition(StatePart):
+    """The part of a checkpoint with the secondary partition, in runs with lossless weight deltas.
+
+    The secondary partition is the copy of the weights that every node stores. The next weight delta is added to it, so
+    a run resumes bit for bit only if checkpoints contain it. Without lossless weight deltas, this part has no tensors.
+    There are two kinds of entries:
+
+        {parameter}                        the secondary partition's weights of a parameter, a DTensor sharded like the
+                                           parameter; missing if the next gather sends complete weights
+        {unit's first parameter}.crossing  the kind of inter-node message that the next gather of the sharding unit
+                                           sends, as a scalar (`InterNodeMessage`)
+
+    All ranks call the methods while the parameters are sharded. A load restores the weights before this part.
+    """
+
+    prefix = SECONDARY
+
+    def __init__(self, sharding: Sharding) -> None:
+        self._sharding = sharding
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = {}
+        for gather in self._sharding.residents:
+            crossing = gather.next_crossing()
+            state[gather.crossing_key] = torch.tensor(crossing, dtype=torch.uint8, device="cpu")
+            if crossing != InterNodeMessage.KEYFRAME:
+                resident = gather.resident()
+                own = gather.unit.as_parameters(resident.weights[resident.cross.rank])
+                state |= {name: weight.clone() for name, weight in own.items()}  # --async-save cannot copy views
+        return state
+
+    def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
+        """Return a tensor of zeros for each entry of the secondary partition that the checkpoint has, by name.
+
+        A checkpoint of a run with another layout may lack entries. From a checkpoint of DiLoCo, no entry is loaded.
+        """
+        if any(key.startswith(REPLICA_GROUP) for key in saved):
+            # In a DiLoCo checkpoint, the secondary partition belongs to the inner weights of one replica group. The run
+            # loads the outer weights from `model.`, to which weight deltas of the secondary partition would not fit.
+            return {}
+        own: dict[str, torch.Tensor] = {}
+        for gather in self._sharding.residents:
+            own[gather.crossing_key] = torch.zeros((), dtype=torch.uint8, device="cpu")
+            own |= gather.unit.as_parameters(gather.new_row(self._sharding.device))
+        there = under(SECONDARY, saved)
+        return {name: x for name, x in own.items() if name in there and there[name].properties.dtype == x.dtype}
+
+    def accept(self, loaded: Tensors, iteration: int) -> list[str]:
+        """Restore the secondary partition, the copy of the weights that every node stores.
+
+        A sharding unit with a missing entry sends complete weights to other nodes at its next gather.
+
+        Returns:
+            A list with a note if the checkpoint lacks the secondary partition of a sharding unit; otherwise [].
+        """
+        complete = True
+        for gather in self._sharding.residents:
+            gather.drop()
+            sent = loaded.get(gather.crossing_key)
+            crossing = InterNodeMessage.KEYFRAME if sent is None else InterNodeMessage(int(sent))
+            if crossing == InterNodeMessage.KEYFRAME or any(p.name not in loaded for p in gather.unit.parameters):
+                complete = complete and crossing == InterNodeMessage.KEYFRAME and sent is not None
+                continue
+            row = gather.new_row(self._sharding.device)
+            for name, part in gather.unit.as_parameters(row).items():
+                part.copy_(loaded[name])
+            with gather.secondary.cross.counter.paused():
+                gather.restore(row, crossing)
+        if complete:
+            return []
+        return ["the next inter-node messages carry whole weights: the checkpoint has no secondary partition"]
+
+
+class RandomGenerators(StatePart):
+    """The part of a checkpoint with the states of this rank's random generators, as uint8 tensors.
+
+    These are the default generators of Python, numpy, torch and the GPU, and the dropout generator that has equal
+    states on all tp ranks. The keys contain the layout, so only a run with the same layout loads these states.
+
+    Args:
+        shared: dropout generator with equal states on all tp ranks; None if the model has none.
+        device: device of the model.
+        dims: mesh axes.
+        seed: seed of the run. If the checkpoint has no states for this layout, the generators get new seeds that depend
+            on this seed and on the checkpoint's iteration.
+    """
+
+    group: Group = "rng"
+
+    def __init__(self, shared: SharedGenerator | None, device: torch.device, dims: ParallelDims, *, seed: int) -> None:
+        self.prefix = f"rng.{dims.data_size * dims.cp.size}x{dims.tp.size}.{dims.dropout_rank}x{dims.tp.rank}."
+        self._shared, self._device, self._dims, self._seed = shared, device, dims, seed
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        kind, keys, *rest = np.random.get_state()
+        assert isinstance(keys, np.ndarray)
+        states = {
+            "python": as_tensor(random.getstate()),
+            "numpy": as_tensor([kind, keys.tolist(), *rest]),
+            "torch": torch.get_rng_state(),
+        }
+        if self._device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self._device)
+        if self._shared is not None:
+            states["shared"] = self._shared.generator.get_state()
+        return states
+
+    def accept(self, loaded: Tensors, iteration: int) -> list[str]:
+        """Set the random generators to the loaded states, or seed them again if the checkpoint has no states.
+
+        Returns:
+            A list with a note if the generators are seeded again; otherwise [].
+        """
+        if not loaded:
+            # The new seed depends on the iteration, so that the dropout masks of the run's first steps do not repeat.
+            dims = self._dims
+            seed = seed_for(f"iteration {iteration} on {dims.data_size * dims.cp.size} data ranks", seed=self._seed)
+            seed_everything(seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
+            if self._shared is not None:
+                self._shared.seed(seed, data_rank=dims.dropout_rank)
+            return ["random generators are seeded again: the checkpoint has no states of this layout"]
+        if "python" in loaded:
+            version, internal, gauss_next = from_tensor(loaded["python"])
+            random.setstate((version, tuple(internal), gauss_next))
+        if "numpy" in loaded:
+            kind, keys, *rest = from_tensor(loaded["numpy"])
+            np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+        if "torch" in loaded:
+            torch.set_rng_state(loaded["torch"])
+        if "cuda" in loaded and self._device.type == "cuda":
+            torch.cuda.set_rng_state(loaded["cuda"], self._device)
+        if "shared" in loaded and self._shared is not None:
+            self._shared.generator.set_state(loaded["shared"])
+        return []
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """Encode a JSON-compatible value, such as a generator's state, as a uint8 tensor with the bytes of its JSON."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def from_tensor(state: torch.Tensor) -> Any:
+    """Decode a uint8 tensor with the bytes of a JSON text, such as a generator's state, and return the JSON value."""
+    return json.loads(bytes(state.tolist()))

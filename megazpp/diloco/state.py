@@ -21,16 +21,19 @@ from collections.abc import Sequence
 import torch
 
 from megazpp.base.files import DamagedError
-from megazpp.checkpoint.parts import ErrorFeedback, Weights, as_tensor, from_tensor
 from megazpp.checkpoint.state import (
     MODEL,
     OPTIMIZER,
     REPLICA_GROUP,
     SECONDARY,
+    ErrorFeedback,
     RunValues,
     Saved,
     StatePart,
     Tensors,
+    Weights,
+    as_tensor,
+    from_tensor,
     under,
 )
 from megazpp.diloco.outer import ReplicaGroups

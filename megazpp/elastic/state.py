@@ -16,8 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from megazpp.base.files import DamagedError
-from megazpp.checkpoint.parts import Weights, as_tensor, from_tensor
-from megazpp.checkpoint.state import MODEL, Saved, StatePart, Tensors, under
+from megazpp.checkpoint.state import MODEL, Saved, StatePart, Tensors, Weights, as_tensor, from_tensor, under
 from megazpp.diloco.state import COMMON, MOMENTUM
 from megazpp.elastic.loop import ElasticLoop
 from megazpp.elastic.outer import WholeOuter

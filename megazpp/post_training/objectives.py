@@ -21,8 +21,8 @@ import torch
 
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
-from megazpp.post_training.batch import PairBatch, RolloutBatch
 from megazpp.post_training.config import PostTrainingConfig
+from megazpp.post_training.data import PairBatch, RolloutBatch
 from megazpp.post_training.losses import (
     cispo_losses,
     clipped_value_losses,

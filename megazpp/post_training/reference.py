@@ -31,8 +31,7 @@ from megazpp.packed_weights.config import WeightsConfig
 from megazpp.packed_weights.load import load_used_model
 from megazpp.packed_weights.reader import FrozenPlace
 from megazpp.parallel.dims import raise_on_all_ranks
-from megazpp.post_training.batch import row_multiple
-from megazpp.post_training.data import PreferenceDataset, make_pair_batch
+from megazpp.post_training.data import PreferenceDataset, make_pair_batch, row_multiple
 from megazpp.post_training.objectives import Logps, TokenHead, scores
 from megazpp.tensor_parallel.parameters import local, model_state
 from megazpp.training.config import ModelSpec

@@ -28,7 +28,6 @@ from megazpp.lora.policy import AdaptedPolicy, load_adapted, save_adapter
 from megazpp.packed_weights.format import at_rest
 from megazpp.packed_weights.reader import FrozenPlace, open_frozen_place
 from megazpp.parallel.dims import check_equal_on_all_ranks
-from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.chat import load_chat_template
 from megazpp.post_training.config import post_configs
 from megazpp.post_training.data import (
@@ -37,13 +36,13 @@ from megazpp.post_training.data import (
     SupervisedDataset,
     make_pair_batch,
     make_supervised_batch,
+    row_multiple,
 )
 from megazpp.post_training.formatting import read_examples, read_prompts
 from megazpp.post_training.objectives import Logps, ObjectiveEvaluator, PolicyLoss, PreferenceLoss
 from megazpp.post_training.reference import FrozenModel, SyncedModel, cached_logps, load_frozen
 from megazpp.post_training.rewards import check_arguments, digest_of_sources, load_reward_functions
-from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader
-from megazpp.post_training.sampler import PolicySampler
+from megazpp.post_training.rollouts import PolicySampler, RewardEvaluator, RolloutLoader
 from megazpp.post_training.setup import reference_folder, train_paths
 from megazpp.run.trainer import OpenRun, TrainingParts
 from megazpp.training.config import ModelSpec

@@ -25,9 +25,8 @@ from megazpp.base.program import GIGA, errors_as, user_errors
 from megazpp.checkpoint.checkpoints import Checkpoints, take_folder
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import SAMPLES, CheckpointMetadata, found_from_anywhere
-from megazpp.checkpoint.parts import training_parts
 from megazpp.checkpoint.read import LoadSource, Resumed, Verified, verify
-from megazpp.checkpoint.state import RunValues, StatePart, TrainState
+from megazpp.checkpoint.state import RunValues, StatePart, TrainState, training_parts
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.backends import find_product
 from megazpp.optim.build import build_optimizer

@@ -30,9 +30,9 @@ from megazpp.base.files import DamagedError
 from megazpp.base.program import UserError
 from megazpp.checkpoint.checksums import read_checksums, sum_file, verify_files, write_checksums
 from megazpp.checkpoint.config import CheckpointConfig
-from megazpp.checkpoint.parts import Moments
 from megazpp.checkpoint.read import choose_source, verify
 from megazpp.checkpoint.safe_reader import SafeReader
+from megazpp.checkpoint.state import Moments
 from megazpp.optim.schedule import Schedule
 
 CASE = Case()

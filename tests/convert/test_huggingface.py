@@ -43,7 +43,7 @@ from megazpp.convert.model import HEAD, held
 from megazpp.convert.native import open_checkpoint
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
-from megazpp.post_training.batch import make_rollout_batch
+from megazpp.post_training.data import make_rollout_batch
 from megazpp.post_training.reference import FrozenModel
 
 BITS = {"rtol": 0.0, "atol": 0.0}

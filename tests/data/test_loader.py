@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from megazpp.data.loader import BatchLoader, MicroBatch, make_micro_batch
 from megazpp.parallel.comm_queue import threads_on
-from megazpp.post_training.batch import PairBatch, RolloutBatch
+from megazpp.post_training.data import PairBatch, RolloutBatch
 
 EOD = 0
 MAKE = partial(make_micro_batch, eod=None)

@@ -16,9 +16,8 @@ from megazpp.checkpoint.checkpoints import Checkpoints, take_folder
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import CheckpointMetadata
-from megazpp.checkpoint.parts import training_parts
 from megazpp.checkpoint.read import choose_source, verify
-from megazpp.checkpoint.state import RunValues, TrainState
+from megazpp.checkpoint.state import RunValues, TrainState, training_parts
 from megazpp.data.loader import MicroBatch
 from megazpp.diloco.state import replica_group_parts
 from megazpp.optim.config import ScheduleConfig

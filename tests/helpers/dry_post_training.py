@@ -22,8 +22,8 @@ from megazpp.packed_weights.frozen import FrozenUnits, freeze
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.step import TrafficTable
-from megazpp.post_training.batch import PairBatch, RolloutBatch
 from megazpp.post_training.config import PostConfigs, PostTrainingConfig
+from megazpp.post_training.data import PairBatch, RolloutBatch
 from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss
 from megazpp.post_training.plan import Phases, plan_models, rows_of
 from megazpp.post_training.reference import FrozenModel

@@ -21,7 +21,7 @@ from megazpp.planner.step import sent_on
 from megazpp.post_training.config import ROLLOUTS, DataFormatConfig, PostConfigs, PostTrainingConfig, RewardConfig
 from megazpp.post_training.formatting import Prompt
 from megazpp.post_training.plan import plan_models
-from megazpp.post_training.sampler import PolicySampler
+from megazpp.post_training.rollouts import PolicySampler
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import plan_run
 from megazpp.topology.cluster import Cluster

@@ -26,8 +26,8 @@ from megazpp.lora.checks import adapter_settings
 from megazpp.lora.config import LoraConfig
 from megazpp.lora.layers import adapters_off
 from megazpp.model.gpt import GPTModel
-from megazpp.post_training.batch import PairBatch
 from megazpp.post_training.config import PostTrainingConfig
+from megazpp.post_training.data import PairBatch
 from megazpp.post_training.objectives import PreferenceLoss
 from megazpp.post_training.reference import FrozenModel
 from megazpp.training.objective import LanguageModelLoss

@@ -15,8 +15,8 @@ from helpers.tiers import nightly, slow
 from helpers.training import LLAMA_STYLE
 from post_training.policies import BATCH, MIXTURE, SEQ, PostCase, build, near, train
 
-from megazpp.post_training.batch import PairBatch, RolloutBatch, shortened
 from megazpp.post_training.config import PostTrainingConfig
+from megazpp.post_training.data import PairBatch, RolloutBatch, shortened
 from megazpp.post_training.objectives import (
     ObjectiveEvaluator,
     PolicyLoss,

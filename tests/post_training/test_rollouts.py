@@ -18,15 +18,13 @@ from megazpp.inference.config import SampleConfig
 from megazpp.inference.generate import draw_completions, evaluating
 from megazpp.inference.sample import next_probabilities, pick_rows
 from megazpp.post_training import rollouts
-from megazpp.post_training.batch import RolloutBatch
 from megazpp.post_training.config import PostTrainingConfig
-from megazpp.post_training.data import PromptDataset
+from megazpp.post_training.data import PromptDataset, RolloutBatch
 from megazpp.post_training.formatting import Prompt
 from megazpp.post_training.objectives import PolicyLoss, TokenHead
 from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.rewards import RewardFunction
-from megazpp.post_training.rollouts import RolloutLoader
-from megazpp.post_training.sampler import PolicySampler
+from megazpp.post_training.rollouts import PolicySampler, RolloutLoader
 from megazpp.training.objective import StopRequested
 from megazpp.training.setup import ShardedModel
 from megazpp.zero.config import ZeroConfig

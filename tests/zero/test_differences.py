@@ -10,7 +10,7 @@ from helpers.ranks import ranks
 from helpers.tiers import chosen
 from helpers.training import LLAMA_STYLE, Case, FixedBatches, build_step
 
-from megazpp.checkpoint.parts import SecondaryPartition
+from megazpp.checkpoint.state import SecondaryPartition
 from megazpp.kernels.weight_delta import message_bytes
 from megazpp.training.metrics import StepRecord
 from megazpp.training.objective import Evaluator

@@ -17,7 +17,7 @@ from helpers.tiers import chosen, slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step, train_on_ranks
 from torch import nn
 
-from megazpp.checkpoint.parts import SecondaryPartition
+from megazpp.checkpoint.state import SecondaryPartition
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.config import ParallelConfig
 from megazpp.parallel.dims import ParallelDims
