@@ -32,11 +32,12 @@ class EvaluateConfig:
     """Scoring.
 
     The text to score.
+
+    Attributes:
+        input: prefix of a .bin/.idx pair, or text file (default: the validation and test data of the training).
     """
 
-    input: str | None = flag(
-        None, "prefix of a .bin/.idx pair, or text file (default: the validation and test data of the training)"
-    )
+    input: str | None = flag(None)
 
 
 def parse(argv: list[str]) -> ParsedRun:

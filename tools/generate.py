@@ -45,23 +45,24 @@ class GenerateConfig(ChatConfig):
     """Prompts.
 
     The source of the prompts, and the batch size.
+
+    Attributes:
+        prompt_file: file with one prompt per line, or NAME.jsonl or NAME.json (default: stdin, unless --prompt is
+            given).
+        chat: treat prompts as messages of a user, which are rendered with the chat template.
+        truncate_prompt: remove the beginning of a prompt that leaves no room for --sample-tokens, instead of rejecting
+            long prompts.
+        prompts_at_once: number of prompts per batch, whose keys and values are all cached; auto: as many as fit, at
+            most 256.
+        kv_cache_device: location of the key-value cache; with host, one layer's cache at a time is copied to the
+            device.
     """
 
-    prompt_file: str | None = flag(
-        None, "file with one prompt per line, or NAME.jsonl or NAME.json (default: stdin, unless --prompt is given)"
-    )
-    chat: bool = flag(False, "treat prompts as messages of a user, which are rendered with the chat template")
-    truncate_prompt: bool = flag(
-        False,
-        "remove the beginning of a prompt that leaves no room for --sample-tokens, instead of rejecting long prompts",
-    )
-    prompts_at_once: int | Literal["auto"] = flag(
-        8, "number of prompts per batch, whose keys and values are all cached; auto: as many as fit, at most 256"
-    )
-    kv_cache_device: Literal["device", "host"] = flag(
-        "device",
-        "location of the key-value cache; with host, one layer's cache at a time is copied to the device",
-    )
+    prompt_file: str | None = flag(None)
+    chat: bool = flag(False)
+    truncate_prompt: bool = flag(False)
+    prompts_at_once: int | Literal["auto"] = flag(8)
+    kv_cache_device: Literal["device", "host"] = flag("device")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,11 +28,16 @@ class InspectConfig:
     """Inspection.
 
     The flags that name a dataset, and the part of it to print.
+
+    Attributes:
+        input: prefix of the .bin/.idx pair.
+        document: index of the document to print.
+        tokens: number of tokens to print.
     """
 
-    input: str | None = flag(None, "prefix of the .bin/.idx pair", metavar="PREFIX")
-    document: int = flag(0, "index of the document to print")
-    tokens: int = flag(100, "number of tokens to print")
+    input: str | None = flag(None, metavar="PREFIX")
+    document: int = flag(0)
+    tokens: int = flag(100)
 
     def __post_init__(self) -> None:
         check_not_negative(self, "tokens")

@@ -26,13 +26,16 @@ class MergeConfig:
     """Datasets.
 
     The datasets to merge.
+
+    Attributes:
+        input: prefixes of the .bin/.idx pairs, in order; a folder means all its pairs, sorted by name.
+        output_prefix: prefix of the .bin/.idx pair to write.
+        overwrite: replace an existing pair with the output's prefix.
     """
 
-    input: tuple[str, ...] = flag(
-        (), "prefixes of the .bin/.idx pairs, in order; a folder means all its pairs, sorted by name", nargs="+"
-    )
-    output_prefix: str | None = flag(None, "prefix of the .bin/.idx pair to write", metavar="PREFIX")
-    overwrite: bool = flag(False, "replace an existing pair with the output's prefix")
+    input: tuple[str, ...] = flag((), nargs="+")
+    output_prefix: str | None = flag(None, metavar="PREFIX")
+    overwrite: bool = flag(False)
 
 
 @program_of(MergeConfig)

@@ -32,33 +32,35 @@ class TrainTokenizerConfig:
     """Tokenizer training.
 
     The training text, and the output of the SentencePiece model.
+
+    Attributes:
+        input: JSON Lines, Parquet or text files, also compressed (.gz, .zst).
+        json_key: field of a JSON object or Parquet column that holds the text.
+        output_prefix: prefix of the output, which is PREFIX.model.
+        vocab_size: number of pieces in the vocabulary.
+        model_type: algorithm of SentencePiece.
+        max_characters: number of characters to train on, in equal parts from the beginnings of the files.
+        workers: number of SentencePiece's threads, which speed up unigram only; its pieces depend slightly on this
+            number.
+        on_error: action at a malformed line: abort, or report the line and skip it.
+        character_coverage: share of the text's characters that the pieces cover, 0.98 to 1; all others are encoded as
+            bytes (default: 0.9995, as in SentencePiece).
+        minloglevel: log level of SentencePiece: 0 shows its whole log with the progress, 1 warnings, 2 errors; options
+            in the log are SentencePiece's own, not flags of this program.
+        overwrite: replace an existing tokenizer at the output's path.
     """
 
-    input: tuple[str, ...] = flag((), "JSON Lines, Parquet or text files, also compressed (.gz, .zst)", nargs="+")
-    json_key: str = flag("text", "field of a JSON object or Parquet column that holds the text")
-    output_prefix: str | None = flag(None, "prefix of the output, which is PREFIX.model", metavar="PREFIX")
-    vocab_size: int = flag(32000, "number of pieces in the vocabulary")
-    model_type: Literal["bpe", "unigram"] = flag("bpe", "algorithm of SentencePiece")
-    max_characters: int = flag(
-        MAX_CHARACTERS, "number of characters to train on, in equal parts from the beginnings of the files"
-    )
-    workers: int = flag(
-        1, "number of SentencePiece's threads, which speed up unigram only; its pieces depend slightly on this number"
-    )
-    on_error: Literal["stop", "skip"] = flag(
-        "stop", "action at a malformed line: abort, or report the line and skip it"
-    )
-    character_coverage: float | None = flag(
-        None,
-        "share of the text's characters that the pieces cover, 0.98 to 1; all others are encoded as bytes "
-        "(default: 0.9995, as in SentencePiece)",
-    )
-    minloglevel: Literal[0, 1, 2] = flag(
-        2,
-        "log level of SentencePiece: 0 shows its whole log with the progress, 1 warnings, 2 errors; options in the log "
-        "are SentencePiece's own, not flags of this program",
-    )
-    overwrite: bool = flag(False, "replace an existing tokenizer at the output's path")
+    input: tuple[str, ...] = flag((), nargs="+")
+    json_key: str = flag("text")
+    output_prefix: str | None = flag(None, metavar="PREFIX")
+    vocab_size: int = flag(32000)
+    model_type: Literal["bpe", "unigram"] = flag("bpe")
+    max_characters: int = flag(MAX_CHARACTERS)
+    workers: int = flag(1)
+    on_error: Literal["stop", "skip"] = flag("stop")
+    character_coverage: float | None = flag(None)
+    minloglevel: Literal[0, 1, 2] = flag(2)
+    overwrite: bool = flag(False)
 
     def __post_init__(self) -> None:
         check_words(self)

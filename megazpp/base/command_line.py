@@ -45,6 +45,7 @@ from megazpp.base.flags import (
     check_needs,
     config_title,
     flag_name,
+    flag_texts,
     is_union,
     not_empty,
     type_hints,
@@ -136,11 +137,12 @@ class FlagParser:
         assert len(set(names)) == len(names), f"{names} has a name twice"
         for config in self.configs:
             group = self._argparse.add_argument_group(config_title(config))
-            hints = type_hints(config)
+            hints, texts = type_hints(config), flag_texts(config)
             for field in dataclasses.fields(config):
-                known = field.name in from_checkpoint and "(default" not in field.metadata["flag"].help
+                text = texts.get(field.name, "")
+                known = field.name in from_checkpoint and "(default" not in text
                 default = defaults.get(field.name, "the checkpoint's" if known else field.default)
-                action, optional = _add_flag(group, field, hints[field.name], default)
+                action, optional = _add_flag(group, field, hints[field.name], default, text)
                 self._may_be_none |= {field.name} if optional else set()
                 self._actions |= dict.fromkeys(action.option_strings, action)
 
@@ -246,9 +248,8 @@ class FlagParser:
             raise ValueError(f"{given.name} takes no value, not {' '.join(given.values)}")
         if action.nargs is None and len(given.values) != 1:
             raise ValueError(f"{given.name} takes one value, not {len(given.values)}")
-        argv = [given.name, *given.values]
-        if len(given.values) == 1:
-            argv = [f"{given.name}={given.values[0]}"]  # without the =, argparse would read -1e-3 as a flag
+        # Join a flag and its single value by =, because argparse would read a separate -1e-3 as a flag
+        argv = [f"{given.name}={given.values[0]}"] if len(given.values) == 1 else [given.name, *given.values]
         read = vars(self._argparse.parse_args(argv, argparse.Namespace()))
         return {name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
 
@@ -445,7 +446,7 @@ class _RaisingParser(argparse.ArgumentParser):
 
 
 def _add_flag(
-    group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any, default: Any
+    group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any, default: Any, text: str
 ) -> tuple[argparse.Action, bool]:
     """Add the flag of a config's field to an argparse group.
 
@@ -454,12 +455,13 @@ def _add_flag(
         field: dataclass field with its `FlagSpec`.
         hint: type annotation of the field.
         default: default that --help shows.
+        text: description of the flag for --help.
 
     Returns:
         argparse's action of the flag; and True if the field may be None, so that the flag accepts the word "none".
     """
     spec: FlagSpec = field.metadata["flag"]
-    help_text = spec.help + (f"; needs {spec.needs}" if spec.needs else "")
+    help_text = text + (f"; needs {spec.needs}" if spec.needs else "")
     if default is not None and default is not False and default not in ("", ()):
         help_text += f" (default: {as_words(default)})"
     settings: dict[str, Any] = {"dest": field.name, "help": help_text.replace("%", "%%")}

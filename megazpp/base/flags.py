@@ -6,6 +6,7 @@ A config is a frozen dataclass whose fields are created by `flag()`. It is defin
 - The annotation is the type: `int`, `float`, `str`, `bool`, `Literal[...]`, `int | Literal["auto"]` or
   `tuple[int, ...]`, each optionally with `| None`.
 - A bool has the two flags `--name` and `--no-name`.
+- The section "Attributes:" of the class's docstring has the text for --help: meaning, unit and cost of each field.
 - A field that may be None accepts the word `none`, so that the command line can undo a flag file.
 - Floats are finite, and ints fit in 64 bits.
 
@@ -18,7 +19,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import inspect
 import math
+import re
 import reprlib
 import shlex
 import types
@@ -40,7 +43,6 @@ class FlagSpec(NamedTuple):
     """Description of a command-line flag, which `flag()` stores in the metadata of a config's field.
 
     Attributes:
-        help: text for --help: meaning, unit, cost.
         name: name of the flag, with `--`; None for the field's name with dashes.
         aliases: further names of the flag.
         nargs: number of values of a tuple field: a fixed count, "*" or "+"; None for the number by type.
@@ -51,7 +53,6 @@ class FlagSpec(NamedTuple):
         common: True if --help lists the flag; --help-all lists all flags.
     """
 
-    help: str
     name: str | None = None
     aliases: tuple[str, ...] = ()
     nargs: int | str | None = None
@@ -60,15 +61,14 @@ class FlagSpec(NamedTuple):
     common: bool = False
 
 
-def flag(default: Any, help: str, **spec: Any) -> Any:
+def flag(default: Any, **spec: Any) -> Any:
     """Return a field for a config dataclass that is also a command-line flag.
 
     Args:
         default: default value of the field.
-        help: text for --help: meaning, unit, cost.
-        **spec: further attributes of `FlagSpec`, such as `needs`.
+        **spec: attributes of `FlagSpec`, such as `needs`.
     """
-    return dataclasses.field(default=default, metadata={"flag": FlagSpec(help, **spec)})
+    return dataclasses.field(default=default, metadata={"flag": FlagSpec(**spec)})
 
 
 def flag_name(field: dataclasses.Field[Any]) -> str:
@@ -80,6 +80,18 @@ def flag_name(field: dataclasses.Field[Any]) -> str:
 def config_title(config: type) -> str:
     """Return the first line of a config class's docstring, which is the title of its flags in --help."""
     return (config.__doc__ or config.__name__).strip().splitlines()[0].rstrip(".")
+
+
+@functools.cache
+def flag_texts(config: type) -> dict[str, str]:
+    """Return the text for --help of each flag of a config class, by field name.
+
+    The texts are the entries of the section "Attributes:" of the class's docstring, and of its base classes' docstrings
+    for inherited fields. The result is empty if Python runs without docstrings (-OO).
+    """
+    sections = (inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2] for kind in reversed(config.__mro__))
+    entries = (entry for section in sections for entry in re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", section, re.M))
+    return {name: " ".join(text.split()).removesuffix(".") for name, text in entries}
 
 
 def check_positive(config: Any, *names: str) -> None:

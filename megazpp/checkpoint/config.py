@@ -12,43 +12,52 @@ class CheckpointConfig:
     """Checkpoints.
 
     Folders to save to and load from, save intervals, and the parts of a checkpoint to save and load.
+
+    Attributes:
+        save: folder to save checkpoints in; only one job at a time may use it.
+        save_to_run_dir: save checkpoints in checkpoints/ of the run folder, if --save is not given.
+        save_interval: iterations between checkpoints; the last iteration is always saved.
+        keep_last: number of newest checkpoints to keep; older ones are deleted (default: keep all).
+        save_retain_interval: keep checkpoints whose iteration is a multiple of this number, and the --keep-last newest
+            (default: 1).
+        save_optim: save the optimizer states.
+        save_rng: save the states of the random generators.
+        async_save: save in the background during training, from a copy of the tensors in host memory.
+        load: folder of checkpoints to load; a training run starts from scratch if it has none.
+        ckpt_step: load the checkpoint of this iteration instead of the latest.
+        load_fallback: load the newest undamaged checkpoint before the requested one if that is damaged.
+        load_optim: load the optimizer states and continue the learning-rate schedule.
+        load_rng: load the states of the random generators.
+        finetune: load only the weights and start at iteration 0.
+        exit_on_missing_checkpoint: stop with an error if --load has no checkpoint.
+        use_checkpoint_args: take the model's shape from the checkpoint.
+        override_opt_param_scheduler: use this run's learning-rate schedule if the checkpoint has a different one.
+        use_checkpoint_opt_param_scheduler: use the checkpoint's learning-rate schedule if this run has a different one.
     """
 
-    save: str | None = flag(None, "folder to save checkpoints in; only one job at a time may use it", common=True)
-    save_to_run_dir: bool = flag(False, "save checkpoints in checkpoints/ of the run folder, if --save is not given")
-    save_interval: int | None = flag(
-        None, "iterations between checkpoints; the last iteration is always saved", common=True
-    )
-    keep_last: int | None = flag(
-        None, "number of newest checkpoints to keep; older ones are deleted (default: keep all)"
-    )
-    save_retain_interval: int | None = flag(
-        None, "keep checkpoints whose iteration is a multiple of this number, and the --keep-last newest (default: 1)"
-    )
-    save_optim: bool = flag(True, "save the optimizer states")
-    save_rng: bool = flag(True, "save the states of the random generators")
-    async_save: bool = flag(False, "save in the background during training, from a copy of the tensors in host memory")
-    load: str | None = flag(
-        None, "folder of checkpoints to load; a training run starts from scratch if it has none", common=True
-    )
-    ckpt_step: int | None = flag(None, "load the checkpoint of this iteration instead of the latest")
-    load_fallback: bool = flag(
-        False, "load the newest undamaged checkpoint before the requested one if that is damaged"
-    )
-    load_optim: bool = flag(True, "load the optimizer states and continue the learning-rate schedule")
-    load_rng: bool = flag(True, "load the states of the random generators")
-    finetune: bool = flag(False, "load only the weights and start at iteration 0")
-    exit_on_missing_checkpoint: bool = flag(False, "stop with an error if --load has no checkpoint")
-    use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
+    save: str | None = flag(None, common=True)
+    save_to_run_dir: bool = flag(False)
+    save_interval: int | None = flag(None, common=True)
+    keep_last: int | None = flag(None)
+    save_retain_interval: int | None = flag(None)
+    save_optim: bool = flag(True)
+    save_rng: bool = flag(True)
+    async_save: bool = flag(False)
+    load: str | None = flag(None, common=True)
+    ckpt_step: int | None = flag(None)
+    load_fallback: bool = flag(False)
+    load_optim: bool = flag(True)
+    load_rng: bool = flag(True)
+    finetune: bool = flag(False)
+    exit_on_missing_checkpoint: bool = flag(False)
+    use_checkpoint_args: bool = flag(False)
     override_opt_param_scheduler: bool = flag(
         False,
-        "use this run's learning-rate schedule if the checkpoint has a different one",
         name="--override-opt_param-scheduler",
         aliases=("--override-opt-param-scheduler", "--override-lr-scheduler"),
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
-        "use the checkpoint's learning-rate schedule if this run has a different one",
         name="--use-checkpoint-opt_param-scheduler",
         aliases=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
     )

@@ -13,21 +13,24 @@ class ConvertConfig:
     """Conversion.
 
     Source and target of a model's conversion, and their formats.
+
+    Attributes:
+        input: folder of a Hugging Face model, or of checkpoints of Megatron-LM or MegaZ++.
+        output: folder to write, which must be new or empty.
+        source: format of --input (default: detected from its files).
+        target: format of --output (default: huggingface for --from megazpp, megazpp for other formats).
+        ckpt_step: convert the checkpoint of this iteration instead of the latest.
+        adapter: folder of a LoRA adapter (adapter_config.json) to merge into the weights.
+        keep_adapters: write a LoRA run's base, and its adapters for PEFT into adapter/, instead of merging them.
     """
 
-    input: str | None = flag(None, "folder of a Hugging Face model, or of checkpoints of Megatron-LM or MegaZ++")
-    output: str | None = flag(None, "folder to write, which must be new or empty")
-    source: Literal["huggingface", "megatron", "megazpp"] | None = flag(
-        None, "format of --input (default: detected from its files)", name="--from"
-    )
-    target: Literal["huggingface", "megazpp"] | None = flag(
-        None, "format of --output (default: huggingface for --from megazpp, megazpp for other formats)", name="--to"
-    )
-    ckpt_step: int | None = flag(None, "convert the checkpoint of this iteration instead of the latest")
-    adapter: str | None = flag(None, "folder of a LoRA adapter (adapter_config.json) to merge into the weights")
-    keep_adapters: bool = flag(
-        False, "write a LoRA run's base, and its adapters for PEFT into adapter/, instead of merging them"
-    )
+    input: str | None = flag(None)
+    output: str | None = flag(None)
+    source: Literal["huggingface", "megatron", "megazpp"] | None = flag(None, name="--from")
+    target: Literal["huggingface", "megazpp"] | None = flag(None, name="--to")
+    ckpt_step: int | None = flag(None)
+    adapter: str | None = flag(None)
+    keep_adapters: bool = flag(False)
 
     def __post_init__(self) -> None:
         check_words(self)

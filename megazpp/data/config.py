@@ -25,29 +25,36 @@ class DataConfig:
     """Data.
 
     Sources of tokens for training, validation and test, and how their documents are cut into samples.
+
+    Attributes:
+        data_path: prefixes of .bin/.idx files, with weights to blend: 0.3 A 0.7 B.
+        text_path: text or JSON lines files to tokenize, or builtin:moby_dick.
+        train_data_path: as --data-path, for training only.
+        valid_data_path: as --data-path, for validation only.
+        test_data_path: as --data-path, for the test only.
+        split: train, validation and test proportions, by document (by token if there are too few documents).
+        data_cache_path: directory for indices and trained tokenizers (default: megazpp in the user's cache directory).
+        mock_data: use generated documents instead of files.
+        num_workers: threads that prepare the samples of the next steps; 0 prepares a step when it begins.
+        seq_length: tokens of a sample.
+        reset_position_ids: count positions from the start of the document.
+        reset_attention_mask: attend within a document only.
+        eod_mask_loss: no loss on the prediction of the token after an end-of-document token.
     """
 
-    data_path: tuple[str, ...] = flag(
-        (), "prefixes of .bin/.idx files, with weights to blend: 0.3 A 0.7 B", nargs="*", common=True
-    )
-    text_path: tuple[str, ...] = flag(
-        (), "text or JSON lines files to tokenize, or builtin:moby_dick", nargs="*", common=True
-    )
-    train_data_path: tuple[str, ...] = flag((), "as --data-path, for training only", nargs="*")
-    valid_data_path: tuple[str, ...] = flag((), "as --data-path, for validation only", nargs="*")
-    test_data_path: tuple[str, ...] = flag((), "as --data-path, for the test only", nargs="*")
-    split: str = flag(
-        "969, 30, 1", "train, validation and test proportions, by document (by token if there are too few documents)"
-    )
-    data_cache_path: str | None = flag(
-        None, "directory for indices and trained tokenizers (default: megazpp in the user's cache directory)"
-    )
-    mock_data: bool = flag(False, "use generated documents instead of files")
-    num_workers: int = flag(2, "threads that prepare the samples of the next steps; 0 prepares a step when it begins")
-    seq_length: int | None = flag(None, "tokens of a sample", common=True)
-    reset_position_ids: bool = flag(False, "count positions from the start of the document")
-    reset_attention_mask: bool = flag(False, "attend within a document only")
-    eod_mask_loss: bool = flag(False, "no loss on the prediction of the token after an end-of-document token")
+    data_path: tuple[str, ...] = flag((), nargs="*", common=True)
+    text_path: tuple[str, ...] = flag((), nargs="*", common=True)
+    train_data_path: tuple[str, ...] = flag((), nargs="*")
+    valid_data_path: tuple[str, ...] = flag((), nargs="*")
+    test_data_path: tuple[str, ...] = flag((), nargs="*")
+    split: str = flag("969, 30, 1")
+    data_cache_path: str | None = flag(None)
+    mock_data: bool = flag(False)
+    num_workers: int = flag(2)
+    seq_length: int | None = flag(None, common=True)
+    reset_position_ids: bool = flag(False)
+    reset_attention_mask: bool = flag(False)
+    eod_mask_loss: bool = flag(False)
 
     def __post_init__(self) -> None:
         check_words(self)

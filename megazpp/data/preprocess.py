@@ -46,16 +46,26 @@ class PreprocessConfig:
     """Preprocessing.
 
     The corpus to tokenize, and the .bin/.idx pairs to write.
+
+    Attributes:
+        input: JSON lines, Parquet or text files, also .gz and .zst.
+        json_keys: fields to tokenize, each into a separate dataset.
+        output_prefix: prefix of the datasets PREFIX_KEY_document.bin and .idx.
+        append_eod: end every document with the tokenizer's end-of-document token.
+        workers: processes that tokenize.
+        log_interval: documents between two lines of progress.
+        on_error: reaction to a malformed line; skip counts it and continues.
+        overwrite: replace existing datasets.
     """
 
-    input: tuple[str, ...] = flag((), "JSON lines, Parquet or text files, also .gz and .zst", nargs="+")
-    json_keys: tuple[str, ...] = flag(("text",), "fields to tokenize, each into a separate dataset", nargs="+")
-    output_prefix: str | None = flag(None, "prefix of the datasets PREFIX_KEY_document.bin and .idx", metavar="PREFIX")
-    append_eod: bool = flag(False, "end every document with the tokenizer's end-of-document token")
-    workers: int = flag(1, "processes that tokenize")
-    log_interval: int = flag(1000, "documents between two lines of progress")
-    on_error: Literal["stop", "skip"] = flag("stop", "reaction to a malformed line; skip counts it and continues")
-    overwrite: bool = flag(False, "replace existing datasets")
+    input: tuple[str, ...] = flag((), nargs="+")
+    json_keys: tuple[str, ...] = flag(("text",), nargs="+")
+    output_prefix: str | None = flag(None, metavar="PREFIX")
+    append_eod: bool = flag(False)
+    workers: int = flag(1)
+    log_interval: int = flag(1000)
+    on_error: Literal["stop", "skip"] = flag("stop")
+    overwrite: bool = flag(False)
 
     def __post_init__(self) -> None:
         check_words(self)

@@ -41,6 +41,20 @@ class TokenizerConfig:
     """Tokenizer.
 
     Without any of these flags a SentencePiece tokenizer is trained on --text-path.
+
+    Attributes:
+        tokenizer_type: kind of tokenizer (default: detected from --tokenizer-model; without it, a tokenizer is
+            trained).
+        tokenizer_model: Hugging Face folder or tokenizer.json, or SentencePiece model.
+        vocab_size: pieces of a SentencePiece tokenizer to train (default: 4096).
+        vocab_file: GPT-2's vocab.json, for GPT2BPETokenizer.
+        merge_file: GPT-2's merges.txt, for GPT2BPETokenizer.
+        eos_token: token that ends documents, answers and generated texts (default: the eos token of the tokenizer's
+            files).
+        add_special_tokens: put the special tokens of the tokenizer's files (BOS, ...) around texts, as transformers
+            does.
+        model_vocab_size: size of the model's vocabulary, if it differs from the tokenizer's (default: the
+            checkpoint's).
     """
 
     tokenizer_type: (
@@ -52,22 +66,14 @@ class TokenizerConfig:
             "NullTokenizer",
         ]
         | None
-    ) = flag(None, "kind of tokenizer (default: detected from --tokenizer-model; without it, a tokenizer is trained)")
-    tokenizer_model: str | None = flag(
-        None, "Hugging Face folder or tokenizer.json, or SentencePiece model", common=True
-    )
-    vocab_size: int | None = flag(None, "pieces of a SentencePiece tokenizer to train (default: 4096)", common=True)
-    vocab_file: str | None = flag(None, "GPT-2's vocab.json, for GPT2BPETokenizer")
-    merge_file: str | None = flag(None, "GPT-2's merges.txt, for GPT2BPETokenizer")
-    eos_token: str | None = flag(
-        None, "token that ends documents, answers and generated texts (default: the eos token of the tokenizer's files)"
-    )
-    add_special_tokens: bool = flag(
-        True, "put the special tokens of the tokenizer's files (BOS, ...) around texts, as transformers does"
-    )
-    model_vocab_size: int | None = flag(
-        None, "size of the model's vocabulary, if it differs from the tokenizer's (default: the checkpoint's)"
-    )
+    ) = flag(None)
+    tokenizer_model: str | None = flag(None, common=True)
+    vocab_size: int | None = flag(None, common=True)
+    vocab_file: str | None = flag(None)
+    merge_file: str | None = flag(None)
+    eos_token: str | None = flag(None)
+    add_special_tokens: bool = flag(True)
+    model_vocab_size: int | None = flag(None)
 
     def __post_init__(self) -> None:
         check_words(self)

@@ -38,38 +38,35 @@ class DilocoConfig(FeatureConfig):
     A replica group is one or several nodes that train as usual. Every --diloco-steps steps the groups synchronize: the
     outer optimizer updates the outer weights. Checkpoints store the outer weights. Validation uses the copy of the
     outer weights that each group has received.
+
+    Attributes:
+        diloco_steps: steps between two synchronizations of the replica groups; enables DiLoCo.
+        diloco_replica_groups: number of replica groups, each with the same number of nodes (default: one group per
+            node).
+        diloco_outer_lr: outer learning rate (default: 0.4; 1 with fewer than 200 planned synchronizations or
+            --diloco-steps below 10).
+        diloco_outer_momentum: outer Nesterov momentum (default: 0.9; 0 in the cases where the default outer learning
+            rate is 1).
+        diloco_fragments: number of parts of the model that synchronize in turn within --diloco-steps; 1 is plain
+            DiLoCo.
+        diloco_fragment_sync_delay: training steps that overlap a synchronization, before its result is merged.
+        diloco_fragment_update_alpha: fraction of a replica group's own weights in a merge with the outer weights
+            (default: 0, or 0.5 with --diloco-fragment-sync-delay).
+        diloco_weight_bits: bits per element of the changes of outer weights between replica groups; 16: compute dtype,
+            not quantized.
+        diloco_gradient_bits: bits per element of outer gradients between replica groups; 16: gradient dtype, not
+            quantized.
     """
 
-    diloco_steps: int | None = flag(None, "steps between two synchronizations of the replica groups; enables DiLoCo")
-    diloco_replica_groups: int | None = flag(
-        None,
-        "number of replica groups, each with the same number of nodes (default: one group per node)",
-    )
-    diloco_outer_lr: float | None = flag(
-        None,
-        f"outer learning rate (default: 0.4; 1 with fewer than {FEWEST} planned synchronizations or --diloco-steps "
-        f"below {SHORTEST})",
-    )
-    diloco_outer_momentum: float | None = flag(
-        None, "outer Nesterov momentum (default: 0.9; 0 in the cases where the default outer learning rate is 1)"
-    )
-    diloco_fragments: int = flag(
-        1, "number of parts of the model that synchronize in turn within --diloco-steps; 1 is plain DiLoCo"
-    )
-    diloco_fragment_sync_delay: int = flag(
-        0, "training steps that overlap a synchronization, before its result is merged"
-    )
-    diloco_fragment_update_alpha: float | None = flag(
-        None,
-        "fraction of a replica group's own weights in a merge with the outer weights (default: 0, or 0.5 with "
-        "--diloco-fragment-sync-delay)",
-    )
-    diloco_weight_bits: Literal[16, 8, 4] = flag(
-        4, "bits per element of the changes of outer weights between replica groups; 16: compute dtype, not quantized"
-    )
-    diloco_gradient_bits: Literal[16, 8, 4] = flag(
-        4, "bits per element of outer gradients between replica groups; 16: gradient dtype, not quantized"
-    )
+    diloco_steps: int | None = flag(None)
+    diloco_replica_groups: int | None = flag(None)
+    diloco_outer_lr: float | None = flag(None)
+    diloco_outer_momentum: float | None = flag(None)
+    diloco_fragments: int = flag(1)
+    diloco_fragment_sync_delay: int = flag(0)
+    diloco_fragment_update_alpha: float | None = flag(None)
+    diloco_weight_bits: Literal[16, 8, 4] = flag(4)
+    diloco_gradient_bits: Literal[16, 8, 4] = flag(4)
 
     def __post_init__(self) -> None:
         check_words(self)

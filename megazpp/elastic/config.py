@@ -24,54 +24,35 @@ class ElasticConfig(FeatureConfig):
     Each replica group is a separate job. A group may start, end or fall behind while the other groups continue. A small
     program, tools/coordinate.py, decides which groups take part and assigns training samples to them.
     --diloco-replica-groups gives the nominal number of groups, G: each group trains 1 / G of the global batch.
+
+    Attributes:
+        diloco_coordinator: HOST:PORT of tools/coordinate.py; this job is then one of the run's replica groups.
+        diloco_group: name of this job's replica group (default: host name of rank 0).
+        diloco_secret_file: file with the secret of the run, readable only by its owner (default: none, if the
+            coordinator is on 127.0.0.1).
+        diloco_quorum: number of groups whose whole intervals must have arrived before --diloco-grace begins (default:
+            half of the live groups).
+        diloco_grace: seconds that a synchronization waits for more groups after --diloco-quorum (default: 3 % of an
+            interval, at least 1).
+        diloco_wait_for_all: wait for all live groups at every synchronization, as DiLoCo without --diloco-coordinator
+            does; results are then reproducible.
+        diloco_min_groups: number of live groups below which the others wait instead of training on.
+        diloco_late_factor: factor for the weight of a group's contribution for each synchronization that it is late.
+        diloco_listen: host on which ranks serve messages to other groups (default: local address of the coordinator's
+            connection).
+        diloco_advertise: host at which other groups reach this one (default: --diloco-listen).
     """
 
-    diloco_coordinator: str | None = flag(
-        None, "HOST:PORT of tools/coordinate.py; this job is then one of the run's replica groups", metavar="HOST:PORT"
-    )
-    diloco_group: str | None = flag(
-        None, "name of this job's replica group (default: host name of rank 0)", needs="--diloco-coordinator"
-    )
-    diloco_secret_file: str | None = flag(
-        None,
-        "file with the secret of the run, readable only by its owner (default: none, if the coordinator is on "
-        "127.0.0.1)",
-        needs="--diloco-coordinator",
-    )
-    diloco_quorum: int | None = flag(
-        None,
-        "number of groups whose whole intervals must have arrived before --diloco-grace begins (default: half of the "
-        "live groups)",
-        needs="--diloco-coordinator",
-    )
-    diloco_grace: float | None = flag(
-        None,
-        "seconds that a synchronization waits for more groups after --diloco-quorum (default: 3 % of an interval, at "
-        "least 1)",
-        needs="--diloco-coordinator",
-    )
-    diloco_wait_for_all: bool = flag(
-        False,
-        "wait for all live groups at every synchronization, as DiLoCo without --diloco-coordinator does; results are "
-        "then reproducible",
-        needs="--diloco-coordinator",
-    )
-    diloco_min_groups: int = flag(
-        1, "number of live groups below which the others wait instead of training on", needs="--diloco-coordinator"
-    )
-    diloco_late_factor: float = flag(
-        0.5,
-        "factor for the weight of a group's contribution for each synchronization that it is late",
-        needs="--diloco-coordinator",
-    )
-    diloco_listen: str | None = flag(
-        None,
-        "host on which ranks serve messages to other groups (default: local address of the coordinator's connection)",
-        needs="--diloco-coordinator",
-    )
-    diloco_advertise: str | None = flag(
-        None, "host at which other groups reach this one (default: --diloco-listen)", needs="--diloco-coordinator"
-    )
+    diloco_coordinator: str | None = flag(None, metavar="HOST:PORT")
+    diloco_group: str | None = flag(None, needs="--diloco-coordinator")
+    diloco_secret_file: str | None = flag(None, needs="--diloco-coordinator")
+    diloco_quorum: int | None = flag(None, needs="--diloco-coordinator")
+    diloco_grace: float | None = flag(None, needs="--diloco-coordinator")
+    diloco_wait_for_all: bool = flag(False, needs="--diloco-coordinator")
+    diloco_min_groups: int = flag(1, needs="--diloco-coordinator")
+    diloco_late_factor: float = flag(0.5, needs="--diloco-coordinator")
+    diloco_listen: str | None = flag(None, needs="--diloco-coordinator")
+    diloco_advertise: str | None = flag(None, needs="--diloco-coordinator")
 
     def __post_init__(self) -> None:
         check_words(self)

@@ -18,44 +18,28 @@ class SampleConfig(FeatureConfig):
     """Text generation.
 
     Flags for the prompts, the number of tokens, and the way in which tokens are sampled.
+
+    Attributes:
+        sample_prompt: texts to continue (default: an end-of-document token; in generate.py, the text from stdin).
+        sample_tokens: number of tokens to generate for each prompt; 0 generates no text.
+        sample_temperature: divisor of the logits; 0 selects the most likely token.
+        sample_top_k: number of most likely tokens to sample from; 0 samples from all.
+        sample_top_p: probability in (0, 1]: sample from the most likely tokens that together have this probability.
+        sample_min_p: fraction in [0, 1]: sample from tokens with at least this fraction of the most likely token's
+            probability.
+        sample_repetition_penalty: divisor of positive logits and factor of negative logits, for tokens that already
+            occur in the prompt or text.
+        sample_stop: strings that end a generated text and are left out of it; \\n in a string is a line break.
     """
 
-    sample_prompt: tuple[str, ...] = flag(
-        (),
-        "texts to continue (default: an end-of-document token; in generate.py, the text from stdin)",
-        nargs="*",
-        aliases=("--prompt",),
-    )
-    sample_tokens: int = flag(
-        0, "number of tokens to generate for each prompt; 0 generates no text", aliases=("--num-tokens-to-generate",)
-    )
-    sample_temperature: float = flag(
-        0.8, "divisor of the logits; 0 selects the most likely token", aliases=("--temperature",)
-    )
-    sample_top_k: int = flag(
-        40, "number of most likely tokens to sample from; 0 samples from all", aliases=("--top-k", "--top_k")
-    )
-    sample_top_p: float = flag(
-        1.0,
-        "probability in (0, 1]: sample from the most likely tokens that together have this probability",
-        aliases=("--top-p", "--top_p"),
-    )
-    sample_min_p: float | None = flag(
-        None,
-        "fraction in [0, 1]: sample from tokens with at least this fraction of the most likely token's probability",
-        aliases=("--min-p",),
-    )
-    sample_repetition_penalty: float = flag(
-        1.0,
-        "divisor of positive logits and factor of negative logits, for tokens that already occur in the prompt or text",
-        aliases=("--repetition-penalty",),
-    )
-    sample_stop: tuple[str, ...] = flag(
-        (),
-        "strings that end a generated text and are left out of it; \\n in a string is a line break",
-        nargs="*",
-        aliases=("--stop",),
-    )
+    sample_prompt: tuple[str, ...] = flag((), nargs="*", aliases=("--prompt",))
+    sample_tokens: int = flag(0, aliases=("--num-tokens-to-generate",))
+    sample_temperature: float = flag(0.8, aliases=("--temperature",))
+    sample_top_k: int = flag(40, aliases=("--top-k", "--top_k"))
+    sample_top_p: float = flag(1.0, aliases=("--top-p", "--top_p"))
+    sample_min_p: float | None = flag(None, aliases=("--min-p",))
+    sample_repetition_penalty: float = flag(1.0, aliases=("--repetition-penalty",))
+    sample_stop: tuple[str, ...] = flag((), nargs="*", aliases=("--stop",))
 
     def __post_init__(self) -> None:
         check_not_negative(self, "sample_tokens", "sample_temperature", "sample_top_k")

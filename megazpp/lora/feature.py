@@ -19,13 +19,13 @@ class AdapterBaseConfig(FeatureConfig):
     """Checkpoints of LoRA.
 
     Flag for loading checkpoints of LoRA runs, which contain only adapters: where the base weights are.
+
+    Attributes:
+        lora_base: folders of checkpoints with the base weights of the LoRA adapters that are loaded, if they were
+            moved.
     """
 
-    lora_base: tuple[str, ...] = flag(
-        (),
-        "folders of checkpoints with the base weights of the LoRA adapters that are loaded, if they were moved",
-        nargs="*",
-    )
+    lora_base: tuple[str, ...] = flag((), nargs="*")
 
 
 class Lora(Feature):

@@ -25,222 +25,176 @@ class GPTConfig:
 
     The architecture, initialization, dropout, activation recomputation and compilation of a GPT model. A size that is
     None is not known yet: a checkpoint or another flag may set it later.
+
+    Attributes:
+        num_layers: number of transformer layers.
+        hidden_size: width of the residual stream, in channels.
+        ffn_hidden_size: width of the MLP's hidden layer, in channels (default: 4 x --hidden-size; with --swiglu two
+            thirds of that, rounded down to a multiple of 64).
+        num_attention_heads: number of query heads.
+        kv_channels: channels of each attention head (default: --hidden-size / --num-attention-heads).
+        group_query_attention: let several query heads share each key and value head.
+        num_query_groups: number of key and value heads with --group-query-attention.
+        max_position_embeddings: longest sequence, in tokens, for which the model has positions.
+        position_embedding_type: kind of position embeddings: a learned table, rotary embeddings, or none.
+        use_rotary_position_embeddings: older name of --position-embedding-type rope.
+        rotary_base: base of the rotary frequencies.
+        rotary_percent: fraction of each head's channels that rotary embeddings rotate, above 0 and up to 1.
+        no_rope_freq: layers without rotary embeddings: N for every Nth layer, or a list with 1 for each such layer and
+            0 for each other layer, such as [0,0,0,1].
+        use_rope_scaling: lower the low rotary frequencies as Llama 3.1 does, for sequences longer than
+            --rope-scaling-original-length.
+        rope_scaling_factor: divisor of the lowest rotary frequencies.
+        rope_scaling_original_length: sequence length, in tokens, with which the model was trained before
+            --use-rope-scaling.
+        rotary_seq_len_interpolation_factor: divisor of the positions from which rotary angles are computed (position
+            interpolation).
+        rope_type: rotary frequencies for contexts that are --rotary-scaling-factor times longer: rope changes nothing;
+            yarn divides low frequencies (YaRN); dynamic raises the base if a batch has a sequence longer than
+            --max-position-embeddings (NTK-aware).
+        rotary_scaling_factor: ratio of the new context length to the original one with --rope-type yarn or dynamic.
+        yarn_original_max_position_embeddings: context length, in tokens, with which the model was trained before
+            --rope-type yarn.
+        yarn_beta_fast: turns over the original context at and above which YaRN keeps a frequency unchanged.
+        yarn_beta_slow: turns over the original context at and below which YaRN divides a frequency in full.
+        yarn_attention_factor: number by which the cosines and sines of the rotary angles are multiplied (default: 1 +
+            0.1 ln --rotary-scaling-factor).
+        window_size: sliding-window attention: numbers of earlier and later tokens that each token attends to, in
+            addition to itself; LEFT is -1 for all earlier tokens.
+        window_attn_skip_freq: layers that use --window-size: N for all layers but every Nth, or a list with 1 for each
+            layer with a window and 0 for each other layer, such as [1,1,1,0] (default: all layers).
+        num_experts: experts per layer: a mixture of experts replaces the MLP, and no token is dropped.
+        moe_layer_freq: layers with experts in place of the MLP: every Nth layer from the first on, or a list with 1 for
+            each such layer and 0 for each other layer, such as [0,1,1,1].
+        moe_router_topk: number of experts that each token is sent to.
+        moe_ffn_hidden_size: width of one expert's hidden layer, in channels (default: --ffn-hidden-size).
+        moe_shared_expert_intermediate_size: width of the hidden layer, in channels, of an MLP that processes all tokens
+            in addition to their experts.
+        moe_shared_expert_gate: multiply the output of the shared MLP by a sigmoid gate.
+        moe_router_score_function: function that turns the router's logits into scores of experts.
+        moe_router_pre_softmax: weight experts' outputs by a softmax over all experts, computed before the choice,
+            instead of a softmax over the chosen experts.
+        moe_router_topk_scaling_factor: number by which the weights of the chosen experts' outputs are multiplied.
+        moe_router_enable_expert_bias: choose experts by their scores plus a bias, which each step raises for experts
+            with few tokens and lowers for the others; it balances the load without a loss.
+        moe_router_bias_update_rate: change of each expert's bias per optimizer step; 0 keeps the biases constant.
+        moe_router_load_balancing_type: loss that balances the load of experts: seq_aux_loss computes it in each
+            sequence, so it does not depend on the number of ranks or the micro-batch size.
+        moe_aux_loss_coeff: coefficient of the load-balancing loss.
+        moe_z_loss_coeff: coefficient of the z-loss, the mean square of the log of the router's softmax denominators.
+        make_vocab_size_divisible_by: pad the vocabulary to a multiple of this value times the tensor-parallel size.
+        normalization: normalization of all norm layers.
+        norm_epsilon: constant that norms add to the variance or mean square.
+        qk_layernorm: normalize each head's queries and keys before rotary embeddings.
+        qk_layernorm_all_heads: normalize the queries of all heads together, and likewise the keys, before rotary
+            embeddings (RMSNorm, as in OLMo 2).
+        norm_after_block: normalize the outputs of attention and MLP instead of their inputs.
+        embedding_multiplier: number by which word embeddings are multiplied.
+        residual_multiplier: number by which outputs of attention and MLP are multiplied before the residual stream adds
+            them.
+        attention_multiplier: number by which attention scores are multiplied before the softmax (default: 1 /
+            sqrt(head's channels)).
+        logits_scaling: divisor of the logits.
+        apply_layernorm_1p: store the weight of a norm minus 1, so that weight decay pulls it towards 1.
+        swiglu: use SwiGLU instead of GeLU in the MLP.
+        squared_relu: use squared ReLU instead of GeLU in the MLP.
+        openai_gelu: use the tanh approximation of GeLU in the MLP, as GPT-2 does.
+        untie_embeddings_and_output_weights: give the output layer its own weight instead of the word embedding's.
+        disable_bias_linear: remove the biases of all linear layers.
+        add_qkv_bias: give the projection to queries, keys and values a bias even with --disable-bias-linear.
+        init_method_std: standard deviation of the initial weights.
+        hidden_dropout: dropout rate of the outputs of embedding, attention and MLP.
+        attention_dropout: dropout rate of the attention probabilities.
+        recompute_activations: short for --recompute-granularity selective.
+        recompute_granularity: activations that backward recomputes instead of storing them: full recomputes each layer
+            from its input; selective recomputes the modules of --recompute-modules, and stores the outputs of matrix
+            products and attention.
+        recompute_modules: modules that --recompute-granularity selective recomputes: layernorm, all norms whose output
+            is the input of a matrix product; mlp_act, the activation of the MLP; core_attn, the attention core, which
+            stores its scores only where no fused kernel computes it (default: layernorm mlp_act; Megatron-LM's default
+            is core_attn).
+        recompute_method: layers that --recompute-granularity full recomputes: uniform, each layer separately; block,
+            only the first --recompute-num-layers layers (default: uniform).
+        recompute_num_layers: number of layers to recompute with --recompute-method block.
+        use_cpu_initialization: sample the initial weights on the CPU, so that they are the same on every kind of
+            device.
+        fp8_format: compute the matrix products of the layers' linear layers in float8, through torchao; needs --bf16
+            and GPUs with compute capability 8.9 or later. e4m3 is used for all operands; hybrid uses e5m2 for
+            gradients. Embedding, output layer, norms, adapters and communication do not change. Without --compile, each
+            cast takes several passes over memory. With tensor parallelism, the collectives of backward no longer
+            overlap with matrix products.
+        compile: apply torch.compile to each layer, in training and decoding, and to the computation of losses from
+            logits. The first step takes longer and later steps take less time (default: on CUDA if its compilers are
+            found).
     """
 
-    num_layers: int | None = flag(None, "number of transformer layers", common=True)
-    hidden_size: int | None = flag(None, "width of the residual stream, in channels", common=True)
-    ffn_hidden_size: int | None = flag(
-        None,
-        "width of the MLP's hidden layer, in channels (default: 4 x --hidden-size; with --swiglu two thirds of that, "
-        "rounded down to a multiple of 64)",
-    )
-    num_attention_heads: int | None = flag(None, "number of query heads", common=True)
-    kv_channels: int | None = flag(
-        None, "channels of each attention head (default: --hidden-size / --num-attention-heads)"
-    )
-    group_query_attention: bool = flag(False, "let several query heads share each key and value head")
-    num_query_groups: int = flag(1, "number of key and value heads with --group-query-attention")
-    max_position_embeddings: int | None = flag(None, "longest sequence, in tokens, for which the model has positions")
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag(
-        "learned_absolute", "kind of position embeddings: a learned table, rotary embeddings, or none"
-    )
-    use_rotary_position_embeddings: bool = flag(False, "older name of --position-embedding-type rope")
-    rotary_base: float = flag(10000.0, "base of the rotary frequencies")
-    rotary_percent: float = flag(
-        1.0, "fraction of each head's channels that rotary embeddings rotate, above 0 and up to 1"
-    )
-    no_rope_freq: str | None = flag(
-        None,
-        "layers without rotary embeddings: N for every Nth layer, or a list with 1 for each such layer and 0 for each "
-        "other layer, such as [0,0,0,1]",
-        metavar="N|LIST",
-    )
-    use_rope_scaling: bool = flag(
-        False,
-        "lower the low rotary frequencies as Llama 3.1 does, for sequences longer than --rope-scaling-original-length",
-    )
-    rope_scaling_factor: float = flag(8.0, "divisor of the lowest rotary frequencies", needs="--use-rope-scaling")
-    rope_scaling_original_length: int = flag(
-        8192,
-        "sequence length, in tokens, with which the model was trained before --use-rope-scaling",
-        needs="--use-rope-scaling",
-    )
-    rotary_seq_len_interpolation_factor: float | None = flag(
-        None, "divisor of the positions from which rotary angles are computed (position interpolation)"
-    )
-    rope_type: Literal["rope", "yarn", "dynamic"] = flag(
-        "rope",
-        "rotary frequencies for contexts that are --rotary-scaling-factor times longer: rope changes nothing; yarn "
-        "divides low frequencies (YaRN); dynamic raises the base if a batch has a sequence longer than "
-        "--max-position-embeddings (NTK-aware)",
-    )
-    rotary_scaling_factor: float = flag(
-        1.0, "ratio of the new context length to the original one with --rope-type yarn or dynamic"
-    )
-    yarn_original_max_position_embeddings: int = flag(
-        4096,
-        "context length, in tokens, with which the model was trained before --rope-type yarn",
-        needs="--rope-type yarn",
-    )
-    yarn_beta_fast: float = flag(
-        32.0,
-        "turns over the original context at and above which YaRN keeps a frequency unchanged",
-        needs="--rope-type yarn",
-    )
-    yarn_beta_slow: float = flag(
-        1.0,
-        "turns over the original context at and below which YaRN divides a frequency in full",
-        needs="--rope-type yarn",
-    )
-    yarn_attention_factor: float | None = flag(
-        None,
-        "number by which the cosines and sines of the rotary angles are multiplied (default: 1 + 0.1 ln "
-        "--rotary-scaling-factor)",
-        needs="--rope-type yarn",
-    )
-    window_size: str | None = flag(
-        None,
-        "sliding-window attention: numbers of earlier and later tokens that each token attends to, in addition to "
-        "itself; LEFT is -1 for all earlier tokens",
-        metavar="LEFT,0",
-    )
-    window_attn_skip_freq: str | None = flag(
-        None,
-        "layers that use --window-size: N for all layers but every Nth, or a list with 1 for each layer with a window "
-        "and 0 for each other layer, such as [1,1,1,0] (default: all layers)",
-        needs="--window-size",
-        metavar="N|LIST",
-    )
-    num_experts: int | None = flag(
-        None, "experts per layer: a mixture of experts replaces the MLP, and no token is dropped", metavar="E"
-    )
-    moe_layer_freq: str = flag(
-        "1",
-        "layers with experts in place of the MLP: every Nth layer from the first on, or a list with 1 for each such "
-        "layer and 0 for each other layer, such as [0,1,1,1]",
-        needs="--num-experts",
-        metavar="N|LIST",
-    )
-    moe_router_topk: int = flag(2, "number of experts that each token is sent to", needs="--num-experts")
-    moe_ffn_hidden_size: int | None = flag(
-        None, "width of one expert's hidden layer, in channels (default: --ffn-hidden-size)", needs="--num-experts"
-    )
-    moe_shared_expert_intermediate_size: int | None = flag(
-        None,
-        "width of the hidden layer, in channels, of an MLP that processes all tokens in addition to their experts",
-        needs="--num-experts",
-    )
-    moe_shared_expert_gate: bool = flag(
-        False, "multiply the output of the shared MLP by a sigmoid gate", needs="--moe-shared-expert-intermediate-size"
-    )
-    moe_router_score_function: Literal["softmax", "sigmoid"] = flag(
-        "softmax", "function that turns the router's logits into scores of experts", needs="--num-experts"
-    )
-    moe_router_pre_softmax: bool = flag(
-        False,
-        "weight experts' outputs by a softmax over all experts, computed before the choice, instead of a softmax over "
-        "the chosen experts",
-        needs="--num-experts",
-    )
-    moe_router_topk_scaling_factor: float | None = flag(
-        None, "number by which the weights of the chosen experts' outputs are multiplied", needs="--num-experts"
-    )
-    moe_router_enable_expert_bias: bool = flag(
-        False,
-        "choose experts by their scores plus a bias, which each step raises for experts with few tokens and lowers for "
-        "the others; it balances the load without a loss",
-        needs="--moe-router-score-function sigmoid",
-    )
-    moe_router_bias_update_rate: float = flag(
-        1e-3,
-        "change of each expert's bias per optimizer step; 0 keeps the biases constant",
-        needs="--moe-router-enable-expert-bias",
-    )
-    moe_router_load_balancing_type: Literal["seq_aux_loss", "none"] = flag(
-        "seq_aux_loss",
-        "loss that balances the load of experts: seq_aux_loss computes it in each sequence, so it does not depend on "
-        "the number of ranks or the micro-batch size",
-        needs="--num-experts",
-    )
-    moe_aux_loss_coeff: float = flag(0.0, "coefficient of the load-balancing loss", needs="--num-experts")
-    moe_z_loss_coeff: float = flag(
-        0.0,
-        "coefficient of the z-loss, the mean square of the log of the router's softmax denominators",
-        needs="--num-experts",
-    )
-    make_vocab_size_divisible_by: int = flag(
-        128, "pad the vocabulary to a multiple of this value times the tensor-parallel size"
-    )
-    normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "normalization of all norm layers")
-    norm_epsilon: float = flag(
-        1e-5, "constant that norms add to the variance or mean square", aliases=("--layernorm-epsilon",)
-    )
-    qk_layernorm: bool = flag(False, "normalize each head's queries and keys before rotary embeddings")
-    qk_layernorm_all_heads: bool = flag(
-        False,
-        "normalize the queries of all heads together, and likewise the keys, before rotary embeddings (RMSNorm, as in "
-        "OLMo 2)",
-    )
-    norm_after_block: bool = flag(False, "normalize the outputs of attention and MLP instead of their inputs")
-    embedding_multiplier: float = flag(1.0, "number by which word embeddings are multiplied")
-    residual_multiplier: float = flag(
-        1.0, "number by which outputs of attention and MLP are multiplied before the residual stream adds them"
-    )
-    attention_multiplier: float | None = flag(
-        None, "number by which attention scores are multiplied before the softmax (default: 1 / sqrt(head's channels))"
-    )
-    logits_scaling: float = flag(1.0, "divisor of the logits")
-    apply_layernorm_1p: bool = flag(
-        False, "store the weight of a norm minus 1, so that weight decay pulls it towards 1"
-    )
-    swiglu: bool = flag(False, "use SwiGLU instead of GeLU in the MLP")
-    squared_relu: bool = flag(False, "use squared ReLU instead of GeLU in the MLP")
-    openai_gelu: bool = flag(False, "use the tanh approximation of GeLU in the MLP, as GPT-2 does")
-    untie_embeddings_and_output_weights: bool = flag(
-        False, "give the output layer its own weight instead of the word embedding's"
-    )
-    disable_bias_linear: bool = flag(False, "remove the biases of all linear layers")
-    add_qkv_bias: bool = flag(
-        False, "give the projection to queries, keys and values a bias even with --disable-bias-linear"
-    )
-    init_method_std: float = flag(0.02, "standard deviation of the initial weights")
-    hidden_dropout: float = flag(0.1, "dropout rate of the outputs of embedding, attention and MLP")
-    attention_dropout: float = flag(0.1, "dropout rate of the attention probabilities")
-    recompute_activations: bool = flag(False, "short for --recompute-granularity selective")
-    recompute_granularity: Literal["full", "selective"] | None = flag(
-        None,
-        "activations that backward recomputes instead of storing them: full recomputes each layer from its input; "
-        "selective recomputes the modules of --recompute-modules, and stores the outputs of matrix products and "
-        "attention",
-    )
-    recompute_modules: tuple[RecomputeModule, ...] | None = flag(
-        None,
-        "modules that --recompute-granularity selective recomputes: layernorm, all norms whose output is the input of "
-        "a matrix product; mlp_act, the activation of the MLP; core_attn, the attention core, which stores its scores "
-        "only where no fused kernel computes it (default: layernorm mlp_act; Megatron-LM's default is core_attn)",
-    )
-    recompute_method: Literal["uniform", "block"] | None = flag(
-        None,
-        "layers that --recompute-granularity full recomputes: uniform, each layer separately; block, only the first "
-        "--recompute-num-layers layers (default: uniform)",
-    )
-    recompute_num_layers: int | None = flag(None, "number of layers to recompute with --recompute-method block")
-    use_cpu_initialization: bool = flag(
-        False, "sample the initial weights on the CPU, so that they are the same on every kind of device"
-    )
-    fp8_format: Literal["e4m3", "hybrid"] | None = flag(
-        None,
-        "compute the matrix products of the layers' linear layers in float8, through torchao; needs --bf16 and GPUs "
-        "with compute capability 8.9 or later. e4m3 is used for all operands; hybrid uses e5m2 for gradients. "
-        "Embedding, output layer, norms, adapters and communication do not change. Without --compile, each cast takes "
-        "several passes over memory. With tensor parallelism, the collectives of backward no longer overlap with "
-        "matrix products",
-    )
-    compile: bool | None = flag(
-        None,
-        "apply torch.compile to each layer, in training and decoding, and to the computation of losses from logits. "
-        "The first step takes longer and later steps take less time (default: on CUDA if its compilers are found)",
-    )
+    num_layers: int | None = flag(None, common=True)
+    hidden_size: int | None = flag(None, common=True)
+    ffn_hidden_size: int | None = flag(None)
+    num_attention_heads: int | None = flag(None, common=True)
+    kv_channels: int | None = flag(None)
+    group_query_attention: bool = flag(False)
+    num_query_groups: int = flag(1)
+    max_position_embeddings: int | None = flag(None)
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag("learned_absolute")
+    use_rotary_position_embeddings: bool = flag(False)
+    rotary_base: float = flag(10000.0)
+    rotary_percent: float = flag(1.0)
+    no_rope_freq: str | None = flag(None, metavar="N|LIST")
+    use_rope_scaling: bool = flag(False)
+    rope_scaling_factor: float = flag(8.0, needs="--use-rope-scaling")
+    rope_scaling_original_length: int = flag(8192, needs="--use-rope-scaling")
+    rotary_seq_len_interpolation_factor: float | None = flag(None)
+    rope_type: Literal["rope", "yarn", "dynamic"] = flag("rope")
+    rotary_scaling_factor: float = flag(1.0)
+    yarn_original_max_position_embeddings: int = flag(4096, needs="--rope-type yarn")
+    yarn_beta_fast: float = flag(32.0, needs="--rope-type yarn")
+    yarn_beta_slow: float = flag(1.0, needs="--rope-type yarn")
+    yarn_attention_factor: float | None = flag(None, needs="--rope-type yarn")
+    window_size: str | None = flag(None, metavar="LEFT,0")
+    window_attn_skip_freq: str | None = flag(None, needs="--window-size", metavar="N|LIST")
+    num_experts: int | None = flag(None, metavar="E")
+    moe_layer_freq: str = flag("1", needs="--num-experts", metavar="N|LIST")
+    moe_router_topk: int = flag(2, needs="--num-experts")
+    moe_ffn_hidden_size: int | None = flag(None, needs="--num-experts")
+    moe_shared_expert_intermediate_size: int | None = flag(None, needs="--num-experts")
+    moe_shared_expert_gate: bool = flag(False, needs="--moe-shared-expert-intermediate-size")
+    moe_router_score_function: Literal["softmax", "sigmoid"] = flag("softmax", needs="--num-experts")
+    moe_router_pre_softmax: bool = flag(False, needs="--num-experts")
+    moe_router_topk_scaling_factor: float | None = flag(None, needs="--num-experts")
+    moe_router_enable_expert_bias: bool = flag(False, needs="--moe-router-score-function sigmoid")
+    moe_router_bias_update_rate: float = flag(1e-3, needs="--moe-router-enable-expert-bias")
+    moe_router_load_balancing_type: Literal["seq_aux_loss", "none"] = flag("seq_aux_loss", needs="--num-experts")
+    moe_aux_loss_coeff: float = flag(0.0, needs="--num-experts")
+    moe_z_loss_coeff: float = flag(0.0, needs="--num-experts")
+    make_vocab_size_divisible_by: int = flag(128)
+    normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm")
+    norm_epsilon: float = flag(1e-5, aliases=("--layernorm-epsilon",))
+    qk_layernorm: bool = flag(False)
+    qk_layernorm_all_heads: bool = flag(False)
+    norm_after_block: bool = flag(False)
+    embedding_multiplier: float = flag(1.0)
+    residual_multiplier: float = flag(1.0)
+    attention_multiplier: float | None = flag(None)
+    logits_scaling: float = flag(1.0)
+    apply_layernorm_1p: bool = flag(False)
+    swiglu: bool = flag(False)
+    squared_relu: bool = flag(False)
+    openai_gelu: bool = flag(False)
+    untie_embeddings_and_output_weights: bool = flag(False)
+    disable_bias_linear: bool = flag(False)
+    add_qkv_bias: bool = flag(False)
+    init_method_std: float = flag(0.02)
+    hidden_dropout: float = flag(0.1)
+    attention_dropout: float = flag(0.1)
+    recompute_activations: bool = flag(False)
+    recompute_granularity: Literal["full", "selective"] | None = flag(None)
+    recompute_modules: tuple[RecomputeModule, ...] | None = flag(None)
+    recompute_method: Literal["uniform", "block"] | None = flag(None)
+    recompute_num_layers: int | None = flag(None)
+    use_cpu_initialization: bool = flag(False)
+    fp8_format: Literal["e4m3", "hybrid"] | None = flag(None)
+    compile: bool | None = flag(None)
 
     def __post_init__(self) -> None:
         """Raise ValueError for invalid or conflicting flags of the model; skip checks of sizes that are still None."""

@@ -13,41 +13,31 @@ ADAM, MUON = "--optimizer adam muon", "--optimizer muon"
 
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig:
-    """Flags of --optimizer muon; optim/muon.py has the update rule, and `OptimizerConfig` checks the flags' values."""
+    """Flags of --optimizer muon; optim/muon.py has the update rule, and `OptimizerConfig` checks the flags' values.
 
-    muon_momentum: float = flag(0.95, "decay rate of Muon's running average of the gradient", needs=MUON)
-    muon_use_nesterov: bool = flag(
-        True,
-        "orthogonalize a mean of the gradient and its running average, instead of the running average alone",
-        aliases=("--muon-nesterov",),
-        needs=MUON,
-    )
-    muon_num_ns_steps: int = flag(5, "number of Newton-Schulz iterations; each takes three matrix products", needs=MUON)
-    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag(
-        "spectral",
-        "scale of the update of an r x c matrix: sqrt(max(r, c)) for spectral, sqrt(r / c) for unit_rms_norm, "
-        "sqrt(max(1, r / c)) for shape_scaling",
-        needs=MUON,
-    )
-    muon_extra_scale_factor: float = flag(
-        0.2,
-        "number by which Muon's updates are multiplied in addition; with --muon-scale-mode spectral, 0.2 gives updates "
-        "of about the size of AdamW's",
-        needs=MUON,
-    )
-    muon_adam_lr_multiple: float = flag(
-        1.0,
-        "ratio to --lr of the learning rate of the parameters that AdamW trains with --optimizer muon (embeddings, "
-        "output layer, biases, norms)",
-        needs=MUON,
-    )
-    muon_full_interval: int = flag(
-        0,
-        "number of steps from one full step to the next, if matrices span nodes. A full step gathers each matrix over "
-        "nodes in 8 bits. In other steps each node orthogonalizes its own rows, without inter-node communication. "
-        "0 for no full steps",
-        needs=MUON,
-    )
+    Attributes:
+        muon_momentum: decay rate of Muon's running average of the gradient.
+        muon_use_nesterov: orthogonalize a mean of the gradient and its running average, instead of the running average
+            alone.
+        muon_num_ns_steps: number of Newton-Schulz iterations; each takes three matrix products.
+        muon_scale_mode: scale of the update of an r x c matrix: sqrt(max(r, c)) for spectral, sqrt(r / c) for
+            unit_rms_norm, sqrt(max(1, r / c)) for shape_scaling.
+        muon_extra_scale_factor: number by which Muon's updates are multiplied in addition; with --muon-scale-mode
+            spectral, 0.2 gives updates of about the size of AdamW's.
+        muon_adam_lr_multiple: ratio to --lr of the learning rate of the parameters that AdamW trains with --optimizer
+            muon (embeddings, output layer, biases, norms).
+        muon_full_interval: number of steps from one full step to the next, if matrices span nodes. A full step gathers
+            each matrix over nodes in 8 bits. In other steps each node orthogonalizes its own rows, without inter-node
+            communication. 0 for no full steps.
+    """
+
+    muon_momentum: float = flag(0.95, needs=MUON)
+    muon_use_nesterov: bool = flag(True, aliases=("--muon-nesterov",), needs=MUON)
+    muon_num_ns_steps: int = flag(5, needs=MUON)
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag("spectral", needs=MUON)
+    muon_extra_scale_factor: float = flag(0.2, needs=MUON)
+    muon_adam_lr_multiple: float = flag(1.0, needs=MUON)
+    muon_full_interval: int = flag(0, needs=MUON)
 
     def scale(self, rows: int, columns: int) -> float:
         """Return the number by which Muon multiplies an orthogonalized matrix of this size to get the weight update."""
@@ -61,26 +51,28 @@ class OptimizerConfig(MuonConfig):
     """Optimizer.
 
     Kind of optimizer, its implementation and parameters, and gradient clipping.
+
+    Attributes:
+        optimizer: kind of optimizer: adam (AdamW, with decoupled weight decay), sgd (with momentum), or muon (Muon for
+            the matrices of the layers, AdamW for all other parameters).
+        optimizer_backend: library whose fused kernels the optimizer uses: torch, or apex (NVIDIA apex with its CUDA
+            extensions).
+        weight_decay: coefficient of weight decay, which does not apply to biases and one-dimensional parameters.
+        adam_beta1: decay rate of Adam's running average of the gradient.
+        adam_beta2: decay rate of Adam's running average of the squared gradient.
+        adam_eps: constant that Adam adds to the denominator of its update.
+        sgd_momentum: momentum of SGD.
+        clip_grad: largest global L2 norm of the gradients, to which they are scaled down; 0 for no limit.
     """
 
-    optimizer: Literal["adam", "sgd", "muon"] = flag(
-        "adam",
-        "kind of optimizer: adam (AdamW, with decoupled weight decay), sgd (with momentum), or muon (Muon for the "
-        "matrices of the layers, AdamW for all other parameters)",
-    )
-    optimizer_backend: Literal["torch", "apex"] = flag(
-        "torch", "library whose fused kernels the optimizer uses: torch, or apex (NVIDIA apex with its CUDA extensions)"
-    )
-    weight_decay: float = flag(
-        0.01, "coefficient of weight decay, which does not apply to biases and one-dimensional parameters"
-    )
-    adam_beta1: float = flag(0.9, "decay rate of Adam's running average of the gradient", needs=ADAM)
-    adam_beta2: float = flag(0.999, "decay rate of Adam's running average of the squared gradient", needs=ADAM)
-    adam_eps: float = flag(1e-8, "constant that Adam adds to the denominator of its update", needs=ADAM)
-    sgd_momentum: float = flag(0.9, "momentum of SGD", needs="--optimizer sgd")
-    clip_grad: float = flag(
-        1.0, "largest global L2 norm of the gradients, to which they are scaled down; 0 for no limit"
-    )
+    optimizer: Literal["adam", "sgd", "muon"] = flag("adam")
+    optimizer_backend: Literal["torch", "apex"] = flag("torch")
+    weight_decay: float = flag(0.01)
+    adam_beta1: float = flag(0.9, needs=ADAM)
+    adam_beta2: float = flag(0.999, needs=ADAM)
+    adam_eps: float = flag(1e-8, needs=ADAM)
+    sgd_momentum: float = flag(0.9, needs="--optimizer sgd")
+    clip_grad: float = flag(1.0)
 
     def __post_init__(self) -> None:
         """Raise ValueError for optimizer flags out of their range, and for apex with another optimizer than adam."""
@@ -102,43 +94,44 @@ class ScheduleConfig:
     """Learning rate schedule.
 
     Warm-up, peak, decay and minimum of the learning rate, and the increase of the weight decay.
+
+    Attributes:
+        lr: peak learning rate.
+        min_lr: learning rate at the end of the decay; a lower bound with inverse-square-root.
+        lr_decay_style: shape of the learning rate after the warm-up; WSD (warm-up, stable, decay) holds the peak until
+            a final decay.
+        lr_decay_iters: length of warm-up and decay together, in iterations (default: --train-iters).
+        lr_decay_samples: length of warm-up and decay together, in samples (default: --train-samples).
+        lr_warmup_fraction: length of the linear warm-up, as a fraction of --lr-decay-iters or --lr-decay-samples.
+        lr_warmup_iters: length of the linear warm-up, in iterations.
+        lr_warmup_samples: length of the linear warm-up, in samples.
+        lr_warmup_init: learning rate at the start of the warm-up.
+        lr_wsd_decay_style: shape of the final decay.
+        lr_wsd_decay_iters: length of the final decay, in iterations.
+        lr_wsd_decay_samples: length of the final decay, in samples.
+        start_weight_decay: weight decay of the first step with --weight-decay-incr-style linear or cosine.
+        end_weight_decay: weight decay of the last step with --weight-decay-incr-style linear or cosine.
+        weight_decay_incr_style: shape of the weight decay from --start-weight-decay to --end-weight-decay; constant:
+            --weight-decay.
     """
 
-    lr: float | None = flag(None, "peak learning rate", common=True)
-    min_lr: float = flag(0.0, "learning rate at the end of the decay; a lower bound with inverse-square-root")
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
-        "linear",
-        "shape of the learning rate after the warm-up; WSD (warm-up, stable, decay) holds the peak until a final decay",
-    )
-    lr_decay_iters: int | None = flag(
-        None, "length of warm-up and decay together, in iterations (default: --train-iters)"
-    )
-    lr_decay_samples: int | None = flag(
-        None, "length of warm-up and decay together, in samples (default: --train-samples)"
-    )
-    lr_warmup_fraction: float | None = flag(
-        None, "length of the linear warm-up, as a fraction of --lr-decay-iters or --lr-decay-samples"
-    )
-    lr_warmup_iters: int = flag(0, "length of the linear warm-up, in iterations")
-    lr_warmup_samples: int = flag(0, "length of the linear warm-up, in samples")
-    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up")
+    lr: float | None = flag(None, common=True)
+    min_lr: float = flag(0.0)
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag("linear")
+    lr_decay_iters: int | None = flag(None)
+    lr_decay_samples: int | None = flag(None)
+    lr_warmup_fraction: float | None = flag(None)
+    lr_warmup_iters: int = flag(0)
+    lr_warmup_samples: int = flag(0)
+    lr_warmup_init: float = flag(0.0)
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
-        "exponential", "shape of the final decay", needs="--lr-decay-style WSD"
+        "exponential", needs="--lr-decay-style WSD"
     )
-    lr_wsd_decay_iters: int | None = flag(
-        None, "length of the final decay, in iterations", needs="--lr-decay-style WSD"
-    )
-    lr_wsd_decay_samples: int | None = flag(None, "length of the final decay, in samples", needs="--lr-decay-style WSD")
-    start_weight_decay: float | None = flag(
-        None, "weight decay of the first step with --weight-decay-incr-style linear or cosine"
-    )
-    end_weight_decay: float | None = flag(
-        None, "weight decay of the last step with --weight-decay-incr-style linear or cosine"
-    )
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
-        "constant",
-        "shape of the weight decay from --start-weight-decay to --end-weight-decay; constant: --weight-decay",
-    )
+    lr_wsd_decay_iters: int | None = flag(None, needs="--lr-decay-style WSD")
+    lr_wsd_decay_samples: int | None = flag(None, needs="--lr-decay-style WSD")
+    start_weight_decay: float | None = flag(None)
+    end_weight_decay: float | None = flag(None)
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag("constant")
 
     def __post_init__(self) -> None:
         """Raise ValueError for flags of the schedule that are out of their range or that conflict."""
@@ -181,19 +174,21 @@ class LossScaleConfig:
     """Loss scaling.
 
     Constant loss scale, or the parameters of the dynamic loss scale that --fp16 uses by default.
+
+    Attributes:
+        loss_scale: constant loss scale (default: a dynamic loss scale with --fp16, otherwise none).
+        initial_loss_scale: initial value of the dynamic loss scale.
+        min_loss_scale: lower bound of the dynamic loss scale.
+        loss_scale_window: number of consecutive steps without overflow after which the dynamic loss scale doubles.
+        hysteresis: overflows after the dynamic loss scale last grew that halve it; each further overflow halves it
+            again.
     """
 
-    loss_scale: float | None = flag(
-        None, "constant loss scale (default: a dynamic loss scale with --fp16, otherwise none)"
-    )
-    initial_loss_scale: float = flag(float(2**32), "initial value of the dynamic loss scale")
-    min_loss_scale: float = flag(1.0, "lower bound of the dynamic loss scale")
-    loss_scale_window: float = flag(
-        1000.0, "number of consecutive steps without overflow after which the dynamic loss scale doubles"
-    )
-    hysteresis: int = flag(
-        2, "overflows after the dynamic loss scale last grew that halve it; each further overflow halves it again"
-    )
+    loss_scale: float | None = flag(None)
+    initial_loss_scale: float = flag(float(2**32))
+    min_loss_scale: float = flag(1.0)
+    loss_scale_window: float = flag(1000.0)
+    hysteresis: int = flag(2)
 
     def __post_init__(self) -> None:
         """Raise ValueError for a loss scale flag that is not positive, or a lower bound above the initial scale."""

@@ -13,22 +13,21 @@ class WeightsConfig:
     """Weight storage.
 
     Memory in which the weights of a model that is not trained are stored between uses, and their bits per element.
+
+    Attributes:
+        weights_device: memory that holds the weights between uses; with host or disk, the device holds the embedding,
+            the output layer and a few layers.
+        weight_bits: bits per element of packed weights (default: the bits of the compute dtype, without rounding).
+        weight_store: folder of packed weights for --weights-device disk, written once (default: a folder in the user's
+            cache).
+        prefetch_layers: number of layers that are fetched ahead of their use; each occupies its packed bytes on the
+            device.
     """
 
-    weights_device: Literal["device", "host", "disk"] = flag(
-        "device",
-        "memory that holds the weights between uses; with host or disk, the device holds the embedding, the output "
-        "layer and a few layers",
-    )
-    weight_bits: Literal[32, 16, 8, 4] | None = flag(
-        None, "bits per element of packed weights (default: the bits of the compute dtype, without rounding)"
-    )
-    weight_store: str | None = flag(
-        None, "folder of packed weights for --weights-device disk, written once (default: a folder in the user's cache)"
-    )
-    prefetch_layers: int = flag(
-        1, "number of layers that are fetched ahead of their use; each occupies its packed bytes on the device"
-    )
+    weights_device: Literal["device", "host", "disk"] = flag("device")
+    weight_bits: Literal[32, 16, 8, 4] | None = flag(None)
+    weight_store: str | None = flag(None)
+    prefetch_layers: int = flag(1)
 
     def __post_init__(self) -> None:
         """Raise ValueError for flags of weight storage that are out of their range or that conflict."""

@@ -17,26 +17,30 @@ class ParallelConfig:
     """Parallelism.
 
     The degrees of tensor, context and data parallelism.
+
+    Attributes:
+        tensor_model_parallel_size: number of ranks that split the matrices of every layer.
+        pipeline_model_parallel_size: pipeline stages; only 1 is supported.
+        context_parallel_size: number of ranks of a node that split the tokens of every sample and exchange them for
+            heads in attention (Ulysses, arXiv 2309.14509); divides the data-parallel size, but not the number of
+            parameter shards.
+        allow_cp_across_nodes: allow context-parallel groups that span nodes, whose activations then cross the network.
+        expert_model_parallel_size: number of ranks of a node that split the experts of each layer; divides
+            --num-experts.
+        sequence_parallel: split activations along the sequence between tensor-parallel regions.
+        num_distributed_optimizer_instances: number of copies of the sharded model (HSDP): shard inside a copy,
+            all-reduce gradients between copies.
+        hsdp: keep one copy of the sharded model per node (per NVLink domain, if that is larger).
     """
 
-    tensor_model_parallel_size: int = flag(1, "number of ranks that split the matrices of every layer", common=True)
-    pipeline_model_parallel_size: int = flag(1, "pipeline stages; only 1 is supported")
-    context_parallel_size: int = flag(
-        1,
-        "number of ranks of a node that split the tokens of every sample and exchange them for heads in attention "
-        "(Ulysses, arXiv 2309.14509); divides the data-parallel size, but not the number of parameter shards",
-    )
-    allow_cp_across_nodes: bool = flag(
-        False, "allow context-parallel groups that span nodes, whose activations then cross the network"
-    )
-    expert_model_parallel_size: int = flag(
-        1, "number of ranks of a node that split the experts of each layer; divides --num-experts"
-    )
-    sequence_parallel: bool = flag(False, "split activations along the sequence between tensor-parallel regions")
-    num_distributed_optimizer_instances: int = flag(
-        1, "number of copies of the sharded model (HSDP): shard inside a copy, all-reduce gradients between copies"
-    )
-    hsdp: bool = flag(False, "keep one copy of the sharded model per node (per NVLink domain, if that is larger)")
+    tensor_model_parallel_size: int = flag(1, common=True)
+    pipeline_model_parallel_size: int = flag(1)
+    context_parallel_size: int = flag(1)
+    allow_cp_across_nodes: bool = flag(False)
+    expert_model_parallel_size: int = flag(1)
+    sequence_parallel: bool = flag(False)
+    num_distributed_optimizer_instances: int = flag(1)
+    hsdp: bool = flag(False)
 
     def __post_init__(self) -> None:
         if (size := self.pipeline_model_parallel_size) != 1:
@@ -53,40 +57,37 @@ class LaunchConfig:
     """Launch.
 
     Worker processes, the communication back end and the seed.
+
+    Attributes:
+        nproc: number of local worker processes (default: one per GPU; on CPUs 2 to 4 for training, otherwise one per
+            tensor-parallel rank).
+        nnodes: number of hosts; start this command on each, with its own --node-rank.
+        node_rank: number of this host, from 0; host 0 has the address --master-addr.
+        master_addr: address of host 0, at which the others connect to it.
+        master_port: TCP port of host 0, which its firewall must allow.
+        max_restarts: number of times to restart all local workers after one has failed (under torchrun, use torchrun's
+            --max-restarts).
+        distributed_backend: communication library (default: nccl with GPUs, gloo without).
+        distributed_timeout_minutes: minutes without progress, up to the end of the first step, after which the job
+            counts as hung and is ended.
+        distributed_timeout_seconds_after_init: limit for steps after the first one, when kernels are compiled and ranks
+            are connected: seconds without progress, after which the job counts as hung and is ended (default: half of
+            --distributed-timeout-minutes).
+        local_rank: ignored; accepted because old launchers pass it (the environment decides).
+        seed: seed for the initial weights, the data order and dropout.
     """
 
-    nproc: int | None = flag(
-        None,
-        "number of local worker processes (default: one per GPU; on CPUs 2 to 4 for training, otherwise one per "
-        "tensor-parallel rank)",
-        common=True,
-    )
-    nnodes: int | None = flag(
-        None, "number of hosts; start this command on each, with its own --node-rank", common=True
-    )
-    node_rank: int | None = flag(None, "number of this host, from 0; host 0 has the address --master-addr", common=True)
-    master_addr: str | None = flag(None, "address of host 0, at which the others connect to it", common=True)
-    master_port: int = flag(29500, "TCP port of host 0, which its firewall must allow")
-    max_restarts: int = flag(
-        0,
-        "number of times to restart all local workers after one has failed (under torchrun, use torchrun's "
-        "--max-restarts)",
-    )
-    distributed_backend: Literal["nccl", "gloo"] | None = flag(
-        None, "communication library (default: nccl with GPUs, gloo without)"
-    )
-    distributed_timeout_minutes: float = flag(
-        10, "minutes without progress, up to the end of the first step, after which the job counts as hung and is ended"
-    )
-    distributed_timeout_seconds_after_init: float | None = flag(
-        None,
-        "limit for steps after the first one, when kernels are compiled and ranks are connected: seconds without "
-        "progress, after which the job counts as hung and is ended (default: half of --distributed-timeout-minutes)",
-    )
-    local_rank: int | None = flag(
-        None, "ignored; accepted because old launchers pass it (the environment decides)", aliases=("--local_rank",)
-    )
-    seed: int = flag(1234, "seed for the initial weights, the data order and dropout")
+    nproc: int | None = flag(None, common=True)
+    nnodes: int | None = flag(None, common=True)
+    node_rank: int | None = flag(None, common=True)
+    master_addr: str | None = flag(None, common=True)
+    master_port: int = flag(29500)
+    max_restarts: int = flag(0)
+    distributed_backend: Literal["nccl", "gloo"] | None = flag(None)
+    distributed_timeout_minutes: float = flag(10)
+    distributed_timeout_seconds_after_init: float | None = flag(None)
+    local_rank: int | None = flag(None, aliases=("--local_rank",))
+    seed: int = flag(1234)
 
     def __post_init__(self) -> None:
         check_words(self)
@@ -143,16 +144,16 @@ class NcclConfig:
     A channel of NCCL is one CTA, which occupies an SM while its collective runs. NCCL may use up to 32 or 64 of the
     132 SMs of an H100. The network is much slower than NVLink, so inter-node collectives may need only a few channels.
     8 is a value to try; no value has been measured.
+
+    Attributes:
+        nccl_high_priority: give tensor-parallel and intra-node groups high-priority streams, so that their kernels
+            start first.
+        nccl_cross_max_ctas: largest number of SMs that an inter-node collective may occupy; a lower number leaves more
+            SMs to the matmuls (default: chosen by NCCL).
     """
 
-    nccl_high_priority: bool = flag(
-        True, "give tensor-parallel and intra-node groups high-priority streams, so that their kernels start first"
-    )
-    nccl_cross_max_ctas: int | None = flag(
-        None,
-        "largest number of SMs that an inter-node collective may occupy; a lower number leaves more SMs to the matmuls "
-        "(default: chosen by NCCL)",
-    )
+    nccl_high_priority: bool = flag(True)
+    nccl_cross_max_ctas: int | None = flag(None)
 
     def __post_init__(self) -> None:
         if (ctas := self.nccl_cross_max_ctas) is not None and not 1 <= ctas <= MOST_CTAS:

@@ -13,16 +13,16 @@ class PlanConfig(FeatureConfig):
     """Planning.
 
     Flags that estimate a run instead of starting it.
+
+    Attributes:
+        plan: print estimates of memory, communication and time, and exit.
+        plan_expert_load: load of the busiest expert, relative to the mean, at which --plan also prints memory and
+            chooses the fastest settings; the largest max_expert_load in metrics.jsonl of a similar run (default: only
+            an even load).
     """
 
-    plan: bool = flag(False, "print estimates of memory, communication and time, and exit", common=True)
-    plan_expert_load: float | None = flag(
-        None,
-        "load of the busiest expert, relative to the mean, at which --plan also prints memory and chooses the fastest "
-        "settings; the largest max_expert_load in metrics.jsonl of a similar run (default: only an even load)",
-        needs="--plan",
-        metavar="X",
-    )
+    plan: bool = flag(False, common=True)
+    plan_expert_load: float | None = flag(None, needs="--plan", metavar="X")
 
     def __post_init__(self) -> None:
         """Raise ValueError if --plan-expert-load is below 1, which is the mean load of an expert."""

@@ -59,116 +59,103 @@ class PostTrainingConfig:
     """Post-training.
 
     Flags for the objective and the constants of its loss.
+
+    Attributes:
+        objective: training objective: sft, imitate examples; reward, train a scalar head to prefer the better answer;
+            dpo, prefer the better answer directly; grpo, compare rewards of sampled completions within groups; ppo,
+            compare them with a value head.
+        ref_load: folder of the reference model's checkpoints (default: the model that this training began with,
+            --load).
+        ref_ckpt_step: iteration of the reference model's checkpoint (default: the latest).
+        ref_checksum: required checksum of the frozen base weights with --lora-r (default: the checksum at the first
+            start).
+        reward_load: checkpoints of a trained reward model, whose score is added to --reward-funcs' rewards.
+        beta: weight of the divergence from the reference model (default: dpo 0.1, grpo 0).
+        loss_type: loss functions, which are added for dpo: some of sigmoid, hinge, ipo, robust, nca_pair, bco_pair,
+            sppo_hard, apo_zero, apo_down, sft (default: sigmoid); for grpo, one of grpo, bnpo, dr_grpo, dapo, cispo
+            (default: dapo). bnpo and dapo are equal here, because both count the tokens of the whole step. cispo
+            truncates the ratio at --epsilon-high (often 5).
+        loss_weights: weight of each of --loss-type in the sum (default: 1 each).
+        label_smoothing: assumed fraction of wrong preferences, for --loss-type robust.
+        center_rewards_coefficient: weight of the squared sum of both scores of a pair in the loss, which keeps the mean
+            score at 0.
+        sync_ref_model: mix the policy's weights into the reference model every --ref-model-sync-steps; the reference is
+            then sharded in fp32 like the policy, and gathered across nodes.
+        ref_model_mixup_alpha: weight of the policy in the mixed reference.
+        ref_model_sync_steps: optimizer steps between updates of the reference.
+        precompute_ref_log_probs: compute the reference model's log-probabilities of all pairs before training, and then
+            free the reference model; --data-cache-path keeps the log-probabilities for other runs.
+        num_generations: number of completions of each prompt, on one or several ranks.
+        max_completion_length: largest number of tokens of a completion.
+        rollouts_at_once: completions that a data-parallel rank samples in one batch, with keys and values in memory
+            (default: all).
+        steps_per_generation: optimizer steps of one pass over a generation of completions; TRL counts micro-batches.
+        num_iterations: number of passes over each generation of completions.
+        epsilon: clip range of the ratio to the old policy, 1 - epsilon to 1 + epsilon.
+        epsilon_high: upper clip range, 1 + epsilon_high (default: --epsilon).
+        delta: largest ratio to the old policy where advantages are negative (default: unlimited).
+        importance_sampling_level: level of the ratio to the old policy: each token, or the whole completion (GSPO).
+        use_bias_correction_kl: multiply the divergence from the reference by the ratio, for an unbiased gradient.
+        scale_rewards: divisor of advantages: the standard deviation of the rewards of a prompt's completions (group),
+            of all completions (batch), or 1 (none) (default: group; none with rloo).
+        advantage_estimator: baseline of a reward: the mean over the prompt's completions (grpo), or the others (rloo).
+        mask_truncated_completions: no loss on completions that reached the token limit.
+        kl_coef: weight of the divergence from the reference model in the rewards of tokens.
+        cliprange: clip range of the ratio to the old policy, 1 - cliprange to 1 + cliprange.
+        cliprange_value: largest change of the value head's output from its old output.
+        vf_coef: weight of the value head's loss.
+        gamma: discount of later rewards.
+        lam: lambda of the generalized advantage estimation.
+        num_ppo_epochs: number of passes over each generation of completions.
+        num_mini_batches: optimizer steps of one pass, each with --global-batch-size completions.
+        missing_eos_penalty: amount subtracted from the reward of completions that reached the token limit.
+        whiten_rewards: scale the rewards of tokens to variance 1 over a generation.
+        update_expert_bias: update the routing biases of experts by --moe-router-bias-update-rate in each step, as
+            pretraining does; by default these biases are constant, as in transformers.
+        eval_on_start: also evaluate held-out data before the first step.
+        log_completions: prompts of a generation whose completions go to the log and to completions.jsonl; 0 for none.
     """
 
-    objective: Literal["sft", "reward", "dpo", "grpo", "ppo"] | None = flag(
-        None,
-        "training objective: sft, imitate examples; reward, train a scalar head to prefer the better answer; dpo, "
-        "prefer the better answer directly; grpo, compare rewards of sampled completions within groups; ppo, compare "
-        "them with a value head",
-    )
-    ref_load: str | None = flag(
-        None,
-        "folder of the reference model's checkpoints (default: the model that this training began with, --load)",
-        needs=REFERENCE,
-    )
-    ref_ckpt_step: int | None = flag(None, "iteration of the reference model's checkpoint (default: the latest)")
-    ref_checksum: str | None = flag(
-        None, "required checksum of the frozen base weights with --lora-r (default: the checksum at the first start)"
-    )
-    reward_load: str | None = flag(
-        None, "checkpoints of a trained reward model, whose score is added to --reward-funcs' rewards", needs=DRAWN
-    )
-    beta: float | None = flag(
-        None, "weight of the divergence from the reference model (default: dpo 0.1, grpo 0)", needs=CHOSEN_LOSS
-    )
-    loss_type: tuple[str, ...] | None = flag(
-        None,
-        "loss functions, which are added for dpo: some of sigmoid, hinge, ipo, robust, nca_pair, bco_pair, sppo_hard, "
-        "apo_zero, apo_down, sft (default: sigmoid); for grpo, one of grpo, bnpo, dr_grpo, dapo, cispo (default: "
-        "dapo). bnpo and dapo are equal here, because both count the tokens of the whole step. cispo truncates the "
-        "ratio at --epsilon-high (often 5)",
-        nargs="+",
-        needs=CHOSEN_LOSS,
-    )
-    loss_weights: tuple[float, ...] | None = flag(
-        None, "weight of each of --loss-type in the sum (default: 1 each)", nargs="+", needs="--objective dpo"
-    )
-    label_smoothing: float = flag(
-        0.0, "assumed fraction of wrong preferences, for --loss-type robust", needs="--objective dpo"
-    )
-    center_rewards_coefficient: float | None = flag(
-        None,
-        "weight of the squared sum of both scores of a pair in the loss, which keeps the mean score at 0",
-        needs="--objective reward",
-    )
-    sync_ref_model: bool = flag(
-        False,
-        "mix the policy's weights into the reference model every --ref-model-sync-steps; the reference is then "
-        "sharded in fp32 like the policy, and gathered across nodes",
-        needs=CHOSEN_LOSS,
-    )
-    ref_model_mixup_alpha: float = flag(0.6, "weight of the policy in the mixed reference", needs="--sync-ref-model")
-    ref_model_sync_steps: int = flag(512, "optimizer steps between updates of the reference", needs="--sync-ref-model")
-    precompute_ref_log_probs: bool = flag(
-        False,
-        "compute the reference model's log-probabilities of all pairs before training, and then free the reference "
-        "model; --data-cache-path keeps the log-probabilities for other runs",
-        needs="--objective dpo",
-    )
-    num_generations: int = flag(8, "number of completions of each prompt, on one or several ranks", needs=GRPO)
-    max_completion_length: int = flag(512, "largest number of tokens of a completion", needs=DRAWN)
-    rollouts_at_once: int | None = flag(
-        None,
-        "completions that a data-parallel rank samples in one batch, with keys and values in memory (default: all)",
-        needs=DRAWN,
-    )
-    steps_per_generation: int = flag(
-        1, "optimizer steps of one pass over a generation of completions; TRL counts micro-batches", needs=GRPO
-    )
-    num_iterations: int = flag(1, "number of passes over each generation of completions", needs=GRPO)
-    epsilon: float = flag(0.2, "clip range of the ratio to the old policy, 1 - epsilon to 1 + epsilon", needs=GRPO)
-    epsilon_high: float | None = flag(None, "upper clip range, 1 + epsilon_high (default: --epsilon)", needs=GRPO)
-    delta: float | None = flag(
-        None, "largest ratio to the old policy where advantages are negative (default: unlimited)", needs=GRPO
-    )
-    importance_sampling_level: Literal["token", "sequence"] = flag(
-        "token", "level of the ratio to the old policy: each token, or the whole completion (GSPO)", needs=GRPO
-    )
-    use_bias_correction_kl: bool = flag(
-        True, "multiply the divergence from the reference by the ratio, for an unbiased gradient", needs=GRPO
-    )
-    scale_rewards: Literal["group", "batch", "none"] | None = flag(
-        None,
-        "divisor of advantages: the standard deviation of the rewards of a prompt's completions (group), of all "
-        "completions (batch), or 1 (none) (default: group; none with rloo)",
-        needs=GRPO,
-    )
-    advantage_estimator: Literal["grpo", "rloo"] = flag(
-        "grpo", "baseline of a reward: the mean over the prompt's completions (grpo), or the others (rloo)", needs=GRPO
-    )
-    mask_truncated_completions: bool = flag(False, "no loss on completions that reached the token limit", needs=GRPO)
-    kl_coef: float = flag(0.05, "weight of the divergence from the reference model in the rewards of tokens", needs=PPO)
-    cliprange: float = flag(0.2, "clip range of the ratio to the old policy, 1 - cliprange to 1 + cliprange", needs=PPO)
-    cliprange_value: float = flag(0.2, "largest change of the value head's output from its old output", needs=PPO)
-    vf_coef: float = flag(0.1, "weight of the value head's loss", needs=PPO)
-    gamma: float = flag(1.0, "discount of later rewards", needs=PPO)
-    lam: float = flag(0.95, "lambda of the generalized advantage estimation", needs=PPO)
-    num_ppo_epochs: int = flag(4, "number of passes over each generation of completions", needs=PPO)
-    num_mini_batches: int = flag(1, "optimizer steps of one pass, each with --global-batch-size completions", needs=PPO)
-    missing_eos_penalty: float | None = flag(
-        None, "amount subtracted from the reward of completions that reached the token limit", needs=PPO
-    )
-    whiten_rewards: bool = flag(False, "scale the rewards of tokens to variance 1 over a generation", needs=PPO)
-    update_expert_bias: bool = flag(
-        False,
-        "update the routing biases of experts by --moe-router-bias-update-rate in each step, as pretraining does; by "
-        "default these biases are constant, as in transformers",
-    )
-    eval_on_start: bool = flag(False, "also evaluate held-out data before the first step")
-    log_completions: int = flag(
-        2, "prompts of a generation whose completions go to the log and to completions.jsonl; 0 for none", needs=DRAWN
-    )
+    objective: Literal["sft", "reward", "dpo", "grpo", "ppo"] | None = flag(None)
+    ref_load: str | None = flag(None, needs=REFERENCE)
+    ref_ckpt_step: int | None = flag(None)
+    ref_checksum: str | None = flag(None)
+    reward_load: str | None = flag(None, needs=DRAWN)
+    beta: float | None = flag(None, needs=CHOSEN_LOSS)
+    loss_type: tuple[str, ...] | None = flag(None, nargs="+", needs=CHOSEN_LOSS)
+    loss_weights: tuple[float, ...] | None = flag(None, nargs="+", needs="--objective dpo")
+    label_smoothing: float = flag(0.0, needs="--objective dpo")
+    center_rewards_coefficient: float | None = flag(None, needs="--objective reward")
+    sync_ref_model: bool = flag(False, needs=CHOSEN_LOSS)
+    ref_model_mixup_alpha: float = flag(0.6, needs="--sync-ref-model")
+    ref_model_sync_steps: int = flag(512, needs="--sync-ref-model")
+    precompute_ref_log_probs: bool = flag(False, needs="--objective dpo")
+    num_generations: int = flag(8, needs=GRPO)
+    max_completion_length: int = flag(512, needs=DRAWN)
+    rollouts_at_once: int | None = flag(None, needs=DRAWN)
+    steps_per_generation: int = flag(1, needs=GRPO)
+    num_iterations: int = flag(1, needs=GRPO)
+    epsilon: float = flag(0.2, needs=GRPO)
+    epsilon_high: float | None = flag(None, needs=GRPO)
+    delta: float | None = flag(None, needs=GRPO)
+    importance_sampling_level: Literal["token", "sequence"] = flag("token", needs=GRPO)
+    use_bias_correction_kl: bool = flag(True, needs=GRPO)
+    scale_rewards: Literal["group", "batch", "none"] | None = flag(None, needs=GRPO)
+    advantage_estimator: Literal["grpo", "rloo"] = flag("grpo", needs=GRPO)
+    mask_truncated_completions: bool = flag(False, needs=GRPO)
+    kl_coef: float = flag(0.05, needs=PPO)
+    cliprange: float = flag(0.2, needs=PPO)
+    cliprange_value: float = flag(0.2, needs=PPO)
+    vf_coef: float = flag(0.1, needs=PPO)
+    gamma: float = flag(1.0, needs=PPO)
+    lam: float = flag(0.95, needs=PPO)
+    num_ppo_epochs: int = flag(4, needs=PPO)
+    num_mini_batches: int = flag(1, needs=PPO)
+    missing_eos_penalty: float | None = flag(None, needs=PPO)
+    whiten_rewards: bool = flag(False, needs=PPO)
+    update_expert_bias: bool = flag(False)
+    eval_on_start: bool = flag(False)
+    log_completions: int = flag(2, needs=DRAWN)
 
     def __post_init__(self) -> None:
         check_words(self)
@@ -273,17 +260,18 @@ class ChatConfig:
     """Conversations.
 
     Flags for the conversion of conversations (lists of messages) to text.
+
+    Attributes:
+        chat_template: file of a Jinja chat template, or the name of one of the tokenizer's templates (default: the
+            tokenizer's; ChatML in plain text if it has none).
+        chat_template_kwargs: JSON object with further variables of the chat template, such as '{"enable_thinking":
+            false}'.
+        system_prompt: system message to put before conversations that have none.
     """
 
-    chat_template: str | None = flag(
-        None,
-        "file of a Jinja chat template, or the name of one of the tokenizer's templates (default: the tokenizer's; "
-        "ChatML in plain text if it has none)",
-    )
-    chat_template_kwargs: str | None = flag(
-        None, "JSON object with further variables of the chat template, such as '{\"enable_thinking\": false}'"
-    )
-    system_prompt: str | None = flag(None, "system message to put before conversations that have none")
+    chat_template: str | None = flag(None)
+    chat_template_kwargs: str | None = flag(None)
+    system_prompt: str | None = flag(None)
 
     def __post_init__(self) -> None:
         parse_object(self.chat_template_kwargs, "--chat-template-kwargs")
@@ -326,14 +314,18 @@ class DataFormatConfig(ChatConfig):
     """Data format.
 
     Flags for the conversion of lines of data to token sequences and loss masks.
+
+    Attributes:
+        max_length: most tokens of an example, prompt and answer together; longer examples are cut.
+        assistant_only_loss: compute the loss on the assistant's words only; needs conversations.
+        completion_only_loss: loss on the completion only, for data with prompt and completion.
+        packing: put several examples into each row of --max-length, isolated from each other.
     """
 
-    max_length: int = flag(1024, "most tokens of an example, prompt and answer together; longer examples are cut")
-    assistant_only_loss: bool = flag(False, "compute the loss on the assistant's words only; needs conversations")
-    completion_only_loss: bool = flag(True, "loss on the completion only, for data with prompt and completion")
-    packing: bool = flag(
-        False, "put several examples into each row of --max-length, isolated from each other", needs="--objective sft"
-    )
+    max_length: int = flag(1024)
+    assistant_only_loss: bool = flag(False)
+    completion_only_loss: bool = flag(True)
+    packing: bool = flag(False, needs="--objective sft")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -347,17 +339,15 @@ class RewardConfig:
     """Rewards.
 
     Flags for the reward functions of sampled completions, and their weights.
+
+    Attributes:
+        reward_funcs: functions f(prompts, completions, **columns) -> list of numbers: module:function or
+            file.py:function.
+        reward_weights: weight of each of --reward-funcs in the reward (default: 1 each).
     """
 
-    reward_funcs: tuple[str, ...] = flag(
-        (),
-        "functions f(prompts, completions, **columns) -> list of numbers: module:function or file.py:function",
-        nargs="*",
-        needs=DRAWN,
-    )
-    reward_weights: tuple[float, ...] | None = flag(
-        None, "weight of each of --reward-funcs in the reward (default: 1 each)", nargs="+", needs=DRAWN
-    )
+    reward_funcs: tuple[str, ...] = flag((), nargs="*", needs=DRAWN)
+    reward_weights: tuple[float, ...] | None = flag(None, nargs="+", needs=DRAWN)
 
     def __post_init__(self) -> None:
         for value in self.reward_funcs:

@@ -201,9 +201,12 @@ class ShowConfig:
     """Information.
 
     Flags that print information instead of training. The docstring's first line is the title of these flags in --help.
+
+    Attributes:
+        print_config: print every flag with its value and origin, and stop.
     """
 
-    print_config: bool = flag(False, "print every flag with its value and origin, and stop", common=True)
+    print_config: bool = flag(False, common=True)
 
 
 class ParsedRun(NamedTuple):

@@ -64,22 +64,19 @@ class ClusterConfig:
     """Cluster.
 
     A description of nodes and links that replaces or completes the discovery by the ranks.
+
+    Attributes:
+        cluster_file: YAML file that describes nodes, links and devices, for --plan and the placement of ranks.
+        emulate_nodes: group the ranks of one machine into this many equal nodes, and count traffic accordingly; auto: 2
+            if a flag distinguishes nodes (--zeropp, --hsdp, --diloco-steps) and the ranks divide into two nodes of
+            whole tensor-parallel groups, otherwise 1.
+        measure_links: measure bandwidth and latency of each axis at start-up with all-gathers, and the device's speed;
+            the run folder's cluster.yaml stores the result for --cluster-file.
     """
 
-    cluster_file: str | None = flag(
-        None, "YAML file that describes nodes, links and devices, for --plan and the placement of ranks"
-    )
-    emulate_nodes: int | Literal["auto"] | None = flag(
-        None,
-        "group the ranks of one machine into this many equal nodes, and count traffic accordingly; auto: 2 if a flag "
-        "distinguishes nodes (--zeropp, --hsdp, --diloco-steps) and the ranks divide into two nodes of whole "
-        "tensor-parallel groups, otherwise 1",
-    )
-    measure_links: bool = flag(
-        False,
-        "measure bandwidth and latency of each axis at start-up with all-gathers, and the device's speed; the run "
-        "folder's cluster.yaml stores the result for --cluster-file",
-    )
+    cluster_file: str | None = flag(None)
+    emulate_nodes: int | Literal["auto"] | None = flag(None)
+    measure_links: bool = flag(False)
 
     def __post_init__(self) -> None:
         check_words(self)

@@ -22,23 +22,21 @@ class BatchConfig:
     """Batch size and length.
 
     Micro-batch size, global batch size and its ramp-up, in samples, and the length of the run in steps or samples.
+
+    Attributes:
+        micro_batch_size: samples per data rank and forward (default: the global batch in equal parts).
+        global_batch_size: samples of an optimizer step (default: one micro-batch per data rank).
+        rampup_batch_size: ramp up the global batch size: start size, increment, and length of the ramp in samples;
+            needs --train-samples.
+        train_iters: optimizer steps of the run; alternative: --train-samples.
+        train_samples: samples of the run; alternative: --train-iters.
     """
 
-    micro_batch_size: int | None = flag(
-        None, "samples per data rank and forward (default: the global batch in equal parts)", common=True
-    )
-    global_batch_size: int | None = flag(
-        None, "samples of an optimizer step (default: one micro-batch per data rank)", common=True
-    )
-    rampup_batch_size: tuple[int, ...] | None = flag(
-        None,
-        "ramp up the global batch size: start size, increment, and length of the ramp in samples; needs "
-        "--train-samples",
-        nargs=3,
-        metavar="N",
-    )
-    train_iters: int | None = flag(None, "optimizer steps of the run; alternative: --train-samples", common=True)
-    train_samples: int | None = flag(None, "samples of the run; alternative: --train-iters")
+    micro_batch_size: int | None = flag(None, common=True)
+    global_batch_size: int | None = flag(None, common=True)
+    rampup_batch_size: tuple[int, ...] | None = flag(None, nargs=3, metavar="N")
+    train_iters: int | None = flag(None, common=True)
+    train_samples: int | None = flag(None)
 
     def __post_init__(self) -> None:
         check_positive(self, "micro_batch_size", "global_batch_size", "train_iters", "train_samples")

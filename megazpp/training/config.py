@@ -24,10 +24,14 @@ class EvalConfig:
     """Evaluation.
 
     Frequency and size of the evaluations.
+
+    Attributes:
+        eval_iters: number of global batches in one evaluation; 0 disables evaluation.
+        eval_interval: training steps between two evaluations.
     """
 
-    eval_iters: int = flag(100, "number of global batches in one evaluation; 0 disables evaluation")
-    eval_interval: int = flag(1000, "training steps between two evaluations")
+    eval_iters: int = flag(100)
+    eval_interval: int = flag(1000)
 
     def __post_init__(self) -> None:
         check_not_negative(self, "eval_iters")
@@ -39,18 +43,30 @@ class TrackingConfig:
     """Logging.
 
     The metrics that are recorded, how often, and where: log, Weights & Biases, TensorBoard.
+
+    Attributes:
+        run_dir: folder for the run's records (default: runs/<time>-<config name>).
+        log_interval: iterations between two log lines.
+        log_params_norm: log the L2 norm of the parameters.
+        log_num_zeros_in_grad: log the number of gradient elements that are zero.
+        wandb_project: Weights & Biases project; an empty name disables wandb.
+        wandb_entity: Weights & Biases entity: user or team (default: wandb's).
+        wandb_exp_name: name of the wandb run (default: the run folder's name).
+        wandb_save_dir: folder for wandb's local files (default: the run folder).
+        tensorboard_dir: folder for TensorBoard events; not given: no events are written.
+        tensorboard_log_interval: iterations between two records to wandb and TensorBoard.
     """
 
-    run_dir: str | None = flag(None, "folder for the run's records (default: runs/<time>-<config name>)")
-    log_interval: int = flag(100, "iterations between two log lines")
-    log_params_norm: bool = flag(False, "log the L2 norm of the parameters")
-    log_num_zeros_in_grad: bool = flag(False, "log the number of gradient elements that are zero")
-    wandb_project: str = flag("", "Weights & Biases project; an empty name disables wandb", common=True)
-    wandb_entity: str = flag("", "Weights & Biases entity: user or team (default: wandb's)")
-    wandb_exp_name: str = flag("", "name of the wandb run (default: the run folder's name)")
-    wandb_save_dir: str = flag("", "folder for wandb's local files (default: the run folder)")
-    tensorboard_dir: str | None = flag(None, "folder for TensorBoard events; not given: no events are written")
-    tensorboard_log_interval: int = flag(1, "iterations between two records to wandb and TensorBoard")
+    run_dir: str | None = flag(None)
+    log_interval: int = flag(100)
+    log_params_norm: bool = flag(False)
+    log_num_zeros_in_grad: bool = flag(False)
+    wandb_project: str = flag("", common=True)
+    wandb_entity: str = flag("")
+    wandb_exp_name: str = flag("")
+    wandb_save_dir: str = flag("")
+    tensorboard_dir: str | None = flag(None)
+    tensorboard_log_interval: int = flag(1)
 
     def __post_init__(self) -> None:
         check_positive(self, "log_interval", "tensorboard_log_interval")
@@ -71,21 +87,19 @@ class TimingConfig:
     """Timing.
 
     Times of the parts of an iteration, slow ranks, and the timeline (trace) of one step.
+
+    Attributes:
+        timing_log_level: times in the log: 0 for iterations only, 1 also for their parts, 2 also for micro-batches and
+            for the collectives of each axis.
+        log_straggler: measure one step per log interval, and log the ranks whose compute takes over 1.2 times the
+            median.
+        timeline_step: record the spans of every rank in this iteration (the first is 1); writes timeline.json for
+            ui.perfetto.dev to the run folder.
     """
 
-    timing_log_level: Literal[0, 1, 2] = flag(
-        0,
-        "times in the log: 0 for iterations only, 1 also for their parts, 2 also for micro-batches and for the "
-        "collectives of each axis",
-    )
-    log_straggler: bool = flag(
-        False, f"measure one step per log interval, and log the ranks whose compute takes over {SLOW} times the median"
-    )
-    timeline_step: int | None = flag(
-        None,
-        "record the spans of every rank in this iteration (the first is 1); writes timeline.json for ui.perfetto.dev "
-        "to the run folder",
-    )
+    timing_log_level: Literal[0, 1, 2] = flag(0)
+    log_straggler: bool = flag(False)
+    timeline_step: int | None = flag(None)
 
     def __post_init__(self) -> None:
         check_words(self)
@@ -102,26 +116,24 @@ class ProfilerConfig:
     """Profiling.
 
     torch's profiler and the history of CUDA allocations.
+
+    Attributes:
+        profile: record operators, kernels and collectives with torch.profiler; writes a trace for ui.perfetto.dev to
+            the run folder.
+        profile_step_start: iterations before the first one that --profile records.
+        profile_step_end: last iteration that --profile records.
+        profile_ranks: ranks that --profile and --record-memory-history record.
+        record_memory_history: record the last 100000 CUDA allocations with their stacks for --memory-snapshot-path.
+        memory_snapshot_path: file that --record-memory-history writes when training ends or runs out of memory, for
+            pytorch.org/memory_viz; relative to the run folder; the rank is appended to its name.
     """
 
-    profile: bool = flag(
-        False,
-        "record operators, kernels and collectives with torch.profiler; writes a trace for ui.perfetto.dev to the run "
-        "folder",
-    )
-    profile_step_start: int = flag(10, "iterations before the first one that --profile records")
-    profile_step_end: int = flag(12, "last iteration that --profile records")
-    profile_ranks: tuple[int, ...] = flag(
-        (0,), "ranks that --profile and --record-memory-history record", nargs="+", metavar="RANK"
-    )
-    record_memory_history: bool = flag(
-        False, f"record the last {MOST_ALLOCATIONS} CUDA allocations with their stacks for --memory-snapshot-path"
-    )
-    memory_snapshot_path: str = flag(
-        "snapshot.pickle",
-        "file that --record-memory-history writes when training ends or runs out of memory, for "
-        "pytorch.org/memory_viz; relative to the run folder; the rank is appended to its name",
-    )
+    profile: bool = flag(False)
+    profile_step_start: int = flag(10)
+    profile_step_end: int = flag(12)
+    profile_ranks: tuple[int, ...] = flag((0,), nargs="+", metavar="RANK")
+    record_memory_history: bool = flag(False)
+    memory_snapshot_path: str = flag("snapshot.pickle")
 
     def __post_init__(self) -> None:
         start, end = self.profile_step_start, self.profile_step_end
@@ -137,11 +149,16 @@ class StopConfig:
     """Early stop.
 
     Conditions that end the run before its last iteration.
+
+    Attributes:
+        exit_interval: stop after the first iteration that is a multiple of this number.
+        exit_duration_in_mins: stop this many minutes after the start of the program.
+        skip_train: skip training and only evaluate.
     """
 
-    exit_interval: int | None = flag(None, "stop after the first iteration that is a multiple of this number")
-    exit_duration_in_mins: int | None = flag(None, "stop this many minutes after the start of the program")
-    skip_train: bool = flag(False, "skip training and only evaluate")
+    exit_interval: int | None = flag(None)
+    exit_duration_in_mins: int | None = flag(None)
+    skip_train: bool = flag(False)
 
     def __post_init__(self) -> None:
         check_positive(self, "exit_interval", "exit_duration_in_mins")
@@ -152,23 +169,20 @@ class AnomalyConfig:
     """NaN and loss spikes.
 
     Reactions of the run to losses and gradients that must not reach the weights.
+
+    Attributes:
+        check_for_nan_in_loss_and_grad: if the loss or a gradient is not finite, leave the weights unchanged, end the
+            job (in the next step at the latest) and name the parameter and the rank; with
+            --no-check-for-nan-in-loss-and-grad the step is skipped.
+        loss_spike_sigma: skip the update of a step whose loss is more than this many standard deviations above the mean
+            of the last 100 losses; takes effect after 20 steps.
+        loss_spike_action: reaction to a loss spike: skip only skips the update; rewind also reloads weights and moments
+            from the last checkpoint and continues with the next samples.
     """
 
-    check_for_nan_in_loss_and_grad: bool = flag(
-        True,
-        "if the loss or a gradient is not finite, leave the weights unchanged, end the job (in the next step at the "
-        "latest) and name the parameter and the rank; with --no-check-for-nan-in-loss-and-grad the step is skipped",
-    )
-    loss_spike_sigma: float | None = flag(
-        None,
-        f"skip the update of a step whose loss is more than this many standard deviations above the mean of the last "
-        f"{WINDOW} losses; takes effect after {FEWEST} steps",
-    )
-    loss_spike_action: Literal["skip", "rewind"] = flag(
-        "skip",
-        "reaction to a loss spike: skip only skips the update; rewind also reloads weights and moments from the last "
-        "checkpoint and continues with the next samples",
-    )
+    check_for_nan_in_loss_and_grad: bool = flag(True)
+    loss_spike_sigma: float | None = flag(None)
+    loss_spike_action: Literal["skip", "rewind"] = flag("skip")
 
     def __post_init__(self) -> None:
         check_words(self)

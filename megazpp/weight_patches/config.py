@@ -13,14 +13,15 @@ class PatchesConfig(FeatureConfig):
     """Weight patches.
 
     Files with the weights that each training step changes, for external inference engines.
+
+    Attributes:
+        save_weight_patches: folder in which every rank writes how each step has changed its 16-bit weights, for
+            inference engines.
+        weight_anchor_interval: iterations between files with all weights in --save-weight-patches.
     """
 
-    save_weight_patches: str | None = flag(
-        None, "folder in which every rank writes how each step has changed its 16-bit weights, for inference engines"
-    )
-    weight_anchor_interval: int = flag(
-        100, "iterations between files with all weights in --save-weight-patches", needs="--save-weight-patches"
-    )
+    save_weight_patches: str | None = flag(None)
+    weight_anchor_interval: int = flag(100, needs="--save-weight-patches")
 
     def __post_init__(self) -> None:
         check_positive(self, "weight_anchor_interval")

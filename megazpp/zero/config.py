@@ -19,85 +19,66 @@ class ZeroConfig:
 
     These flags choose which training states are sharded over the data ranks, and in which formats ranks communicate
     weights and gradients.
+
+    Attributes:
+        zero_stage: ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters (default:
+            3).
+        use_distributed_optimizer: Megatron-LM's name for --zero-stage 1; not with --zeropp.
+        zeropp: ZeRO++: quantized collectives in two hops (qwZ, hpZ and qgZ).
+        zero_quantized_weights: qwZ: gather weights as 8-bit blocks (default: on with --zeropp).
+        zero_hpz_partition_size: hpZ: number of data ranks in a node that share a secondary copy of the weights, from
+            which every gather reads until the weights change; auto: all ranks of a node, 1: no copy (default: auto with
+            --zeropp, else 1).
+        zero_quantized_gradients: qgZ: reduce gradients as 8-bit and 4-bit blocks (default: on with --zeropp).
+        zero_weight_bits: bits per gathered weight: 8, or 16 to send the compute dtype without quantization (default:
+            8).
+        zero_weight_delta: lossless: nodes exchange exact changes of 16-bit weights; none: whole weights; auto: lossless
+            with --zeropp and 16-bit compute if it fits into memory and is not estimated to be slower than int8,
+            otherwise none.
+        zero_weight_keyframe_interval: iterations between two sends of whole weights with --zero-weight-delta lossless,
+            which repair a secondary copy that faulty memory or a faulty link has corrupted (default: never).
+        zero_gradient_bits: bits per gradient inside a node and across nodes: 4, 8, or 16 to send the reduction dtype.
+        zero_error_feedback: add a moving average of the cross-node quantization errors to the next step's gradients
+            (LoCo); takes 1 byte of device memory per parameter and node.
+        zero_error_feedback_beta: weight of the earlier errors in the moving average of error feedback; 0 feeds back
+            only the last step's error.
+        zero_error_feedback_reset: iterations after which error feedback is reset to zero, as in LoCo (default: never).
+        zero_accumulate_in_bf16: accumulate the gradients that wait for the cross-node hop in bf16 instead of fp32, in
+            half the memory.
+        zero_cross_every_microbatch: reduce gradients across nodes in every micro-batch instead of once per step: no
+            memory for accumulation, but more traffic.
+        optimizer_cpu_offload: keep fp32 weights, moments and the gradients of a step in host memory (16 bytes per
+            parameter); the optimizer updates them on the device, one sharding unit after the other, with identical
+            results.
+        zero_offload_partial_sums: also keep the gradients that wait for the cross-node hop in host memory, instead of 4
+            bytes per parameter and rank of a node on the device.
+        overlap_param_gather: overlap the gathers of weights with the forward and the backward (default: on with
+            --zeropp).
+        overlap_grad_reduce: overlap the reduction of gradients with the rest of the backward (default: on with
+            --zeropp).
     """
 
-    zero_stage: Literal[0, 1, 2, 3] | None = flag(
-        None,
-        "ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters (default: 3)",
-        common=True,
-    )
-    use_distributed_optimizer: bool = flag(False, "Megatron-LM's name for --zero-stage 1; not with --zeropp")
-    zeropp: bool = flag(
-        False,
-        "ZeRO++: quantized collectives in two hops (qwZ, hpZ and qgZ)",
-        common=True,
-    )
-    zero_quantized_weights: bool | None = flag(None, "qwZ: gather weights as 8-bit blocks (default: on with --zeropp)")
-    zero_hpz_partition_size: str | None = flag(
-        None,
-        "hpZ: number of data ranks in a node that share a secondary copy of the weights, from which every gather "
-        "reads until the weights change; auto: all ranks of a node, 1: no copy (default: auto with --zeropp, else 1)",
-    )
-    zero_quantized_gradients: bool | None = flag(
-        None, "qgZ: reduce gradients as 8-bit and 4-bit blocks (default: on with --zeropp)"
-    )
-    zero_weight_bits: Literal[8, 16] | None = flag(
-        None, "bits per gathered weight: 8, or 16 to send the compute dtype without quantization (default: 8)"
-    )
-    zero_weight_delta: Literal["auto", "lossless", "none"] = flag(
-        "auto",
-        "lossless: nodes exchange exact changes of 16-bit weights; none: whole weights; auto: lossless with --zeropp "
-        "and 16-bit compute if it fits into memory and is not estimated to be slower than int8, otherwise none",
-    )
-    zero_weight_keyframe_interval: int | None = flag(
-        None,
-        "iterations between two sends of whole weights with --zero-weight-delta lossless, which repair a secondary "
-        "copy that faulty memory or a faulty link has corrupted (default: never)",
-    )
-    zero_gradient_bits: tuple[int, ...] = flag(
-        (8, 4),
-        "bits per gradient inside a node and across nodes: 4, 8, or 16 to send the reduction dtype",
-        nargs=2,
-    )
-    zero_error_feedback: bool = flag(
-        True,
-        "add a moving average of the cross-node quantization errors to the next step's gradients (LoCo); takes 1 byte "
-        "of device memory per parameter and node",
-    )
-    zero_error_feedback_beta: float = flag(
-        0.8,
-        "weight of the earlier errors in the moving average of error feedback; 0 feeds back only the last step's error",
-    )
-    zero_error_feedback_reset: int | None = flag(
-        None, "iterations after which error feedback is reset to zero, as in LoCo (default: never)"
-    )
-    zero_accumulate_in_bf16: bool = flag(
-        False, "accumulate the gradients that wait for the cross-node hop in bf16 instead of fp32, in half the memory"
-    )
-    zero_cross_every_microbatch: bool = flag(
-        False,
-        "reduce gradients across nodes in every micro-batch instead of once per step: no memory for accumulation, but "
-        "more traffic",
-    )
+    zero_stage: Literal[0, 1, 2, 3] | None = flag(None, common=True)
+    use_distributed_optimizer: bool = flag(False)
+    zeropp: bool = flag(False, common=True)
+    zero_quantized_weights: bool | None = flag(None)
+    zero_hpz_partition_size: str | None = flag(None)
+    zero_quantized_gradients: bool | None = flag(None)
+    zero_weight_bits: Literal[8, 16] | None = flag(None)
+    zero_weight_delta: Literal["auto", "lossless", "none"] = flag("auto")
+    zero_weight_keyframe_interval: int | None = flag(None)
+    zero_gradient_bits: tuple[int, ...] = flag((8, 4), nargs=2)
+    zero_error_feedback: bool = flag(True)
+    zero_error_feedback_beta: float = flag(0.8)
+    zero_error_feedback_reset: int | None = flag(None)
+    zero_accumulate_in_bf16: bool = flag(False)
+    zero_cross_every_microbatch: bool = flag(False)
 
-    optimizer_cpu_offload: bool = flag(
-        False,
-        "keep fp32 weights, moments and the gradients of a step in host memory (16 bytes per parameter); the optimizer "
-        "updates them on the device, one sharding unit after the other, with identical results",
-    )
-    zero_offload_partial_sums: bool = flag(
-        False,
-        "also keep the gradients that wait for the cross-node hop in host memory, instead of 4 bytes per parameter and "
-        "rank of a node on the device",
-        needs="--optimizer-cpu-offload",
-    )
+    optimizer_cpu_offload: bool = flag(False)
+    zero_offload_partial_sums: bool = flag(False, needs="--optimizer-cpu-offload")
 
-    overlap_param_gather: bool | None = flag(
-        None, "overlap the gathers of weights with the forward and the backward (default: on with --zeropp)"
-    )
-    overlap_grad_reduce: bool | None = flag(
-        None, "overlap the reduction of gradients with the rest of the backward (default: on with --zeropp)"
-    )
+    overlap_param_gather: bool | None = flag(None)
+    overlap_grad_reduce: bool | None = flag(None)
 
     def __post_init__(self) -> None:
         check_words(self)
@@ -174,14 +155,19 @@ class PrecisionConfig:
     """Precision.
 
     Master weights are always fp32. Layers compute in fp32, bf16 or fp16.
+
+    Attributes:
+        fp16: compute in fp16 with loss scaling; master weights stay fp32.
+        bf16: compute in bf16; master weights stay fp32.
+        accumulate_allreduce_grads_in_fp32: accumulate and reduce gradients in fp32; with --bf16 this is on unless
+            --grad-reduce-in-bf16 is set.
+        grad_reduce_in_bf16: reduce gradients in bf16, with half the bytes and less exact sums.
     """
 
-    fp16: bool = flag(False, "compute in fp16 with loss scaling; master weights stay fp32")
-    bf16: bool = flag(False, "compute in bf16; master weights stay fp32", common=True)
-    accumulate_allreduce_grads_in_fp32: bool = flag(
-        False, "accumulate and reduce gradients in fp32; with --bf16 this is on unless --grad-reduce-in-bf16 is set"
-    )
-    grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bf16, with half the bytes and less exact sums")
+    fp16: bool = flag(False)
+    bf16: bool = flag(False, common=True)
+    accumulate_allreduce_grads_in_fp32: bool = flag(False)
+    grad_reduce_in_bf16: bool = flag(False)
 
     def __post_init__(self) -> None:
         if self.fp16 and self.bf16:
@@ -278,13 +264,14 @@ class VerifyConfig:
     """Silent data corruption.
 
     The flag of the check that all ranks gather the same weights (verify.py).
+
+    Attributes:
+        zero_verify_interval: steps between two checks that all ranks gather the same weights; a difference ends the job
+            before the update and names the unit and the ranks; a check costs one more gather of all weights (default:
+            never).
     """
 
-    zero_verify_interval: int | None = flag(
-        None,
-        "steps between two checks that all ranks gather the same weights; a difference ends the job before the update "
-        "and names the unit and the ranks; a check costs one more gather of all weights (default: never)",
-    )
+    zero_verify_interval: int | None = flag(None)
 
     def __post_init__(self) -> None:
         check_positive(self, "zero_verify_interval")

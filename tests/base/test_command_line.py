@@ -41,28 +41,47 @@ class PumpConfig:
     """Pump: how water moves.
 
     More about it.
+
+    Attributes:
+        speed: revolutions per second, 100% is full speed.
+        depth: metres.
+        valves: how many.
+        mode: which way.
+        level: how much.
+        loud: make noise.
+        lights: show lights.
     """
 
-    speed: float = flag(0.5, "revolutions per second, 100% is full speed", aliases=("--velocity",))
-    depth: int | None = flag(None, "metres")
-    valves: int | Literal["auto"] | None = flag(None, "how many")
-    mode: Literal["push", "pull"] = flag("push", "which way")
-    level: Literal[0, 1, 2] | None = flag(None, "how much")
-    loud: bool = flag(False, "make noise")
-    lights: bool = flag(True, "show lights", name="--show_lights")
+    speed: float = flag(0.5, aliases=("--velocity",))
+    depth: int | None = flag(None)
+    valves: int | Literal["auto"] | None = flag(None)
+    mode: Literal["push", "pull"] = flag("push")
+    level: Literal[0, 1, 2] | None = flag(None)
+    loud: bool = flag(False)
+    lights: bool = flag(True, name="--show_lights")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipeConfig:
-    """Pipes."""
+    """Pipes.
 
-    label: str = flag("", "name on the pipe")
-    bends: tuple[int, ...] = flag((), "angles in degrees", nargs="*")
-    ramp: tuple[int, ...] | None = flag(None, "start, step, end", nargs=3)
-    heat: int | None = flag(None, "watts")
-    save: str | None = flag(None, "folder of the log")
-    fan: str = flag("slow", "which speed", needs="--heat")
-    noise: float = flag(0.5, "how loud", needs="--mode pull")
+    Attributes:
+        label: name on the pipe.
+        bends: angles in degrees.
+        ramp: start, step, end.
+        heat: watts.
+        save: folder of the log.
+        fan: which speed.
+        noise: how loud.
+    """
+
+    label: str = flag("")
+    bends: tuple[int, ...] = flag((), nargs="*")
+    ramp: tuple[int, ...] | None = flag(None, nargs=3)
+    heat: int | None = flag(None)
+    save: str | None = flag(None)
+    fan: str = flag("slow", needs="--heat")
+    noise: float = flag(0.5, needs="--mode pull")
 
 
 PARSER = FlagParser([PumpConfig, PipeConfig], program="pump")

@@ -13,11 +13,15 @@ from helpers.refusals import not_refused, table
 from helpers.small_run import ROOT, SMALL, parse
 from helpers.tiers import slow
 
-from megazpp.base.flags import flag_name
+from megazpp.base.flags import flag_name, flag_texts
+from megazpp.diloco import config as diloco_config
+from megazpp.diloco.config import DilocoConfig
 from megazpp.features import FEATURES
 from megazpp.parallel.launch import detect_rank_info
 from megazpp.run.arguments import run_configs, section_configs
 from megazpp.run.checks import RunPlan, plan_run
+from megazpp.training import config as training_config
+from megazpp.training.config import AnomalyConfig, ProfilerConfig, TimingConfig
 
 BESIDE = """
 --train-iters none | --train-samples
@@ -163,3 +167,25 @@ def test_every_flag_is_used_by_a_test_or_has_a_reason():
                 unused |= set() if spellings & words else {field.name}
     assert len(words) > 5_000
     assert unused <= {*NOT_USED}
+
+
+def test_every_flag_has_a_text_for_help_in_the_docstring_of_its_config():
+    for path in (*(ROOT / "megazpp").rglob("*.py"), *(ROOT / "tools").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                fields = [each for each in node.body if isinstance(each, ast.AnnAssign) and each.value is not None]
+                names = [ast.unparse(each.target) for each in fields if ast.unparse(each.value).startswith("flag(")]
+                documented = flag_texts(type(node.name, (), {"__doc__": ast.get_docstring(node)}))
+                assert not names or list(documented) == names, f"{path}: {node.name}"
+
+
+def test_texts_of_flags_have_the_numbers_of_the_program():
+    for config, name, words in (
+        (TimingConfig, "log_straggler", f"takes over {training_config.SLOW} times"),
+        (ProfilerConfig, "record_memory_history", f"last {training_config.MOST_ALLOCATIONS} CUDA allocations"),
+        (AnomalyConfig, "loss_spike_sigma", f"the last {training_config.WINDOW} losses; takes effect after"),
+        (AnomalyConfig, "loss_spike_sigma", f"takes effect after {training_config.FEWEST} steps"),
+        (DilocoConfig, "diloco_outer_lr", f"fewer than {diloco_config.FEWEST} planned synchronizations"),
+        (DilocoConfig, "diloco_outer_lr", f"--diloco-steps below {diloco_config.SHORTEST})"),
+    ):
+        assert words in flag_texts(config)[name], name

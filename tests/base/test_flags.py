@@ -11,18 +11,28 @@ from megazpp.base.flags import check_not_negative, check_positive, flag, render_
 
 @dataclass(frozen=True, kw_only=True)
 class PumpConfig:
-    """Pump: how water moves."""
+    """Pump: how water moves.
 
-    learning_rate: float | None = flag(None, "a number")
-    bf16: bool = flag(False, "a switch", name="--b_f16")
-    name: str = flag("", "a text")
+    Attributes:
+        learning_rate: a number.
+        bf16: a switch.
+        name: a text.
+    """
+
+    learning_rate: float | None = flag(None)
+    bf16: bool = flag(False, name="--b_f16")
+    name: str = flag("")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipeConfig:
-    """Pipes."""
+    """Pipes.
 
-    data_path: tuple[str, ...] = flag((), "many texts", nargs="*")
+    Attributes:
+        data_path: many texts.
+    """
+
+    data_path: tuple[str, ...] = flag((), nargs="*")
 
 
 ORIGINS = {"learning_rate": "configs/a.args:3", "data_path": "command line", "name": "command line"}
