@@ -211,6 +211,10 @@ def _read_config(settings: Settings) -> dict[str, Any]:
     """
     settings.absent("apply_residual_connection_post_layernorm", "multi_latent_attention", "rotary_interleaved")
     settings.absent("num_experts", "window_size", "quick_geglu", "activation_func_clamp_value")
+    # These arguments change what the model computes, but not the names and shapes of its tensors.
+    settings.absent("qk_l2_norm", "use_mup")
+    settings.absent("no_rope_freq", empty=(None, 0))
+    settings.only("softmax_type", "vanilla")
     settings.absent("glu_linear_offset", empty=(None, 0, 0.0))
     settings.absent("rotary_seq_len_interpolation_factor", empty=(None, 1, 1.0))
     heads, hidden = settings.count("num_attention_heads"), settings.count("hidden_size")

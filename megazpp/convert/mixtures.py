@@ -173,7 +173,7 @@ class Glm(Mixture):
             settings.only(key, 1)
         # One expert per token is not supported: transformers normalizes the expert's weight to 1, but with
         # --moe-router-topk 1 the weight is the expert's score.
-        settings.only("num_experts_per_tok", *range(2, settings.count("n_routed_experts") + 1))
+        settings.only("num_experts_per_tok", *range(2, max(2, settings.count("n_routed_experts")) + 1))
         found = super().read(Settings({**settings.values, "attention_bias": False}, settings.where))
         dense, scaling = settings.number("first_k_dense_replace"), settings.positive("routed_scaling_factor")
         marks = [int(layer >= dense) for layer in range(found["num_layers"])]

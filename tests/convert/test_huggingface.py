@@ -125,12 +125,21 @@ def test_more_families_keep_every_bit_and_transformers_logits(name, tmp_path):
     assert json.loads((back / "config.json").read_text())["model_type"] == kind
 
 
-@pytest.mark.parametrize("changes", [{"n_group": 2}, {"topk_group": 2}, {"norm_topk_prob": False}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_group": 2},
+        {"topk_group": 2},
+        {"norm_topk_prob": False},
+        {"num_experts_per_tok": 1},
+        {"num_experts_per_tok": 1, "n_routed_experts": 1},
+    ],
+)
 def test_glm_routers_that_limit_or_do_not_normalize_choices_are_refused_by_key(tmp_path, changes):
     folder = save(make_model("glm4_moe"), tmp_path)
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | changes))
-    ((key, value),) = changes.items()
+    key, value = next(iter(changes.items()))
     with pytest.raises(ValueError, match=f"{key} {value} is not supported"):
         open_model(folder)
 

@@ -108,6 +108,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"args": arguments(GPT, 2, activation_func_clamp_value=7.0)}, "activation_func_clamp_value 7.0"),
     ({"args": arguments(GPT, 2, glu_linear_offset=1.0)}, "glu_linear_offset 1.0 is not supported"),
     ({"args": arguments(GPT, 2, apply_residual_connection_post_layernorm=True)}, "post_layernorm True"),
+    ({"args": arguments(GPT, 2, qk_l2_norm=True)}, "qk_l2_norm True is not supported"),
+    ({"args": arguments(GPT, 2, use_mup=True)}, "use_mup True is not supported"),
+    ({"args": arguments(GPT, 2, softmax_type="off-by-one")}, "softmax_type 'off-by-one' is not supported"),
+    ({"args": arguments(GPT, 2, position_embedding_type="rope", no_rope_freq=2)}, "no_rope_freq 2 is not supported"),
     ({"args": arguments(GPT, 2, num_layers=10**4)}, "describes a model of 10000 layers"),
     (
         {"args": arguments(GPT, 2, num_layers=10**9)},
