@@ -168,7 +168,7 @@ class GPTModel(nn.Module):
             vocab_size=self.vocab_size,
             temperature=temperature,
             with_entropy=with_entropy,
-            fuse=bool(self.settings.compiled),
+            fuse=self.settings.fuse_loss,
         )
         losses, entropy = self._multiplied(x, compute)
         return self._by_rows(losses), None if entropy is None else self._whole(entropy).t()

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from megazpp.model.attention_kernels import DocumentKernel
 from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel.cross_entropy import Fuse, torch_compiled
 from megazpp.tensor_parallel.initialize import seed_for
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, Product, RowParallelLinear, column_parallel
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
@@ -53,6 +54,8 @@ class LayerSettings:
             products in the dtype of the inputs, which overlap with collectives on tp.
         grouped: True if one grouped kernel multiplies the matrices of all experts of a layer (`find_grouped_product`).
         compiled: True to apply torch.compile to the layers; None compiles them only if --compile is set explicitly.
+        fuse_loss: function that fuses the elementwise work on the logits into single kernels (`linear_cross_entropy`);
+            None to use torch.compile for them if the layers are compiled, and separate operations otherwise.
         varying_sizes: True to compile the layers at once for any batch size and sequence length, instead of once for
             each of the first few sizes.
         device: device on which the model computes; None for the device of the parameters. The two differ if parameters
@@ -68,6 +71,7 @@ class LayerSettings:
     product: Product | None = None
     grouped: bool = False
     compiled: bool | None = None
+    fuse_loss: Fuse | None = None
     varying_sizes: bool = False
     device: torch.device | None = None
 
@@ -75,13 +79,14 @@ class LayerSettings:
         """Return a copy of these settings in which everything that a model of `config` does not use is off.
 
         Sequence parallelism is off for one tp rank. The shared generator is None if the dropout masks of tp ranks may
-        differ. `compiled` is True or False instead of None.
+        differ. `compiled` is True or False instead of None, and `fuse_loss` is None only if nothing is fused.
         """
         # With sequence parallelism tp ranks hold different slices of the residual stream, so their masks must differ.
         splits = self.sequence_parallel and self.tp.size > 1
         generator = self.generator if self.tp.size > 1 and not splits else None
         compiled = config.compile is True if self.compiled is None else self.compiled
-        return replace(self, sequence_parallel=splits, generator=generator, compiled=compiled)
+        fuse = self.fuse_loss or (torch_compiled if compiled else None)
+        return replace(self, sequence_parallel=splits, generator=generator, compiled=compiled, fuse_loss=fuse)
 
     @property
     def linear(self) -> dict[str, Any]:

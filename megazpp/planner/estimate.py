@@ -375,6 +375,7 @@ def build_step_simulator(
         "seq_length": config.data.seq_length,
         "micro_batch_size": plan.batches.micro_batch_size,
         "documents": _documents(config, plan.layout.cluster.device, device_type, on_cpu=on_cpu),
+        "compiled_loss": _compiles(config, plan.layout.cluster.device, device_type, on_cpu=on_cpu),
         "moments": 1 if config.optimizer.optimizer == "sgd" else 2,
         "muon": config.optimizer if config.optimizer.optimizer == "muon" else None,
         "diloco": plan.of(DilocoPlan),
@@ -426,6 +427,16 @@ def _documents(config: RunConfig, device: Device | None, device_type: str, *, on
     if not mask_reason(config.model, capability=found, dtype=config.precision.param_dtype):
         return "kernel"
     return "CPU's mask" if on_cpu else "mask"
+
+
+def _compiles(config: RunConfig, device: Device | None, device_type: str, *, on_cpu: bool) -> bool:
+    """Return True if the planned device compiles the loss: with --compile, and by default on CUDA.
+
+    The compilers are assumed to be installed, because the planned machine may be another one than this. The arguments
+    are those of `_documents`.
+    """
+    on_cpu = on_cpu or (device_type == "cpu" if device is None else device.is_cpu)
+    return not on_cpu if config.model.compile is None else config.model.compile
 
 
 def _of_node(table: TrafficTable, layout: Layout) -> int:

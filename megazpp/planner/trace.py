@@ -122,6 +122,7 @@ class TraceInputs(NamedTuple):
         documents: method that keeps attention inside documents, which are assumed to be as long as a sample; None for
             attention over whole samples.
         with_entropy: True to compute the entropy of the predictions as well.
+        compiled_loss: True if torch.compile fuses the elementwise work on the logits, as it does on CUDA by default.
         prepare: function that changes the model before it runs, for example freezes parameters. A model without trained
             parameters has no backward.
         expert_load: tokens of each expert of this rank, relative to the mean over all experts. The load matters only
@@ -138,6 +139,7 @@ class TraceInputs(NamedTuple):
     sequence_parallel: bool = False
     documents: Documents | None = None
     with_entropy: bool = False
+    compiled_loss: bool = False
     prepare: Callable[[GPTModel], None] | None = None
     expert_load: float = 1.0
 
@@ -263,6 +265,7 @@ def record_segments(
         sequence_parallel=inputs.sequence_parallel,
         document_kernel=attention.inside_documents if documents == "kernel" else None,
         product=SIMULATED_FLOAT8 if shape.fp8_format else None,
+        fuse_loss=recorder.fused if inputs.compiled_loss else None,
     )
     with torch.device("meta"):
         model = GPTModel(shape, settings, vocab_size=inputs.vocab_size)
@@ -364,6 +367,7 @@ class TraceRecorder(TorchDispatchMode):
         self._now = self.segments[FORWARD, 0]
         self._live = self._before = 0  # bytes of all live storages, now and when the current segment began
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # storages whose bytes are counted in `_live`
+        self._in_kernel = False  # True while the operations of one fused kernel run, see `fused`
 
     def watch(self, model: GPTModel) -> None:
         """Register hooks on `model` that start the recording of each segment, and that count the bytes of gradients."""
@@ -386,6 +390,25 @@ class TraceRecorder(TorchDispatchMode):
     def product(self, m: int, n: int, k: int, batch: float, touched: int) -> None:
         """Record `batch` matrix products [m, k] x [k, n], which read and write `touched` bytes in total."""
         self._now.operations.append(Operation("matrix", touched, m, n, k, batch))
+
+    def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a version of a function of tensors that is recorded like one fused kernel, as torch.compile makes it.
+
+        Only the memory of the function's results is counted, because the kernel keeps all other values in registers.
+        The passes over memory are those of eager operations, with which the calibrations in cost.py were fitted.
+        """
+
+        @functools.wraps(function)
+        def run(*args: Any) -> Any:
+            self._in_kernel = True
+            results = function(*args)
+            self._in_kernel = False
+            for tensor in _tensors(results):
+                self._see(tensor.untyped_storage())
+            self._now.peak = max(self._now.peak, self._live - self._before)
+            return results
+
+        return run
 
     def enter(self, key: tuple[str, int], *_: object) -> None:
         """Begin a segment of the model, to which operations and memory are added until the next call.
@@ -465,12 +488,15 @@ class TraceRecorder(TorchDispatchMode):
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        """Count the bytes of a storage as live until the storage is freed. Meta storages have a size too."""
+        """Count the bytes of a storage as live until the storage is freed. Meta storages have a size too.
+
+        Storages inside a fused kernel are not counted.
+        """
 
         def count(size: int) -> None:
             self._live += size
 
-        if storage not in self._known:
+        if storage not in self._known and not self._in_kernel:
             self._known.add(storage)
             count(storage.nbytes())
             weakref.finalize(storage, count, -storage.nbytes())

@@ -30,6 +30,8 @@ import torch.nn.functional as F
 
 from megazpp.parallel.axis import MeshAxis
 
+# Function that returns a version of an elementwise function in which intermediate results use no memory
+Fuse = Callable[[Callable[..., Any]], Callable[..., Any]]
 CHUNK_BYTES = 1 << 32  # largest size of a chunk's logits in bytes: 16384 tokens x 128 thousand columns in 16 bits
 # Eager code processes a chunk in blocks of tokens. The fp32 logits of a block have at most CHUNK_BYTES / BLOCKS bytes.
 BLOCKS = 64
@@ -46,7 +48,7 @@ def linear_cross_entropy(
     vocab_size: int,
     temperature: float = 1.0,
     with_entropy: bool = False,
-    fuse: bool = False,
+    fuse: Fuse | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the negative log-likelihood of each label under the logits x weight^T / temperature.
@@ -68,7 +70,8 @@ def linear_cross_entropy(
             the results, and get zero gradients.
         temperature: divisor of the logits, applied in fp32.
         with_entropy: True also returns the entropy of each token's distribution, in nats and without a gradient.
-        fuse: True compiles the elementwise work on a chunk's logits into one kernel for forward and one for backward.
+        fuse: function that fuses the elementwise work on a chunk's logits into one kernel for forward and one for
+            backward, such as `torch_compiled`; None for eager operations on one block of tokens after another.
         chunk_bytes: largest size of a chunk's logits in bytes. A chunk always has at least 128 columns.
     Returns:
         The losses and the entropies, [...] fp32 each. The entropies are None without `with_entropy`.
@@ -84,7 +87,7 @@ class _Settings(NamedTuple):
     vocab_size: int
     temperature: float
     with_entropy: bool
-    fuse: bool
+    fuse: Fuse | None
     chunk_bytes: int
 
 
@@ -138,7 +141,7 @@ def _plan_chunks(
     most = max(settings.chunk_bytes // (max(num_tokens, 1) * itemsize * step), 1)
     width = step * -(-real // (step * -(-real // (step * most))))
     end = min(-(-real // step) * step, num_rows)
-    at_once = max(num_tokens if settings.fuse else settings.chunk_bytes // (BLOCKS * 4 * width), 1)
+    at_once = max(num_tokens if settings.fuse is not None else settings.chunk_bytes // (BLOCKS * 4 * width), 1)
     blocks = [slice(start, start + at_once) for start in range(0, num_tokens, at_once)]
     starts = range(0, real, width)
     return [_Chunk(slice(s, min(s + width, end)), min(width, real - s), first + s) for s in starts], blocks
@@ -156,7 +159,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logits: torch.Tensor | None = None
         score = torch.zeros(labels.shape, dtype=torch.float32, device=x.device)
         normalizers, entropies = (score.new_full((1 + len(chunks), len(x)), value) for value in (float("-inf"), 0.0))
-        distribution = _compiled(_distribution) if settings.fuse else _distribution
+        distribution = _distribution if settings.fuse is None else settings.fuse(_distribution)
 
         # Compute the normalizer and the entropy of each token in each of this rank's chunks, and the label's score.
         for index, chunk in enumerate(chunks, start=1):
@@ -201,7 +204,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # and a second backward computes them again.
         ctx.logits = None
         several, temperature = len(chunks) > 1, settings.temperature
-        gradient_ = _compiled(_gradient_) if settings.fuse else _gradient_
+        gradient_ = _gradient_ if settings.fuse is None else settings.fuse(_gradient_)
         scale = grads[0].flatten() / temperature
         x_grad = torch.zeros_like(x, dtype=torch.float32 if several else x.dtype) if ctx.needs_input_grad[0] else None
         weight_grad = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
@@ -270,7 +273,7 @@ def _scores(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def torch_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function of tensors with torch.compile, once per process, and return it.
 
     Dim 0 of all tensor arguments is marked as dynamic, so one graph serves any number of tokens.

@@ -226,17 +226,24 @@ def test_local_steps_are_estimated_next_to_schemes_without_them():
 )
 def test_document_memory_follows_the_devices_attention_kernel(name, dropout, masked):
     cluster = pair(None, name and DEVICE._replace(name=name))
-    flags = f"--attention-dropout {dropout} --micro-batch-size 1"
+    # Without --compile the loss has the memory peak, during which the masks of both layers exist.
+    flags = f"--attention-dropout {dropout} --micro-batch-size 1 --no-compile"
     plain, own = (estimate(config(f"{flags} {more}"), cluster) for more in ("", "--reset-attention-mask"))
     extra = own.memory.total() - plain.memory.total()
     mask = 128 * 128 * 2 * 2  # bytes of the 128 x 128 masks of two layers, in bf16
     assert extra >= mask if masked else extra == 0
 
 
-# The entries end with the peak bytes of torch's allocator. They were measured with torch 2.11 for four steps, with a
-# stand-in for the CUDA driver that computes nothing. cuBLAS keeps two workspaces of 32 MiB on an H100: one for the
-# thread of forward, and one for the thread of backward.
+# Peak bytes of torch's allocator, in LARGE_VOCABULARY and at the ends of the entries of ALLOCATED. They were measured
+# with torch 2.11 for four steps, with a stand-in for the CUDA driver that computes nothing. cuBLAS keeps two workspaces
+# of 32 MiB on an H100: one for the thread of forward, and one for the thread of backward.
 WORKSPACES = 2 * 2**25
+LARGE_VOCABULARY = {
+    "": 1_017_046_016,
+    "--no-compile": 1_150_917_632,
+    "--untie-embeddings-and-output-weights": 1_377_625_600,
+    "--untie-embeddings-and-output-weights --no-compile": 1_511_497_216,
+}
 ALLOCATED = [
     ("", 1, 1, 559_367_168),
     ("--optimizer-cpu-offload", 1, 1, 253_534_720),
@@ -256,3 +263,13 @@ def test_planned_memory_of_states_in_host_memory_is_the_allocators(flags, nodes,
     cluster = Cluster(num_nodes=nodes, ranks_per_node=ranks_per_node)
     planned = Estimator(cluster, device_type="cuda").estimate(small).memory.total()
     assert planned == pytest.approx(allocated - WORKSPACES, rel=0.02)
+
+
+@pytest.mark.parametrize(("flags", "allocated"), LARGE_VOCABULARY.items())
+def test_planned_memory_of_a_large_vocabulary_is_the_allocators(flags, allocated):
+    """torch.compile fuses the loss, so a compiled run has no fp32 logits, which take 12 % of the memory otherwise."""
+    model = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512"
+    run = f"--micro-batch-size 4 --global-batch-size 4 --bf16 --lr 1e-4 --train-iters 4 --vocab-size 50257 {flags}"
+    cluster = Cluster(num_nodes=1, ranks_per_node=1)
+    planned = Estimator(cluster, device_type="cuda").estimate(parse(f"{model} {run} --mock-data").config)
+    assert planned.memory.total() == pytest.approx(allocated - WORKSPACES, rel=0.02)

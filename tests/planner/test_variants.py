@@ -23,11 +23,11 @@ def found(
     model: str = "gpt_tiny",
     host: Host | None = None,
 ) -> dict[str, Choice]:
-    """Search variants of a run on nodes of two ranks.
+    """Search variants of a run without --compile on nodes of two ranks.
 
     Return the candidates by their flags, in the order of the search.
     """
-    config = parse(f"@configs/{model}.args --bf16 {flags}").config
+    config = parse(f"@configs/{model}.args --bf16 --no-compile {flags}").config
     device = Device("a GPU", teraflops=10.0, gigabytes=gigabytes, gigabytes_per_second=100.0)
     cluster = Cluster(num_nodes=nodes, ranks_per_node=2, links=links, device=device, host=host)
     return {choice.flags: choice for choice in search(Estimator(cluster, device_type="cpu"), config)}
@@ -59,7 +59,7 @@ def test_flags_of_a_candidate_after_the_given_ones_are_its_run(given):
     assert "--recompute-granularity" in " ".join(choices)
     for flags, choice in choices.items():
         if choice.estimate is not None:
-            again = parse(f"@configs/gpt_tiny.args --bf16 --global-batch-size 16 {given} {flags}").config
+            again = parse(f"@configs/gpt_tiny.args --bf16 --no-compile --global-batch-size 16 {given} {flags}").config
             assert again == choice.estimate.config, flags
 
 

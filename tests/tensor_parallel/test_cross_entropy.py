@@ -35,7 +35,7 @@ def labels_of(vocab_size: int) -> torch.Tensor:
     return (torch.arange(TOKENS) * 7 % vocab_size).view(BATCH, SEQ).t()
 
 
-def compare(vocab_size: int, padded: int, chunk_bytes: int, temperature: float, fuse: bool) -> None:
+def compare(vocab_size: int, padded: int, chunk_bytes: int, temperature: float, fuse: Any) -> None:
     """Compare this rank's losses, gradients and sent bytes with torch's, and the entropy if the temperature is not 1.
 
     Args:
@@ -43,7 +43,7 @@ def compare(vocab_size: int, padded: int, chunk_bytes: int, temperature: float, 
         padded: rows of the output layer over all ranks, including padding.
         chunk_bytes: limit for the bytes of a chunk of logits.
         temperature: number by which the logits are divided.
-        fuse: True to use compiled kernels.
+        fuse: function that fuses the elementwise work on the logits; None for eager operations.
     """
     row, with_entropy = f"{vocab_size} of {padded}, {chunk_bytes} bytes, {temperature}", temperature != 1.0
     tp, labels, loss_grad = tp_axis(), labels_of(vocab_size), draw(9, SEQ, BATCH)
@@ -78,7 +78,7 @@ def compare(vocab_size: int, padded: int, chunk_bytes: int, temperature: float, 
 
 def compare_all() -> None:
     for (vocab_size, padded), chunk_bytes, temperature in itertools.product(VOCABULARIES, CHUNKS, (1.0, 0.7)):
-        compare(vocab_size, padded, chunk_bytes, temperature, fuse=False)
+        compare(vocab_size, padded, chunk_bytes, temperature, fuse=None)
 
 
 @pytest.mark.parametrize("size", [1, 2, slow(4)])
@@ -88,10 +88,10 @@ def test_chunked_loss_entropy_gradients_and_bytes_match_torch(size):
 
 @pytest.mark.slow  # compiling the kernels takes long
 def test_fused_kernels_match_torch():
-    ranks(2).run(compare, REAL, PADDED, SMALL, 0.7, fuse=True)
+    ranks(2).run(compare, REAL, PADDED, SMALL, 0.7, fuse=cross_entropy.torch_compiled)
 
 
-def test_fused_kernels_process_all_tokens_of_a_chunk_at_once(monkeypatch):
+def test_fused_kernels_process_all_tokens_of_a_chunk_at_once():
     def counting(function: Any) -> Any:
         def counted(logits: torch.Tensor, *args: Any) -> Any:
             calls.append((function.__name__, len(logits)))
@@ -100,11 +100,10 @@ def test_fused_kernels_process_all_tokens_of_a_chunk_at_once(monkeypatch):
         return counted
 
     calls: list[tuple[str, int]] = []
-    monkeypatch.setattr(cross_entropy, "_compiled", counting)
     for tokens, chunk_bytes, num_chunks in ((TOKENS, WHOLE, 1), (TOKENS, SMALL, 3), (1, SMALL, 1), (0, WHOLE, 1)):
         x, weight = draw(1, tokens, 5).requires_grad_(), draw(2, PADDED, 5).requires_grad_()
         labels, found = torch.arange(tokens), []
-        for fuse in (False, True):
+        for fuse in (None, counting):
             losses, _ = linear_cross_entropy(
                 x, weight, labels, tp=MeshAxis("tp"), vocab_size=REAL, fuse=fuse, chunk_bytes=chunk_bytes
             )
