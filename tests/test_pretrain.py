@@ -1,7 +1,7 @@
 """Run pretrain_gpt.py like a user, and call its `main` in this process where it starts no workers.
 
 The runs have two gloo workers, or four for ZeRO++. One run starts with torchrun, one with `python -m`, and one at a
-terminal, like runs of users. The other runs are forks of a process that has imported torch.
+terminal. Runs are forks of a process that has imported torch, except those that Ctrl-C ends.
 """
 
 import contextlib
@@ -23,8 +23,9 @@ from typing import NoReturn
 import pytest
 import torch
 from helpers.chrome_trace import read_chrome_trace
+from helpers.fork_python import forked_python
 from helpers.pretrain import TOY, Home, Run
-from helpers.program import ROOT, Program, run_forked, run_program
+from helpers.program import ROOT, Program, run_forked
 from helpers.refusals import table
 from helpers.small_run import parse
 
@@ -152,7 +153,7 @@ def test_one_worker_gives_the_losses_of_two(main_job, home):
 @pytest.mark.slow
 def test_tensor_parallel_run_from_another_folder_gives_the_same_losses(main_job, home, tmp_path):
     flags = [*MAIN_JOB, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
-    run = home.pretrain(*flags, run="tp", launcher=("-m", "pretrain_gpt"), cwd=tmp_path, start=run_program)
+    run = home.pretrain(*flags, run="tp", launcher=("-m", "pretrain_gpt"), cwd=tmp_path)
     assert "data-parallel size: 1, tensor-model-parallel size: 2" in run.output
     assert run.values() == pytest.approx(main_job.values()[:3], rel=REDUCTION_ORDER)
     assert all(row["tp_bytes"] > 1e6 for row in run.metrics)
@@ -216,7 +217,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 @pytest.mark.slow
 def test_torchrun_run_stops_at_exit_interval_and_logs_the_found_cluster(main_job, home):
     flags = ("--exit-interval", "4", "--emulate-nodes", "none", "--measure-links")
-    run = home.pretrain(*MAIN_JOB, *flags, run="torchrun", launcher=TORCHRUN, nproc=None, start=run_program)
+    run = home.pretrain(*MAIN_JOB, *flags, run="torchrun", launcher=TORCHRUN, nproc=None)
     assert run.summary["stop_reason"] == "--exit-interval 4"
     assert run.values() == main_job.values()[:2]
     hosts = f"note: hosts: {socket.gethostname()} (rank 0 1); "
@@ -397,7 +398,7 @@ def test_command_that_resumes_names_the_launcher(tmp_path, monkeypatch):
 def test_terminal_output_starts_at_once_and_has_short_lines(tmp_path):
     flags = ["--train-iters", "4", "--eval-iters", "1", "--nproc", "2", "--run-dir", str(tmp_path / "run")]
     reads, writes = pty.openpty()
-    command = [sys.executable, "pretrain_gpt.py", *TOY, *flags]
+    command = [str(forked_python()), "pretrain_gpt.py", *TOY, *flags]
     program = subprocess.Popen(command, cwd=ROOT, stdout=writes, stderr=writes)
     os.close(writes)
     said = b""

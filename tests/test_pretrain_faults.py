@@ -11,8 +11,8 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-import psutil
 import pytest
+from helpers.fork_python import forked_python
 from helpers.pretrain import TOY
 from helpers.program import ROOT, Program, run_forked
 from helpers.tiers import nightly
@@ -20,10 +20,14 @@ from helpers.tiers import nightly
 pytestmark = pytest.mark.slow
 
 SEED = 20
-SECONDS_TO_START = 8.0  # approximate time from the start of the program to its first step
+SECONDS_TO_START = 2.0  # approximate time from the start of the program to its first step
 FLAGS = ["pretrain_gpt.py", *TOY, "--eval-iters", "0", "--zeropp", "--emulate-nodes", "2"]
 OURS = ["--nproc", "2"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def start(*command: str, folder: Path, cwd: Path = ROOT) -> Program:
+    return Program(*command, folder=folder, cwd=cwd, python=str(forked_python()))
 
 
 class Runs:
@@ -64,7 +68,7 @@ def test_killed_ranks_lose_only_the_steps_since_the_last_checkpoint(tmp_path, ki
     code, output = run_forked(*calm.command, *flags, folder=tmp_path)
     assert code == 0, output
     saving = ("--save-interval", "3", "--keep-last", "2", "--max-restarts", str(kills))
-    program = Program(*runs.command, *flags, *saving, folder=tmp_path)
+    program = start(*runs.command, *flags, *saving, folder=tmp_path)
     kill_at_random_moments(program, kills)
     output = program.finish()
     assert program.process.returncode == 0, output
@@ -79,9 +83,9 @@ def test_restart_continues_in_the_run_folder_that_no_flag_names(tmp_path):
     """With --save-to-run-dir alone, the name of the run folder contains the time of the first start."""
     flags = [*FLAGS, *OURS, "--save-to-run-dir", "--save-interval", "2", "--max-restarts", "1", "--train-iters", "12"]
     flags[0] = str(ROOT / flags[0])
-    program = Program(*flags, "--data-cache-path", "cache", folder=tmp_path, cwd=tmp_path)
+    program = start(*flags, "--data-cache-path", "cache", folder=tmp_path, cwd=tmp_path)
     program.wait_for("successfully saved checkpoint at iteration       4")
-    os.kill(workers(program)[0], signal.SIGKILL)
+    os.kill(program.workers()[0], signal.SIGKILL)
     output = program.finish()
     assert program.process.returncode == 0, output
     (run,) = (tmp_path / "runs").iterdir()
@@ -110,18 +114,11 @@ def kill_at_random_moments(program: Program, kills: int) -> None:
             text, times = (" iteration ", chance.randint(1, 8)) if moment == "step" else ("saving checkpoint", 1)
             program.wait_until(lambda: count(text) >= times)  # noqa: B023
             time.sleep(chance.uniform(0.0, 0.05))
-        program.wait_until(lambda: len(workers(program)) == 2)
-        os.kill(chance.choice(workers(program)), signal.SIGKILL)
+        program.wait_until(lambda: len(program.workers()) == 2)
+        os.kill(chance.choice(program.workers()), signal.SIGKILL)
         program.wait_for(f"restart {kill} of {kills}")
         seen = len(program.output())
         program.wait_until(lambda: count(" iteration ") > 0)
-
-
-def workers(program: Program) -> list[int]:
-    """Return the process IDs of the ranks, which are children of the launcher; [] if the launcher has ended."""
-    with contextlib.suppress(psutil.Error):  # the launcher may have ended
-        return [child.pid for child in psutil.Process(program.process.pid).children()]
-    return []
 
 
 def test_stop_signal_in_any_phase_saves_and_exits_with_0(tmp_path):
@@ -138,7 +135,7 @@ def test_stop_signal_in_any_phase_saves_and_exits_with_0(tmp_path):
         # 5000 iterations of the evaluation would take minutes
         ([], OURS, r"^ iteration +\d*[05]/", signal.SIGTERM, "5000"),
     ):
-        program = Program(*before, *runs.command, *flags, eval_iters, *after, folder=tmp_path)
+        program = start(*before, *runs.command, *flags, eval_iters, *after, folder=tmp_path)
         program.wait_until(lambda: re.search(phase, program.output(), re.MULTILINE) is not None)  # noqa: B023
         program.process.send_signal(signum)
         output = program.finish()
@@ -161,12 +158,11 @@ def test_rank_that_stops_in_any_phase_ends_the_job_and_is_named(tmp_path, phase,
     flags += ["--train-iters", "100000", "--eval-iters", "20"]
     code, output = run_forked(*runs.command, *flags, "--exit-interval", "1", folder=tmp_path)
     assert code == 0, output
-    program = Program(*runs.command, *flags, "--distributed-timeout-minutes", "0.2", folder=tmp_path)
-    program.wait_until(lambda: len(workers(program)) == 2)
+    program = start(*runs.command, *flags, "--distributed-timeout-minutes", "0.2", folder=tmp_path)
+    program.wait_until(lambda: len(program.workers()) == 2)
     if phase != "start":
         program.wait_for(phase)
-    stopped = next(pid for pid in workers(program) if psutil.Process(pid).environ()["RANK"] == str(rank))
-    os.kill(stopped, signal.SIGSTOP)
+    os.kill(program.workers()[rank], signal.SIGSTOP)
     began = time.monotonic()
     output = program.finish()
     assert time.monotonic() - began < 60.0

@@ -11,12 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers.program import LAUNCHER_VARIABLES, ROOT
+from helpers.fork_python import forked_python
+from helpers.program import ROOT, Program
 from helpers.tiers import chosen, nightly, slow
 
 from megazpp.base.program import UserError
@@ -45,46 +45,25 @@ class Machine:
     """One of the two emulated machines, with the program that runs on it."""
 
     def __init__(self, cluster: EmulatedCluster, number: int, folder: Path) -> None:
-        self.cluster, self.number, self.folder, self.tree = cluster, number, folder, ROOT
-        folder.mkdir()
-        self.process: subprocess.Popen[bytes] | None = None
+        self.number, self.folder, self.tree = number, folder, ROOT
+        self._entrance = (*cluster.inside(number), "sh", "-c", 'cd "$0" && exec "$@"', str(folder))
+        self.program: Program | None = None
 
     def start(self, command: str) -> None:
         words = command.replace("10.0.0.1", "10.88.0.1").replace("--node-rank 0", f"--node-rank {self.number}").split()
-        program = [sys.executable, str(self.tree / words[1]), *words[2:]]
-        env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-        env |= {"PYTHONPATH": str(self.tree), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self.folder / "cache")}
-        inside = [*self.cluster.inside(self.number), "sh", "-c", 'cd "$0" && exec "$@"', str(self.folder), *program]
-        with self.path.open("w") as out:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
-            self.process = subprocess.Popen(inside, env=env, start_new_session=True, **streams)
-
-    @property
-    def path(self) -> Path:
-        return self.folder / "output.txt"
-
-    def output(self) -> str:
-        return self.path.read_text()
-
-    def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + SECONDS_TO_START
-        while text not in self.output():
-            assert self.process is not None
-            assert self.process.poll() is None, f"machine {self.number} has ended:\n{self.output()}"
-            assert time.monotonic() < deadline, f"machine {self.number}:\n{self.output()}"
-            time.sleep(0.05)
+        # a fork of the checkout's modules cannot run another checkout
+        python = str(forked_python()) if self.tree == ROOT else sys.executable
+        shown = ("env", f"PYTHONPATH={self.tree}", python, str(self.tree / words[1]), *words[2:])
+        first, *rest = self._entrance
+        self.folder.mkdir(exist_ok=True)
+        self.program = Program(*rest, *shown, folder=self.folder, python=first)
 
     def end(self, seconds: float) -> tuple[int, str]:
-        assert self.process is not None
+        assert self.program is not None
         try:
-            return self.process.wait(seconds), self.output()
+            return self.program.process.wait(seconds), self.program.output()
         except subprocess.TimeoutExpired:
-            pytest.fail(f"machine {self.number} still runs after {seconds:.0f} s:\n{self.output()}")
-
-    def kill(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+            pytest.fail(f"machine {self.number} still runs after {seconds:.0f} s:\n{self.program.output()}")
 
 
 @pytest.fixture
@@ -94,7 +73,8 @@ def machines(cluster: EmulatedCluster, tmp_path: Path) -> Iterator[tuple[Machine
         yield found
     finally:
         for machine in found:
-            machine.kill()
+            if machine.program is not None:
+                machine.program.kill()
         pull_cable(cluster, out=False)
 
 
@@ -148,8 +128,8 @@ def test_ctrl_c_on_either_machine_saves_and_ends_both_and_the_run_resumes(machin
     command = f"{FIRST} {SMALL} {LONG} --save ckpt --load ckpt"
     for machine in machines:
         machine.start(command)
-    machines[0].wait_for("iteration        3/")
-    machines[pressed].process.send_signal(signal.SIGINT)
+    machines[0].program.wait_for("iteration        3/")
+    machines[pressed].program.process.send_signal(signal.SIGINT)
     ends = [machine.end(SECONDS_TO_END) for machine in machines]
     assert ends[pressed][0] == 130
     assert ends[1 - pressed][0] == 0, ends
@@ -203,16 +183,16 @@ def test_mistake_on_the_second_machine_is_printed_on_both(machines, tmp_path, mi
 def test_killed_rank_of_one_machine_is_named_on_both(machines):
     for machine in machines:
         machine.start(f"{FIRST} {SMALL} {LONG} --no-save-to-run-dir")
-    machines[0].wait_for("iteration        3/")
-    (child,) = Path(f"/proc/{machines[1].process.pid}/task/{machines[1].process.pid}/children").read_text().split()
-    os.kill(int(child), signal.SIGKILL)
+    machines[0].program.wait_for("iteration        3/")
+    (worker,) = machines[1].program.workers()
+    os.kill(worker, signal.SIGKILL)
     for machine in machines:
         code, output = machine.end(SECONDS_TO_END)
         assert code == 1
         assert output.rstrip().endswith("node1: rank 1 was killed by SIGKILL; the job is over")
 
 
-CUTS: dict[str, tuple[str, Callable[[Machine], None], tuple[str, str]]] = {
+CUTS: dict[str, tuple[str, Callable[[Program], None], tuple[str, str]]] = {
     "before the start": (
         "--distributed-timeout-minutes 0.2",
         lambda first: None,
@@ -234,7 +214,7 @@ def test_cable_that_is_pulled_ends_both_machines_with_a_reason(machines, cluster
         pull_cable(cluster, out=True)
     for machine in machines:
         machine.start(f"{FIRST} {SMALL} {LIMITS} --no-save-to-run-dir {flags}")
-    reach(machines[0])
+    reach(machines[0].program)
     with contextlib.suppress(UserError):
         pull_cable(cluster, out=True)
     for machine, message in zip(machines, (first, second), strict=True):

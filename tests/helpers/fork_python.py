@@ -1,16 +1,19 @@
 """A `python` command that starts in milliseconds: a server that has already imported torch forks for each program.
 
-The fork has the caller's arguments, working directory, environment and open files. Workers that the program starts by
-`sys.executable` are forks too. Signals and process groups reach only the client process that the caller has started,
-so tests of how jobs end use the real Python.
+The fork has the caller's arguments, working directory, environment, open files, blocked signals and namespaces.
+Programs that it starts by `sys.executable` are forks too. The small client process that the caller has started passes
+signals on to the fork, and ends with its exit code or signal. Only the client is in the caller's session and process
+group, and the fork is no descendant of the client.
 
     command: python tools/x.py --flag     (a small client, below)
         connects and sends its files   --> server: forks; the child becomes the program
+        passes signals on to the child <-- server: sends the process ID of the child
         waits for the exit code        <-- server: waits in a thread for the child; kills the child if the client ends
 """
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import json
@@ -28,28 +31,47 @@ from pathlib import Path
 from megazpp.base.program import LAUNCHER_PID
 
 ROOT = Path(__file__).resolve().parents[2]
+OTHERS_MODULES = ("torch._dynamo", "torch.distributed.checkpoint", "transformers", "sentencepiece")
+MODULES = ("pretrain_gpt", *OTHERS_MODULES)
 CLIENT = """#!{python} -IS
-import json, os, socket, sys
+import json, os, signal, socket, sys
 if sys.argv[1].startswith("-") and sys.argv[1] != "-m":
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
     socket.send_fds(server, [b" "], [0, 1, 2])
-    server.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode() + b"\\n")
-    sys.exit(int(server.recv(8) or b"1"))
+    blocked = [*signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+    server.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ), blocked, os.getpid()]).encode() + b"\\n")
+    answers = server.makefile()
+    child = int(answers.readline())
+    passed = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    for signum in passed:
+        signal.signal(signum, lambda signum, frame: os.kill(child, signum))
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    code = int(answers.readline() or "1")
+if code >= 0:
+    sys.exit(code)
+for signum in passed:
+    signal.signal(signum, signal.SIG_DFL)
+os.kill(os.getpid(), -code)
 """
 
 
 @functools.cache
-def forked_python() -> Path:
-    """Return the path of the command that forks. Its server starts at the first call and ends with the tests."""
+def forked_python(*modules: str) -> Path:
+    """Return the path of the command that forks. Its server starts at the first call and ends with the tests.
+
+    Args:
+        modules: names of the modules that the server imports before it forks; by default those that programs of this
+            project import.
+    """
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     client, address = Path(folder.name) / "python", f"{folder.name}/socket"
     client.write_text(CLIENT.format(python=sys.executable, address=address))
     client.chmod(0o755)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command, pipe = [sys.executable, __file__, address], subprocess.PIPE
+    command, pipe = [sys.executable, __file__, address, *(modules or MODULES)], subprocess.PIPE
     server = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, start_new_session=True)
     assert server.stdout.read(1), "the server has ended"
     return client
@@ -64,13 +86,14 @@ def end_with_tests() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def serve(address: str) -> None:
-    """Import the slow modules once, then fork for every client that connects to the Unix socket at `address`."""
-    threading.Thread(target=end_with_tests, daemon=True).start()
+def serve(address: str, *modules: str) -> None:
+    """Import the modules once, then fork for every client that connects to the Unix socket at `address`."""
     sys.path.remove(str(Path(__file__).parent))
     gc.disable()
-    for name in ("pretrain_gpt", "torch._dynamo", "transformers", "sentencepiece"):
+    for name in modules:
         __import__(name)
+    # A launcher forks its workers only if it has no more threads than at the end of these imports
+    threading.Thread(target=end_with_tests, daemon=True).start()
     # garbage collection in a fork then skips these objects, so the fork shares their memory pages with the server
     gc.freeze()
     gc.enable()
@@ -82,12 +105,14 @@ def serve(address: str) -> None:
             connection, _ = listener.accept()
             _, files, _, _ = socket.recv_fds(connection, 1, 3)
             with connection.makefile() as request:
-                words, cwd, env = json.loads(request.readline())
+                words, cwd, env, blocked, client = json.loads(request.readline())
             child = os.fork()
             if child == 0:
                 listener.close()
                 connection.close()
                 sys.executable = str(Path(address).with_name("python"))
+                enter_namespaces(client)
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
                 become(words, cwd, env, files)
             for file in files:
                 os.close(file)
@@ -95,18 +120,32 @@ def serve(address: str) -> None:
 
 
 def answer(child: int, connection: socket.socket) -> None:
-    """Send the exit code of the forked child to its client, as a shell reports it.
+    """Send the process ID of the forked child to its client, and later its exit code, -n if signal n has killed it.
 
     If the client disconnects first, kill the child, because the caller has ended the program.
     """
     ended = os.pidfd_open(child)
+    with contextlib.suppress(BrokenPipeError):
+        connection.sendall(f"{child}\n".encode())
     if ended not in select.select([ended, connection], [], [])[0]:
         os.kill(child, signal.SIGKILL)
     os.close(ended)
     _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
     with connection, contextlib.suppress(BrokenPipeError):
-        connection.sendall(str(code if code >= 0 else 128 - code).encode())
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+def enter_namespaces(client: int) -> None:
+    """Move this forked process into the network, host name and mount namespaces of the process `client`.
+
+    They differ from the server's namespaces if the client runs in an emulated machine.
+    """
+    for name in ("net", "uts", "mnt"):
+        theirs = f"/proc/{client}/ns/{name}"
+        if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{name}"):
+            namespace = os.open(theirs, os.O_RDONLY)
+            assert ctypes.CDLL(None).setns(namespace, 0) == 0, f"cannot enter {theirs}"
+            os.close(namespace)
 
 
 def become(words: list[str], cwd: str, env: dict[str, str], files: list[int]) -> None:
@@ -151,4 +190,4 @@ def become(words: list[str], cwd: str, env: dict[str, str], files: list[int]) ->
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])

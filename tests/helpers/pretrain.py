@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +44,6 @@ class Home:
         launcher: tuple[str, ...] = (str(ROOT / "pretrain_gpt.py"),),
         nproc: int | None = 2,
         cwd: Path = ROOT,
-        start: Callable[..., tuple[int, str]] = run_forked,
     ) -> Run:
         """Run pretrain_gpt.py to its end, assert that it succeeds, and return the run.
 
@@ -55,10 +53,9 @@ class Home:
             launcher: arguments of Python that come before the flags.
             nproc: --nproc; None leaves the flag out.
             cwd: working directory.
-            start: function that runs the program and returns (exit code, output).
         """
         ranks = [] if nproc is None else ["--nproc", str(nproc)]
-        code, output = start(*launcher, *flags, *self.places(run), *ranks, folder=self.path, cwd=cwd)
+        code, output = run_forked(*launcher, *flags, *self.places(run), *ranks, folder=self.path, cwd=cwd)
         assert code == 0, output
         return Run(output, self.path / run)
 

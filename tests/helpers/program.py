@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 from helpers.fork_python import forked_python
 
+from megazpp.base.files import cache_folder
+
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = "MEGAZPP_TEST_MARKER"
 SECONDS_PER_RUN = 300
@@ -34,6 +36,7 @@ class Program:
         self._marker = uuid.uuid4().hex
         self._scratch, self._file = folder / "tmp", folder / f"output-{self._marker}.txt"
         self._scratch.mkdir(exist_ok=True)
+        share_compiled_kernels(folder)
         env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
         env |= {"HOME": str(folder), "TMPDIR": str(self._scratch), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         env[MARKER] = self._marker
@@ -71,9 +74,24 @@ class Program:
         return min(limit, time.monotonic() - began)
 
     def left_behind(self) -> list[int]:
-        """Return the IDs of the program's running processes in all sessions, by the marker in their environment."""
-        environments = {process.pid: process.info["environ"] for process in psutil.process_iter(["environ"])}
-        return [pid for pid, environment in environments.items() if (environment or {}).get(MARKER) == self._marker]
+        """Return the IDs of the program's running processes in all sessions.
+
+        They have the marker in their environment or, as forks of `forked_python`, the program's file as stdout.
+        """
+        return [process.pid for process in psutil.process_iter(["environ"]) if self._has_started(process)]
+
+    def workers(self) -> list[int]:
+        """Return the IDs of the ranks that the program's launcher has started, in the order of ranks."""
+        found = set(self.left_behind())
+        with contextlib.suppress(psutil.Error):  # the launcher may have ended
+            return sorted(pid for pid in found if psutil.Process(pid).ppid() in found)
+        return []
+
+    def _has_started(self, process: psutil.Process) -> bool:
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+            if os.readlink(f"/proc/{process.pid}/fd/1") == str(self._file):
+                return True
+        return (process.info["environ"] or {}).get(MARKER) == self._marker
 
     def scratch_files(self) -> list[Path]:
         """Return the files that the program has left in its temporary folder (TMPDIR)."""
@@ -84,6 +102,15 @@ class Program:
         for pid in self.left_behind():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def share_compiled_kernels(home: Path) -> None:
+    """Let programs with the home folder `home` use the user's compiled C kernels; each rank would compile them anew."""
+    libraries, shared = home / ".cache/megazpp/libraries", cache_folder() / "libraries"
+    for folder in (libraries.parent, shared):
+        folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        libraries.symlink_to(shared)
 
 
 def run_program(*command: str, folder: Path, cwd: Path = ROOT, python: str = sys.executable) -> tuple[int, str]:

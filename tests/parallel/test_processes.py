@@ -6,7 +6,6 @@ Limits in seconds hold on a loaded machine. On two quiet cores, every job ends w
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,9 +33,7 @@ ENDED = f"rank ? ended with exit code 1; {OVER}"
 )
 def test_job_ends_with_its_exit_code_and_one_reason(tmp_path, args, code, lines):
     """A killed rank is named without tracebacks of other ranks, and a user's error is not tried again."""
-    # the real Python, because a killed fork ends its client with exit code 137 instead of the signal
-    python = sys.executable if "kill" in args else str(forked_python())
-    program = Program(JOB, *args.split(), folder=tmp_path, python=python)
+    program = Program(JOB, *args.split(), folder=tmp_path, python=str(forked_python()))
     output = program.finish()
     assert program.process.returncode == code
     # the other rank may print "sum 2" before or after the error

@@ -48,14 +48,7 @@ def test_hanging_ranks_are_named_with_waiting_collectives_and_job_ends(tmp_path)
 
 def start(kind: str, folder: Path, *, minutes: float) -> Program:
     """Start the job `kind` of helpers/job.py on two ranks; the watchdog reports a hang after this many minutes."""
-    return Program(JOB, kind, "2", "0", str(minutes), folder=folder, cwd=folder)
-
-
-def workers(program: Program) -> list[int]:
-    """Return the process IDs of the two ranks, which are children of the launcher."""
-    pids = [child.pid for child in psutil.Process(program.process.pid).children()]
-    assert len(pids) == 2
-    return pids
+    return Program(JOB, kind, "2", "0", str(minutes), folder=folder, cwd=folder, python=str(forked_python()))
 
 
 @pytest.mark.slow
@@ -76,7 +69,8 @@ def test_rank_that_stops_outside_of_all_spans_is_named_and_the_job_ends(tmp_path
 def test_job_that_was_suspended_as_a_whole_continues(tmp_path):
     program = start("pause", tmp_path, minutes=0.05)
     program.wait_for("rank 0 at work")
-    pids = workers(program)
+    pids = program.workers()
+    assert len(pids) == 2
     # the suspension lasts five times the watchdog's limit
     for signum, seconds in ((signal.SIGSTOP, 15.0), (signal.SIGCONT, 0.0)):
         for pid in pids:
@@ -92,10 +86,12 @@ def test_ranks_end_by_themselves_if_the_store_does_not_answer(tmp_path):
     """The launcher hosts the store. While the launcher is stopped, no rank can read the watchdog's alarm."""
     program = start("sleep-on-1", tmp_path, minutes=0.05)
     program.wait_for("sum 2")
-    pids = workers(program)
-    program.process.send_signal(signal.SIGSTOP)
-    program.wait_until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in pids))
-    program.process.send_signal(signal.SIGCONT)
+    ranks = [psutil.Process(pid) for pid in program.workers()]
+    assert len(ranks) == 2
+    launcher = ranks[0].parent()
+    launcher.suspend()
+    program.wait_until(lambda: all(rank.status() == psutil.STATUS_ZOMBIE for rank in ranks))
+    launcher.resume()
     output = program.finish()
     assert "watchdog: the store of rank 0 has not answered for 3 s (127.0.0.1:" in output
 

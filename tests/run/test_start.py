@@ -4,10 +4,10 @@ import os
 import shlex
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.fork_python import forked_python
 from helpers.pretrain import TOY
 from helpers.program import LAUNCHER_VARIABLES, ROOT
 from helpers.small_run import SMALL, parse
@@ -71,7 +71,7 @@ def test_ranks_that_disagree_end_with_an_error_within_seconds(tmp_path, flags):
     env |= {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     started = [
         subprocess.Popen(
-            [sys.executable, str(Path(ROOT) / "pretrain_gpt.py"), *common, *more],
+            [str(forked_python()), str(Path(ROOT) / "pretrain_gpt.py"), *common, *more],
             cwd=tmp_path,
             env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
             stdout=subprocess.PIPE,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fork_python import forked_python
 from helpers.program import ROOT, Program, run_program
 
 from megazpp.base.program import JobError, exit_on_signals, in_words, program
@@ -59,7 +60,7 @@ def unread(*command: object, folder: Path) -> tuple[int, str]:
     reads, writes = os.pipe()
     os.close(reads)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, *map(str, command)]
+    words = [str(forked_python()), *map(str, command)]
     done = subprocess.run(words, cwd=ROOT, env=env, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(writes)
     return done.returncode, done.stderr

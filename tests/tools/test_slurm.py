@@ -64,7 +64,7 @@ def submit(tmp_path, monkeypatch):
 
 
 def test_run_is_saved_and_requeued_at_the_time_limit_and_then_resumed(submit, tmp_path):
-    first = submit("--train-iters", "100000", job_id=7, python=sys.executable)
+    first = submit("--train-iters", "100000", job_id=7, python=forked_python())
     first.wait_for(" iteration        3/")
     for task in (tmp_path / "bin/tasks.txt").read_text().split():
         os.kill(int(task), signal.SIGUSR1)
