@@ -3,7 +3,6 @@
 import ast
 import graphlib
 import io
-import os
 import re
 import shutil
 import subprocess
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from helpers.fork_python import OTHERS_MODULES, forked_python
+from helpers.program import run_program
 from helpers.tiers import slow
 from mutations import read_changes
 
@@ -120,25 +121,29 @@ def test_listed_needs_of_each_feature_are_the_features_that_it_imports(library):
         assert set(needed) == {other for other in NEEDS if f"megazpp.{other}" in imported}, feature
 
 
-# An editable install of the project adds an import finder, which would find a deleted module in the original checkout
-NO_EDITABLE_FINDER = """
-import sys
-sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in finder.__module__]
+# Beginning of a program that runs in a fork. The fork forgets the few modules of this checkout that its server uses, so
+# all imports are from the program's folder. An editable install of the project adds an import finder, which would find
+# a deleted module in this checkout.
+FORGET = """
+import importlib, os, runpy, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]
+for name in [name for name in sys.modules if name.split(".")[0] in ("megazpp", "pretrain_gpt")]:
+    del sys.modules[name]
 """
 IMPORT_ALL = """
-import importlib, os, sys
 for name in ("pretrain_gpt", *sys.argv[1:]):
     assert importlib.import_module(name).__file__.startswith(os.getcwd()), name
 """
+PRETRAIN = """
+sys.argv[0] = "pretrain_gpt.py"
+runpy.run_path("pretrain_gpt.py", run_name="__main__")
+"""
 
 
-def copy_without(features: Iterable[str], copy: Path) -> dict[str, str]:
+def copy_without(features: Iterable[str], copy: Path) -> None:
     """Copy the checkout to `copy` without some optional features.
 
     The copy lacks their folders, their lines in features.py, and the default --sample- flags in configs/gpt_tiny.args.
-
-    Returns:
-        Environment variables with which an interpreter imports only from the copy.
     """
     for name in ("configs", "kernels", "megazpp"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -149,15 +154,14 @@ def copy_without(features: Iterable[str], copy: Path) -> dict[str, str]:
     for path, lines in (("megazpp/features.py", deleted), ("configs/gpt_tiny.args", "--sample-")):
         kept = [text for text in (copy / path).read_text().splitlines() if not text.startswith(lines)]
         (copy / path).write_text("\n".join(kept) + "\n")
-    (copy / "sitecustomize.py").write_text(NO_EDITABLE_FINDER)  # every interpreter imports this module at its start
-    return {**os.environ, "PYTHONPATH": str(copy)}
 
 
-def run_in(copy: Path, environment: dict[str, str], *words: str) -> str:
-    command = [sys.executable, *words]
-    run = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+def run_in(copy: Path, program: str, *words: str) -> str:
+    (copy / "program.py").write_text(FORGET + program)
+    python = str(forked_python(*OTHERS_MODULES))
+    code, output = run_program(str(copy / "program.py"), *words, folder=copy, cwd=copy, python=python)
+    assert code == 0, output
+    return output
 
 
 @pytest.mark.slow
@@ -167,22 +171,22 @@ def test_all_remaining_modules_import_without_an_optional_feature(feature, libra
     disabled = {feature}
     while more := {name for name, needed in NEEDS.items() if disabled & set(needed)} - disabled:
         disabled |= more
-    environment = copy_without([feature], tmp_path)
+    copy_without([feature], tmp_path)
     left = [file.name for file in library if file.folder not in {f"megazpp.{name}" for name in disabled}]
     # the plugin for vLLM imports vLLM, which is not installed
     left = [name for name in left if name != "megazpp.weight_patches.vllm"]
-    run_in(tmp_path, environment, "-c", IMPORT_ALL, *left)
+    run_in(tmp_path, IMPORT_ALL, *left)
 
 
 @pytest.mark.slow
 def test_training_saves_and_resumes_without_any_optional_feature(tmp_path):
-    environment = copy_without(NEEDS, tmp_path)
+    copy_without(NEEDS, tmp_path)
     for iterations in (2, 4):
         flags = (
             f"--zeropp --nproc 2 --train-iters 4 --exit-interval {iterations} --eval-iters 1 --save ckpt --load ckpt"
         )
         places = ("--run-dir", "run", "--data-cache-path", "cache")
-        shown = run_in(tmp_path, environment, "pretrain_gpt.py", *flags.split(), *places)
+        shown = run_in(tmp_path, PRETRAIN, *flags.split(), *places)
         assert f"successfully saved checkpoint at iteration {iterations:7d}" in shown
         assert ("successfully loaded checkpoint" in shown) == (iterations == 4)
 
