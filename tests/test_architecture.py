@@ -225,7 +225,7 @@ def test_three_folders_import_fsdp2_and_only_axis_calls_collectives(library):
     fsdp2 = {file.folder for file in library if any("fsdp" in target for target, _ in file.imports)}
     assert fsdp2 == {"megazpp.zero", "megazpp.host_states", "megazpp.drop_in"}
     assert [file.name for file in library if COLLECTIVES.search(file.text)] == ["megazpp.parallel.axis"]
-    assert [file.name for file in library if NEW_GROUPS.search(file.text)] == ["megazpp.parallel.groups"]
+    assert [file.name for file in library if NEW_GROUPS.search(file.text)] == ["megazpp.parallel.dims"]
 
 
 def test_modules_have_no_mutable_state(library):

@@ -40,7 +40,8 @@ from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import RunValues, TrainState, Weights
 from megazpp.checkpoint.weights import WHOLE_WEIGHTS, WeightOpener, check_weights
 from megazpp.model.gpt import GPTModel
-from megazpp.optim.loss_scale import LossScaler
+from megazpp.optim.config import LossScaleConfig
+from megazpp.optim.optimizer import LossScaler
 from megazpp.optim.schedule import Schedule, TrainingProgress
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
@@ -530,7 +531,7 @@ def load_weights(
         ValueError: the checkpoint is damaged, or has another model or tokenizer.
     """
     # `TrainState` requires an optimizer and a loss scaler, but loading only weights does not change them.
-    values = RunValues(torch.optim.SGD(model.parameters()), LossScaler(1.0))
+    values = RunValues(torch.optim.SGD(model.parameters()), LossScaler(LossScaleConfig(), fp16=False))
     state = TrainState(model, sharding, values, [Weights(model, sharding)])
     own = dataclasses.replace(record, vocab_size=vocab_size, tokenizer=tokenizer or record.tokenizer)
     axis = open_axis(dims)

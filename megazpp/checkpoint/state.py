@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from megazpp.base.files import DamagedError
 from megazpp.model.gpt import GPTModel
 from megazpp.model.layer_parts import SharedGenerator
-from megazpp.optim.loss_scale import LossScaler
+from megazpp.optim.optimizer import LossScaler
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.worker import seed_everything
 from megazpp.tensor_parallel.initialize import seed_for

@@ -8,7 +8,7 @@ steps:
     delta  = R - inner                            on the group's shard
     D      = mean of delta over groups            4-bit blocks with error feedback, sent to the owner of an outer shard
     m      = mu m + D;  outer -= eta (D + mu m)   Nesterov, fp32, on the owner
-    R     += outer - R                            4-bit blocks, gathered over groups (weight deltas, zero/secondary.py)
+    R     += outer - R                            4-bit blocks, gathered over groups (weight deltas, zero/gather.py)
     inner  = alpha inner + (1 - alpha) R          `delay` steps later; moments of the inner optimizer do not change
 
 The communication starts after the step of the synchronization and overlaps the next `delay` steps. The mean is weighted
@@ -43,7 +43,7 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.config import PrecisionConfig
-from megazpp.zero.secondary import Resident
+from megazpp.zero.gather import Resident
 from megazpp.zero.sharding import Sharding
 from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec, own_rows

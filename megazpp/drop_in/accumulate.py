@@ -19,7 +19,7 @@ import torch
 
 from megazpp.drop_in.units import ProgramUnit
 from megazpp.parallel.comm_queue import Work
-from megazpp.zero.schedule import in_backward
+from megazpp.zero.comms import in_backward
 
 # A rank's vote about gradients is the sum of some of these bits. INSIDE: the forward runs inside `Handle.accumulate`.
 # OUTSIDE: the forward runs outside of it. DISCARDED: the rank has discarded partial sums since its last vote.

@@ -34,9 +34,9 @@ from megazpp.parallel.host_discovery import describe_host, share_survey
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout
 from megazpp.topology.plan import plan_layout
+from megazpp.zero.comms import in_backward
 from megazpp.zero.config import CommPlan, Dtypes, ZeroConfig
 from megazpp.zero.plan import plan_comm
-from megazpp.zero.schedule import in_backward
 
 # Name of the environment variable with the number of ranks per node, if `zeropp` gets no argument ranks_per_node. With
 # fewer ranks than the machine has, ZeRO++ emulates several nodes.

@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue
 from megazpp.parallel.config import NcclConfig
-from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.groups import axis_options, make_group
+from megazpp.parallel.dims import ParallelDims, axis_options, make_group
 from megazpp.topology.layout import Layout
 
 

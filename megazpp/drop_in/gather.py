@@ -9,8 +9,8 @@ import torch
 from megazpp.drop_in.codec import MixedCodec
 from megazpp.drop_in.units import QUANTIZABLE, ProgramUnit
 from megazpp.parallel.comm_queue import Moment
-from megazpp.zero.comms import CommContext, CountedGather, Pending
-from megazpp.zero.gather import TwoHopGather
+from megazpp.zero.comms import CommContext
+from megazpp.zero.gather import CountedGather, Pending, TwoHopGather
 from megazpp.zero.wire import Codec
 
 

@@ -22,9 +22,8 @@ from megazpp.kernels.block_quant import Feedback
 from megazpp.kernels.formats import align
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
-from megazpp.zero.comms import CommContext, CountedReduce, SummingReduce
-from megazpp.zero.reduce import TwoHopReduce
-from megazpp.zero.schedule import ReduceSchedule, in_backward
+from megazpp.zero.comms import CommContext, ReduceSchedule, in_backward
+from megazpp.zero.reduce import CountedReduce, SummingReduce, TwoHopReduce
 from megazpp.zero.wire import Codec, Segment
 
 

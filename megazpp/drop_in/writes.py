@@ -49,9 +49,8 @@ from megazpp.drop_in.codec import byte_ranges
 from megazpp.drop_in.gather import ProgramGather
 from megazpp.drop_in.units import ProgramUnit
 from megazpp.parallel.axis import MeshAxis
-from megazpp.zero.comms import CommContext
+from megazpp.zero.comms import CommContext, in_backward
 from megazpp.zero.gather import InterNodeMessage
-from megazpp.zero.schedule import in_backward
 
 # A vote on a unit is an `InterNodeMessage`. The additional bit LATE says that the last forward used outdated weights.
 LATE = 4

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from megazpp.host_states.memory import HostedUnit, SumSlot
 from megazpp.parallel.comm_queue import Work
-from megazpp.zero.comms import CommContext, CountedReduce, SummingReduce
-from megazpp.zero.reduce import TwoHopReduce
+from megazpp.zero.comms import CommContext
+from megazpp.zero.reduce import CountedReduce, SummingReduce, TwoHopReduce
 from megazpp.zero.wire import Codec
 
 

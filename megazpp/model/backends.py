@@ -26,9 +26,10 @@ import torch.nn.functional as F
 
 from megazpp.base.flags import in_use
 from megazpp.kernels.c_library import CLibraryError, find_compiler
-from megazpp.model.attention_kernels import DocumentKernel, variable_length
+from megazpp.model.attention import variable_length
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import FLOAT8_CAPABILITY, MULTIPLE, float8_product
+from megazpp.model.layer_parts import DocumentKernel
 from megazpp.tensor_parallel.layers import Product
 
 # Limits of the variable-length attention kernel (flash attention 2): most channels per head, their divisor, and lowest

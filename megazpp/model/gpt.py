@@ -21,8 +21,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from megazpp.model.attention import AttentionInputs, SelfAttention, config_angles, document_mask, window_mask
-from megazpp.model.attention_kernels import shared_mask
+from megazpp.model.attention import (
+    AttentionInputs,
+    SelfAttention,
+    config_angles,
+    document_mask,
+    shared_mask,
+    window_mask,
+)
 from megazpp.model.config import GPTConfig
 from megazpp.model.kv_cache import KVCache, LayerCache
 from megazpp.model.layer_parts import MLP, Dropout, LayerSettings, Norm, compile_layer, mark_varying

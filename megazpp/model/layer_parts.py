@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megazpp.model.attention_kernels import DocumentKernel
 from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.cross_entropy import Fuse, torch_compiled
@@ -37,6 +36,12 @@ from megazpp.tensor_parallel.regions import copy_to_region, reduce_from_region_
 # low, because each combination of the following needs its own graph: the model (up to four in a process), gradients on
 # or off, training or evaluation, a batch of one row or of several rows, and generation with a key-value cache.
 MOST_GRAPHS = 64
+
+# Type of a kernel for attention inside documents, such as `variable_length`. Its arguments are queries, keys, values,
+# the documents' offsets, the length of the longest document, the window, and the factor of the scores.
+DocumentKernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int | None, float | None], torch.Tensor
+]
 
 
 @dataclass(frozen=True, kw_only=True)

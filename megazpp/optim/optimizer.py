@@ -1,8 +1,11 @@
-"""Update of sharded parameters by fused AdamW, and the parameter groups of all optimizers.
+"""Update of sharded parameters by fused AdamW, the parameter groups of all optimizers, and the loss scale.
 
 build.py chooses the optimizer. AdamW calls torch's fused kernel on the local tensors of FSDP2's DTensors, which may be
 empty. The kernel accepts DTensors too, but the host would then spend time to compute placements for each of them.
 `set_rates_` sets learning rate and weight decay before every step.
+
+The loss scale prevents small fp16 gradients from being rounded to zero. The training step multiplies the loss by it
+before backward, and divides the gradients by it before clipping.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from megazpp.optim.clip import divide_grads_
+from megazpp.optim.config import LossScaleConfig
 from megazpp.tensor_parallel.parameters import local
 
 
@@ -183,3 +187,60 @@ def update_(
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the optimizer can skip a step with non-finite gradients without making the host wait."""
     return isinstance(optimizer, DeviceOptimizer)
+
+
+class LossScaler:
+    """Loss scale: Megatron-LM's dynamic loss scale with --fp16 and without --loss-scale, otherwise a constant.
+
+    The dynamic loss scale halves after overflows, and doubles after a window of steps without overflow. An overflow is
+    a step with a NaN or Inf gradient. The first `hysteresis - 1` overflows after the loss scale last grew do not change
+    it. Each later overflow halves it.
+
+    Args:
+        config: flags of loss scaling.
+        fp16: True if the model computes in fp16.
+    Attributes:
+        scale: number by which the loss of the current step is multiplied; 1 without loss scaling.
+    """
+
+    def __init__(self, config: LossScaleConfig, *, fp16: bool) -> None:
+        self._config, self._is_dynamic = config, fp16 and config.loss_scale is None
+        self.scale = config.initial_loss_scale if self._is_dynamic else config.loss_scale or 1.0
+        self._growth_tracker, self._hysteresis_tracker = 0, config.hysteresis
+
+    def update(self, found_inf: bool) -> None:
+        """Count a training step, and halve or double a dynamic loss scale if the rule of this class requires it.
+
+        Args:
+            found_inf: True if a gradient of the step was NaN or Inf; equal on every rank.
+        """
+        if not self._is_dynamic:
+            return
+        if found_inf:
+            self._growth_tracker = 0
+            self._hysteresis_tracker -= 1
+            if self._hysteresis_tracker <= 0:
+                self.scale = max(self.scale * 0.5, self._config.min_loss_scale)
+            return
+        self._growth_tracker += 1
+        if self._growth_tracker >= self._config.loss_scale_window:
+            self._growth_tracker = 0
+            self._hysteresis_tracker = self._config.hysteresis
+            self.scale *= 2.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loss scale, and a dynamic scale's counters of steps and overflows with Megatron-LM's names."""
+        # A constant loss scale is saved too. ZeRO++'s error feedback in the checkpoint is multiplied by this scale, and
+        # a run that resumes with another scale must convert the error feedback.
+        trackers = {"growth_tracker": self._growth_tracker, "hysteresis_tracker": self._hysteresis_tracker}
+        return {"scale": self.scale, **(trackers if self._is_dynamic else {})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the dynamic loss scale and its counters of steps and overflows from a checkpoint.
+
+        A checkpoint of a run with a constant loss scale has no counters, which then start as in a new run.
+        """
+        if self._is_dynamic:  # a resumed run with a constant loss scale uses its own --loss-scale
+            self.scale = float(state["scale"])
+            self._growth_tracker = int(state.get("growth_tracker", 0))
+            self._hysteresis_tracker = int(state.get("hysteresis_tracker", self._config.hysteresis))

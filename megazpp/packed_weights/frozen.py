@@ -41,7 +41,7 @@ from megazpp.packed_weights.format import (
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
 from megazpp.tensor_parallel.parameters import exact_parameters
-from megazpp.zero.schedule import in_backward
+from megazpp.zero.comms import in_backward
 
 
 def freeze(

@@ -37,7 +37,7 @@ TRITON = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_CACHE_MANAGER")  # each one
 def prepare_environment(env: MutableMapping[str, str] = os.environ) -> tuple[str, ...]:
     """Set the environment variables of CUDA, PyTorch's allocator and Triton; without a CUDA build of torch, do nothing.
 
-    Call this before the first use of CUDA. NCCL's variable depends on the layout; `order_launches` (groups.py) sets it.
+    Call this before the first use of CUDA. NCCL's variable depends on the layout; `order_launches` (dims.py) sets it.
 
     Args:
         env: environment variables, changed in place.

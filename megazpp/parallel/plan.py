@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.groups import can_order_groups
+from megazpp.parallel.dims import can_order_groups
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout
 from megazpp.topology.plan import plan_layout

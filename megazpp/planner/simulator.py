@@ -35,9 +35,9 @@ from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.comm_queue import CommQueue, Moment, Work
 from megazpp.planner.cost import Costs
 from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout
-from megazpp.zero.comms import CommContext, CountedGather, SummingReduce
-from megazpp.zero.gather import TwoHopGather
-from megazpp.zero.reduce import TwoHopReduce
+from megazpp.zero.comms import CommContext
+from megazpp.zero.gather import CountedGather, TwoHopGather
+from megazpp.zero.reduce import SummingReduce, TwoHopReduce
 from megazpp.zero.sharding import make_comms
 from megazpp.zero.units import Fingerprint, Unit, UnitParameter
 from megazpp.zero.wire import ROOM, Codec, LosslessCodec, own_rows, plan_segments

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megazpp.model.attention_kernels import repeated, varlen_groups
+from megazpp.model.attention import repeated, varlen_groups
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel, MixtureLayer
 from megazpp.model.layer_parts import LayerSettings
@@ -567,7 +567,7 @@ class FusedAttention(TorchFunctionMode):
         window: int | None = None,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Record attention inside documents, in place of a `DocumentKernel` (model/attention_kernels.py).
+        """Record attention inside documents, in place of a `DocumentKernel` (model/attention.py).
 
         Every document has `longest` tokens, so q, k and v [tokens, heads, D] are split into samples of that length.
         """

@@ -30,7 +30,7 @@ from megazpp.checkpoint.state import RunValues, StatePart, TrainState, training_
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.backends import find_product
 from megazpp.optim.build import build_optimizer
-from megazpp.optim.loss_scale import build_loss_scaler
+from megazpp.optim.optimizer import LossScaler
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
@@ -340,7 +340,7 @@ class Trainer:
         # ---- optimizer, loss scaler, and the guard that decides for each step whether it updates the weights
         settings: dict[str, Any] = {"dims": dims, "dtype": config.precision.param_dtype, "adamw": sharding.states.adamw}
         optimizer = build_optimizer(model, config.optimizer, **settings)
-        scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
+        scaler = LossScaler(config.loss_scale, fp16=config.precision.fp16)
         losses, flags = LossHistory(), run.parsed.values() | {"zero_weight_delta": plan.weight_delta(config.zero)}
         rewinds = config.anomalies.loss_spike_action == "rewind"  # a loss spike reloads the last checkpoint
         values = RunValues(optimizer, scaler, losses)

@@ -28,8 +28,7 @@ import torch
 from megazpp.model.gpt import GPTModel
 from megazpp.model.router import biased_routers, update_expert_bias_
 from megazpp.optim.clip import clip_divisor, count_zero_grads, global_grad_norm
-from megazpp.optim.loss_scale import LossScaler
-from megazpp.optim.optimizer import set_rates_, skips_on_device, update_
+from megazpp.optim.optimizer import LossScaler, set_rates_, skips_on_device, update_
 from megazpp.parallel.comm_queue import HostCopy
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.timeline import COMPUTE

@@ -1,36 +1,74 @@
-"""FSDP2's interface for custom collectives, and collectives in one hop that send what FSDP2's own would send.
+"""Axes, queues and formats that the collectives of all sharding units share, and the schedules of ZeRO++'s hops.
 
-They count the bytes that they send. Only this file imports the interface, which is in a private module of torch 2.11
-to 2.15.
+Slow hops run once per optimizer step, fast hops once per use of a unit:
+
+    weights    first use after a change:   the unit's own hops, then other units' cross-node hops in the order of use,
+                                           during the forward (for weight deltas also without overlap, and for
+                                           units that are not used)
+               every use:                  the unit's intra-node hop, then a prefetch of the next unit's intra-node hop
+    gradients  every micro-batch:          the unit's intra-node hop
+               last micro-batch:           the unit's cross-node hop after its intra-node hop, during the rest of the
+                                           backward
+               end of that backward:       `.grad` is complete when backward() returns; see `SummingReduce`
+
+Hops run in communication queues (parallel/comm_queue.py), one per axis: cross-node hops on the axis `cross`, intra-node
+hops on `local`. So the collectives of each process group have the same order on every rank.
+
+At most the following tensors are in flight: the gradients of `UNITS_IN_FLIGHT` units before their intra-node hop, the
+partial sums [N, S] of every unit before its cross-node hop, and the received weights of one unit. Results are
+bit-identical with and without overlap.
+
+On CUDA, memory that one stream allocates and another stream uses must not be reused too early. The table names the
+streams and gives the reason why each buffer is safe:
+
+| buffer                     | allocated on | also used on   | safe because                                            |
+|----------------------------|--------------|----------------|---------------------------------------------------------|
+| shard, gathered parameters | FSDP2's      | cross, local   | FSDP2's gather stream waits for both hops               |
+| secondary partition        | gather       | cross, local   | `TwoHopGather` keeps it; if not, the row above applies  |
+| resident weights           | gather       | cross, local   | `TwoHopGather` keeps them; a cross hop waits for its    |
+|                            |              |                | caller, which has waited for the last local hop         |
+| ... copied for a checkpoint| compute      |                | copied after waiting for the cross hop                  |
+| ... read from a checkpoint | compute      | cross          | the host waits for the cross hop before freeing the row |
+| checksum of a sent shard   | cross        |                | used on one stream only                                 |
+| shard that is read early   | cross        |                | one stream, which waits for the writes to the weights   |
+| sent and received messages | the queue    |                | the queue that receives them also unpacks them          |
+| gradients of a unit        | compute      | local          | the reduce stream waits for that hop, FSDP2 waits for it|
+| partial sums               | local        | cross, reduce  | recorded on the streams that join their tasks           |
+| sum added to `.grad` late  | reduce       | cross, compute | recorded on the streams that join its task              |
+| `.grad`                    | reduce       | cross, compute | recorded on the streams that join the task that fills it|
+| error feedback             | any          | cross          | never freed                                             |
+
+Only this file imports FSDP2's interface for custom collectives, which is in a private module of torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
+from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
-import torch.distributed as dist
+from torch.autograd import Variable
 
 from megazpp.kernels.formats import BlockFormat, MessageLayout
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.comm_queue import CommQueue, Work
+from megazpp.parallel.comm_queue import CommQueue, Moment, Work
 from megazpp.zero.config import CommPlan, Dtypes, PrecisionConfig, ZeroConfig
-from megazpp.zero.schedule import GatherSchedule, ReduceSchedule
-from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec, LosslessCodec, Segment, plan_message
 
 try:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin as DefaultAllocMixin
 except ImportError as error:  # pragma: no cover
     raise ImportError(
         f"torch {torch.__version__} has no FSDP2 interface for custom collectives where MegaZ++ expects it: use torch "
         "2.11 to 2.15"
     ) from error
+
+UNITS_IN_FLIGHT = 2  # number of units whose gradients may wait for their intra-node hop at the same time
+CROSS_HOPS_PER_USE = 2  # number of other units' cross-node hops that one use of a unit starts on CUDA
 
 
 class CommContext:
@@ -105,218 +143,127 @@ class CommContext:
         return self._codec(plan_message(segments, fmt, exact_itemsize=dtype.itemsize), dtype)
 
 
-class Pending(dist.Work):
-    """The handle of a running all-gather, for which FSDP2 waits before it uses the gathered parameters.
+class Startable(Protocol):
+    """The methods of a unit's all-gather that start its hops before FSDP2 uses the unit; see `TwoHopGather`."""
 
-    The class derives from `dist.Work`, because FSDP2 silently ignores handles of other classes.
+    def start_early(self, since: Moment) -> bool: ...
 
-    Args:
-        work: task of a communication queue that completes the all-gather.
-    """
-
-    def __init__(self, work: Work[Any]) -> None:
-        super().__init__()
-        self._work = work
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until the gathered parameters are complete; return True, as FSDP2 expects. `timeout` is ignored."""
-        self._work.wait()
-        return True
+    def prefetch(self) -> None: ...
 
 
-class CountedGather(DefaultAllocMixin, AllGather):
-    """The all-gather of a unit's weights in one hop over the shard axis, like FSDP2's own; its bytes are counted.
+class GatherSchedule:
+    """The schedule that starts all-gathers of weights before FSDP2 asks for them, in the order of earlier uses.
 
-    It gathers this rank's flat shard [n] to the unit's parameters [W n]; W: ranks of the shard axis.
-    """
+    Only units that keep a secondary partition take part.
 
-    def __init__(self, unit: Unit, context: CommContext) -> None:
-        self.axis, self._queue, self._of = context.shard, context.shard_queue, unit.name
-        self._overlap = context.overlap_gather
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Pending | None:
-        """Gather `input_tensor`, n elements from each of W ranks, into `output_tensor` [W n]; FSDP2 calls this.
-
-        Returns a handle that FSDP2 waits for, or None if the parameters are complete, or if FSDP2's gather stream
-        waits for them.
-        """
-        done = self._queue.submit(lambda: self.axis.all_gather(input_tensor, out=output_tensor, of=self._of))
-        if self._overlap and self._queue.blocks_host:
-            return Pending(done)
-        # On CUDA, wait() makes FSDP2's gather stream wait. Returning a Work would make the compute stream wait instead.
-        done.wait()
-        return None
-
-
-class SummingReduce(DefaultAllocMixin, ReduceScatter):
-    """The base class of the reduce-scatters that replace FSDP2's for one sharding unit.
-
-    A reduce-scatter sums the unit's gradients [W n] over the W data ranks, and gives this rank its shard [n] of the
-    sum. FSDP2 passes only the gradients that a backward has computed, and does not say to which parameters they belong.
-    So `post_backward` replaces FSDP2's function of the same name, and first records which parameters have gradients.
+    On CUDA the host launches each hop, and the compute must not wait until all units' hops are launched. So a use of a
+    unit starts at most `CROSS_HOPS_PER_USE` other units' cross-node hops after its own. Such a hop waits only for the
+    compute that was launched before the first use after the weights changed, not for later compute. On the CPU all
+    cross-node hops start at once. The schedule does not depend on timing, so it is the same on every rank.
 
     Args:
-        unit: the sharding unit.
-        context: axes, schedules and formats that all units share.
-    Attributes:
-        reduced: indices in the unit of the parameters whose gradients FSDP2 passes.
-        total: sum of all elements of this rank's unreduced gradients since `watch`, a scalar tensor; None if there were
-            no gradients.
+        overlap: True if cross-node hops start before FSDP2 asks for the weights.
+        queue: communication queue of the cross-node hops.
     """
 
-    def __init__(self, unit: Unit, context: CommContext) -> None:
-        self.unit, self._schedule = unit, context.reduce_schedule
-        self.reduced = tuple(range(len(unit.parameters)))
-        self._fsdp2_post_backward: Callable[..., None] = lambda *_: None
-        self._filling: Work[Any] = Work(None)  # task of the reduction that is filling `.grad`; a finished task if none
-        # True if `post_backward` must set `.grad` to None: the last call has only added to partial sums, which a later
-        # call reduces, or its result goes to host memory (host_states/reduce.py)
-        self._waits = False
-        self._last_micro_batch = True
-        self._watched = False
-        self.total: torch.Tensor | None = None
+    def __init__(self, *, overlap: bool, queue: CommQueue) -> None:
+        self.overlap, self._queue = overlap, queue
+        # Intra-node hops are prefetched only on the CPU. On CUDA the host runs ahead of the GPU, with the same effect.
+        self._prefetch = overlap and queue.blocks_host
+        self._order: list[Startable] = []  # gathers of the units used so far, in the order of their first use
+        self._all: list[Startable] = []  # gathers of all units
+        self._stale: deque[Startable] = deque()  # gathers whose weights may have changed since they last crossed nodes
+        # CUDA event that `used` records at the first use of a unit after the weights changed. The cross-node hops of
+        # `_stale` wait for this event, not for later compute. None on the CPU and before the first such use.
+        self._since: Moment = None
 
-    def attach(self) -> None:
-        """Make FSDP2 call this object's `post_backward` for the unit instead of its own function of that name."""
-        self._fsdp2_post_backward = self.unit.replace_post_backward(self.post_backward)
+    def add(self, gather: Startable) -> None:
+        """Register the all-gather of a unit before its first use, so that the schedule can start its hops."""
+        self._all.append(gather)
 
-    def post_backward(self, *given: Any) -> None:
-        """Reduce the unit's gradients after its backward. FSDP2 calls this method instead of its own function.
-
-        The method calls FSDP2's own function, which calls this object as its reduce-scatter.
+    def used(self, gather: Startable, *, crossed: bool) -> None:
+        """Start hops of units that FSDP2 will use next, after a use of one unit.
 
         Args:
-            given: arguments of FSDP2's function.
+            gather: all-gather of the used unit, whose own hops are already submitted.
+            crossed: True if the used unit's weights had to cross nodes. Then the weights of all other units may have
+                changed too, and their cross-node hops start.
         """
-        if self.unit.reduces_gradients:
-            self._filling.wait()  # a second reduction in one backward adds to `.grad`, which must be complete by then
-            self.begin()
-        self._fsdp2_post_backward(*given)
-        if self._waits:
-            # FSDP2 has set `.grad` to the output, which is zeros because the gradients wait as partial sums (or a host
-            # buffer with --optimizer-cpu-offload). With `.grad` None instead, FSDP2 does not add the next output to it.
-            self.unit.clear_gradients(self.reduced)
+        if crossed:
+            self._stale = deque(other for other in dict.fromkeys([*self._order, *self._all]) if other is not gather)
+            self._since = self._queue.record_event()
+        self.start_stale(None if self._queue.blocks_host else CROSS_HOPS_PER_USE)
+        if gather not in self._order:
+            self._order.append(gather)
+        if self._prefetch and not in_backward():  # in a backward, FSDP2 itself starts the next unit's gather early
+            following = self._order[self._order.index(gather) + 1 :]
+            if following:
+                following[0].prefetch()
 
-    def begin_micro_batch(self, *, last: bool) -> None:
-        """Tell the reduction whether the next micro-batch is the last one of its training step.
+    def forget_stale(self) -> None:
+        """Clear the list of units whose cross-node hop is still to start; call this method after an optimizer step.
+
+        The step has changed all weights. The first use of a unit afterwards lists all other units again.
+        """
+        self._stale.clear()
+
+    def start_stale(self, limit: int | None = None) -> None:
+        """Start cross-node hops of units whose weights may have changed since their last cross-node hop.
 
         Args:
-            last: True if the step's gradients are complete after this micro-batch.
+            limit: largest number of hops to start; None starts all.
         """
-        self._last_micro_batch = last
+        started = 0
+        while self._stale and (limit is None or started < limit):
+            started += self._stale.popleft().start_early(self._since)
 
-    def begin(self) -> None:
-        """Record in `reduced` the parameters that have gradients, which FSDP2 is about to pass to this reduction."""
-        self.reduced = self.unit.with_gradient()
 
-    def watch(self) -> None:
-        """Start to add up in `total` all elements of this rank's gradients, before they are summed over ranks.
+class ReduceSchedule:
+    """The schedule that limits the reductions of gradients in flight, and completes them at the end of a backward.
 
-        The sum over ranks spreads a NaN or Inf to all ranks. `total` shows on which rank a NaN or Inf arises.
+    Args:
+        overlap: True if reductions stay in flight until the end of the backward.
+        blocks_host: True if waiting for a task blocks the host, as on the CPU. On CUDA only the current stream waits,
+            so the schedule waits for each task at once. FSDP2 then keeps a unit's gradients until they have been sent.
+    """
+
+    def __init__(self, *, overlap: bool, blocks_host: bool) -> None:
+        self.overlap, self._blocks_host = overlap, blocks_host
+        self._sending: deque[Work[Any]] = deque()
+        self._finishing: list[tuple[Work[Any], Callable[[], None]]] = []
+        self._backward = -1
+
+    def sent(self, work: Work[Any]) -> None:
+        """Register `work`, the task that sends a unit's gradients, and wait for earlier tasks of this kind.
+
+        The wait limits the memory of gradients that are not sent yet. With overlap on the CPU, the latest
+        `UNITS_IN_FLIGHT` tasks may stay unfinished. Otherwise wait for all of them.
         """
-        self._watched, self.total = True, None
+        self._sending.append(work)
+        while len(self._sending) > (UNITS_IN_FLIGHT if self.overlap and self._blocks_host else 0):
+            self._sending.popleft().wait()
 
-    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
-        """Start the reduce-scatter of the unit's gradients; subclasses implement this method.
+    def finish_later(self, work: Work[Any], finish: Callable[[], None]) -> None:
+        """Let the end of the running backward wait for `work`, the task of a reduction, and then call `finish`."""
+        self._finishing.append((work, finish))
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            Variable._execution_engine.queue_callback(self.end_backward)
 
-        Args:
-            gradients: [W n] unreduced gradients of this rank, n elements for each of the W data ranks.
-            result: [n] tensor for this rank's shard of the sum over ranks.
-        Returns:
-            A task that returns `result` when the sum is complete. None if `gradients` are only added to partial sums,
-            which the call for a later micro-batch reduces.
+    def end_backward(self) -> None:
+        """Wait for the gradient reductions in flight, and complete the gradients of their sharding units.
+
+        Autograd calls this method at the end of a backward. `--plan`, which runs no backward, calls it directly.
         """
-        raise NotImplementedError
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Sum the gradients `input_tensor` over ranks into `output_tensor`; FSDP2 calls this as its reduce-scatter.
-
-        With overlap, the sum is complete only at the end of the backward. If FSDP2 makes `.grad` a view of
-        `output_tensor`, the reduction fills that tensor until then. If FSDP2 would add the output to an existing
-        `.grad`, the output is zeros, and the sum is added to `.grad` at the end of the backward.
-        """
-        assert op == dist.ReduceOp.SUM, f"collectives of gradients support only SUM, but FSDP2 asked for {op}"
-        # ---- add up the elements of this rank's gradients, if `watch` was called
-        if self._watched:
-            total = input_tensor.sum()  # one pass in the gradients' dtype; a maximum takes 16 times as long on the CPU
-            self.total = total if self.total is None else self.total + total
-        self.reduce(input_tensor, output_tensor)
-
-    def reduce(self, gradients: torch.Tensor, output: torch.Tensor) -> None:
-        """Sum `gradients` over W ranks into `output`, or start to do so if reductions overlap; see `__call__`.
-
-        Args:
-            output: [n] this rank's shard of the sum, n elements.
-            gradients: [W n] unreduced gradients of this rank.
-        """
-        # ---- start the reduction. If it may still run when FSDP2 reads `output`, FSDP2 finds zeros there, and the
-        # result is a separate tensor
-        overlap, result = self._schedule.overlap, output
-        fills = overlap and self.fills(output)
-        late = overlap and not fills
-        if late:
-            result = torch.empty(output.shape, dtype=output.dtype, device=output.device)
-        work = self.start(gradients, result)
-        self._waits = work is None
-        if work is None or late:
-            output.zero_()
-        # ---- wait for the reduction now, or with overlap at the end of the backward. If `work` is None, the gradients
-        # were only added to partial sums, which the last micro-batch of the step reduces
-        if work is None:
-            return
-        if not overlap:
+        self._backward = -1
+        finishing, self._finishing = self._finishing, []
+        for work, finish in finishing:
             work.wait()
-        elif fills:
-            self._filling = work
-            self._schedule.finish_later(work, self._filled)
-        else:
-            self._finish_later(work, result)
-
-    def fills(self, output: torch.Tensor) -> bool:
-        """Return True if FSDP2 makes `.grad` a view of `output`, which may then be filled until the backward ends.
-
-        Otherwise FSDP2 reads `output` at once: it casts gradients that are not fp32, and adds to an existing `.grad`.
-        """
-        return output.dtype == torch.float32 and not self.unit.has_gradients(self.reduced)
-
-    def _filled(self) -> None:
-        """Drop the finished task that has filled `.grad`, because its reference keeps gradients in memory."""
-        self._filling = Work(None)
-
-    def _finish_later(self, work: Work[torch.Tensor], result: torch.Tensor) -> None:
-        """Wait for a running reduction at the end of the backward, and add its result to the unit's gradients.
-
-        Args:
-            work: task that completes `result`.
-            result: [n] this rank's shard of the gradients, summed over ranks; n: its number of elements.
-        """
-        self._schedule.finish_later(work, functools.partial(self.unit.add_to_gradients, result, self.reduced))
+            finish()
+        self._sending.clear()  # these tasks are finished, but would keep the partial sums of their units in memory
 
 
-class CountedReduce(SummingReduce):
-    """The reduce-scatter of a unit's gradients in one hop over the shard axis, like FSDP2's own.
-
-    The bytes that it sends are counted.
-    """
-
-    def __init__(self, unit: Unit, context: CommContext) -> None:
-        super().__init__(unit, context)
-        self.axis, self._queue = context.shard, context.shard_queue
-
-    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor]:
-        """Start the reduce-scatter of the unit's gradients in the communication queue of the shard axis.
-
-        See `SummingReduce.start` for arguments and result.
-        """
-        work = self._queue.submit(lambda: self.axis.reduce_scatter(gradients, out=result, of=self.unit.name))
-        self._schedule.sent(work)
-        return work
+def in_backward() -> bool:
+    """Return True if autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1

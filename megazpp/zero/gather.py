@@ -1,38 +1,105 @@
-"""ZeRO++'s qwZ and hpZ: the all-gather of a unit's weights in two hops, with a secondary partition for later uses.
+"""The all-gathers of weights that replace FSDP2's: in one hop, and in two hops with a kept secondary partition.
+
+Two hops are ZeRO++'s qwZ and hpZ:
 
     shard [S] --pack--> cross all-gather --> secondary [N, M] --> local all-gather --> [L, N, M] --unpack--> [N, L, S]
 
 N: nodes (cross axis); L: ranks of a node with the same tensor-parallel index (local axis); S: elements of a flat shard;
 M: bytes of its message.
 
-The secondary partition (hpZ, secondary.py) consists of the messages that the cross-node hop has received. Until the
-weights change, each later use in forward or backward repeats only the intra-node hop and gathers the same bits.
+The secondary partition (hpZ) consists of the messages that the cross-node hop has received. Until the weights change,
+each later use in forward or backward repeats only the intra-node hop and gathers the same bits.
 DeepSpeed instead quantizes again for the backward. Source: ZeRO++ (arXiv 2306.10209) sections 3.1 and 3.2.
 
 Each rank decides by itself what the unit's next use sends between nodes. The decision depends only on values that are
 equal on all ranks:
 
     nothing         the shards are unchanged since they were sent
-    a weight delta  only an optimizer step has changed the shards, and nodes keep resident weights (secondary.py)
+    a weight delta  only an optimizer step has changed the shards, and nodes keep resident weights
     a keyframe      whole weights, at the first use and after every other possible write to the shards
 
 In programs that use `megazpp.zeropp` ranks may decide differently, so they vote first (drop_in/writes.py).
+
+Two classes store the secondary partition in different ways:
+
+    Secondary    messages [N, M] uint8, as received in the cross-node hop
+    Resident     resident weights R [N, S] in the compute dtype, with the same bits on every node
+
+With resident weights, nodes send changes as weight deltas d from R. Let w be a rank's flat shard [S] and `me` its node.
+Each rank applies the weight delta of every node n, including its own:
+
+    lossless     d encodes how R[me] becomes w, bit for bit (kernels/weight_delta); R[n] becomes w of node n
+    4 bits       d = w - R[me], quantized; R[n] becomes round(R[n] + d[n])
+
+So a change that was left out or rounded off is part of the next weight delta. 4-bit deltas are for the outer weights of
+DiLoCo (diloco/outer.py). A keyframe replaces R[n] by w of node n. Keyframes are sent at the first use, and after
+changes that are not an optimizer step.
+
+R is a view of the elements in a keyframe's messages, which the intra-node hop sends. It takes 2 P / L bytes for P
+parameters of 16 bits. Source of 4-bit deltas: SDP4Bit (arXiv 2410.15526), which keeps all weights on each rank.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Moment, Work
-from megazpp.zero.comms import AllGather, CommContext, DefaultAllocMixin, Pending
-from megazpp.zero.secondary import Resident, Secondary
+from megazpp.zero.comms import AllGather, CommContext, DefaultAllocMixin
 from megazpp.zero.units import Fingerprint, Unit
 from megazpp.zero.wire import Codec, LosslessCodec
+
+
+class Pending(dist.Work):
+    """The handle of a running all-gather, for which FSDP2 waits before it uses the gathered parameters.
+
+    The class derives from `dist.Work`, because FSDP2 silently ignores handles of other classes.
+
+    Args:
+        work: task of a communication queue that completes the all-gather.
+    """
+
+    def __init__(self, work: Work[Any]) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until the gathered parameters are complete; return True, as FSDP2 expects. `timeout` is ignored."""
+        self._work.wait()
+        return True
+
+
+class CountedGather(DefaultAllocMixin, AllGather):
+    """The all-gather of a unit's weights in one hop over the shard axis, like FSDP2's own; its bytes are counted.
+
+    It gathers this rank's flat shard [n] to the unit's parameters [W n]; W: ranks of the shard axis.
+    """
+
+    def __init__(self, unit: Unit, context: CommContext) -> None:
+        self.axis, self._queue, self._of = context.shard, context.shard_queue, unit.name
+        self._overlap = context.overlap_gather
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Pending | None:
+        """Gather `input_tensor`, n elements from each of W ranks, into `output_tensor` [W n]; FSDP2 calls this.
+
+        Returns a handle that FSDP2 waits for, or None if the parameters are complete, or if FSDP2's gather stream
+        waits for them.
+        """
+        done = self._queue.submit(lambda: self.axis.all_gather(input_tensor, out=output_tensor, of=self._of))
+        if self._overlap and self._queue.blocks_host:
+            return Pending(done)
+        # On CUDA, wait() makes FSDP2's gather stream wait. Returning a Work would make the compute stream wait instead.
+        done.wait()
+        return None
 
 
 class InterNodeMessage(IntEnum):
@@ -355,3 +422,146 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         """
         shards = output.view(self._cross.size, self._local.size, -1).transpose(0, 1)
         self._codec.unpack(receive(), shards)
+
+
+class Secondary:
+    """The secondary partition (hpZ) of a sharding unit, stored as the messages of all nodes.
+
+    `take_in` runs in the communication queue of the cross axis.
+
+    Args:
+        codec: codec that packs a flat shard into the message that both hops send.
+        cross: axis across nodes.
+        of: name of the unit, for the timeline of collectives.
+    Attributes:
+        messages: [N, M] uint8 messages of M bytes from N nodes, which the intra-node hop sends; None before `allocate`
+            and after `free`.
+    """
+
+    sends_differences = False
+
+    def __init__(self, codec: Codec, cross: MeshAxis, *, of: str) -> None:
+        self.codec, self.cross, self._of = codec, cross, of
+        self.messages: torch.Tensor | None = None
+
+    def allocate(self, device: torch.device) -> torch.Tensor:
+        """Allocate `messages` with zeros on `device`, and return it: [N, M] uint8, M bytes for each node."""
+        # An evaluation may allocate messages. Training could not write to them if they were inference tensors.
+        with torch.inference_mode(False):
+            self.messages = self.codec.empty(self.cross.size, device=device)
+        return self.messages
+
+    def free(self) -> None:
+        """Free the received messages of the secondary partition; the unit's next use allocates them again."""
+        self.messages = None
+
+    def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
+        """Run the cross-node hop: send this rank's weights, and update `messages` to the weights of all nodes.
+
+        Args:
+            messages: [N, M] uint8 messages of the secondary partition.
+            shard: [S] flat shard with this rank's current weights.
+            keyframe: True to send whole weights, False to send a weight delta; the same on all ranks. This class always
+                sends whole weights.
+        """
+        self.codec.pack(shard, messages[self.cross.rank])
+        self._exchange(messages)
+
+    def crossing_bytes(self, *, keyframe: bool) -> int:
+        """Return the bytes that this rank sends to each other node in one cross-node hop.
+
+        Args:
+            keyframe: True for a hop that sends whole weights, False for a hop that sends a weight delta. It has no
+                effect here, because this class always sends whole weights; `Resident` sends both kinds.
+        """
+        return self.codec.message_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes that the unit's secondary partition takes on this rank when it is allocated."""
+        return self.cross.size * self.codec.message_bytes
+
+    def warm_up(self, shard: torch.Tensor) -> None:
+        """Compile the kernels that the cross-node hop needs for the flat shard `shard` [S]; no rank communicates."""
+        self.codec.pack(shard, self.codec.empty(self.cross.size, device=shard.device)[self.cross.rank])
+
+    def _exchange(self, messages: torch.Tensor) -> None:
+        """All-gather `messages` between nodes in place: this rank sends one row and receives all other rows.
+
+        Args:
+            messages: [N, M] uint8, one row of M bytes per node.
+        """
+        self.cross.all_gather(messages[self.cross.rank].unsqueeze(0), out=messages, of=self._of)
+
+
+class Resident(Secondary):
+    """The secondary partition (hpZ) of a sharding unit, stored as resident weights R, which weight deltas update.
+
+    `take_in` runs in the communication queue of the cross axis.
+
+    Args:
+        codec: codec that packs whole weights without quantization; R is a view of its messages.
+        cross: axis across nodes.
+        of: name of the unit, for the timeline of collectives.
+        differences: codec that packs weight deltas into the messages that cross nodes.
+    """
+
+    sends_differences = True
+
+    def __init__(self, codec: Codec, cross: MeshAxis, *, of: str, differences: Codec | LosslessCodec) -> None:
+        super().__init__(codec, cross, of=of)
+        self.differences = differences
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """The resident weights R [N, S] of all N nodes, a view of `messages`, which must be allocated."""
+        assert self.messages is not None, "the resident weights are not allocated: call allocate() first"
+        return self.codec.elements(self.messages)
+
+    def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
+        """Run the cross-node hop, which updates R, the resident weights of all nodes.
+
+        The arguments are those of `Secondary.take_in`. The hop sends whole weights if `keyframe`, otherwise weight
+        deltas.
+        """
+        if keyframe:
+            self.weights[self.cross.rank].copy_(shard)
+            self._exchange(messages)
+            return
+        sent = self._add(shard, self.weights, self._exchange)
+        if isinstance(self.differences, LosslessCodec):
+            self.differences.learn(sent)
+
+    def warm_up(self, shard: torch.Tensor) -> None:
+        """Compile the kernels that pack and apply weight deltas of the flat shard `shard` [S], with temporary tensors.
+
+        No rank communicates.
+        """
+        weights = self.codec.elements(self.codec.empty(self.cross.size, device=shard.device))
+        self._add(shard, weights, lambda sent: None)
+
+    def crossing_bytes(self, *, keyframe: bool) -> int:
+        """Return the bytes that this rank sends to each other node in a cross-node hop.
+
+        Args:
+            keyframe: True for a hop that sends whole weights, False for a hop that sends a weight delta.
+        """
+        return (self.codec if keyframe else self.differences).message_bytes
+
+    def _add(
+        self, shard: torch.Tensor, weights: torch.Tensor, exchange: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
+        """Send this rank's weight delta, and apply the weight deltas of all nodes to `weights`.
+
+        Args:
+            shard: [S] flat shard with this rank's current weights.
+            weights: [N, S] resident weights of N nodes, updated in place.
+            exchange: function that all-gathers messages [N, M], M bytes from each node, between nodes in place.
+        Returns:
+            The messages [N, M] with the weight deltas of all nodes.
+        """
+        sent = self.differences.empty(self.cross.size, device=shard.device)
+        self.differences.pack(shard, sent[self.cross.rank], base=weights[self.cross.rank])
+        exchange(sent)
+        self.differences.unpack_onto(sent, weights)
+        return sent

@@ -28,11 +28,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_sh
 from megazpp.kernels.block_quant import rescale_
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.dims import ParallelDims
-from megazpp.zero.comms import CommContext, CountedGather, CountedReduce, SummingReduce
+from megazpp.zero.comms import CommContext
 from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
-from megazpp.zero.gather import TwoHopGather
-from megazpp.zero.reduce import TwoHopReduce
-from megazpp.zero.secondary import Resident
+from megazpp.zero.gather import CountedGather, Resident, TwoHopGather
+from megazpp.zero.reduce import CountedReduce, SummingReduce, TwoHopReduce
 from megazpp.zero.units import Unit, find_units
 from megazpp.zero.wire import LosslessCodec
 

@@ -50,7 +50,7 @@ from megazpp.model.backends import find_product
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import TransformerLayer
 from megazpp.optim.build import build_optimizer
-from megazpp.optim.loss_scale import build_loss_scaler
+from megazpp.optim.optimizer import LossScaler
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import StreamQueue, ThreadQueue, Work
 from megazpp.parallel.dims import ParallelDims
@@ -229,7 +229,7 @@ def our_step(config: RunConfig, rows: int, dims: ParallelDims, device: torch.dev
     wire = plan_comm(config.zero, dims.layout, config.precision.param_dtype)
     built = build_model(config.model_spec(rows, wire), dims, device)
     optimizer = build_optimizer(built.model, config.optimizer, dims=dims, dtype=config.precision.param_dtype)
-    scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
+    scaler = LossScaler(config.loss_scale, fp16=config.precision.fp16)
     return TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)
 
 

@@ -7,7 +7,7 @@ import gpu_check_workers
 
 from megazpp.base.program import leave
 from megazpp.parallel.comm_queue import _ThreadWork
-from megazpp.zero.schedule import ReduceSchedule
+from megazpp.zero.comms import ReduceSchedule
 
 end_backward = ReduceSchedule.end_backward
 

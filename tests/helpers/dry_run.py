@@ -35,7 +35,7 @@ from megazpp.data.loader import make_micro_batch
 from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.outer import ReplicaGroups
 from megazpp.optim.build import build_optimizer
-from megazpp.optim.loss_scale import build_loss_scaler
+from megazpp.optim.optimizer import LossScaler
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.estimate import Estimator, build_step_simulator
 from megazpp.planner.simulator import Memory
@@ -193,7 +193,7 @@ def count_step(
             step = TrainStep(
                 *task.built,
                 build_optimizer(task.built.model, config.optimizer, dims=dims, dtype=dtype),
-                build_loss_scaler(config.loss_scale, fp16=config.precision.fp16),
+                LossScaler(config.loss_scale, fp16=config.precision.fp16),
                 dims,
                 clip_grad=config.optimizer.clip_grad,
                 objective=task.objective,

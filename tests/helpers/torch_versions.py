@@ -6,7 +6,7 @@ The package rejects these features on such releases with an error.
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
-from megazpp.parallel.groups import can_order_groups
+from megazpp.parallel.dims import can_order_groups
 
 needs_any_order = pytest.mark.skipif(
     not can_order_groups(), reason="only torch 2.13 makes groups of ranks in any order"

@@ -14,7 +14,7 @@ from megazpp.model.float8 import Float8Format, float8_product
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.build import build_optimizer
 from megazpp.optim.config import LossScaleConfig, OptimizerConfig
-from megazpp.optim.loss_scale import build_loss_scaler
+from megazpp.optim.optimizer import LossScaler
 from megazpp.parallel.config import ParallelConfig
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.plan import plan_dims
@@ -214,7 +214,7 @@ def build_step(case: Case) -> tuple[TrainStep, ParallelDims]:
     model, sharding, dims = build_on_ranks(case)
     settings = {"dims": dims, "dtype": case.precision.param_dtype, "adamw": sharding.states.adamw}
     optimizer = build_optimizer(model, case.optimizer, **settings)
-    scaler = build_loss_scaler(LossScaleConfig(initial_loss_scale=2.0**12), fp16=case.precision.fp16)
+    scaler = LossScaler(LossScaleConfig(initial_loss_scale=2.0**12), fp16=case.precision.fp16)
     return TrainStep(model, sharding, optimizer, scaler, dims, clip_grad=CLIP), dims
 
 

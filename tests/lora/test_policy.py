@@ -29,7 +29,7 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.build import build_optimizer
 from megazpp.optim.config import LossScaleConfig, OptimizerConfig
-from megazpp.optim.loss_scale import build_loss_scaler
+from megazpp.optim.optimizer import LossScaler
 from megazpp.packed_weights.format import plan_rows
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.initialize import initialize_parameters_
@@ -65,7 +65,7 @@ def adapt(case: Case, lora: LoraConfig, load: str, **options: bool) -> tuple[Ada
 def train(policy: AdaptedPolicy, dims: ParallelDims, case: Case) -> list[tuple[float, float]]:
     """Train the adapters of `policy`. Return (loss, gradient norm) of each step."""
     optimizer = build_optimizer(policy.built.model, OptimizerConfig())
-    scaler = build_loss_scaler(LossScaleConfig(), fp16=False)
+    scaler = LossScaler(LossScaleConfig(), fp16=False)
     step = TrainStep(*policy.built, optimizer, scaler, dims, clip_grad=CLIP)
     batches = [case.batches(index, dims) for index in range(STEPS)]
     results = [step(each, learning_rate=case.learning_rate, weight_decay=0.01) for each in batches]

@@ -18,11 +18,12 @@ from helpers.training import GPT2_STYLE
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from megazpp.data.loader import on_device
-from megazpp.model import attention_kernels, backends
-from megazpp.model.attention_kernels import DocumentKernel, variable_length
+from megazpp.model import attention, backends
+from megazpp.model.attention import variable_length
 from megazpp.model.backends import compiles_layers, find_document_kernel, mask_reason, missing_compiler, model_backends
 from megazpp.model.gpt import GPTModel
 from megazpp.model.kv_cache import KVCache
+from megazpp.model.layer_parts import DocumentKernel
 from megazpp.planner.trace import FORWARD, TraceRecorder
 
 WIDE = {name: dataclasses.replace(style, kv_channels=8) for name, style in STYLES.items()}
@@ -77,7 +78,7 @@ def one_by_one(
     """
     left, right = window_size
     assert right == 0  # a query sees no later tokens (causal attention)
-    assert not enable_gqa or "enable_gqa" in attention_kernels.VARLEN_ARGUMENTS
+    assert not enable_gqa or "enable_gqa" in attention.VARLEN_ARGUMENTS
     assert starts is key_starts
     assert starts.dtype == torch.int32
     lengths = starts.diff().tolist()
@@ -106,8 +107,8 @@ def test_document_kernel_equals_the_mask(style, changes, times, arguments, monke
     repeated.
     """
     kernel = mock.Mock(side_effect=one_by_one)
-    monkeypatch.setattr(attention_kernels, "varlen_attn", kernel)
-    monkeypatch.setattr(attention_kernels, "VARLEN_ARGUMENTS", frozenset(arguments))
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "VARLEN_ARGUMENTS", frozenset(arguments))
     config = dataclasses.replace(STYLES[style], **changes)
     (losses, grads), (ours, our_grads) = (
         step(build_gpt(config, document_kernel=each).double(), packed()) for each in (None, variable_length)
@@ -131,8 +132,8 @@ def test_window_kernel_equals_the_mask(name, in_documents, monkeypatch):
 
     The tolerance is 1e-6, because losses are rounded to fp32.
     """
-    monkeypatch.setattr(attention_kernels, "varlen_attn", one_by_one)
-    monkeypatch.setattr(attention_kernels, "VARLEN_ARGUMENTS", frozenset(("window_size", "enable_gqa")))
+    monkeypatch.setattr(attention, "varlen_attn", one_by_one)
+    monkeypatch.setattr(attention, "VARLEN_ARGUMENTS", frozenset(("window_size", "enable_gqa")))
     config, batch = dataclasses.replace(STYLES["llama"], **WINDOWS[name]), packed()
     batch = batch if in_documents else batch._replace(document_starts=None)
     (losses, grads), (ours, our_grads), (whole, _) = (

@@ -3,7 +3,7 @@
 from helpers.refusals import not_refused
 
 from megazpp.optim.config import LossScaleConfig
-from megazpp.optim.loss_scale import DynamicLossScale, LossScaler, build_loss_scaler
+from megazpp.optim.optimizer import LossScaler
 
 CONFIG = LossScaleConfig(initial_loss_scale=16.0, min_loss_scale=2.0, loss_scale_window=3.0, hysteresis=2)
 
@@ -13,7 +13,7 @@ def scales(outcomes: str, scaler: LossScaler | None = None) -> list[float]:
 
     "." is a step without overflow, "x" is a step with overflow.
     """
-    scaler = scaler or DynamicLossScale(CONFIG)
+    scaler = scaler or LossScaler(CONFIG, fp16=True)
     history = [scaler.scale]
     for outcome in outcomes:
         scaler.update(outcome == "x")
@@ -37,7 +37,7 @@ def test_dynamic_scale_follows_megatrons_rule():
 def test_restored_scale_continues_unchanged():
     outcomes = "..xx....x..x...xx."
     for cut in range(len(outcomes)):
-        before, after = DynamicLossScale(CONFIG), DynamicLossScale(CONFIG)
+        before, after = LossScaler(CONFIG, fp16=True), LossScaler(CONFIG, fp16=True)
         scales(outcomes[:cut], before)
         after.load_state_dict(before.state_dict())
         assert scales(outcomes[cut:], after) == scales(outcomes)[cut:]
@@ -49,7 +49,7 @@ def test_fp16_scale_starts_at_2_to_the_32_and_constant_scale_stays():
         (None, True, [2.0**32, 2.0**31]),
         (None, False, [1, 1]),
     ):
-        scaler = build_loss_scaler(LossScaleConfig(loss_scale=constant, hysteresis=1), fp16=fp16)
+        scaler = LossScaler(LossScaleConfig(loss_scale=constant, hysteresis=1), fp16=fp16)
         assert scales("x", scaler) == expected
         scaler.load_state_dict(scaler.state_dict())
         assert scaler.scale == expected[-1]

@@ -14,8 +14,7 @@ from helpers.torch_versions import needs_any_order
 from helpers.training import Case, train_on_ranks
 
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
-from megazpp.parallel.groups import can_order_groups, make_group
+from megazpp.parallel.dims import ParallelDims, can_order_groups, make_group, open_axis, raise_on_all_ranks
 from megazpp.parallel.plan import plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig

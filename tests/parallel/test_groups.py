@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megazpp.parallel.config import NcclConfig
+from megazpp.parallel.dims import LAUNCH_ORDER, axis_options, make_group, order_launches
 from megazpp.parallel.environment import CONNECTIONS
-from megazpp.parallel.groups import LAUNCH_ORDER, axis_options, make_group, order_launches
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout
 from megazpp.topology.plan import plan_layout

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, MIXTURE_STYLE
 
-from megazpp.model.attention_kernels import VARLEN_ARGUMENTS
+from megazpp.model.attention import VARLEN_ARGUMENTS
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.planner import trace as module

@@ -11,7 +11,7 @@ from helpers.training import CLIP, GPT2_STYLE, MIXTURE_STYLE, Case, build_on_ran
 from megazpp.model.config import GPTConfig
 from megazpp.optim.build import build_optimizer
 from megazpp.optim.config import LossScaleConfig, OptimizerConfig
-from megazpp.optim.loss_scale import build_loss_scaler
+from megazpp.optim.optimizer import LossScaler
 from megazpp.parallel.dims import ParallelDims
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.training.setup import ShardedModel
@@ -54,7 +54,7 @@ def train(
     """Train on the micro-batches of each step; return one dict per step with loss, gradient norm and metrics."""
     # SGD, because Adam turns gradients that consist of rounding errors into full-size updates
     optimizer = build_optimizer(built.model, OptimizerConfig(optimizer="sgd"))
-    scaler = build_loss_scaler(LossScaleConfig(), fp16=False)
+    scaler = LossScaler(LossScaleConfig(), fp16=False)
     step = TrainStep(*built, optimizer, scaler, dims, clip_grad=CLIP, objective=objective)
     results = [step(batches, learning_rate=0.1, weight_decay=0.0) for batches in steps]
     return [{"loss": each.loss, "grad_norm": each.grad_norm, **each.metrics} for each in results]

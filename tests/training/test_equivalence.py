@@ -30,8 +30,8 @@ from helpers.training import (
 from megazpp.diloco.config import DilocoConfig
 from megazpp.model.attention import heads_for_tokens, tokens_for_heads
 from megazpp.model.config import GPTConfig
-from megazpp.optim.config import OptimizerConfig
-from megazpp.optim.loss_scale import LossScaler
+from megazpp.optim.config import LossScaleConfig, OptimizerConfig
+from megazpp.optim.optimizer import LossScaler
 from megazpp.training.metrics import StepRecord
 from megazpp.training.objective import Evaluator
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
@@ -179,7 +179,7 @@ def train_by_sgd(loss_scale: float) -> list[StepRecord]:
     """
     case = Case(optimizer=OptimizerConfig(optimizer="sgd"))
     step, dims = build_step(case)
-    step.scaler = LossScaler(loss_scale)
+    step.scaler = LossScaler(LossScaleConfig(loss_scale=loss_scale), fp16=False)
     records = [step(case.batches(index, dims), learning_rate=0.1, weight_decay=0.01) for index in range(STEPS)]
     return [dataclasses.replace(record, loss_scale=1.0) for record in records]
 

@@ -17,7 +17,7 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step
 from megazpp.kernels.block_quant import Feedback, range_table, rescale_
 from megazpp.kernels.formats import BlockFormat, plan_row
 from megazpp.optim.config import LossScaleConfig
-from megazpp.optim.loss_scale import build_loss_scaler
+from megazpp.optim.optimizer import LossScaler
 from megazpp.zero.config import ZeroConfig
 
 FEEDBACK = ZeroConfig(zero_quantized_gradients=True, zero_error_feedback=True, zero_error_feedback_beta=0.0)
@@ -102,7 +102,7 @@ def test_skipped_step_and_reset_interval_clear_stored_errors(weights):
 def losses_with_scale(case: Case, growing: bool) -> list[tuple[float, float]]:
     step, dims = build_step(case)
     if growing:  # a window of one step makes the loss scale double after every step
-        step.scaler = build_loss_scaler(LossScaleConfig(initial_loss_scale=2.0**8, loss_scale_window=1.0), fp16=True)
+        step.scaler = LossScaler(LossScaleConfig(initial_loss_scale=2.0**8, loss_scale_window=1.0), fp16=True)
     taken = [step(case.batches(index, dims), learning_rate=1e-2, weight_decay=0.0) for index in range(case.steps)]
     assert [record.loss_scale for record in taken] == [2.0 ** (8 + index) if growing else 1.0 for index in range(6)]
     return [(record.loss, record.grad_norm) for record in taken]

@@ -23,9 +23,9 @@ from megazpp.parallel.config import ParallelConfig
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.plan import plan_dims
 from megazpp.topology.cluster import Cluster
+from megazpp.zero.comms import GatherSchedule
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.plan import plan_comm
-from megazpp.zero.schedule import GatherSchedule
 from megazpp.zero.sharding import Sharding, shard_model
 
 ALL = ZeroConfig(zeropp=True)

@@ -27,7 +27,7 @@ from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.outer import ReplicaGroups
 from megazpp.features import FEATURES
 from megazpp.optim.build import build_optimizer
-from megazpp.optim.loss_scale import build_loss_scaler
+from megazpp.optim.optimizer import LossScaler
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import detect_rank_info
@@ -88,7 +88,7 @@ class VariantRun:
         assert vocab_size is not None
         built = build_model(config.model_spec(vocab_size, plan.wire), dims, CPU)
         optimizer = build_optimizer(built.model, config.optimizer)
-        scaler = build_loss_scaler(config.loss_scale, fp16=False)
+        scaler = LossScaler(config.loss_scale, fp16=False)
         self._step = TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)
         diloco = plan.of(DilocoPlan)
         self._replica_groups = None if diloco is None else ReplicaGroups(built.sharding, dims, diloco, config.precision)

@@ -30,7 +30,7 @@ from megazpp.diloco.config import DilocoConfig, plan_diloco
 from megazpp.elastic.outer import WholeOuter
 from megazpp.features import FEATURES
 from megazpp.optim.build import build_optimizer
-from megazpp.optim.loss_scale import build_loss_scaler
+from megazpp.optim.optimizer import LossScaler
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import RankInfo
@@ -95,7 +95,7 @@ class Groups:
         for _ in range(variant.groups):
             built = build_model(config.model_spec(256, plan.wire), dims, CPU)
             optimizer = build_optimizer(built.model, config.optimizer, dims=dims)
-            scaler = build_loss_scaler(config.loss_scale, fp16=False)
+            scaler = LossScaler(config.loss_scale, fp16=False)
             self.models.append(TrainStep(*built, optimizer, scaler, dims, clip_grad=1.0))
             factor = 1.0 if variant.late_factor is None else variant.late_factor
             given: dict[str, Any] = {"num_groups": variant.groups, "late_factor": factor}
