@@ -29,7 +29,7 @@ from helpers.ranks import ranks
 from helpers.tiers import chosen
 
 import megazpp
-from megazpp.base.command_line import read_megatron_flags
+from megazpp.base.flag_tables import read_megatron_flags
 from megazpp.features import FEATURES
 from megazpp.model.config import GPTConfig
 from megazpp.planner.estimate import Estimate, Estimator

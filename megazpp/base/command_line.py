@@ -10,21 +10,12 @@ Each word carries its origin through all steps, so that messages can name the or
 
 A flag file has shell-style lines with quotes and `#` comments, and may include other files with `@path`. A backslash at
 the end of a line is accepted but not necessary.
-
-Each line of `megatron_flags.txt` describes a flag of Megatron-LM that this program does not implement: name, number of
-values as in argparse, verdict, reason. The verdicts are:
-
-    ignored       the flag has no effect here
-    unsupported   the flag is an error
-    only=V        the flag is ignored with value V and an error with any other value
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
-import functools
 import math
 import re
 import shlex
@@ -36,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from megazpp.base.files import cause, encoding_problem, read_small_file
+from megazpp.base.flag_tables import MegatronFlag, hint_for
 from megazpp.base.flags import (
     COMMAND_LINE,
     PATH_ENDS,
@@ -52,7 +44,6 @@ from megazpp.base.flags import (
 )
 
 HELP, HELP_ALL = frozenset({"-h", "--help"}), "--help-all"
-MEGATRON_TABLE = Path(__file__).with_name("megatron_flags.txt")
 
 
 Word = tuple[str, str]  # (text, origin); the origin is `COMMAND_LINE` or "file:line"
@@ -64,15 +55,6 @@ class Given(NamedTuple):
     name: str
     values: tuple[str, ...]
     origin: str
-
-
-class MegatronFlag(NamedTuple):
-    """Flag of Megatron-LM that this program does not implement: one line of `megatron_flags.txt`."""
-
-    name: str
-    arity: str  # number of values as in argparse: a number, "?", "*" or "+"
-    verdict: str  # "ignored", "unsupported" or "only=VALUE", which the module's docstring explains
-    reason: str
 
 
 class Parsed(NamedTuple):
@@ -352,13 +334,6 @@ def split_into_flags(words: Sequence[Word]) -> list[Given]:
 # ---- flags that only Megatron-LM has ------------------------------------------------------------------------------
 
 
-@functools.cache
-def read_megatron_flags() -> Mapping[str, MegatronFlag]:
-    """Return the flags of Megatron-LM that this program does not implement, from `megatron_flags.txt`, by name."""
-    lines = [line for line in MEGATRON_TABLE.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
-    return {flag.name: flag for flag in (MegatronFlag(*line.split(maxsplit=3)) for line in lines)}
-
-
 def sift_flags(
     flags: Sequence[Given], supported: Collection[str], known: Mapping[str, MegatronFlag]
 ) -> tuple[list[Given], list[str], list[str]]:
@@ -382,9 +357,7 @@ def sift_flags(
         if given.name in supported:
             kept.append(given)
         elif flag is None:
-            near = (difflib.get_close_matches(given.name, names, n=2, cutoff=0.65) for names in (supported, known))
-            hint = next((f"; did you mean {' or '.join(names)}?" for names in near if names), "")
-            problems.append(f"{given.origin}: {given.name} is not a flag{hint}")
+            problems.append(f"{given.origin}: {given.name} is not a flag{hint_for(given.name, supported, known)}")
         elif (problem := _refusal(given, flag)) is not None:
             problems.append(f"{given.origin}: {problem}")
             refused.append(given.name)

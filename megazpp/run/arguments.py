@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from megazpp.base.command_line import FlagParser, read_megatron_flags
+from megazpp.base.command_line import FlagParser
+from megazpp.base.flag_tables import read_megatron_flags
 from megazpp.base.flags import CHECKPOINT, COMMAND_LINE, check_needs, flag, render_flags
 from megazpp.base.program import say_notices
 from megazpp.checkpoint.config import CheckpointConfig

@@ -11,15 +11,14 @@ import pytest
 from helpers.refusals import not_refused, table
 
 from megazpp.base.command_line import (
-    MEGATRON_TABLE,
     FlagParser,
     Given,
     HelpFormatter,
     expand_flag_files,
-    read_megatron_flags,
     sift_flags,
 )
 from megazpp.base.files import cache_folder
+from megazpp.base.flag_tables import MEGATRON_TABLE, read_megatron_flags
 from megazpp.base.flags import flag
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.model.config import GPTConfig
@@ -311,6 +310,8 @@ MEGATRON_REFUSED = """
 --micro-batchsize 4 | --micro-batchsize is not a flag; did you mean --micro-batch-size?
 --transformer-imp x | did you mean --transformer-impl or --split-transformers?
 --qqq | --qqq is not a flag
+--learning_rate 1 | --learning_rate is not a flag: use --lr
+--no-lr | --no-lr is not a flag: --lr takes a value and cannot be switched off; give another value, or leave the flag
 """
 
 

@@ -1,14 +1,16 @@
 """Test all flags of a run together: parsing, precedence of their sources, and defaults equal to Megatron's."""
 
 import dataclasses
+import re
 import typing
 from typing import Any
 
-from helpers.refusals import not_refused
+from helpers.refusals import not_refused, table
 from helpers.small_run import ROOT, SMALL, parse
 from train_tokenizer import TrainTokenizerConfig
 
-from megazpp.base.command_line import FlagParser, read_megatron_flags
+from megazpp.base.command_line import FlagParser
+from megazpp.base.flag_tables import read_megatron_flags, read_other_flags
 from megazpp.base.flags import flag_name
 from megazpp.convert.config import ConvertConfig
 from megazpp.data.preprocess import PreprocessConfig
@@ -58,6 +60,31 @@ def test_every_common_megatron_flag_is_ours_or_listed_but_not_both():
     ours, others = FlagParser(CLASSES, program="x").spellings, read_megatron_flags().keys()
     assert not ours & others
     assert not MEGATRON.keys() - ours - others
+
+
+OTHERS = """
+--tp 2 | --tp is not a flag: use --tensor-model-parallel-size
+--Learning_Rate 1 | --Learning_Rate is not a flag: use --lr
+--bs 8 | use --micro-batch-size (samples per rank and pass) and --global-batch-size (samples per step)
+--dp 2 | use --nproc (the data-parallel size is the number of ranks / --tensor-model-parallel-size /
+--pp 2 | use --tensor-model-parallel-size and --zero-stage 3 (pipeline parallelism is not supported)
+--epochs 3 | use --train-iters or --train-samples (the length of a run is a number of steps or samples)
+--gradient-accumulation-steps 4 | use --global-batch-size (one step accumulates --global-batch-size / (
+--no-lr | --no-lr is not a flag: --lr takes a value and cannot be switched off; give another value
+--no-qqq | --no-qqq is not a flag
+"""
+
+
+def test_flag_of_another_project_is_refused_with_the_flags_to_use_here():
+    assert not not_refused(table(OTHERS), parse)
+
+
+def test_table_of_other_projects_names_only_flags_that_exist_here():
+    ours = FlagParser(CLASSES, program="x").spellings
+    everywhere = ours | {flag_name(field) for config in EXTRA for field in dataclasses.fields(config)}
+    unknown = {name: {*re.findall(r"--[\w-]+", remedy)} - everywhere for name, remedy in read_other_flags().items()}
+    assert {name: flags for name, flags in unknown.items() if flags} == {}
+    assert not read_other_flags().keys() & (ours | read_megatron_flags().keys())
 
 
 def test_defaults_equal_megatrons():
