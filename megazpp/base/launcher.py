@@ -33,6 +33,8 @@ import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from megazpp.base.address import parse_host, parse_port
+
 LOOPBACK = "127.0.0.1"
 # Variables with a rank for which the launcher may set no variable with the number of ranks
 _RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MP_CHILD")
@@ -139,9 +141,12 @@ def find_address(launched: Launched, env: Mapping[str, str]) -> dict[str, str]:
         env: environment variables of this process.
 
     Raises:
-        ValueError: a variable is not set and has no default, because the ranks may be on several nodes or the job has
-            no id.
+        ValueError: MASTER_ADDR is no host, or MASTER_PORT no port. Or a variable is not set and has no default,
+            because the ranks may be on several nodes or the job has no id.
     """
+    for name, parse in (("MASTER_ADDR", parse_host), ("MASTER_PORT", parse_port)):
+        if env.get(name):
+            parse(env[name], name)  # called for its ValueError
     if launched.launcher in ("torchrun", "srun"):
         return {}
     known = {name: env[name] for name in ("MASTER_ADDR", "MASTER_PORT") if env.get(name)}

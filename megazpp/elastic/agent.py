@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from megazpp.base.address import Address
 from megazpp.base.program import JobError, user_errors
 from megazpp.elastic.rounds import HEARTBEAT_SECONDS, Record
-from megazpp.elastic.wire import Address, AuthenticatedListener, Channel, connect
+from megazpp.elastic.wire import AuthenticatedListener, Channel, connect
 
 REPORT_SECONDS = 0.25  # interval between two reports to the coordinator
 RETRY_SECONDS = 0.3  # wait before a lost connection or a failed fetch is tried again
@@ -218,10 +219,9 @@ class Agent:
                 return connect(self._coordinator, self._secret, seconds=HEARTBEAT_SECONDS)
             except OSError as error:
                 if gives_up():
-                    where = ":".join(map(str, self._coordinator))
                     raise OutError(
-                        f"--diloco-coordinator {where} cannot be reached: {error}; start tools/coordinate.py there, or "
-                        "check the address and the firewall"
+                        f"--diloco-coordinator {self._coordinator} cannot be reached: {error}; start "
+                        "tools/coordinate.py there, or check the address and the firewall"
                     ) from error
                 time.sleep(RETRY_SECONDS)
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from megazpp.base.flags import check_not_negative, check_positive, check_words, flag
+from megazpp.base.address import is_loopback, parse_address, parse_host
+from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 from megazpp.diloco.config import DilocoConfig
 from megazpp.elastic.rounds import Rules
-from megazpp.elastic.wire import LOOPBACK, parse_address, read_secret
+from megazpp.elastic.wire import read_secret
 from megazpp.run.arguments import FeatureConfig, RunConfig
 
 if TYPE_CHECKING:
@@ -68,14 +69,26 @@ class ElasticConfig(FeatureConfig):
                 f"--diloco-late-factor {self.diloco_late_factor:g} is more than 1: give a factor from 0 (late "
                 "contributions count nothing) to 1 (they count fully)"
             )
+        for name in ("diloco_listen", "diloco_advertise"):
+            self.host(name)  # called for its ValueError
         if self.diloco_coordinator is None:
             return
-        host = parse_address(self.diloco_coordinator, "--diloco-coordinator").host
-        if self.diloco_secret_file is None and host not in LOOPBACK:
+        host, port = parse_address(self.diloco_coordinator, "--diloco-coordinator")
+        if port == 0:
+            raise ValueError(
+                f"--diloco-coordinator {self.diloco_coordinator}: 0 is no port of a coordinator; give the port that "
+                "tools/coordinate.py prints"
+            )
+        if self.diloco_secret_file is None and not is_loopback(host):
             raise ValueError(
                 f"--diloco-coordinator {self.diloco_coordinator} is not on this machine, and needs "
                 "--diloco-secret-file: give the file with the secret with which tools/coordinate.py was started"
             )
+
+    def host(self, name: str) -> str | None:
+        """Return the host that the flag of the field `name` gives, without the brackets of an IPv6 address."""
+        value = getattr(self, name)
+        return None if value is None else parse_host(value, spelling(self, name))
 
     @property
     def secret(self) -> bytes:

@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from megazpp.base.address import Address
 from megazpp.base.files import DamagedError, cause, lock_for_this_job, write_whole
 from megazpp.elastic.rounds import HEARTBEAT_SECONDS, RefusedError, Rounds
-from megazpp.elastic.wire import Address, AuthenticatedListener, Channel
+from megazpp.elastic.wire import AuthenticatedListener, Channel
 
 TICK_SECONDS = 0.02  # interval at which the coordinator calls `Rounds.tick`, which makes the decisions
 LATE_SECONDS = 2.0  # time between two ticks after which this process counts as suspended meanwhile
@@ -161,9 +162,7 @@ class Coordinator:
         self.why = ""
         self._listener = AuthenticatedListener(address, secret, self._serve, say)
         self.address = self._listener.address
-        say(
-            f"term {self._journal.term} at version {self._rounds.version} listens on {':'.join(map(str, self.address))}"
-        )
+        say(f"term {self._journal.term} at version {self._rounds.version} listens on {self.address}")
         threading.Thread(target=self._tick, daemon=True).start()
 
     def close(self, why: str = "closed") -> None:

@@ -6,11 +6,11 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from megazpp.base.address import parse_address
 from megazpp.diloco.config import DilocoPlan
 from megazpp.elastic.agent import Agent, new_incarnation
 from megazpp.elastic.config import ElasticConfig, ElasticPlan, count_jobs, plan_elastic
 from megazpp.elastic.rounds import Record
-from megazpp.elastic.wire import parse_address
 from megazpp.run.arguments import RunConfig
 from megazpp.run.feature import Attached, Feature, TrainerParts
 
@@ -82,8 +82,8 @@ class Elastic(Feature):
                 group=name,
                 rank=axis.rank,
                 hello=about | {"version": version, "id": commit_id, "saves": parts.folder_id},
-                listen=flags.diloco_listen,
-                advertise=flags.diloco_advertise,
+                listen=flags.host("diloco_listen"),
+                advertise=flags.host("diloco_advertise"),
                 most_bytes=outer.most_bytes,
                 snapshot=snapshot,
                 stopped=parts.stopped,

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from megazpp.base.address import Address
 from megazpp.base.program import MEGA
 from megazpp.elastic.agent import Agent, OutError
 from megazpp.elastic.outer import WholeOuter
 from megazpp.elastic.rounds import NO_COMMIT, Cell, Record, Rules
-from megazpp.elastic.wire import Address
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.timeline import WAIT

@@ -19,8 +19,9 @@ import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from megazpp.base.address import Address, listen
 from megazpp.base.files import cause
 
 GREETING = b"megazpp elastic 1\n"
@@ -28,17 +29,9 @@ GREETING = b"megazpp elastic 1\n"
 # that is sent or accepted
 NONCE_BYTES, MAC_BYTES, MOST_FRAME_BYTES = 16, 32, 1 << 24
 HANDSHAKE_SECONDS = 10.0  # limit for each read and write until the peer has proved that it knows the secret
-LOOPBACK = ("127.0.0.1", "localhost", "::1")  # hosts for which a coordinator needs no secret file
 NO_SECRET = b"all groups are on this machine"  # secret of a run without a secret file
 _HEAD = struct.Struct("!I")  # length of a frame's JSON in bytes
 _NUMBER = struct.Struct("!Q")  # number of a frame, or length of a value, as 8 bytes that enter a MAC
-
-
-class Address(NamedTuple):
-    """A TCP address: host name or IP address, and port."""
-
-    host: str
-    port: int
 
 
 class WireError(ConnectionError):
@@ -219,11 +212,11 @@ class AuthenticatedListener:
     ) -> None:
         self._secret, self._serve, self._refused = secret, serve, refused
         try:
-            self._server = socket.create_server(address)
+            self._server = listen(address)
         except OSError as error:
             why = cause(error).partition(" (while")[0]  # without the address, which the message has
             raise ValueError(
-                f"{flag} {':'.join(map(str, address))} cannot be used: {why}; give an address of this machine, and a "
+                f"{flag} {address} cannot be used: {why}; give an address of this machine, and a "
                 "port that no other program uses"
             ) from error
         self.address = Address(*self._server.getsockname()[:2])
@@ -285,15 +278,3 @@ def read_secret(path: str | None, flag: str) -> bytes:
             "head -c 32 /dev/urandom | base64"
         )
     return secret
-
-
-def parse_address(text: str, flag: str) -> Address:
-    """Parse the text HOST:PORT, which the user has given for the command-line flag `flag`.
-
-    Raises:
-        ValueError: `text` has no host, or its port is not a number up to 65535.
-    """
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{flag} {text}: HOST:PORT is expected, for example 10.8.0.1:29700")
-    return Address(host, int(port))

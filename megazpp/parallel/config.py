@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megazpp.base.address import parse_host
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 
 LARGEST_SEED = 2**32 - 1  # largest seed that numpy accepts
@@ -104,6 +105,8 @@ class LaunchConfig:
                 f"--node-rank {self.node_rank} is not a number from 0 to {self.num_nodes - 1}: with --nnodes "
                 f"{self.num_nodes}, hosts are numbered from 0"
             )
+        if self.master_addr is not None:
+            parse_host(self.master_addr, "--master-addr")
         if not 0 < self.master_port < 2**16:
             raise ValueError(f"--master-port {self.master_port} is not a TCP port: give a number from 1 to 65535")
         if self.num_nodes > 1 and self.max_restarts:

@@ -17,19 +17,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import ipaddress
 import json
 import math
 import os
 import socket
 import struct
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
-from megazpp.base.launcher import LOOPBACK
+from megazpp.base.address import Address, is_loopback
 from megazpp.base.program import JobError, say, say_at_terminal
 
 POLL_SECONDS = 0.1
@@ -40,9 +43,13 @@ TELL_SECONDS = 20.0  # longest time for which a launcher that fails before the s
 END_SECONDS = 10.0
 # Longest time for which a launcher that leaves waits for the store to take its last message; then the launcher ends
 LOST_SECONDS = 3.0
+KILLED_SECONDS = 0.5  # interval at which node 0 checks whether the processes of another host have been killed
+ESTABLISHED = "01"  # state of an open connection in /proc/net/tcp
 SIOCGIFADDR = 0x8915  # number of the ioctl request for the IPv4 address of a network interface (<linux/sockios.h>)
+# File of Linux's kernel with a line for each IPv6 address of this machine: the address in hexadecimal digits, four
+# numbers, and the name of the network interface
+INTERFACES_OF_IPV6 = Path("/proc/net/if_inet6")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # environment variables that select the network interface
-LOOPBACK_NAMES = (LOOPBACK, "localhost")
 # Keys in the job's store by which launchers inform each other: the numbers of hosts that have joined, left and failed,
 # the reason of the first failure (REASON), and a text to print when a host has received a signal (NOTE)
 JOINED, LEFT, REASON, FAILED, NOTE = "joined", "left", "reason", "failed", "note"
@@ -79,6 +86,7 @@ class Hosts:
         self._obstacle = ""  # reason why the last attempt to connect to host 0's store failed; "" before an attempt
         # Network interface with which this host reaches the store, for gloo and NCCL; None before the connection
         self._interface: str | None = None
+        self._own_address = ""  # IP address from which this host has connected to the store; "" on node 0
         self._first = ""  # name of host 0; "" before this host has joined
         self._sent: dict[str, str] = {}  # messages that the thread has not written to the store yet, by key
         # The launcher's thread sets `_connected` when it has connected to the store. It sets `_complete` when all hosts
@@ -88,11 +96,15 @@ class Hosts:
         # `end` sets `_leaving` to ask the launcher's thread to leave the job. The thread sets `_done` when it ends
         self._leaving, self._done = threading.Event(), threading.Event()
         self._mistake: ValueError | None = None  # error in this host's flags that the thread has found
+        # Only node 0 uses these: name and IP address of each other host by --node-rank; the nodes that have been
+        # connected to the store since all have joined; and the nodes of them whose processes have been killed
+        self._others: dict[int, tuple[str, str]] = {}
+        self._seen, self._killed = set[int](), set[int]()
 
     @property
     def where(self) -> str:
         """The address of the job's store for messages, "ADDRESS:PORT"."""
-        return f"{self.address}:{self.port}"
+        return str(Address(self.address, self.port))
 
     # ---- methods that the launcher's main thread calls ------------------------------------------------------------
 
@@ -201,8 +213,11 @@ class Hosts:
             self._connected.set()
             if join:
                 self._join(store)
-            printed, expected = "", self.num_nodes
+            printed, expected, checked = "", self.num_nodes, 0.0
             while True:
+                if self._complete.is_set() and self.node_rank == 0 and time.monotonic() > checked + KILLED_SECONDS:
+                    self._find_killed(store)
+                    checked = time.monotonic()
                 leaving = self._leaving.is_set()
                 if NOTE in self._sent:
                     printed = self._sent.pop(NOTE)
@@ -221,7 +236,7 @@ class Hosts:
                     break
                 time.sleep(POLL_SECONDS)
             store.add(LEFT, 1)
-            while self.node_rank == 0 and store.add(LEFT, 0) < expected:
+            while self.node_rank == 0 and store.add(LEFT, 0) < expected - len(self._killed):
                 time.sleep(POLL_SECONDS)
         except ValueError as mistake:
             self._mistake = mistake
@@ -229,6 +244,24 @@ class Hosts:
             self.over = f"{self.name}: the connection to node 0 ({self._first or self.address}, {self.where}) was lost"
             self.over_at = time.monotonic()
         self._done.set()
+
+    def _find_killed(self, store: dist.Store) -> None:
+        """End the job if all connections of a host to the store have been closed before the host has left the job.
+
+        The kernel closes the connections of killed processes. If only the link is down, they stay open, and the
+        watchdogs of the ranks end the job later. Node 0 calls this.
+        """
+        connected = connected_to(self.port)
+        if not self._others:
+            found = [json.loads(store.get(f"host/{node}")) for node in range(1, self.num_nodes)]
+            self._others = {node: (name, address) for node, (name, *_, address) in enumerate(found, start=1)}
+        self._seen |= {node for node, (_, address) in self._others.items() if address in connected}
+        gone = {node for node in self._seen if self._others[node][1] not in connected}
+        if gone and store.add(LEFT, 0) == 0:
+            self._killed = gone
+            names = ", ".join(self._others[node][0] for node in sorted(gone))
+            text = f"{names}: all processes of the job have ended without notice, because they or the host were killed"
+            self._sent.setdefault(REASON, json.dumps([text, 0.0]))
 
     def _listen(self) -> dist.TCPStore:
         """Create the store of the job on this host, which is host 0.
@@ -270,7 +303,8 @@ class Hosts:
         while time.monotonic() < self._until:
             try:
                 with socket.create_connection((address, self.port), CONNECT_SECONDS) as probe:
-                    self._interface = interface_of(probe.getsockname()[0])
+                    self._own_address = str(probe.getsockname()[0])
+                    self._interface = interface_of(self._own_address)
                 timeout = timedelta(seconds=self.patience_seconds)
                 return dist.TCPStore(address, self.port, is_master=False, timeout=timeout)
             except OSError as error:
@@ -289,7 +323,7 @@ class Hosts:
             family, *_, number = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0]
         except OSError as error:
             raise ValueError(f"{flag} cannot be resolved: {error.strerror}; give an IP address") from None
-        if str(number[0]).startswith("127.") and self.address not in LOOPBACK_NAMES:
+        if is_loopback(str(number[0])) and not is_loopback(self.address):
             raise ValueError(
                 f"{flag} is the loopback address {number[0]} on {self.name}, which other hosts cannot reach: give node "
                 "0's IP address, which `ip -brief address` shows there"
@@ -303,7 +337,7 @@ class Hosts:
             ValueError: another host already has this --node-rank. The other hosts keep waiting, so that this host can
                 be started again with another number.
         """
-        mine = [self.name, self.num_nodes, self.ranks_per_node]
+        mine = [self.name, self.num_nodes, self.ranks_per_node, self._own_address]
         if store.add(f"claims/{self.node_rank}", 1) > 1:
             taken = json.loads(store.get(f"host/{self.node_rank}"))[0]
             raise ValueError(
@@ -317,7 +351,7 @@ class Hosts:
             time.sleep(POLL_SECONDS)
         if self.node_rank != 0:
             self._first, *theirs = json.loads(store.get("host/0"))
-            for flag, own, other in zip(("--nnodes", "--nproc"), mine[1:], theirs, strict=True):
+            for flag, own, other in zip(("--nnodes", "--nproc"), mine[1:3], theirs, strict=False):
                 if own != other:
                     differs = f"{flag} is {own} on {self.name}, but {other} on {self._first}"
                     self._mistake = ValueError(f"{differs}: give the same value on all hosts")
@@ -325,13 +359,40 @@ class Hosts:
         store.add(JOINED, 1)
 
 
+def connected_to(port: int) -> set[str]:
+    """Return the IP addresses of the hosts that have an open TCP connection to a port of this machine.
+
+    Returns the empty set on systems other than Linux, which have no /proc.
+    """
+    found = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for line in table.read_text().splitlines()[1:] if table.exists() else []:
+            _, local, remote, state, *_ = line.split()
+            if state == ESTABLISHED and int(local.partition(":")[2], 16) == port:
+                digits = bytes.fromhex(remote.partition(":")[0])
+                # The kernel prints an address as 32-bit numbers in the byte order of the machine.
+                words = [digits[start : start + 4] for start in range(0, len(digits), 4)]
+                if sys.byteorder == "little":
+                    words = [word[::-1] for word in words]
+                address = ipaddress.ip_address(b"".join(words))
+                mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+                found.add(str(mapped or address))
+    return found
+
+
 def interface_of(address: str) -> str | None:
-    """Return the network interface of this machine with the given IPv4 address, for example "eth1".
+    """Return the network interface of this machine with the given IP address, for example "eth1".
 
     Returns None for a loopback address, and if no interface has the address.
     """
+    if is_loopback(address):
+        return None
+    if ":" in address:
+        digits = ipaddress.ip_address(address).packed.hex()
+        lines = INTERFACES_OF_IPV6.read_text().splitlines() if INTERFACES_OF_IPV6.exists() else []
+        return next((line.split()[-1] for line in lines if line.startswith(digits)), None)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in [] if address.startswith("127.") else socket.if_nameindex():
+        for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # the request fails for an interface without an IPv4 address
                 found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(found[20:24]) == address:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from megazpp.base.command_line import FlagParser, expand_flag_files, split_into_flags
 from megazpp.base.files import HOME
 from megazpp.base.launcher import find_launcher
-from megazpp.base.program import LAUNCHER_PID, JobError
+from megazpp.base.program import EXIT_ERROR, LAUNCHER_PID, JobError, leave
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.hosts import Hosts
 from megazpp.parallel.launch import RESTART_COUNT, RankInfo, hosts_of, open_store
@@ -113,6 +113,7 @@ def report_tracebacks() -> None:
             report_failure(place, JobError(text), name=roll_call_at_start())
         elif hosts is not None:
             hosts.tell(text)
+            leave(EXIT_ERROR)  # an ordinary exit would abort, if the thread of `tell` is in a call on the store
 
     sys.excepthook = report
 

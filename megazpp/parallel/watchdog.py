@@ -45,11 +45,12 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from megazpp.base.address import store_address
 from megazpp.base.files import cause
 from megazpp.base.program import EXIT_HANG, EXIT_SECONDARY, leave
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.launch import RankInfo, store_address
+from megazpp.parallel.launch import RankInfo
 from megazpp.parallel.timeline import COMPUTE, FILES, STEP, WAIT, Activity, Doing
 from megazpp.topology.layout import Layout
 

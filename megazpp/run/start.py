@@ -28,6 +28,7 @@ from megazpp.base.program import (
     UserError,
     in_words,
     launched_rank,
+    leave,
     program,
     say_at_terminal,
     say_notices,
@@ -92,6 +93,7 @@ def distributed_program(main: Callable[[list[str]], int]) -> Callable[..., int]:
             elif hosts is not None:
                 failure.show()
                 hosts.tell(str(failure))
+                leave(failure.exit_code)  # as in `start_workers`
             else:
                 raise
             return failure.exit_code
@@ -174,7 +176,8 @@ def start_workers(place: RankInfo, launch: LaunchConfig, main: Callable[[], int]
     hosts = hosts_of(launch, size)
     say_at_terminal(f"starting {size} workers")
     if hosts is not None:
-        return launch_workers_of_host([sys.executable, *sys.argv], hosts)
+        # An ordinary interpreter exit would abort while the launcher's thread is in a call on a store that is lost.
+        leave(launch_workers_of_host([sys.executable, *sys.argv], hosts))
     return launch_workers(main, size, max_restarts=launch.max_restarts)
 
 

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import pytest
 from helpers.disks import small_disk
 
+from megazpp.base.address import Address, parse_address
 from megazpp.base.files import DamagedError
 from megazpp.elastic import wire
 from megazpp.elastic.coordinator import Journal, SupersededError
-from megazpp.elastic.wire import Address, AuthenticatedListener, Channel, WireError, connect, parse_address, read_secret
+from megazpp.elastic.wire import AuthenticatedListener, Channel, WireError, connect, read_secret
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 HERE = Address("127.0.0.1", 0)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from helpers.refusals import not_refused
 
+from megazpp.base.address import Address, listen
 from megazpp.base.program import JobError
 from megazpp.parallel import hosts, roll_call
 from megazpp.parallel.config import LaunchConfig
@@ -21,6 +22,14 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 def host(number: int, port: int, *, name: str = "", **fields) -> Hosts:
@@ -56,6 +65,13 @@ def test_hosts_find_each_other_and_say_which_ranks_they_have(capsys):
     assert f"alpha: node 0 of 3, ranks 0 to 1 of 6; waiting for the others at 127.0.0.1:{port}" in lines
     assert f"gamma: node 2 of 3, ranks 4 to 5 of 6; connecting to node 0 at 127.0.0.1:{port}" in lines
     assert "beta: node 1 of 3, ranks 2 to 3 of 6; all hosts are there; alpha prints the log" in lines
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_hosts_find_each_other_at_an_ipv6_address(capsys):
+    port = free_port()
+    assert together(host(0, port, address="::1"), host(1, port, address="::1")) == ["", ""]
+    assert f"beta: node 1 of 2, rank 1 of 2; connecting to node 0 at [::1]:{port}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -98,6 +114,51 @@ def test_reason_reaches_the_other_hosts_within_seconds():
         assert here.over == "beta: rank 1 was killed by SIGKILL"
         assert time.monotonic() - started < 2
         here.end("")
+
+
+def test_killed_host_ends_the_job_within_seconds_with_its_name(monkeypatch):
+    """The kernel closes the connections of killed processes, so the second launcher's address disappears."""
+    port, connected = free_port(), {"127.0.0.1"}
+    monkeypatch.setattr(hosts, "connected_to", lambda port: connected)
+    here, there = host(0, port), host(1, port)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(Hosts.gather, (here, there)))
+        time.sleep(3 * hosts.KILLED_SECONDS)
+        assert here.over is None
+        connected.clear()
+        for each in (here, there):
+            each.wait_for_reason(10)
+            assert each.over.startswith("beta: all processes of the job have ended without notice")
+        began = time.monotonic()
+        here.end("")  # must not wait for the killed host
+        assert time.monotonic() - began < 3
+        there.end("")
+
+
+def test_host_that_leaves_is_not_taken_for_killed(monkeypatch):
+    port, connected = free_port(), {"127.0.0.1"}
+    monkeypatch.setattr(hosts, "connected_to", lambda port: connected)
+    here, there = host(0, port), host(1, port)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(Hosts.gather, (here, there)))
+        time.sleep(2 * hosts.KILLED_SECONDS)
+        there.end("")
+        connected.clear()
+        time.sleep(2 * hosts.KILLED_SECONDS)
+        assert here.over is None
+        here.end("")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_connected_hosts_are_listed_as_long_as_a_connection_is_open(address):
+    if address == "::1" and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with listen(Address(address, 0)) as server:
+        port = server.getsockname()[1]
+        assert hosts.connected_to(port) == set()
+        with socket.create_connection((address, port)), server.accept()[0]:
+            assert hosts.connected_to(port) == {address}
+        assert hosts.connected_to(port) == set()
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -154,6 +215,7 @@ REFUSED = [
     ({"master_addr": "a"}, "--master-addr a needs --nnodes"),
     ({**TWO, "node_rank": 2}, "--node-rank 2 is not a number from 0 to 1: with --nnodes 2, hosts are numbered from 0"),
     ({"nnodes": 0}, "--nnodes 0 is not positive"),
+    ({**TWO, "master_addr": "alpha:29500"}, "--master-addr alpha:29500 is not the name or the IP address of a host"),
     ({**TWO, "master_port": 70000}, "--master-port 70000 is not a TCP port"),
     ({**TWO, "max_restarts": 1}, "--max-restarts 1 is not supported with --nnodes 2"),
     ({"nnodes": 2}, "--nnodes 2 needs --node-rank and --master-addr"),
@@ -168,6 +230,7 @@ def test_flags_that_do_not_fit_are_refused_by_name():
         detect_rank_info(LaunchConfig(**TWO), torchrun)
     assert detect_rank_info(LaunchConfig(**TWO, nproc=3), {}) == RankInfo(started=False, world_size=6, launched_size=3)
     assert hosts_of(LaunchConfig(nnodes=1, node_rank=0, master_addr="a")) is None
+    assert hosts_of(LaunchConfig(**TWO | {"master_addr": "[fd00::1]"})).where == "[fd00::1]:29500"
 
 
 def test_hosts_are_found_on_a_command_line_with_mistakes(tmp_path):

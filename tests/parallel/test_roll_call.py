@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megazpp.base.address import Address, listen
 from megazpp.base.launcher import LOOPBACK
 from megazpp.base.program import LAUNCHER_PID, UserError
 from megazpp.parallel import roll_call, worker
 from megazpp.parallel.config import LaunchConfig
-from megazpp.parallel.launch import RankInfo, listen_on_loopback, loopback_store
+from megazpp.parallel.launch import RankInfo, loopback_store
 from megazpp.parallel.roll_call import call_roll, show_once, tell
 from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker
@@ -53,7 +54,7 @@ def on_ranks(*work: Answer) -> list[Any]:
 
     Each function gets the store, the place of its rank, and the name of its host.
     """
-    server = loopback_store(listen_on_loopback())
+    server = loopback_store(listen(Address(LOOPBACK, 0)))
 
     def run(rank: int) -> Any:
         store = dist.TCPStore(LOOPBACK, server.port, is_master=False)
