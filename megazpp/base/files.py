@@ -127,6 +127,15 @@ def check_writable(path: Path, flag: str, *, overwrite: bool) -> None:
         raise ValueError(f"{flag}: {path} exists {hint}")
 
 
+def check_prefix(prefix: str, flag: str) -> None:
+    """Raise ValueError if `prefix`, the value of `flag`, is a folder, so that the names of the files would be empty."""
+    if prefix.endswith(("/", "/.", "/..")) or Path(prefix).name in ("", "..", "~"):
+        folder = prefix.rstrip("/") or "/"
+        raise ValueError(
+            f"{flag} {prefix} is a folder: add the beginning of the files' names, for example {Path(folder) / 'my'}"
+        )
+
+
 def first_free(name: Callable[[int], Path]) -> Path:
     """Return the first path that does not exist among the paths that `name` returns for the numbers 1, 2, and so on."""
     return next(path for number in itertools.count(1) if not (path := name(number)).exists())

@@ -104,6 +104,11 @@ def check_not_negative(config: Any, *names: str) -> None:
     _check(config, names, lambda value: value >= 0, "is negative; give 0 or a larger number")
 
 
+def check_at_most(config: Any, name: str, most: int, reason: str) -> None:
+    """Raise a ValueError if the config's field `name` is larger than `most`, for a `reason` that the message gives."""
+    _check(config, [name], lambda value: value <= most, f"is more than {most}, {reason}; give a smaller number")
+
+
 def check_below_one(config: Any, *names: str) -> None:
     """Raise a ValueError for each of the config's fields `names` that is neither None nor a number in [0, 1)."""
     _check(config, names, lambda value: 0 <= value < 1, "is not in [0, 1); give at least 0 and less than 1")

@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from megazpp.base.files import check_prefix
 from megazpp.base.flags import check_positive, check_words, flag
 from megazpp.base.program import end_with
 from megazpp.data.documents import BadLine, Block, check_readable, parse_block, read_blocks, stop_or_skip
@@ -235,6 +236,7 @@ def _check(config: PreprocessConfig, tokenizer: Tokenizer | None) -> tuple[list[
         raise ValueError("--tokenizer-model is missing: name a tokenizer (tools/train_tokenizer.py trains one)")
     if config.append_eod and tokenizer.eod is None:
         raise ValueError("--append-eod: the tokenizer has no end-of-document token; leave out --append-eod")
+    check_prefix(config.output_prefix, "--output-prefix")
     prefixes = [Path(f"{config.output_prefix}_{key}_document").expanduser() for key in config.json_keys]
     for prefix in prefixes:
         check_output(prefix, overwrite=config.overwrite)

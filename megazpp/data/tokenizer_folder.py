@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megazpp.base.flags import check_positive, check_words, flag
+from megazpp.base.flags import check_at_most, check_positive, check_words, flag
 from megazpp.base.program import in_words
 
+MOST_TOKENS = 2**31 - 1  # largest size of a vocabulary, because token ids are stored in 32 bits with a sign
 SENTENCEPIECE, DEFINITION = "tokenizer.model", "tokenizer.json"
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
 DESCRIPTION, CONFIG, GENERATION = "tokenizer_config.json", "config.json", "generation_config.json"
@@ -78,6 +79,8 @@ class TokenizerConfig:
     def __post_init__(self) -> None:
         check_words(self)
         check_positive(self, "vocab_size", "model_vocab_size")
+        for name in ("vocab_size", "model_vocab_size"):
+            check_at_most(self, name, MOST_TOKENS, "the number of 32-bit token ids")
 
     @property
     def kind(self) -> str | None:

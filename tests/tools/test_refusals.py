@@ -49,6 +49,13 @@ train_tokenizer --input none.jsonl | none.jsonl does not exist
 train_tokenizer --input empty.jsonl | holds no text
 train_tokenizer --input junk.jsonl | junk.jsonl, line 1: not UTF-8
 train_tokenizer --input a.jsonl --vocab-size 0 | --vocab-size 0 is not positive
+train_tokenizer --input a.jsonl --workers 2000 | --workers 2000 is more than 1024, SentencePiece's limit
+train_tokenizer --input a.jsonl --vocab-size 3000000000 | --vocab-size 3000000000 is more than 2147483647
+train_tokenizer --input a.jsonl --output-prefix ./ | --output-prefix ./ is a folder: add the beginning of the files'
+merge_datasets --input a --output-prefix there/ | --output-prefix there/ is a folder: add the beginning
+preprocess_data --input a.jsonl --output-prefix . | --output-prefix . is a folder: add the beginning
+preprocess_data --input a.jsonl --vocab-size 3000000000 | --vocab-size 3000000000 is more than 2147483647
+generate --load x --max-new-tokens 9 | --max-new-tokens is not a flag: use --sample-tokens
 train_tokenizer --input a.jsonl --output-prefix there | there.model exists (--overwrite replaces it)
 convert_checkpoint --output x | --input
 report none | none is not a folder
