@@ -355,7 +355,9 @@ def write_checkpoint(
     except ValueError as error:
         if owns:
             folder.abandon(iteration)
-        raise ValueError(f"{folder.name}: iteration {iteration} could not be saved: {error}") from error
+        raise ValueError(
+            f"{folder.name}: iteration {iteration} could not be saved, earlier checkpoints are unchanged: {error}"
+        ) from error
     # ---- return a line for the log with the size and the duration
     size, seconds = sum(part.size for sums in parts for part in sums.values()), time.perf_counter() - started
     return (

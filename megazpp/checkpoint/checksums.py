@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.utils import serialization
 
 from megazpp.base.files import DamagedError, cause, read_small_file, write_synced
+from megazpp.base.program import in_words
 from megazpp.parallel.timeline import FILES, Timeline
 
 NAME, INDEX = "checksums.txt", ".metadata"  # INDEX is torch.distributed.checkpoint's file with shapes and locations
@@ -196,7 +197,8 @@ class SummingWriter(FileSystemWriter):
                 dcp.save(dict(tensors), storage_writer=self, planner=self._planner, process_group=group)
             except CheckpointException as error:  # torch raises this error on all ranks if any rank fails
                 found = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
-                lines = [f"rank {rank}: {str(failure) or type(failure).__name__}" for rank, failure in found.items()]
+                texts = {rank: in_words(failure) or type(failure).__name__ for rank, failure in found.items()}
+                lines = [f"rank {rank}: {text}" for rank, text in texts.items()]
                 raise ValueError("\n".join(lines)) from error
 
     def finish(self, metadata: Metadata, results: Any) -> None:
