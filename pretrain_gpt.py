@@ -14,6 +14,11 @@ import functools
 import os
 from typing import Any
 
+from megazpp.base.program import begin
+
+if __name__ == "__main__":
+    begin()  # before the imports below, in which Ctrl-C would print a traceback
+
 from megazpp.base.files import HOME
 from megazpp.base.program import LAUNCHER_PID, announce, answer_flags
 from megazpp.features import FEATURES

@@ -20,6 +20,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
+from megazpp.base.program import begin
+
+if __name__ == "__main__":
+    begin()  # before the imports below, in which Ctrl-C would print a traceback
+
 from megazpp.base.program import program_of, say
 from megazpp.convert.config import ConvertConfig
 from megazpp.data.tokenizer_folder import TokenizerConfig

@@ -16,9 +16,15 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
-from megazpp.base.program import flags_of, program
+from megazpp.base.program import begin
+
+if __name__ == "__main__":
+    begin()  # before the imports below, in which Ctrl-C would print a traceback
+
+from megazpp.base.address import is_loopback, parse_address
+from megazpp.base.program import flags_of, lasting_output, program
 from megazpp.elastic.coordinator import Coordinator, serve_until_ended
-from megazpp.elastic.wire import LOOPBACK, parse_address, read_secret
+from megazpp.elastic.wire import read_secret
 
 
 @program
@@ -39,15 +45,16 @@ def main(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     address = parse_address(args.listen, "--listen")
-    if args.secret_file is None and address.host not in LOOPBACK:
+    if args.secret_file is None and not is_loopback(address.host):
         raise ValueError(f"--listen {args.listen} accepts connections from other machines: give --secret-file as well")
     secret = read_secret(args.secret_file, "--secret-file")
 
     def say(line: str) -> None:
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", flush=True)
 
-    coordinator = Coordinator(args.folder.expanduser(), address, secret, say=say, take_over=args.take_over)
-    return serve_until_ended(coordinator)
+    with lasting_output(lambda: None):  # groups still need a coordinator whose output nobody reads
+        coordinator = Coordinator(args.folder.expanduser(), address, secret, say=say, take_over=args.take_over)
+        return serve_until_ended(coordinator)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,11 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
+from megazpp.base.program import begin
+
+if __name__ == "__main__":
+    begin()  # before the imports below, in which Ctrl-C would print a traceback
+
 from megazpp.base.flags import flag
 from megazpp.base.program import answer_flags
 from megazpp.features import FEATURES

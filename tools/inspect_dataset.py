@@ -10,9 +10,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
+
+from megazpp.base.program import begin
+
+if __name__ == "__main__":
+    begin()  # before the imports below, in which Ctrl-C would print a traceback
+
+import numpy as np
 
 from megazpp.base.flags import check_not_negative, flag
 from megazpp.base.program import program_of

@@ -15,6 +15,12 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
+from megazpp.base.program import begin
+
+if __name__ == "__main__":
+    begin()  # before the imports below, in which Ctrl-C would print a traceback
+
+from megazpp.base.files import check_prefix
 from megazpp.base.flags import flag
 from megazpp.base.program import errors_as, program_of, say
 from megazpp.data.indexed_builder import IndexedDatasetBuilder, check_output
@@ -44,6 +50,7 @@ def main(config: MergeConfig) -> None:
     # Check all inputs before anything is written.
     if config.output_prefix is None:
         raise ValueError("--output-prefix is missing; give the prefix of the merged pair")
+    check_prefix(config.output_prefix, "--output-prefix")
     output = Path(config.output_prefix).expanduser()
     prefixes = _find_pairs(config.input)
     check_output(output, overwrite=config.overwrite)

@@ -15,7 +15,12 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
-from megazpp.base.command_line import MegatronFlag
+from megazpp.base.program import begin
+
+if __name__ == "__main__":
+    begin()  # before the imports below, in which Ctrl-C would print a traceback
+
+from megazpp.base.flag_tables import MegatronFlag
 from megazpp.base.program import program_of, say
 from megazpp.data.preprocess import PreprocessConfig, preprocess
 from megazpp.data.tokenizer import TokenizerConfig

@@ -15,6 +15,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
+from megazpp.base.program import begin
+
+if __name__ == "__main__":
+    begin()  # before the imports below, in which Ctrl-C would print a traceback
+
 from megazpp.base.program import flags_of, program
 from megazpp.report.groups import read_rounds
 from megazpp.report.page import write_report

@@ -16,6 +16,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
+from megazpp.base.program import begin
+
+if __name__ == "__main__":
+    begin()  # before the imports below, in which Ctrl-C would print a traceback
+
 from megazpp.base.program import answer_flags, flags_of, program, say_notices
 from megazpp.features import FEATURES
 from megazpp.run.arguments import ParsedRun, parse_run_config

@@ -8,7 +8,6 @@ This writes my.model. The input formats are the same as for preprocess_data.py.
 from __future__ import annotations
 
 import functools
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,13 +17,20 @@ from typing import Literal
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
-from megazpp.base.files import check_writable, write_whole
-from megazpp.base.flags import check_positive, check_words, flag
+from megazpp.base.program import begin
+
+if __name__ == "__main__":
+    begin()  # before the imports below, in which Ctrl-C would print a traceback
+
+from megazpp.base.files import check_prefix, check_writable, write_whole
+from megazpp.base.flags import check_at_most, check_positive, check_words, flag
 from megazpp.base.program import program_of, say
 from megazpp.data.documents import check_readable, read_texts, stop_or_skip
 from megazpp.data.text import MAX_CHARACTERS, first_characters, train_sentencepiece
+from megazpp.data.tokenizer_folder import MOST_TOKENS
 
 SECONDS_BETWEEN_LINES = 5.0
+MOST_THREADS = 1024  # largest number of threads that SentencePiece accepts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +71,8 @@ class TrainTokenizerConfig:
     def __post_init__(self) -> None:
         check_words(self)
         check_positive(self, "vocab_size", "max_characters", "workers")
+        check_at_most(self, "vocab_size", MOST_TOKENS, "the number of 32-bit token ids")
+        check_at_most(self, "workers", MOST_THREADS, "SentencePiece's limit")
         if self.character_coverage is not None and not 0.98 <= self.character_coverage <= 1.0:
             raise ValueError(f"--character-coverage {self.character_coverage} is not a fraction from 0.98 to 1")
 
@@ -76,6 +84,7 @@ def main(config: TrainTokenizerConfig) -> None:
         raise ValueError("--input is missing; give the files to train on")
     if config.output_prefix is None:
         raise ValueError("--output-prefix is missing; give the prefix of the tokenizer's file")
+    check_prefix(config.output_prefix, "--output-prefix")
     output = Path(config.output_prefix + ".model").expanduser()
     check_writable(output, "--output-prefix", overwrite=config.overwrite)
     paths = [Path(value).expanduser() for value in config.input]
@@ -115,5 +124,4 @@ def _texts(paths: Sequence[Path], config: TrainTokenizerConfig) -> Iterator[str]
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python handles Ctrl-C only after SentencePiece's training returns
     raise SystemExit(main())

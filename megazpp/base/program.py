@@ -1,5 +1,8 @@
 """Functions that all programs share: entry point, flags, exit codes, error messages, and text output.
 
+    if __name__ == "__main__":
+        begin()  # before slow imports
+
     @program
     def main(argv: list[str]) -> int | None: ...
 
@@ -15,20 +18,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import errno
 import functools
 import inspect
 import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import megazpp
-from megazpp.base.command_line import FlagParser, HelpFormatter, MegatronFlag
+from megazpp.base.command_line import FlagParser, HelpFormatter
 from megazpp.base.files import cause, encoding_problem
+from megazpp.base.flag_tables import MegatronFlag
 from megazpp.base.launcher import find_launcher
 
 T = TypeVar("T")
@@ -38,6 +44,8 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT  # shells report death by signal n as 128
 EXIT_READER_GONE = 128 + signal.SIGPIPE
 LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"  # environment variable of the workers that a launching process of MegaZ++ starts
 _SET_PARENT_DEATH_SIGNAL = 1  # option PR_SET_PDEATHSIG of Linux's prctl
+# Ends of the messages about an OSError, by the error's number, that say what the user can do about it
+REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free disk space, or choose another disk")
 MEGA, GIGA, TERA = 1e6, 1e9, 1e12
 
 
@@ -46,7 +54,7 @@ def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
 
     The entry point reads the arguments from the command line, unless its caller passes them. It prints OSError,
     ValueError and JobError as one line per problem, without a traceback. If the reader of stdout has exited, as in
-    `program | head`, the program ends silently.
+    `program | head`, the program ends silently. If the terminal is closed, the program continues without output.
 
     Args:
         main: function that takes the arguments without the program name, and returns the exit status or, for 0, None.
@@ -56,27 +64,34 @@ def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else list(argv)
+        begun = signal.getsignal(signal.SIGINT) is _leave_on_ctrl_c
+        if begun:  # during `main`, Ctrl-C must run `finally` blocks
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
             # Printed texts may have characters that stdout's encoding lacks. They are printed as escape sequences, as
             # print would otherwise raise UnicodeEncodeError.
             sys.stdout.reconfigure(errors="backslashreplace")
-        try:
+        with lasting_output():
             try:
-                return main(words) or 0
+                try:
+                    return main(words) or 0
+                finally:
+                    # If the reader of stdout has exited, this flush raises the BrokenPipeError that is caught below.
+                    # The interpreter's own flush at exit would print a traceback.
+                    sys.stdout.flush()
+            except BrokenPipeError:
+                _discard(sys.stdout)
+                return EXIT_READER_GONE
+            except (OSError, ValueError, JobError) as error:
+                failure = error if isinstance(error, JobError) else UserError(in_words(error, words))
+                failure.show(name)
+                return failure.exit_code
+            except KeyboardInterrupt as interrupt:
+                say(f"{name}: interrupted{interrupt}")
+                return EXIT_INTERRUPTED
             finally:
-                # If the reader of stdout has exited, this flush raises the BrokenPipeError that is caught below. The
-                # interpreter's own flush at exit would print a traceback.
-                sys.stdout.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return EXIT_READER_GONE
-        except (OSError, ValueError, JobError) as error:
-            failure = error if isinstance(error, JobError) else UserError(in_words(error, words))
-            failure.show(name)
-            return failure.exit_code
-        except KeyboardInterrupt as interrupt:
-            say(f"{name}: interrupted{interrupt}")
-            return EXIT_INTERRUPTED
+                if begun:
+                    signal.signal(signal.SIGINT, _leave_on_ctrl_c)
 
     return run
 
@@ -119,6 +134,57 @@ def flags_of(description: str | None) -> argparse.ArgumentParser:
 
 
 # ---- start and end of a program -----------------------------------------------------------------------------------
+
+
+def begin() -> None:
+    """Prepare this process for the slow imports of a program, which calls this before them.
+
+    Until the entry point of `program` runs, Ctrl-C ends the process with one line and no traceback. torch's C++ parts
+    print only errors. Their warnings about a lost connection have dozens of C++ frames, which would hide the line that
+    names the lost host. A value of TORCH_CPP_LOG_LEVEL that the user has set is kept.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job of a shell ignores SIGINT
+        signal.signal(signal.SIGINT, _leave_on_ctrl_c)
+
+
+def _leave_on_ctrl_c(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle SIGINT during the imports of a program: print one line on rank 0, and exit the process at once."""
+    if launched_rank() == 0:
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            say(f"{Path(sys.argv[0]).name}: interrupted")
+    os._exit(EXIT_INTERRUPTED)
+
+
+@contextlib.contextmanager
+def leaving_on_ctrl_c() -> Iterator[None]:
+    """Make Ctrl-C end the process at once with one line, while the block runs C++ code for seconds or minutes.
+
+    Python's own handler would run only after the C++ code returns. A thread therefore waits for the signal, so the C++
+    code must release Python's interpreter lock. SIGTERM and SIGHUP end the process at once too, if Python handles them.
+    Outside of the main thread, which alone receives signals, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+
+    def wait() -> None:
+        while number := os.read(reads, 1):  # signal.set_wakeup_fd writes the numbers of arriving signals
+            if number[0] == signal.SIGINT:
+                _leave_on_ctrl_c(number[0], None)
+            if number[0] in (signal.SIGTERM, signal.SIGHUP):
+                os._exit(128 + number[0])
+        os.close(reads)
+
+    threading.Thread(target=wait, daemon=True).start()
+    before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writes)  # ends the thread
 
 
 def announce(*names: str) -> None:
@@ -182,14 +248,22 @@ def exit_on_signals() -> None:
         raise SystemExit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup makes a program ignore SIGHUP
+        if not ignored(number):
             signal.signal(number, leave)
+
+
+def ignored(number: int) -> bool:
+    """Return True if the signal is SIGHUP, and nohup has made this program ignore it, so that no handler is set."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 @contextlib.contextmanager
 def handling(signals: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Let `handler` handle the signals during the block. At its end the previous handlers are restored."""
-    before = {signum: signal.signal(signum, handler) for signum in signals}
+    """Let `handler` handle the signals during the block. At its end the previous handlers are restored.
+
+    SIGHUP stays ignored in a program that nohup has started.
+    """
+    before = {signum: signal.signal(signum, handler) for signum in signals if not ignored(signum)}
     try:
         yield
     finally:
@@ -283,16 +357,17 @@ def in_words(error: BaseException, command_line: Sequence[str] | None = None) ->
         if (problem := encoding_problem(error.object)) and error.encoding != "utf-8":
             return problem
         return f"{error.object[error.start : error.end]!r} is half of a surrogate pair, which is not valid text"
+    remedy = REMEDIES.get(error.errno or 0, "") if isinstance(error, OSError) else ""
     if not isinstance(error, OSError) or not isinstance(error.filename, str):
-        return str(error)
+        return f"{cause(error)}{remedy}"
     path, flag = Path(error.filename), ""
     for word in sys.argv[1:] if command_line is None else command_line:
         if word.startswith("--"):
             flag, _, word = word.partition("=")
         value = Path(word).expanduser() if flag and word else None
         if value is not None and (value == path or value in path.parents or path in value.parents):
-            return f"{flag} {word}: {path}: {error.strerror}"
-    return f"{path}: {error.strerror}"
+            return f"{flag} {word}: {path}: {error.strerror}{remedy}"
+    return f"{path}: {error.strerror}{remedy}"
 
 
 class Problems:
@@ -322,6 +397,72 @@ class Problems:
 
 
 # ---- print and format lines of text -------------------------------------------------------------------------------
+
+
+class Output:
+    """stdout or stderr, whose text is dropped once nobody can read it any more, so that work is not lost by a print.
+
+    A write fails with EIO after the terminal has been closed, and with EPIPE after the reader of a pipe has exited, for
+    example when an ssh connection ends. The first failure redirects the stream to /dev/null.
+
+    Args:
+        stream: the original stream.
+        dropped: error numbers after which text is dropped. Other errors are raised.
+        lost: function that is called after the first failure.
+    """
+
+    def __init__(self, stream: TextIO, dropped: Sequence[int], lost: Callable[[], None]) -> None:
+        self.stream, self._dropped, self._lost = stream, dropped, lost
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Write or drop `text`, and return its number of characters."""
+        with self._dropping():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write or drop the buffered text."""
+        with self._dropping():
+            self.stream.flush()
+
+    @contextlib.contextmanager
+    def _dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in self._dropped:
+                raise
+            _discard(self.stream)
+            self._lost()
+
+
+@contextlib.contextmanager
+def lasting_output(lost: Callable[[], None] | None = None) -> Iterator[None]:
+    """Make prints to stdout and stderr succeed during the block, even after the terminal has been closed.
+
+    Args:
+        lost: function that is called once per stream that nobody can read any more. None: a closed pipe at stdout
+            raises BrokenPipeError, so that `program | head` ends.
+    """
+    before = sys.stdout, sys.stderr
+    out, err = (stream.stream if isinstance(stream, Output) else stream for stream in before)
+    gone = lost or (lambda: None)
+    sys.stdout = Output(out, [errno.EIO] if lost is None else [errno.EIO, errno.EPIPE], gone)
+    sys.stderr = Output(err, [errno.EIO, errno.EPIPE], gone)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def _discard(stream: Any) -> None:
+    """Redirect the file descriptor of stdout or stderr to /dev/null, also for text that is still buffered."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def say(line: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import sentencepiece
 
-from megazpp.base.program import Problems
+from megazpp.base.program import Problems, leaving_on_ctrl_c
 from megazpp.data.cache import build_once, cache_key
 from megazpp.data.documents import BadLine, check_readable, kind_of, missing_file, read_texts
 from megazpp.data.indexed_builder import IndexedDatasetBuilder, optimal_dtype
@@ -167,22 +167,23 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int, **options: An
 
     # ---- train the SentencePiece model
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines(),
-            model_writer=model,
-            vocab_size=vocab_size,
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            max_sentence_length=4 * _MAX_LINE_CHARACTERS,  # bytes; SentencePiece drops longer lines
-            unk_id=0,
-            eos_id=1,
-            eos_piece="<eod>",
-            bos_id=-1,
-            pad_id=-1,
-            **{name: value for name, value in options.items() if value is not None},
-        )
+        with leaving_on_ctrl_c():
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=lines(),
+                model_writer=model,
+                vocab_size=vocab_size,
+                byte_fallback=True,
+                normalization_rule_name="identity",
+                add_dummy_prefix=False,
+                remove_extra_whitespaces=False,
+                max_sentence_length=4 * _MAX_LINE_CHARACTERS,  # bytes; SentencePiece drops longer lines
+                unk_id=0,
+                eos_id=1,
+                eos_piece="<eod>",
+                bos_id=-1,
+                pad_id=-1,
+                **{name: value for name, value in options.items() if value is not None},
+            )
     except RuntimeError as error:
         if failure is not None:
             raise failure from None

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch
 
-from megazpp.base.program import EXIT_ERROR, leave
+from megazpp.base.program import EXIT_ERROR, ignored, leave
 
 
 class Fork:
@@ -69,12 +69,14 @@ def _be_new(
     """Give this fork the state of a new process, call `main`, and exit with its exit status.
 
     The state is a separate session, default signal handlers, the signal mask `blocked`, and `env` in the environment.
+    SIGHUP stays ignored in a job that nohup has started.
     """
     code = EXIT_ERROR
     try:
         os.setsid()
         for signum in handled:
-            signal.signal(signum, signal.SIG_DFL)
+            if not ignored(signum):
+                signal.signal(signum, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         os.environ.update(env)

@@ -40,6 +40,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from megazpp.base.address import Address, is_loopback, listen, parse_host, parse_port
 from megazpp.base.flags import spelling
 from megazpp.base.launcher import LOOPBACK, find_address, find_launcher
 from megazpp.base.program import (
@@ -56,7 +57,7 @@ from megazpp.base.program import (
 )
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.forks import Fork, can_fork
-from megazpp.parallel.hosts import LOOPBACK_NAMES, Hosts
+from megazpp.parallel.hosts import Hosts
 
 POLL_SECONDS = 0.05
 # A rank whose collective breaks reports a secondary failure. The launcher then waits this long for the rank that failed
@@ -65,9 +66,10 @@ GRACE_SECONDS = 3.0
 # Without --nproc and without a GPU, a job has a worker per core, but at most this many workers, and at least 2, so that
 # collectives have something to send
 MOST_CPU_WORKERS = 4
-# Signals on which workers finish the step, save and exit with 0. Batch systems send the last three before they end a
-# job: Slurm the signal of its option --signal, LSF and Grid Engine SIGUSR2, or SIGXCPU at a limit of CPU time.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+# Signals on which workers finish the step, save and exit with 0. SIGHUP arrives when a terminal is closed, for example
+# because an ssh connection ends. Batch systems send the last three before they end a job: Slurm the signal of its
+# option --signal, LSF and Grid Engine SIGUSR2, or SIGXCPU at a limit of CPU time.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 # Environment variable with the number of restarts so far; torchrun and MegaZ++'s launcher both set it.
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 # Distance between the store's ports of two steps of a Slurm job, so large that steps of two jobs with near job numbers
@@ -133,19 +135,14 @@ def device_type() -> str:
 
 
 def loopback_store(listener: socket.socket, *, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
-    """Return a new TCPStore whose server runs in this process and listens at `listener`, see `listen_on_loopback`.
+    """Return a new TCPStore whose server runs in this process and uses `listener`, a socket at a loopback address.
 
     Without a given socket, torch's TCPStore would listen on all network interfaces.
     """
-    port = listener.getsockname()[1]
+    host, port = listener.getsockname()[:2]
     return dist.TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
-
-
-def listen_on_loopback(port: int = 0) -> socket.socket:
-    """Return a TCP socket that listens only on the loopback interface; for port 0 the system chooses a free port."""
-    return socket.create_server((LOOPBACK, port))
 
 
 def open_store(place: RankInfo, timeout: timedelta, env: MutableMapping[str, str] = os.environ) -> dist.Store:
@@ -159,15 +156,12 @@ def open_store(place: RankInfo, timeout: timedelta, env: MutableMapping[str, str
     if place.world_size == 1:
         return dist.HashStore()
     _set_missing_address(env)
-    if place.rank == 0 and env["MASTER_ADDR"] in LOOPBACK_NAMES and env.get(AGENT_STORE) != "True":
-        return loopback_store(listen_on_loopback(int(env["MASTER_PORT"])), timeout=timeout)
+    host, port = parse_host(env["MASTER_ADDR"], "MASTER_ADDR"), parse_port(env["MASTER_PORT"], "MASTER_PORT")
+    env["MASTER_ADDR"] = host  # torch does not understand the brackets of an IPv6 address
+    if place.rank == 0 and is_loopback(host) and env.get(AGENT_STORE) != "True":
+        return loopback_store(listen(Address(host, port)), timeout=timeout)
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
     return store
-
-
-def store_address() -> str:
-    """Return the address of the job's store for messages: "HOST:PORT", with "?" for an unset variable."""
-    return ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
 def is_on_one_machine(place: RankInfo, env: Mapping[str, str] = os.environ) -> bool:
@@ -176,7 +170,7 @@ def is_on_one_machine(place: RankInfo, env: Mapping[str, str] = os.environ) -> b
     Call this after `open_store`, which sets MASTER_ADDR if the launcher has not set it.
     """
     local = env.get("LOCAL_WORLD_SIZE") == str(place.world_size)
-    return place.world_size == 1 or local or env.get("MASTER_ADDR") in LOOPBACK_NAMES
+    return place.world_size == 1 or local or is_loopback(env.get("MASTER_ADDR", ""))
 
 
 def _set_missing_address(env: MutableMapping[str, str]) -> None:
@@ -234,7 +228,7 @@ def hosts_of(config: LaunchConfig, nproc: int = 1) -> Hosts | None:
     return Hosts(
         num_nodes=config.num_nodes,
         node_rank=config.node_rank,
-        address=config.master_addr,
+        address=parse_host(config.master_addr, "--master-addr"),
         port=config.master_port,
         ranks_per_node=nproc,
         patience_seconds=60 * config.distributed_timeout_minutes,
@@ -286,7 +280,7 @@ def _run_once(workers: Workers, variables: Mapping[str, str]) -> dict[int, int]:
     Returns:
         The nonzero exit codes by rank, {} if all workers succeeded.
     """
-    with listen_on_loopback() as listener:
+    with listen(Address(LOOPBACK, 0)) as listener:
         try:
             workers.start({**variables, "MASTER_PORT": str(listener.getsockname()[1])})
             _store = loopback_store(listener)  # the store starts a thread, and workers must be forked before that
@@ -529,7 +523,7 @@ def describe_failure(failures: Mapping[int, int]) -> str:
     rank = first_failure(failures)
     code = failures[rank]
     if code == EXIT_HANG:
-        return "the job hung, see the watchdog's report above"
+        return "the job hung, see the watchdog's report"
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return f"rank {rank} {how}"
 

@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import os
 import random
+import re
 import select
 import signal
 import socket
@@ -38,6 +39,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megazpp.base.address import store_address
 from megazpp.base.launcher import find_launcher
 from megazpp.base.program import (
     EXIT_ERROR,
@@ -51,7 +53,7 @@ from megazpp.base.program import (
     leave,
 )
 from megazpp.parallel.config import LaunchConfig
-from megazpp.parallel.launch import LOOPBACK, RESTART_COUNT, RankInfo, is_on_one_machine, open_store, store_address
+from megazpp.parallel.launch import LOOPBACK, RESTART_COUNT, RankInfo, is_on_one_machine, open_store
 from megazpp.parallel.roll_call import call_roll, roll_call_at_start, show_once
 from megazpp.parallel.watchdog import FAILURES, Watchdog
 
@@ -60,6 +62,9 @@ REPORT_SECONDS = 1.0  # time for the rank that failed first to claim the failure
 # Time limit of torch's collectives, practically infinite. The watchdog ends a job that hangs. A shorter limit of torch
 # would also end a job that was suspended for longer than the limit and then continues.
 COLLECTIVE_TIMEOUT = timedelta(days=30)
+# Parts of the messages of gloo and of torch's store about a connection whose other end has gone
+BROKEN = re.compile(r"closed by peer|reset by peer|recvBytes|[Bb]roken pipe|timed out \[|No route to host|unreachable")
+PLACE_IN_GLOO = re.compile(r"^\[\S+:\d+\] ")  # file and line of gloo's source, with which its messages begin
 TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8  # M_TRIM_THRESHOLD, M_MMAP_MAX and M_ARENA_MAX of <malloc.h>
 NEVER = 2**31 - 1  # largest trim threshold of malloc in bytes, so that freed memory never goes back to the kernel
 
@@ -232,6 +237,13 @@ def _report_once(error: BaseException, worker: Worker, *, alone: bool) -> int:
     if isinstance(error, KeyboardInterrupt):
         print("\ninterrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+    if BROKEN.search(str(error)) and isinstance(error, RuntimeError):
+        print(
+            f"\nrank {worker.rank} on {host}: the connection to another rank is broken, and no rank has reported an "
+            f"error, so a process or a host was killed, or the link is down: {PLACE_IN_GLOO.sub('', words[0])}",
+            file=sys.stderr,
+        )
+        return EXIT_ERROR
     text = "".join(traceback.format_exception(error))
     print(f"\nrank {worker.rank} failed:\n{text}", file=sys.stderr, end="")  # starts a new line after a progress bar
     return EXIT_ERROR

@@ -55,11 +55,16 @@ class Console:
     """
 
     def __init__(self, *, enabled: bool, out: TextIO | None = None) -> None:
-        self._enabled, self._out = enabled, out or sys.stdout
+        self._enabled, self._given = enabled, out
         self._is_terminal = enabled and self._out.isatty()
         self._bar: tqdm | None = None
         self._file: Path | None = None
         self._before: list[str] = []  # full lines that were printed before `keep` gave the file's name
+
+    @property
+    def _out(self) -> TextIO:
+        """The stream to which lines are printed. Training replaces stdout, hence the stream is read at each use."""
+        return self._given or sys.stdout
 
     def keep(self, path: Path) -> None:
         """Append all full lines to the file at `path` too, including the lines printed before this call.

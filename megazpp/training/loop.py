@@ -1,8 +1,10 @@
 """The training loop: load a batch, run the step, record, save, evaluate, and stop when a condition is met.
 
 A run stops early after a given iteration, after a given time, or because of a signal. All ranks stop after the same
-step. Ctrl-C, SIGTERM (schedulers, container runtimes, `kill`) and the signals by which batch systems announce a time
-limit (SIGUSR1, SIGUSR2, SIGXCPU) stop a run cleanly, even if the signal reaches only one of the run's processes:
+step. Ctrl-C, SIGTERM (schedulers, container runtimes, `kill`), SIGHUP (a closed terminal) and the signals by which
+batch systems announce a time limit (SIGUSR1, SIGUSR2, SIGXCPU) stop a run cleanly, even if the signal reaches only one
+of the run's processes. A rank whose output can no longer be read stops the run like SIGHUP. A run that nohup has
+started ignores both:
 
 - The current step is finished. With several GPUs, the next step is finished too.
 - A checkpoint is saved if --save is given. The last evaluation and the last sample are skipped.
@@ -13,6 +15,7 @@ A second Ctrl-C ends the run immediately. Other repeated signals have no further
 
 from __future__ import annotations
 
+import functools
 import gc
 import signal
 import sys
@@ -24,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megazpp.base.program import handling
+from megazpp.base.program import handling, lasting_output
 from megazpp.optim.schedule import Schedule, TrainingProgress
 from megazpp.parallel.comm_queue import HostCopy
 from megazpp.parallel.dims import ParallelDims
@@ -295,6 +298,8 @@ class StopConditions:
 def catching_signals(stops: StopConditions, *, answers: bool = False) -> Iterator[None]:
     """Return a context in which a stop signal sets `stops.caught` instead of ending the process.
 
+    A print to a closed terminal, or to a pipe whose reader has exited, acts like SIGHUP.
+
     Args:
         stops: conditions for an early stop.
         answers: True on the rank that prints a confirmation of Ctrl-C.
@@ -308,7 +313,7 @@ def catching_signals(stops: StopConditions, *, answers: bool = False) -> Iterato
             if answers:
                 print("\nfinishing this step; press Ctrl-C again to stop now", file=sys.stderr)
 
-    with handling(STOP_SIGNALS, catch):
+    with handling(STOP_SIGNALS, catch), lasting_output(functools.partial(signal.raise_signal, signal.SIGHUP)):
         yield
 
 

@@ -15,6 +15,7 @@ from helpers.ranks import ranks
 from helpers.refusals import not_refused
 from torch.distributed import distributed_c10d
 
+from megazpp.base.address import Address, listen
 from megazpp.base.program import LAUNCHER_PID
 from megazpp.parallel import launch, worker
 from megazpp.parallel.config import LaunchConfig
@@ -141,6 +142,33 @@ def test_first_ctrl_c_is_passed_to_workers_and_second_ends_the_job():
     assert sent == passed == [signal.SIGTERM, signal.SIGINT]
 
 
+def test_closed_terminal_is_passed_to_workers_unless_nohup_started_the_job():
+    for handler, expected in ((signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, [])):
+        sent = []
+        before = signal.signal(signal.SIGHUP, handler)
+        try:
+            with launch._passing_signals_to([SimpleNamespace(send_signal=sent.append)]):
+                signal.raise_signal(signal.SIGHUP)
+        finally:
+            signal.signal(signal.SIGHUP, before)
+        assert sent == expected
+
+
+GLOO = "[/pytorch/gloo/tcp/pair.cc:553] Connection closed by peer [10.88.0.2]:23681. Check the logs"
+
+
+@pytest.mark.parametrize(("text", "is_traced"), [(GLOO, False), ("the sizes 3 and 4 differ", True)])
+def test_broken_connection_is_reported_in_one_line_without_frames(monkeypatch, capsys, text, is_traced):
+    monkeypatch.setattr(worker.socket, "gethostname", lambda: "alpha")
+    me = SimpleNamespace(store=dist.HashStore(), rank=0, local_rank=0, restarts=0)
+    assert worker._report_once(RuntimeError(text), me, alone=False) == 1
+    said = capsys.readouterr().err
+    assert ("rank 0 failed:" in said) == is_traced
+    if not is_traced:
+        assert said.startswith("\nrank 0 on alpha: the connection to another rank is broken, and no rank has reported")
+        assert said.endswith("or the link is down: Connection closed by peer [10.88.0.2]:23681. Check the logs\n")
+
+
 # ---- addresses at which the store and gloo listen --------------------------------------------------------------------
 
 TIMEOUT = timedelta(seconds=77)
@@ -151,9 +179,36 @@ def listening() -> set[tuple[str, int]]:
     return {(c.laddr.ip, c.laddr.port) for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"}
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "::1"])
+def test_store_of_rank_0_listens_only_at_the_loopback_address_that_is_given(host):
+    try:
+        port = str(listen(Address("::1", 0)).getsockname()[1])
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    before, env = listening(), {"MASTER_ADDR": host, "MASTER_PORT": port}
+    store = open_store(RankInfo(started=True, world_size=2), TIMEOUT, env)
+    assert listening() - before == {(host.strip("[]"), int(port))}
+    assert env["MASTER_ADDR"] == host.strip("[]")
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({"MASTER_ADDR": "alpha:29500"}, "MASTER_ADDR alpha:29500 is not the name or the IP address of a host"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT 70000 is not a TCP port"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT x is not a TCP port"),
+    ],
+)
+def test_wrong_address_in_the_environment_is_named(variables, problem):
+    with pytest.raises(ValueError, match=problem):
+        detect_rank_info(LaunchConfig(), {**TORCHRUN, **ADDRESS, **variables})
+
+
 def test_launchers_store_listens_on_loopback_only_and_workers_connect(monkeypatch):
     before = listening()
-    store = launch.loopback_store(launch.listen_on_loopback())
+    store = launch.loopback_store(listen(Address(launch.LOOPBACK, 0)))
     assert listening() - before == {("127.0.0.1", store.port)}
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), AGENT_STORE: "True"}.items():
         monkeypatch.setenv(name, value)

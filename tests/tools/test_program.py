@@ -14,10 +14,12 @@ import torch
 from helpers.fork_python import forked_python
 from helpers.program import ROOT, Program, run_program
 
-from megazpp.base.program import JobError, exit_on_signals, in_words, program
+from megazpp.base.program import JobError, exit_on_signals, in_words, program, say
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import raise_on_all_ranks
 
+# Benchmarks start these two files as ranks.
+STARTED_AS_RANKS = {"benchmark_cluster_ranks", "benchmark_elastic_job"}
 MISSING = OSError(2, "no", "/proc/x")
 # each entry: flags, value that `main` returns or exception that it raises, exit code, text on stderr
 ENDS: list[tuple[str, Any, int, str]] = [
@@ -83,8 +85,72 @@ def test_every_tool_uses_the_program_decorator():
     bare = [
         name for name in tools if not re.search(r"^@(distributed_program$|program(_of\(|$))", texts[name], re.MULTILINE)
     ]
-    # these two tools have no decorator, because benchmarks start them as ranks
-    assert sorted(bare) == ["benchmark_cluster_ranks.py", "benchmark_elastic_job.py"]
+    assert {name.removesuffix(".py") for name in bare} == STARTED_AS_RANKS
+
+
+def test_every_program_begins_before_its_other_imports():
+    """A Ctrl-C during the imports must end the program with one line."""
+    for path in (ROOT / "pretrain_gpt.py", *(ROOT / "tools").glob("**/*.py")):
+        text = path.read_text()
+        if "examples" in path.parts or path.stem in STARTED_AS_RANKS or '__name__ == "__main__"' not in text:
+            continue
+        first = re.search(r"^(?:from|import) (?:torch|numpy|megazpp).*", text, re.M)
+        assert first[0] == "from megazpp.base.program import begin", path
+        assert re.match(r'\n\nif __name__ == "__main__":\n    begin\(\)', text[first.end() :]), path
+
+
+IMPORTING = "from megazpp.base.program import begin; begin(); print('begun', flush=True); import time; time.sleep(60)"
+# A mutex that is locked twice blocks in C, as SentencePiece's training does, and a signal does not end the wait.
+IN_C = """
+import ctypes, signal, sys
+from megazpp.base.program import leaving_on_ctrl_c
+sys.argv[0] = "-c"
+libc, mutex = ctypes.CDLL(None), (ctypes.c_char * 64)()
+libc.pthread_mutex_lock(mutex)
+with leaving_on_ctrl_c():
+    print("begun", flush=True)
+    libc.pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.mark.parametrize("text", [IMPORTING, IN_C])
+def test_ctrl_c_in_imports_or_in_c_code_ends_the_program_with_one_line(tmp_path, text):
+    program = Program("-c", text, folder=tmp_path)
+    program.wait_for("begun")
+    program.process.send_signal(signal.SIGINT)
+    assert program.finish() == "begun\n-c: interrupted\n"
+    assert program.process.returncode == 130
+
+
+def test_ctrl_c_runs_final_blocks_once_the_program_works(tmp_path):
+    text = (
+        "import time; from megazpp.base.program import begin, program; begin()\n"
+        "def main(argv):\n"
+        "    try: print('begun', flush=True); time.sleep(60)\n"
+        "    finally: print('cleaned up')\n"
+        "main.__module__ = '__main__'\n"
+        "raise SystemExit(program(main)([]))\n"
+    )
+    (tmp_path / "tool.py").write_text(text)
+    tool = Program(str(tmp_path / "tool.py"), folder=tmp_path)
+    tool.wait_for("begun")
+    tool.process.send_signal(signal.SIGINT)
+    assert sorted(tool.finish().splitlines()) == ["begun", "cleaned up", "tool.py: interrupted"]
+    assert tool.process.returncode == 130
+
+
+def test_closed_terminal_does_not_end_a_program(monkeypatch):
+    near, far = os.openpty()
+    os.close(near)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, os.fdopen(os.dup(far), "w"))
+
+    def work(argv: list[str]) -> int:
+        print("to the closed terminal", flush=True)
+        say("and to stderr")
+        return 7
+
+    assert program(work)([]) == 7
 
 
 def test_data_tools_start_without_torch(tmp_path):

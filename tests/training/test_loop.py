@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.training import loop
 from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.config import StopConfig
+from megazpp.training.context import Console
 from megazpp.training.loop import StopConditions, catching_signals
 from megazpp.training.objective import StopRequested
 
@@ -132,7 +134,7 @@ ALONE: Any = SimpleNamespace(world=MeshAxis("world"), mesh=SimpleNamespace(devic
 
 
 def test_signal_stops_after_the_step_and_sets_hurried():
-    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         before = signal.getsignal(signum)
         stops = StopConditions(StopConfig())
         with catching_signals(stops):
@@ -144,6 +146,24 @@ def test_signal_stops_after_the_step_and_sets_hurried():
             # while the run stops, a second signal neither ends the process nor raises an error
             os.kill(os.getpid(), signum)
         assert signal.getsignal(signum) is before
+
+
+@pytest.mark.parametrize("kind", ["terminal", "pipe"])
+@pytest.mark.parametrize("nohup", [False, True])
+def test_output_that_nobody_reads_stops_the_run_unless_nohup_started_it(monkeypatch, kind, nohup):
+    reads, writes = os.openpty() if kind == "terminal" else os.pipe()
+    os.close(reads)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writes, "w"))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    try:
+        stops = StopConditions(StopConfig())
+        console = Console(enabled=True)
+        with catching_signals(stops):
+            console.log("first")
+            console.log("second")
+            assert stops.reason(1, ALONE) == (None if nohup else "SIGHUP")
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def reasons(signalled_rank: int) -> list[str | None]:

@@ -31,6 +31,11 @@ from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # finds megazpp in a checkout that is not installed
 
+from megazpp.base.program import begin
+
+if __name__ == "__main__":
+    begin()  # before the imports below, in which Ctrl-C would print a traceback
+
 from benchmark_cluster_ranks import ESTIMATE
 from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate, start_on_this_machine
 

@@ -37,6 +37,11 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # finds megazpp in a checkout that is not installed
 
+from megazpp.base.program import begin
+
+if __name__ == "__main__":
+    begin()  # before the imports below, in which Ctrl-C would print a traceback
+
 from benchmark_elastic_job import POINTS, Emulation
 
 from megazpp.base.program import end_with, exit_on_signals, flags_of, program, say

@@ -19,6 +19,11 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # finds megazpp in a checkout that is not installed
 
+from megazpp.base.program import begin
+
+if __name__ == "__main__":
+    begin()  # before the imports below, in which Ctrl-C would print a traceback
+
 from megazpp.base.program import flags_of, program
 
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
