@@ -248,6 +248,8 @@ def _compiled(source: str, name: str, conversations: list[Any], **options: Any) 
             f"{name}: a conversation's text has {length:,} characters, more than {MOST_CHARACTERS:,}; shorten the "
             "conversation, or correct the template"
         )
+    for text in texts:
+        text.encode()  # raises an error for half a surrogate pair, with which some tokenizers raise a TypeError
     return texts, spans
 
 

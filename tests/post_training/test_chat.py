@@ -9,7 +9,21 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import transformers
-from helpers.chat_templates import ASK, CALLS, CHATML, CHATS, LATE, MARKED, TALK, TELL, THINKS, TOOL, WITH_TOOLS, Chat
+from helpers.chat_templates import (
+    ASK,
+    CALLS,
+    CHATML,
+    CHATS,
+    EACH,
+    LATE,
+    MARKED,
+    TALK,
+    TELL,
+    THINKS,
+    TOOL,
+    WITH_TOOLS,
+    Chat,
+)
 from helpers.hf_tokenizers import added, llama2, llama3, qwen2, unigram
 from helpers.refusals import not_refused
 from helpers.tiers import chosen
@@ -224,6 +238,22 @@ def test_template_that_loops_is_stopped_with_its_name(source, monkeypatch):
             render([ASK])
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGVTALRM) == before
+
+
+def test_half_a_surrogate_pair_in_a_conversation_is_refused_with_its_line(tmp_path):
+    """JSON can contain half a surrogate pair, for example in a text that was cut inside an emoji."""
+    source = EACH % "{{ m.content }}{{ m.reasoning_content }}{{ tone }}"
+    tokenizer, cut = load(folder_of(tmp_path / "tokenizer", qwen2, source)), "a\ud83d"
+    records: list[dict[str, Any]] = [
+        {"messages": [ASK, {**TELL, "content": cut}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": cut}]}, TELL]},
+        {"messages": [ASK, {**TELL, "reasoning_content": cut}]},
+        {"messages": [ASK, TELL], "chat_template_kwargs": {"tone": cut}},
+    ]
+    refused = "a.jsonl, line 1: '\\ud83d' is half of a surrogate pair"
+    assert not not_refused(
+        [(record, refused) for record in records], lambda record: read(tmp_path / "a.jsonl", tokenizer, record)
+    )
 
 
 def test_template_with_too_long_a_text_is_refused(monkeypatch):
