@@ -133,7 +133,7 @@ def read_examples(
         examples = build()
     else:
         key = cache_key(
-            kind=f"examples-{5 if margins else 4} {texts.__name__}",
+            kind=f"examples-{7 if margins else 6} {texts.__name__}",
             data=content_hash(paths),
             tokenizer=tokenizer.identity,
             template=template.key,
@@ -295,10 +295,17 @@ def _answer(
     if answer[: len(prompt)] == prompt:
         answer = answer[len(prompt) :]  # some datasets repeat the prompt in the answer
     text, spans = _conversation([*prompt, *answer], record, template, config)
-    # The answer starts where the text of the prompt and the text of the conversation first differ. This may be before
-    # the prompt's end, because a template may begin the assistant's turn differently after a prompt.
-    start = _same(_render_prompt(template, prompt, record), text)
+    asked = _render_prompt(template, prompt, record)  # also checks the prompt
     if config.completion_only_loss:
+        # The answer starts where the text of the prompt and the text of the conversation first differ. This may be
+        # before the prompt's end, because a template may begin the assistant's turn differently after a prompt.
+        start = _same(asked, text)
+        if start < len(asked) and not text.startswith(template.render(prompt, options=options_of(record))):
+            raise ValueError(
+                f"{template.name} renders the messages of 'prompt' differently if {name!r} follows, so the answer's "
+                "beginning is unknown: give a template whose text of a conversation begins with the text of its first "
+                "messages, or train supervised runs on all words with --no-completion-only-loss"
+            )
         spans = [(max(start, first), last) for first, last in spans if last > start]
     return text, spans, False
 

@@ -180,6 +180,42 @@ def test_bad_record_is_rejected_with_file_and_line(path):
     assert not not_refused([(path, "a.jsonl: there is no example")], lambda path: read(write(path)))
 
 
+EACH = "{%% for m in messages %%}%s{%% endfor %%}{%% if add_generation_prompt %%}>{%% endif %%}"
+MOVING = {  # templates that render a prompt's messages differently if an answer follows
+    "system message in the last message": EACH
+    % (
+        "{% if m.role != 'system' %}{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}: "
+        "{% endif %}{{ m.content }}|{% endif %}"
+    ),
+    "thoughts before the last answer left out": EACH
+    % ("{% if loop.last or messages[-1].role != 'assistant' %}{{ m.reasoning_content }};{% endif %}{{ m.content }}|"),
+    "number of messages": "{{ messages | length }}" + EACH % "{{ m.content }}|",
+}
+TURNS = "{% for m in messages %}{% if m.role == 'assistant' %}>{% endif %}{{ m.content }}|{% endfor %}"
+STEADY = {  # templates with which the answer's beginning is known, and the answer's text
+    "another beginning of the turn": (TURNS + "{% if add_generation_prompt %}><think>{% endif %}", "ja|"),
+    "an end of text after conversations": (TURNS + "{% if add_generation_prompt %}>{% else %}${% endif %}", "ja|$"),
+}
+
+
+def test_prompt_that_a_template_changes_after_the_answer_is_refused(path):
+    """The loss mask would otherwise begin inside the prompt, where both texts first differ."""
+    asked = [{"role": "system", "content": "kurz"}, USER, {**WORSE, "reasoning_content": "hm"}, USER]
+    for source in MOVING.values():
+        template = ChatTemplate(TOKENIZER, source, name="T")
+        write(path, {"prompt": asked, "completion": [ANSWER]})
+        with pytest.raises(ValueError, match="line 1: T renders the messages of 'prompt' differently if 'completion'"):
+            read(path, template=template)
+        assert shown(read(path, template=template, flags={"completion_only_loss": False}))
+        write(path, {"prompt": asked, "chosen": [ANSWER], "rejected": [WORSE]})
+        with pytest.raises(ValueError, match="line 1: T renders the messages of 'prompt' differently if 'chosen'"):
+            read(path, template=template, pairs=True)
+    for name, (source, learned) in STEADY.items():
+        write(path, {"prompt": asked, "completion": [ANSWER]})
+        ((_, found),) = shown(read(path, template=ChatTemplate(TOKENIZER, source)))
+        assert found == learned, name
+
+
 def test_prompts_keep_their_columns_and_place(path):
     write(path, {"prompt": "1+1=", "answer": 2}, {"prompt": [USER], "level": "easy"}, {"prompt": ""})
     first, second, third = read_prompts([path], TOKENIZER, TEMPLATE, max_prompt_length=53)
