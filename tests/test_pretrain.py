@@ -331,7 +331,7 @@ def interrupted(home: Home, iteration: int, times: int, *flags: str) -> tuple[in
     Returns:
         (exit code, output). All processes of the run must end within 30 s.
     """
-    job = [*TOY, "--train-iters", "100000", "--eval-iters", "1", "--wandb-project", "a-project", "--nproc", "2"]
+    job = [*TOY, "--train-iters", "2000", "--eval-iters", "1", "--wandb-project", "a-project", "--nproc", "2"]
     program = Program("pretrain_gpt.py", *job, *flags, *home.places("interrupted"), folder=home.path)
     program.wait_for(f" iteration {iteration:8d}/")
     assert len(program.left_behind()) > 3  # the launcher, two workers, and wandb's process

@@ -127,7 +127,7 @@ def test_stop_signal_in_any_phase_saves_and_exits_with_0(tmp_path):
     torchrun passes SIGTERM on to its workers, and then exits with an error because a signal has stopped them. So only
     the exit codes of the other runs are checked.
     """
-    flags = shlex.split("--train-iters 100000 --save-interval 4 --eval-interval 5 --split 90,5,5 --eval-iters")
+    flags = shlex.split("--train-iters 3000 --save-interval 4 --eval-interval 5 --split 90,5,5 --eval-iters")
     runs, last = Runs(tmp_path), 0
     for before, after, phase, signum, eval_iters in (
         (TORCHRUN, [], r"^ iteration +3/", signal.SIGTERM, "1"),
@@ -155,7 +155,7 @@ def test_stop_signal_in_any_phase_saves_and_exits_with_0(tmp_path):
 def test_rank_that_stops_in_any_phase_ends_the_job_and_is_named(tmp_path, phase, rank):
     """The rank's process gets SIGSTOP, as if its machine or its file system had stopped."""
     runs, flags = Runs(tmp_path), [*OURS, "--split", "90,5,5", "--save-interval", "2", "--eval-interval", "3"]
-    flags += ["--train-iters", "100000", "--eval-iters", "20"]
+    flags += ["--train-iters", "3000", "--eval-iters", "20"]
     code, output = run_forked(*runs.command, *flags, "--exit-interval", "1", folder=tmp_path)
     assert code == 0, output
     program = start(*runs.command, *flags, "--distributed-timeout-minutes", "0.2", folder=tmp_path)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.frameworks import Adapted
 from helpers.ranks import ranks
 from helpers.tiers import nightly, slow
 from torch import nn
@@ -221,10 +222,9 @@ def build(kind: str | None, case: dict[str, Any]) -> tuple[Any, Any, torch.optim
     model: Any = Mixture()
     model.checkpointing = case.get("checkpointing", False)
     if case.get("lora"):  # LoRA freezes all weights but its adapters
-        from peft import LoraConfig, inject_adapter_in_model
-
-        config = LoraConfig(r=4, target_modules=["dense", "router"], init_lora_weights=False)
-        model = inject_adapter_in_model(config, model)
+        model.requires_grad_(False)
+        for block in model.blocks:
+            block.dense, block.router = Adapted(block.dense), Adapted(block.router)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and not any(part in name for part in case.get("frozen", ())))
     fsdp = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if case.get("bf16") else {}

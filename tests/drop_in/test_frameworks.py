@@ -1,6 +1,6 @@
 """Compare ZeRO++ without quantization with plain FSDP2 in popular training frameworks, such as accelerate and TRL."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,10 +25,19 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[dict[int, Ranks]]:
-    """Yield worker processes by world size. They end with this module, because imported frameworks take much memory."""
+def workers() -> Iterator[Callable[[int], Ranks]]:
+    """Yield a function that returns worker processes of a world size, new ones if a test has ended those before.
+
+    They end with this module, because imported frameworks take much memory.
+    """
     found: dict[int, Ranks] = {}
-    yield found
+
+    def of_size(size: int) -> Ranks:
+        if size not in found or not all(process.is_alive() for process in found[size].processes):
+            found[size] = ranks.__wrapped__(size)
+        return found[size]
+
+    yield of_size
     for each in found.values():
         each.stop()
 
@@ -39,20 +48,16 @@ def test_framework_training_matches_plain_fsdp2(framework, scenario, workers):
     if not is_installed(framework):
         pytest.skip(f"{framework} is not installed, or not for torch {torch.__version__}")
     for size in (2, 4) if framework == "own loop" else (2,):
-        if not all(process.is_alive() for process in workers.setdefault(size, ranks.__wrapped__(size)).processes):
-            workers[size] = ranks.__wrapped__(size)
         how = {"ranks_per_node": size // 2, "exact": size == 2 and framework != "own loop"}
-        for losses, sent in workers[size].run(compare, framework, scenario, **how):
+        for losses, sent in workers(size).run(compare, framework, scenario, **how):
             assert len(losses) >= 4
             assert sent > 0
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", nightly("FULL_STATE_DICT")])
 @pytest.mark.parametrize("framework", CHECKPOINTS)
-def test_framework_checkpoints_load_with_and_without_zeropp(framework, kind, tmp_path):
+def test_framework_checkpoints_load_with_and_without_zeropp(framework, kind, tmp_path, workers):
     """A run with lossless deltas resumes bit-identically, because it saves its state beside the framework's files."""
     if not is_installed(framework):
         pytest.skip(f"{framework} is not installed")
-    workers = ranks.__wrapped__(2)
-    workers.run(CHECKPOINTS[framework], str(tmp_path), kind)
-    workers.stop()
+    workers(2).run(CHECKPOINTS[framework], str(tmp_path), kind)

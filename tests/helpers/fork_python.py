@@ -31,8 +31,11 @@ from pathlib import Path
 from megazpp.base.program import LAUNCHER_PID
 
 ROOT = Path(__file__).resolve().parents[2]
-OTHERS_MODULES = ("torch._dynamo", "torch.distributed.checkpoint", "transformers", "sentencepiece")
-MODULES = ("pretrain_gpt", *OTHERS_MODULES)
+OTHERS_MODULES = (
+    *("torch._dynamo", "torch.distributed.checkpoint"),
+    *("transformers", "transformers.models.auto.tokenization_auto", "sentencepiece"),
+)
+MODULES = ("pretrain_gpt", "megazpp.post_training.trainer", *OTHERS_MODULES)
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
 if sys.argv[1].startswith("-") and sys.argv[1] != "-m":
@@ -88,6 +91,8 @@ def end_with_tests() -> None:
 
 def serve(address: str, *modules: str) -> None:
     """Import the modules once, then fork for every client that connects to the Unix socket at `address`."""
+    ready = os.dup(1)
+    os.dup2(2, 1)  # imported modules may print to stdout, from which `forked_python` reads
     sys.path.remove(str(Path(__file__).parent))
     gc.disable()
     for name in modules:
@@ -100,7 +105,7 @@ def serve(address: str, *modules: str) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
-        os.write(1, b"!")  # tell `forked_python` that the server accepts connections
+        os.write(ready, b"!")  # tell `forked_python` that the server accepts connections
         while True:
             connection, _ = listener.accept()
             _, files, _, _ = socket.recv_fds(connection, 1, 3)

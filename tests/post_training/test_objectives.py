@@ -136,7 +136,6 @@ SHORTENED = ["reward untied", "dpo", "dpo of experts", "grpo", "dr_grpo", "ppo"]
 @pytest.mark.parametrize(
     ("layout", "objectives"),
     [
-        slow({"micro_batch_size": 2}, ["dpo", "grpo"]),
         slow({"micro_batch_size": 2}, SHORTENED),
         slow({"tp": 2, "sequence_parallel": True}, SHORTENED),
         slow({"cp": 2}, SHORTENED),

@@ -206,8 +206,10 @@ def adapted(home) -> dict[str, dict[str, Any]]:
     peft.get_peft_model(AutoModelForCausalLM.from_pretrained(home / "hf"), foreign).save_pretrained(home / "foreign")
     tool(home, "convert_checkpoint", "--input hf --output llama --tokenizer-type NullTokenizer --vocab-size 256")
     tool(home, "convert_checkpoint", "--input llama --output foreign-in --adapter foreign --to megazpp")
-    split = "--tensor-model-parallel-size 2 --train-iters 4 --lr 1e-2"
-    post_train(home, "adapters", f"{SFT} {split} --lora-r 3 --lora-target-modules all-linear", load="llama")
+    split = "--tensor-model-parallel-size 2 --lr 1e-2"
+    post_train(
+        home, "adapters", f"{SFT} {split} --train-iters 4 --lora-r 3 --lora-target-modules all-linear", load="llama"
+    )
     ways = {
         "merged": ("adapters", "--lora-r 2"),
         "kept": ("llama", "--lora-load adapters/adapter"),
@@ -215,7 +217,8 @@ def adapted(home) -> dict[str, dict[str, Any]]:
         "foreign-kept": ("llama", "--lora-load foreign"),
         "foreign-all": ("foreign-in", ""),
     }
-    first = {name: trained(home, name, f"{DPO} {split} {flags}", load=load)[0] for name, (load, flags) in ways.items()}
+    run = f"{DPO} {split} --train-iters 1"
+    first = {name: trained(home, name, f"{run} {flags}", load=load)[0] for name, (load, flags) in ways.items()}
     (home / "llama").rename(home / "moved")
     return first
 

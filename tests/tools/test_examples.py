@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers.fork_python import forked_python
-from helpers.program import ROOT, run_forked
+from helpers.fork_python import MODULES, forked_python
+from helpers.program import ROOT, run_program
 from helpers.tiers import chosen
 
 EXAMPLES = sorted((ROOT / "tools/examples").glob("*.py"))
@@ -20,8 +20,10 @@ def losses(mode: str, path: str, folder: Path) -> list[float]:
     Return its printed losses, sorted, because ranks print in any order.
     """
     runner = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python")
-    command = (str(forked_python()), str(ROOT / "tests/helpers/on_cpu.py"), mode, path)
-    code, output = run_forked(*runner, *command, folder=folder)
+    # four ranks of three runs need the slow imports of transformers' Trainer
+    python = str(forked_python(*MODULES, "transformers.trainer"))
+    command = (python, str(ROOT / "tests/helpers/on_cpu.py"), mode, path)
+    code, output = run_program(*runner, *command, folder=folder, python=python)
     assert code == 0, output
     assert ("in two hops" in output) == (mode != "off")
     return sorted(float(loss) for loss in re.findall(r"(?:loss |'loss': ')([0-9.]+)", output))

@@ -64,7 +64,7 @@ def submit(tmp_path, monkeypatch):
 
 
 def test_run_is_saved_and_requeued_at_the_time_limit_and_then_resumed(submit, tmp_path):
-    first = submit("--train-iters", "100000", job_id=7, python=forked_python())
+    first = submit("--train-iters", "3000", job_id=7, python=forked_python())
     first.wait_for(" iteration        3/")
     for task in (tmp_path / "bin/tasks.txt").read_text().split():
         os.kill(int(task), signal.SIGUSR1)
@@ -77,7 +77,7 @@ def test_run_is_saved_and_requeued_at_the_time_limit_and_then_resumed(submit, tm
     assert done >= 3
     assert json.loads((tmp_path / "run/summary.json").read_text())["stop_reason"] == "SIGUSR1"
 
-    last = ["--train-iters", "100000", "--exit-interval", str(done + 2)]
+    last = ["--train-iters", "3000", "--exit-interval", str(done + 2)]
     second = submit(*last, job_id=8, python=forked_python())
     output = second.finish()
     assert second.process.returncode == 0, output
