@@ -23,7 +23,7 @@ from megazpp.base.program import begin
 if __name__ == "__main__":
     begin()  # before the imports below, in which Ctrl-C would print a traceback
 
-from megazpp.base.flags import flag
+from megazpp.base.flags import Config, flag
 from megazpp.base.program import answer_flags
 from megazpp.features import FEATURES
 from megazpp.inference.config import parse_checkpoint_flags
@@ -33,7 +33,7 @@ COMMON = ("data_path", "text_path", "split", "eval_iters", "micro_batch_size", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(Config):
     """Scoring.
 
     The text to score.

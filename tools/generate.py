@@ -35,7 +35,7 @@ from megazpp.base.program import begin
 if __name__ == "__main__":
     begin()  # before the imports below, in which Ctrl-C would print a traceback
 
-from megazpp.base.flags import check_positive, flag
+from megazpp.base.flags import flag
 from megazpp.base.program import answer_flags
 from megazpp.features import FEATURES
 from megazpp.inference.config import SampleConfig, parse_checkpoint_flags
@@ -66,7 +66,7 @@ class GenerateConfig(ChatConfig):
     prompt_file: str | None = flag(None)
     chat: bool = flag(False)
     truncate_prompt: bool = flag(False)
-    prompts_at_once: int | Literal["auto"] = flag(8)
+    prompts_at_once: int | Literal["auto"] = flag(8, must_be="positive")
     kv_cache_device: Literal["device", "host"] = flag("device")
 
     def __post_init__(self) -> None:
@@ -76,8 +76,6 @@ class GenerateConfig(ChatConfig):
                 raise ValueError(
                     f"--{name.replace('_', '-')} {getattr(self, name)} applies only to messages: add --chat"
                 )
-        if self.prompts_at_once != "auto":
-            check_positive(self, "prompts_at_once")
 
 
 def parse(argv: list[str]) -> ParsedRun:

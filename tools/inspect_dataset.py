@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from megazpp.base.flags import check_not_negative, flag
+from megazpp.base.flags import Config, flag
 from megazpp.base.program import program_of
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
@@ -29,7 +29,7 @@ CHECKED_IDS, CHECKED_DOCUMENTS = 1 << 27, 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectConfig:
+class InspectConfig(Config):
     """Inspection.
 
     The flags that name a dataset, and the part of it to print.
@@ -42,10 +42,7 @@ class InspectConfig:
 
     input: str | None = flag(None, metavar="PREFIX")
     document: int = flag(0)
-    tokens: int = flag(100)
-
-    def __post_init__(self) -> None:
-        check_not_negative(self, "tokens")
+    tokens: int = flag(100, must_be="not negative")
 
 
 @program_of(InspectConfig, TokenizerConfig)

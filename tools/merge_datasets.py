@@ -21,14 +21,14 @@ if __name__ == "__main__":
     begin()  # before the imports below, in which Ctrl-C would print a traceback
 
 from megazpp.base.files import check_prefix
-from megazpp.base.flags import flag
+from megazpp.base.flags import Config, flag
 from megazpp.base.program import errors_as, program_of, say
 from megazpp.data.indexed_builder import IndexedDatasetBuilder, check_output
 from megazpp.data.indexed_dataset import IndexedDataset
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeConfig:
+class MergeConfig(Config):
     """Datasets.
 
     The datasets to merge.

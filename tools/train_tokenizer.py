@@ -23,7 +23,7 @@ if __name__ == "__main__":
     begin()  # before the imports below, in which Ctrl-C would print a traceback
 
 from megazpp.base.files import check_prefix, check_writable, write_whole
-from megazpp.base.flags import check_at_most, check_positive, check_words, flag
+from megazpp.base.flags import Config, check_at_most, flag
 from megazpp.base.program import program_of, say
 from megazpp.data.documents import check_readable, read_texts, stop_or_skip
 from megazpp.data.text import MAX_CHARACTERS, first_characters, train_sentencepiece
@@ -34,7 +34,7 @@ MOST_THREADS = 1024  # largest number of threads that SentencePiece accepts
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainTokenizerConfig:
+class TrainTokenizerConfig(Config):
     """Tokenizer training.
 
     The training text, and the output of the SentencePiece model.
@@ -59,18 +59,17 @@ class TrainTokenizerConfig:
     input: tuple[str, ...] = flag((), nargs="+")
     json_key: str = flag("text")
     output_prefix: str | None = flag(None, metavar="PREFIX")
-    vocab_size: int = flag(32000)
+    vocab_size: int = flag(32000, must_be="positive")
     model_type: Literal["bpe", "unigram"] = flag("bpe")
-    max_characters: int = flag(MAX_CHARACTERS)
-    workers: int = flag(1)
+    max_characters: int = flag(MAX_CHARACTERS, must_be="positive")
+    workers: int = flag(1, must_be="positive")
     on_error: Literal["stop", "skip"] = flag("stop")
     character_coverage: float | None = flag(None)
     minloglevel: Literal[0, 1, 2] = flag(2)
     overwrite: bool = flag(False)
 
     def __post_init__(self) -> None:
-        check_words(self)
-        check_positive(self, "vocab_size", "max_characters", "workers")
+        super().__post_init__()
         check_at_most(self, "vocab_size", MOST_TOKENS, "the number of 32-bit token ids")
         check_at_most(self, "workers", MOST_THREADS, "SentencePiece's limit")
         if self.character_coverage is not None and not 0.98 <= self.character_coverage <= 1.0:

@@ -1,6 +1,7 @@
 """Command-line flags as fields of frozen dataclasses: definition, checks, and rendering as text.
 
-A config is a frozen dataclass whose fields are created by `flag()`. It is defined in the file that uses it.
+A config is a frozen dataclass, derived from `Config`, whose fields are created by `flag()`. It is defined in the file
+that uses it.
 
 - One field is one flag. The field `micro_batch_size` is the flag `--micro-batch-size`.
 - The annotation is the type: `int`, `float`, `str`, `bool`, `Literal[...]`, `int | Literal["auto"]` or
@@ -10,8 +11,9 @@ A config is a frozen dataclass whose fields are created by `flag()`. It is defin
 - A field that may be None accepts the word `none`, so that the command line can undo a flag file.
 - Floats are finite, and ints fit in 64 bits.
 
-A config checks its own fields in its `__post_init__` with a ValueError that names flag and value. run/checks.py checks
-combinations of configs and the cluster. command_line.py parses the flags.
+A config checks its own fields when it is created, with a ValueError that names flag and value: each field by its type
+and `must_be`, and several fields together in its `__post_init__`. run/checks.py checks combinations of configs and the
+cluster. command_line.py parses the flags.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class FlagSpec(NamedTuple):
             that the other flag must have, such as `--optimizer sgd`. Setting this flag is an error if the other flag is
             off.
         common: True if --help lists the flag; --help-all lists all flags.
+        must_be: range of a number, see `_RANGES`; None for any number.
     """
 
     name: str | None = None
@@ -59,6 +62,40 @@ class FlagSpec(NamedTuple):
     metavar: str | None = None
     needs: str | None = None
     common: bool = False
+    must_be: Literal["positive", "not negative", "below one", "a share"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A frozen dataclass whose fields are flags, and which checks the value of each field by itself."""
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError for each field that has none of the words of its `Literal` type or is out of its range.
+
+        Subclasses extend this method by checks of several fields. None is in every range.
+        """
+        config: type = type(self)
+        problems, hints = list[str](), type_hints(config)
+        for field in dataclasses.fields(self):
+            value, hint = getattr(self, field.name), hints[field.name]
+            given = f"{flag_name(field)} {as_words(value)}"
+            if (words := _words(hint)) and not _has_type(value, hint):
+                problems.append(f"{given} is not one of {', '.join(map(str, words))}")
+            elif not isinstance(value, str | None) and (kind := field.metadata["flag"].must_be) is not None:
+                holds, problem, remedy = _RANGES[kind]
+                if not holds(value):
+                    problems.append(f"{given} is {'not a number' if math.isnan(value) else problem}; give {remedy}")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+
+# For each value of `FlagSpec.must_be`: the condition, which NaN does not meet; what a wrong number is; what to give
+_RANGES: dict[str, tuple[Callable[[float], bool], str, str]] = {
+    "positive": (lambda value: 0 < value < math.inf, "not positive", "a finite number above 0"),
+    "not negative": (lambda value: value >= 0, "negative", "0 or a larger number"),
+    "below one": (lambda value: 0 <= value < 1, "not in [0, 1)", "at least 0 and less than 1"),
+    "a share": (lambda value: 0 < value <= 1, "not in (0, 1]", "a number above 0, at most 1"),
+}
 
 
 def flag(default: Any, **spec: Any) -> Any:
@@ -94,40 +131,11 @@ def flag_texts(config: type) -> dict[str, str]:
     return {name: " ".join(text.split()).removesuffix(".") for name, text in entries}
 
 
-def check_positive(config: Any, *names: str) -> None:
-    """Raise a ValueError for each of the config's fields `names` that is neither None nor a finite number above 0."""
-    _check(config, names, lambda value: 0 < value < math.inf, "is not positive; give a finite number above 0")
-
-
-def check_not_negative(config: Any, *names: str) -> None:
-    """Raise a ValueError for each of the config's fields `names` that is neither None nor a number of at least 0."""
-    _check(config, names, lambda value: value >= 0, "is negative; give 0 or a larger number")
-
-
 def check_at_most(config: Any, name: str, most: int, reason: str) -> None:
     """Raise a ValueError if the config's field `name` is larger than `most`, for a `reason` that the message gives."""
-    _check(config, [name], lambda value: value <= most, f"is more than {most}, {reason}; give a smaller number")
-
-
-def check_below_one(config: Any, *names: str) -> None:
-    """Raise a ValueError for each of the config's fields `names` that is neither None nor a number in [0, 1)."""
-    _check(config, names, lambda value: 0 <= value < 1, "is not in [0, 1); give at least 0 and less than 1")
-
-
-def _check(config: Any, names: Sequence[str], holds: Callable[[Any], bool], problem: str) -> None:
-    """Raise a ValueError about the fields of a config whose value fails a condition; None always passes.
-
-    Args:
-        config: config dataclass.
-        names: names of the fields to check.
-        holds: the condition, a function of a field's value.
-        problem: end of the message, after the flag and its value.
-    """
-    values = {name: getattr(config, name) for name in names}
-    wrong = [name for name, value in values.items() if value is not None and not holds(value)]
-    if wrong:
-        lines = [f"{spelling(config, name)} {values[name]} {problem}" for name in wrong]
-        raise ValueError("\n".join(lines).replace("nan is negative", "nan is not a number"))
+    value = getattr(config, name)
+    if value is not None and value > most:
+        raise ValueError(f"{spelling(config, name)} {value} is more than {most}, {reason}; give a smaller number")
 
 
 def not_empty(read: Callable[[str], Any], name: str, default: Any) -> Callable[[str], Any]:
@@ -168,14 +176,6 @@ def in_use(config: Any, name: str, value: Any) -> str:
 def asks(value: Any) -> bool:
     """Return True if a flag's value enables something: every value except None, False and (). The number 0 does."""
     return not (value is None or value is False or value == ())
-
-
-def check_words(config: Any) -> None:
-    """Raise a ValueError for the first field of a config whose value is not among the words of its `Literal` type."""
-    for name, hint in type_hints(config.__class__).items():
-        value, words = getattr(config, name), _words(hint)
-        if words and not _has_type(value, hint):
-            raise ValueError(f"{spelling(config, name)} {as_words(value)} is not one of {', '.join(map(str, words))}")
 
 
 type_hints = functools.cache(typing.get_type_hints)

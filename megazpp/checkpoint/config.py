@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazpp.base.flags import check_not_negative, check_positive, flag, spelling
+from megazpp.base.flags import Config, flag, spelling
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Config):
     """Checkpoints.
 
     Folders to save to and load from, save intervals, and the parts of a checkpoint to save and load.
@@ -37,14 +37,14 @@ class CheckpointConfig:
 
     save: str | None = flag(None, common=True)
     save_to_run_dir: bool = flag(False)
-    save_interval: int | None = flag(None, common=True)
-    keep_last: int | None = flag(None)
-    save_retain_interval: int | None = flag(None)
+    save_interval: int | None = flag(None, common=True, must_be="positive")
+    keep_last: int | None = flag(None, must_be="positive")
+    save_retain_interval: int | None = flag(None, must_be="positive")
     save_optim: bool = flag(True)
     save_rng: bool = flag(True)
     async_save: bool = flag(False)
     load: str | None = flag(None, common=True)
-    ckpt_step: int | None = flag(None)
+    ckpt_step: int | None = flag(None, must_be="not negative")
     load_fallback: bool = flag(False)
     load_optim: bool = flag(True)
     load_rng: bool = flag(True)
@@ -63,8 +63,7 @@ class CheckpointConfig:
     )
 
     def __post_init__(self) -> None:
-        check_positive(self, "save_interval", "keep_last", "save_retain_interval")
-        check_not_negative(self, "ckpt_step")
+        super().__post_init__()
         # ---- reject flags that have no effect without --save or --load
         for name in ("keep_last", "save_retain_interval", "async_save"):
             if getattr(self, name) and not self.saves:

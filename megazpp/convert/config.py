@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megazpp.base.flags import check_words, flag
+from megazpp.base.flags import Config, flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertConfig:
+class ConvertConfig(Config):
     """Conversion.
 
     Source and target of a model's conversion, and their formats.
@@ -31,6 +31,3 @@ class ConvertConfig:
     ckpt_step: int | None = flag(None)
     adapter: str | None = flag(None)
     keep_adapters: bool = flag(False)
-
-    def __post_init__(self) -> None:
-        check_words(self)

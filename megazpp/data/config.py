@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from megazpp.base.flags import check_not_negative, check_positive, check_words, flag
+from megazpp.base.flags import Config, flag
 from megazpp.data.indexed_dataset import pair_paths
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ _TAKEN_BACK = " (a flag that is repeated without a value removes its earlier val
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Config):
     """Data.
 
     Sources of tokens for training, validation and test, and how their documents are cut into samples.
@@ -50,16 +50,14 @@ class DataConfig:
     split: str = flag("969, 30, 1")
     data_cache_path: str | None = flag(None)
     mock_data: bool = flag(False)
-    num_workers: int = flag(2)
-    seq_length: int | None = flag(None, common=True)
+    num_workers: int = flag(2, must_be="not negative")
+    seq_length: int | None = flag(None, common=True, must_be="positive")
     reset_position_ids: bool = flag(False)
     reset_attention_mask: bool = flag(False)
     eod_mask_loss: bool = flag(False)
 
     def __post_init__(self) -> None:
-        check_words(self)
-        check_positive(self, "seq_length")
-        check_not_negative(self, "num_workers")
+        super().__post_init__()
         if len(self.sources) > 1:
             raise ValueError(_ONE_SOURCE.format(f"{' and '.join(self.sources)} are given") + _TAKEN_BACK)
         parse_split(self.split)

@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from megazpp.base.files import check_prefix
-from megazpp.base.flags import check_positive, check_words, flag
+from megazpp.base.flags import Config, flag
 from megazpp.base.program import end_with
 from megazpp.data.documents import BadLine, Block, check_readable, parse_block, read_blocks, stop_or_skip
 from megazpp.data.indexed_builder import IndexedDatasetBuilder, check_output, optimal_dtype
@@ -43,7 +43,7 @@ _READ_AHEAD = 4  # items per worker that `map_in_processes` submits before it yi
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreprocessConfig:
+class PreprocessConfig(Config):
     """Preprocessing.
 
     The corpus to tokenize, and the .bin/.idx pairs to write.
@@ -63,14 +63,13 @@ class PreprocessConfig:
     json_keys: tuple[str, ...] = flag(("text",), nargs="+")
     output_prefix: str | None = flag(None, metavar="PREFIX")
     append_eod: bool = flag(False)
-    workers: int = flag(1)
-    log_interval: int = flag(1000)
+    workers: int = flag(1, must_be="positive")
+    log_interval: int = flag(1000, must_be="positive")
     on_error: Literal["stop", "skip"] = flag("stop")
     overwrite: bool = flag(False)
 
     def __post_init__(self) -> None:
-        check_words(self)
-        check_positive(self, "workers", "log_interval")
+        super().__post_init__()
         if len(set(self.json_keys)) != len(self.json_keys):
             raise ValueError(f"--json-keys {' '.join(self.json_keys)} names a field twice: name each field once")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megazpp.base.flags import check_at_most, check_positive, check_words, flag
+from megazpp.base.flags import Config, check_at_most, flag
 from megazpp.base.program import in_words
 
 MOST_TOKENS = 2**31 - 1  # largest size of a vocabulary, because token ids are stored in 32 bits with a sign
@@ -38,7 +38,7 @@ MERGES_ALONE = {"tokenizer_class": "GPT2Tokenizer"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerConfig:
+class TokenizerConfig(Config):
     """Tokenizer.
 
     Without any of these flags a SentencePiece tokenizer is trained on --text-path.
@@ -69,16 +69,15 @@ class TokenizerConfig:
         | None
     ) = flag(None)
     tokenizer_model: str | None = flag(None, common=True)
-    vocab_size: int | None = flag(None, common=True)
+    vocab_size: int | None = flag(None, common=True, must_be="positive")
     vocab_file: str | None = flag(None)
     merge_file: str | None = flag(None)
     eos_token: str | None = flag(None)
     add_special_tokens: bool = flag(True)
-    model_vocab_size: int | None = flag(None)
+    model_vocab_size: int | None = flag(None, must_be="positive")
 
     def __post_init__(self) -> None:
-        check_words(self)
-        check_positive(self, "vocab_size", "model_vocab_size")
+        super().__post_init__()
         for name in ("vocab_size", "model_vocab_size"):
             check_at_most(self, name, MOST_TOKENS, "the number of 32-bit token ids")
 

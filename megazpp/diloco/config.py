@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
-from megazpp.base.flags import check_below_one, check_not_negative, check_positive, check_words, flag
+from megazpp.base.flags import flag
 from megazpp.kernels.formats import BlockFormat
 from megazpp.run.arguments import FeatureConfig
 from megazpp.topology.cluster import Cluster
@@ -58,21 +58,18 @@ class DilocoConfig(FeatureConfig):
             quantized.
     """
 
-    diloco_steps: int | None = flag(None)
+    diloco_steps: int | None = flag(None, must_be="positive")
     diloco_replica_groups: int | None = flag(None)
-    diloco_outer_lr: float | None = flag(None)
-    diloco_outer_momentum: float | None = flag(None)
-    diloco_fragments: int = flag(1)
-    diloco_fragment_sync_delay: int = flag(0)
-    diloco_fragment_update_alpha: float | None = flag(None)
+    diloco_outer_lr: float | None = flag(None, must_be="positive")
+    diloco_outer_momentum: float | None = flag(None, must_be="below one")
+    diloco_fragments: int = flag(1, must_be="positive")
+    diloco_fragment_sync_delay: int = flag(0, must_be="not negative")
+    diloco_fragment_update_alpha: float | None = flag(None, must_be="below one")
     diloco_weight_bits: Literal[16, 8, 4] = flag(4)
     diloco_gradient_bits: Literal[16, 8, 4] = flag(4)
 
     def __post_init__(self) -> None:
-        check_words(self)
-        check_positive(self, "diloco_steps", "diloco_outer_lr", "diloco_fragments")
-        check_not_negative(self, "diloco_fragment_sync_delay")
-        check_below_one(self, "diloco_outer_momentum", "diloco_fragment_update_alpha")
+        super().__post_init__()
         if self.diloco_replica_groups is not None and self.diloco_replica_groups < 2:
             raise ValueError(
                 f"--diloco-replica-groups {self.diloco_replica_groups} is too small: DiLoCo requires at least 2 "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megazpp.base.address import is_loopback, parse_address, parse_host
-from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.base.flags import flag, spelling
 from megazpp.diloco.config import DilocoConfig
 from megazpp.elastic.rounds import Rules
 from megazpp.elastic.wire import read_secret
@@ -47,18 +47,16 @@ class ElasticConfig(FeatureConfig):
     diloco_coordinator: str | None = flag(None, metavar="HOST:PORT")
     diloco_group: str | None = flag(None, needs="--diloco-coordinator")
     diloco_secret_file: str | None = flag(None, needs="--diloco-coordinator")
-    diloco_quorum: int | None = flag(None, needs="--diloco-coordinator")
-    diloco_grace: float | None = flag(None, needs="--diloco-coordinator")
+    diloco_quorum: int | None = flag(None, needs="--diloco-coordinator", must_be="positive")
+    diloco_grace: float | None = flag(None, needs="--diloco-coordinator", must_be="not negative")
     diloco_wait_for_all: bool = flag(False, needs="--diloco-coordinator")
-    diloco_min_groups: int = flag(1, needs="--diloco-coordinator")
-    diloco_late_factor: float = flag(0.5, needs="--diloco-coordinator")
+    diloco_min_groups: int = flag(1, needs="--diloco-coordinator", must_be="positive")
+    diloco_late_factor: float = flag(0.5, needs="--diloco-coordinator", must_be="not negative")
     diloco_listen: str | None = flag(None, needs="--diloco-coordinator")
     diloco_advertise: str | None = flag(None, needs="--diloco-coordinator")
 
     def __post_init__(self) -> None:
-        check_words(self)
-        check_positive(self, "diloco_quorum", "diloco_min_groups")
-        check_not_negative(self, "diloco_grace", "diloco_late_factor")
+        super().__post_init__()
         if self.diloco_wait_for_all and self.diloco_grace is not None:
             raise ValueError(
                 f"--diloco-wait-for-all waits without a limit, and --diloco-grace {self.diloco_grace:g} is a limit in "

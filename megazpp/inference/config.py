@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megazpp.base.flags import check_not_negative, check_positive, flag
+from megazpp.base.flags import flag
 from megazpp.packed_weights.config import WeightsConfig
 from megazpp.run.arguments import TAKEN, FeatureConfig, ParsedRun, parse_run_config
 
@@ -33,16 +33,16 @@ class SampleConfig(FeatureConfig):
     """
 
     sample_prompt: tuple[str, ...] = flag((), nargs="*", aliases=("--prompt",))
-    sample_tokens: int = flag(0, aliases=("--num-tokens-to-generate",))
-    sample_temperature: float = flag(0.8, aliases=("--temperature",))
-    sample_top_k: int = flag(40, aliases=("--top-k", "--top_k"))
+    sample_tokens: int = flag(0, aliases=("--num-tokens-to-generate",), must_be="not negative")
+    sample_temperature: float = flag(0.8, aliases=("--temperature",), must_be="not negative")
+    sample_top_k: int = flag(40, aliases=("--top-k", "--top_k"), must_be="not negative")
     sample_top_p: float = flag(1.0, aliases=("--top-p", "--top_p"))
     sample_min_p: float | None = flag(None, aliases=("--min-p",))
-    sample_repetition_penalty: float = flag(1.0, aliases=("--repetition-penalty",))
+    sample_repetition_penalty: float = flag(1.0, aliases=("--repetition-penalty",), must_be="positive")
     sample_stop: tuple[str, ...] = flag((), nargs="*", aliases=("--stop",))
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "sample_tokens", "sample_temperature", "sample_top_k")
+        super().__post_init__()
         if not 0.0 < self.sample_top_p <= 1.0:
             raise ValueError(
                 f"--sample-top-p {self.sample_top_p} is not in (0, 1]: give a cumulative probability in this range; 1 "
@@ -53,7 +53,6 @@ class SampleConfig(FeatureConfig):
                 f"--sample-min-p {self.sample_min_p} is not in [0, 1]: give a fraction of the largest probability; 0 "
                 "samples from all tokens"
             )
-        check_positive(self, "sample_repetition_penalty")
         if "" in self.sample_stop:
             raise ValueError("--sample-stop '' is in every text: give a string that is not empty")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megazpp.base.flags import check_below_one, check_positive, check_words, flag
+from megazpp.base.flags import Config, flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+class LoraConfig(Config):
     """LoRA.
 
     Flags for training low-rank adapters on frozen weights instead of training all weights.
@@ -26,14 +26,9 @@ class LoraConfig:
             equally on every layout (default: the compute dtype's bits, without rounding).
     """
 
-    lora_r: int | None = flag(None)
-    lora_alpha: float = flag(8.0, needs="--lora-r")
-    lora_dropout: float = flag(0.0, needs="--lora-r")
+    lora_r: int | None = flag(None, must_be="positive")
+    lora_alpha: float = flag(8.0, needs="--lora-r", must_be="positive")
+    lora_dropout: float = flag(0.0, needs="--lora-r", must_be="below one")
     lora_target_modules: tuple[str, ...] | None = flag(None, nargs="+", needs="--lora-r")
     lora_load: str | None = flag(None)
     base_weight_bits: Literal[16, 8, 4] | None = flag(None, needs="--lora-r")
-
-    def __post_init__(self) -> None:
-        check_words(self)
-        check_positive(self, "lora_r", "lora_alpha")
-        check_below_one(self, "lora_dropout")

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megazpp.base.flags import check_below_one, check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.base.flags import Config, flag, spelling
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp_act"]
 ACTIVATIONS = ("swiglu", "squared_relu", "openai_gelu")  # flags of the MLP's activation, at most one; without one, GeLU
@@ -20,7 +20,7 @@ MOST_LAYERS = 10_000  # limit of --num-layers, because a damaged model file may 
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class GPTConfig(Config):
     """Model.
 
     The architecture, initialization, dropout, activation recomputation and compilation of a GPT model. A size that is
@@ -128,55 +128,55 @@ class GPTConfig:
             found).
     """
 
-    num_layers: int | None = flag(None, common=True)
-    hidden_size: int | None = flag(None, common=True)
-    ffn_hidden_size: int | None = flag(None)
-    num_attention_heads: int | None = flag(None, common=True)
-    kv_channels: int | None = flag(None)
+    num_layers: int | None = flag(None, common=True, must_be="positive")
+    hidden_size: int | None = flag(None, common=True, must_be="positive")
+    ffn_hidden_size: int | None = flag(None, must_be="positive")
+    num_attention_heads: int | None = flag(None, common=True, must_be="positive")
+    kv_channels: int | None = flag(None, must_be="positive")
     group_query_attention: bool = flag(False)
-    num_query_groups: int = flag(1)
+    num_query_groups: int = flag(1, must_be="positive")
     max_position_embeddings: int | None = flag(None)
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag("learned_absolute")
     use_rotary_position_embeddings: bool = flag(False)
-    rotary_base: float = flag(10000.0)
-    rotary_percent: float = flag(1.0)
+    rotary_base: float = flag(10000.0, must_be="positive")
+    rotary_percent: float = flag(1.0, must_be="a share")
     no_rope_freq: str | None = flag(None, metavar="N|LIST")
     use_rope_scaling: bool = flag(False)
     rope_scaling_factor: float = flag(8.0, needs="--use-rope-scaling")
-    rope_scaling_original_length: int = flag(8192, needs="--use-rope-scaling")
-    rotary_seq_len_interpolation_factor: float | None = flag(None)
+    rope_scaling_original_length: int = flag(8192, needs="--use-rope-scaling", must_be="positive")
+    rotary_seq_len_interpolation_factor: float | None = flag(None, must_be="positive")
     rope_type: Literal["rope", "yarn", "dynamic"] = flag("rope")
     rotary_scaling_factor: float = flag(1.0)
-    yarn_original_max_position_embeddings: int = flag(4096, needs="--rope-type yarn")
-    yarn_beta_fast: float = flag(32.0, needs="--rope-type yarn")
-    yarn_beta_slow: float = flag(1.0, needs="--rope-type yarn")
-    yarn_attention_factor: float | None = flag(None, needs="--rope-type yarn")
+    yarn_original_max_position_embeddings: int = flag(4096, needs="--rope-type yarn", must_be="positive")
+    yarn_beta_fast: float = flag(32.0, needs="--rope-type yarn", must_be="positive")
+    yarn_beta_slow: float = flag(1.0, needs="--rope-type yarn", must_be="positive")
+    yarn_attention_factor: float | None = flag(None, needs="--rope-type yarn", must_be="positive")
     window_size: str | None = flag(None, metavar="LEFT,0")
     window_attn_skip_freq: str | None = flag(None, needs="--window-size", metavar="N|LIST")
-    num_experts: int | None = flag(None, metavar="E")
+    num_experts: int | None = flag(None, metavar="E", must_be="positive")
     moe_layer_freq: str = flag("1", needs="--num-experts", metavar="N|LIST")
-    moe_router_topk: int = flag(2, needs="--num-experts")
-    moe_ffn_hidden_size: int | None = flag(None, needs="--num-experts")
-    moe_shared_expert_intermediate_size: int | None = flag(None, needs="--num-experts")
+    moe_router_topk: int = flag(2, needs="--num-experts", must_be="positive")
+    moe_ffn_hidden_size: int | None = flag(None, needs="--num-experts", must_be="positive")
+    moe_shared_expert_intermediate_size: int | None = flag(None, needs="--num-experts", must_be="positive")
     moe_shared_expert_gate: bool = flag(False, needs="--moe-shared-expert-intermediate-size")
     moe_router_score_function: Literal["softmax", "sigmoid"] = flag("softmax", needs="--num-experts")
     moe_router_pre_softmax: bool = flag(False, needs="--num-experts")
-    moe_router_topk_scaling_factor: float | None = flag(None, needs="--num-experts")
+    moe_router_topk_scaling_factor: float | None = flag(None, needs="--num-experts", must_be="positive")
     moe_router_enable_expert_bias: bool = flag(False, needs="--moe-router-score-function sigmoid")
-    moe_router_bias_update_rate: float = flag(1e-3, needs="--moe-router-enable-expert-bias")
+    moe_router_bias_update_rate: float = flag(1e-3, needs="--moe-router-enable-expert-bias", must_be="not negative")
     moe_router_load_balancing_type: Literal["seq_aux_loss", "none"] = flag("seq_aux_loss", needs="--num-experts")
-    moe_aux_loss_coeff: float = flag(0.0, needs="--num-experts")
-    moe_z_loss_coeff: float = flag(0.0, needs="--num-experts")
-    make_vocab_size_divisible_by: int = flag(128)
+    moe_aux_loss_coeff: float = flag(0.0, needs="--num-experts", must_be="not negative")
+    moe_z_loss_coeff: float = flag(0.0, needs="--num-experts", must_be="not negative")
+    make_vocab_size_divisible_by: int = flag(128, must_be="positive")
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm")
-    norm_epsilon: float = flag(1e-5, aliases=("--layernorm-epsilon",))
+    norm_epsilon: float = flag(1e-5, aliases=("--layernorm-epsilon",), must_be="positive")
     qk_layernorm: bool = flag(False)
     qk_layernorm_all_heads: bool = flag(False)
     norm_after_block: bool = flag(False)
-    embedding_multiplier: float = flag(1.0)
-    residual_multiplier: float = flag(1.0)
-    attention_multiplier: float | None = flag(None)
-    logits_scaling: float = flag(1.0)
+    embedding_multiplier: float = flag(1.0, must_be="positive")
+    residual_multiplier: float = flag(1.0, must_be="positive")
+    attention_multiplier: float | None = flag(None, must_be="positive")
+    logits_scaling: float = flag(1.0, must_be="positive")
     apply_layernorm_1p: bool = flag(False)
     swiglu: bool = flag(False)
     squared_relu: bool = flag(False)
@@ -184,14 +184,14 @@ class GPTConfig:
     untie_embeddings_and_output_weights: bool = flag(False)
     disable_bias_linear: bool = flag(False)
     add_qkv_bias: bool = flag(False)
-    init_method_std: float = flag(0.02)
-    hidden_dropout: float = flag(0.1)
-    attention_dropout: float = flag(0.1)
+    init_method_std: float = flag(0.02, must_be="positive")
+    hidden_dropout: float = flag(0.1, must_be="below one")
+    attention_dropout: float = flag(0.1, must_be="below one")
     recompute_activations: bool = flag(False)
     recompute_granularity: Literal["full", "selective"] | None = flag(None)
     recompute_modules: tuple[RecomputeModule, ...] | None = flag(None)
     recompute_method: Literal["uniform", "block"] | None = flag(None)
-    recompute_num_layers: int | None = flag(None)
+    recompute_num_layers: int | None = flag(None, must_be="positive")
     use_cpu_initialization: bool = flag(False)
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(None)
     compile: bool | None = flag(None)
@@ -199,15 +199,11 @@ class GPTConfig:
     def __post_init__(self) -> None:
         """Raise ValueError for invalid or conflicting flags of the model; skip checks of sizes that are still None."""
         # ---- check that each flag, taken alone, is in its range
-        check_words(self)
-        check_positive(self, "num_attention_heads", "num_layers", "hidden_size", "ffn_hidden_size", "kv_channels")
-        check_positive(self, "num_query_groups", "make_vocab_size_divisible_by")
+        super().__post_init__()
         most = f"--num-layers {self.num_layers} is more than {MOST_LAYERS}, the most that is supported"
         _require(self.num_layers is None or self.num_layers <= MOST_LAYERS, most)
-        check_positive(self, "norm_epsilon", "init_method_std", "rotary_base")
         too_small = f"--hidden-size {self.hidden_size} makes the MLP 0 channels wide: raise it or set --ffn-hidden-size"
         _require(self.hidden_size is None or self.ffn_size > 0, too_small)
-        check_below_one(self, "hidden_dropout", "attention_dropout")
         # ---- check the numbers of query heads, and of key and value heads
         groups = f"--num-query-groups {self.num_query_groups}"
         alone = f"{groups} needs --group-query-attention: add it, or leave --num-query-groups out"
@@ -244,9 +240,6 @@ class GPTConfig:
 
     def _check_experts(self) -> None:
         """Raise ValueError for invalid or conflicting flags of a mixture of experts (--num-experts)."""
-        check_positive(self, "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_topk_scaling_factor")
-        check_positive(self, "moe_shared_expert_intermediate_size")
-        check_not_negative(self, "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
         if (experts := self.num_experts) is None:
             return
         topk = f"--moe-router-topk {self.moe_router_topk}"
@@ -266,7 +259,6 @@ class GPTConfig:
 
     def _check_blocks(self) -> None:
         """Raise ValueError for multipliers that are not positive, and for conflicting flags of query and key norms."""
-        check_positive(self, "embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")
         one_kind = not (self.qk_layernorm and self.qk_layernorm_all_heads)
         _require(one_kind, "--qk-layernorm and --qk-layernorm-all-heads exclude each other: choose one")
         rms = self.normalization == "RMSNorm" and not self.apply_layernorm_1p
@@ -279,8 +271,6 @@ class GPTConfig:
         """Raise ValueError for conflicting flags of rotary embeddings, and for values out of their range."""
         # ---- check that each flag of rotary embeddings is in its range
         percent, factor = self.rotary_percent, self.rope_scaling_factor
-        check_positive(self, "rotary_seq_len_interpolation_factor", "rope_scaling_original_length", "yarn_beta_slow")
-        check_positive(self, "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_attention_factor")
         # ---- check that at most one of the flags that scale rotary frequencies is set
         kinds = {
             "--use-rope-scaling": self.use_rope_scaling,
@@ -302,7 +292,6 @@ class GPTConfig:
         known = self.rope_type != "dynamic" or self.max_position_embeddings is not None
         _require(known, "--rope-type dynamic needs --max-position-embeddings, the context length without scaling")
         # ---- check the number of rotated channels, and the factor of Llama 3.1's scaling (--use-rope-scaling)
-        _require(0.0 < percent <= 1.0, f"--rotary-percent {percent} is not a fraction above 0 and up to 1")
         if self.positions != "rope":
             return
         _require(1.0 <= factor < math.inf, f"--rope-scaling-factor {factor} is not a finite number of at least 1")
@@ -326,7 +315,6 @@ class GPTConfig:
             missing = "--recompute-method block needs --recompute-num-layers, the number of layers to recompute"
             _require(count is not None, missing)
             assert count is not None
-            check_positive(self, "recompute_num_layers")
             known = self.num_layers is not None
             _require(not known or count <= self.layers, f"{given} is not between 1 and --num-layers {self.num_layers}")
         else:

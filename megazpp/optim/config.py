@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megazpp.base.flags import check_below_one, check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.base.flags import Config, flag, spelling
 
 ADAM, MUON = "--optimizer adam muon", "--optimizer muon"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MuonConfig:
-    """Flags of --optimizer muon; optim/muon.py has the update rule, and `OptimizerConfig` checks the flags' values.
+class MuonConfig(Config):
+    """Flags of --optimizer muon; optim/muon.py has the update rule.
 
     Attributes:
         muon_momentum: decay rate of Muon's running average of the gradient.
@@ -31,13 +31,13 @@ class MuonConfig:
             communication. 0 for no full steps.
     """
 
-    muon_momentum: float = flag(0.95, needs=MUON)
+    muon_momentum: float = flag(0.95, needs=MUON, must_be="below one")
     muon_use_nesterov: bool = flag(True, aliases=("--muon-nesterov",), needs=MUON)
-    muon_num_ns_steps: int = flag(5, needs=MUON)
+    muon_num_ns_steps: int = flag(5, needs=MUON, must_be="positive")
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag("spectral", needs=MUON)
-    muon_extra_scale_factor: float = flag(0.2, needs=MUON)
-    muon_adam_lr_multiple: float = flag(1.0, needs=MUON)
-    muon_full_interval: int = flag(0, needs=MUON)
+    muon_extra_scale_factor: float = flag(0.2, needs=MUON, must_be="positive")
+    muon_adam_lr_multiple: float = flag(1.0, needs=MUON, must_be="positive")
+    muon_full_interval: int = flag(0, needs=MUON, must_be="not negative")
 
     def scale(self, rows: int, columns: int) -> float:
         """Return the number by which Muon multiplies an orthogonalized matrix of this size to get the weight update."""
@@ -67,21 +67,17 @@ class OptimizerConfig(MuonConfig):
 
     optimizer: Literal["adam", "sgd", "muon"] = flag("adam")
     optimizer_backend: Literal["torch", "apex"] = flag("torch")
-    weight_decay: float = flag(0.01)
-    adam_beta1: float = flag(0.9, needs=ADAM)
-    adam_beta2: float = flag(0.999, needs=ADAM)
-    adam_eps: float = flag(1e-8, needs=ADAM)
-    sgd_momentum: float = flag(0.9, needs="--optimizer sgd")
-    clip_grad: float = flag(1.0)
+    weight_decay: float = flag(0.01, must_be="not negative")
+    adam_beta1: float = flag(0.9, needs=ADAM, must_be="below one")
+    adam_beta2: float = flag(0.999, needs=ADAM, must_be="below one")
+    adam_eps: float = flag(1e-8, needs=ADAM, must_be="positive")
+    sgd_momentum: float = flag(0.9, needs="--optimizer sgd", must_be="below one")
+    clip_grad: float = flag(1.0, must_be="not negative")
 
     def __post_init__(self) -> None:
         """Raise ValueError for optimizer flags out of their range, and for apex with another optimizer than adam."""
-        check_words(self)
-        check_below_one(self, "adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum")
+        super().__post_init__()
         # With --adam-eps 0, weights whose gradients have always been 0 would become NaN (0 / 0).
-        check_positive(self, "adam_eps")
-        check_positive(self, "muon_num_ns_steps", "muon_extra_scale_factor", "muon_adam_lr_multiple")
-        check_not_negative(self, "weight_decay", "clip_grad", "muon_full_interval")
         if self.optimizer_backend == "apex" and self.optimizer != "adam":
             raise ValueError(
                 f"--optimizer-backend apex supports only --optimizer adam, not {self.optimizer}: use"
@@ -90,7 +86,7 @@ class OptimizerConfig(MuonConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class ScheduleConfig(Config):
     """Learning rate schedule.
 
     Warm-up, peak, decay and minimum of the learning rate, and the increase of the weight decay.
@@ -115,20 +111,20 @@ class ScheduleConfig:
             --weight-decay.
     """
 
-    lr: float | None = flag(None, common=True)
-    min_lr: float = flag(0.0)
+    lr: float | None = flag(None, common=True, must_be="not negative")
+    min_lr: float = flag(0.0, must_be="not negative")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag("linear")
-    lr_decay_iters: int | None = flag(None)
-    lr_decay_samples: int | None = flag(None)
-    lr_warmup_fraction: float | None = flag(None)
-    lr_warmup_iters: int = flag(0)
-    lr_warmup_samples: int = flag(0)
+    lr_decay_iters: int | None = flag(None, must_be="positive")
+    lr_decay_samples: int | None = flag(None, must_be="positive")
+    lr_warmup_fraction: float | None = flag(None, must_be="not negative")
+    lr_warmup_iters: int = flag(0, must_be="not negative")
+    lr_warmup_samples: int = flag(0, must_be="not negative")
     lr_warmup_init: float = flag(0.0)
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
         "exponential", needs="--lr-decay-style WSD"
     )
-    lr_wsd_decay_iters: int | None = flag(None, needs="--lr-decay-style WSD")
-    lr_wsd_decay_samples: int | None = flag(None, needs="--lr-decay-style WSD")
+    lr_wsd_decay_iters: int | None = flag(None, needs="--lr-decay-style WSD", must_be="positive")
+    lr_wsd_decay_samples: int | None = flag(None, needs="--lr-decay-style WSD", must_be="positive")
     start_weight_decay: float | None = flag(None)
     end_weight_decay: float | None = flag(None)
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag("constant")
@@ -136,8 +132,7 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         """Raise ValueError for flags of the schedule that are out of their range or that conflict."""
         # ---- check the flags of the learning rate
-        check_words(self)
-        check_not_negative(self, "lr", "min_lr")
+        super().__post_init__()
         if self.lr is not None and self.lr < self.min_lr:
             raise ValueError(f"--min-lr {self.min_lr} is above --lr {self.lr}: lower --min-lr or raise --lr")
         if self.lr is not None and not 0.0 <= self.lr_warmup_init <= self.lr:
@@ -146,8 +141,6 @@ class ScheduleConfig:
                 f"{init} is not between 0 and --lr {self.lr}: the warm-up rises from --lr-warmup-init to --lr, so set a"
                 " value in this range"
             )
-        check_positive(self, "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
-        check_not_negative(self, "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
         for name in ("lr_warmup_iters", "lr_warmup_samples"):
             if (value := getattr(self, name)) and self.lr_warmup_fraction is not None:
                 fraction = f"--lr-warmup-fraction {self.lr_warmup_fraction}"
@@ -170,7 +163,7 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossScaleConfig:
+class LossScaleConfig(Config):
     """Loss scaling.
 
     Constant loss scale, or the parameters of the dynamic loss scale that --fp16 uses by default.
@@ -184,15 +177,15 @@ class LossScaleConfig:
             again.
     """
 
-    loss_scale: float | None = flag(None)
-    initial_loss_scale: float = flag(float(2**32))
-    min_loss_scale: float = flag(1.0)
-    loss_scale_window: float = flag(1000.0)
-    hysteresis: int = flag(2)
+    loss_scale: float | None = flag(None, must_be="positive")
+    initial_loss_scale: float = flag(float(2**32), must_be="positive")
+    min_loss_scale: float = flag(1.0, must_be="positive")
+    loss_scale_window: float = flag(1000.0, must_be="positive")
+    hysteresis: int = flag(2, must_be="positive")
 
     def __post_init__(self) -> None:
         """Raise ValueError for a loss scale flag that is not positive, or a lower bound above the initial scale."""
-        check_positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        super().__post_init__()
         low, first = self.min_loss_scale, self.initial_loss_scale
         if low > first:
             raise ValueError(f"--min-loss-scale {low} is above --initial-loss-scale {first}: lower --min-loss-scale")

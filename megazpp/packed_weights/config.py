@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megazpp.base.flags import check_not_negative, check_words, flag
+from megazpp.base.flags import Config, flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightsConfig:
+class WeightsConfig(Config):
     """Weight storage.
 
     Memory in which the weights of a model that is not trained are stored between uses, and their bits per element.
@@ -27,12 +27,11 @@ class WeightsConfig:
     weights_device: Literal["device", "host", "disk"] = flag("device")
     weight_bits: Literal[32, 16, 8, 4] | None = flag(None)
     weight_store: str | None = flag(None)
-    prefetch_layers: int = flag(1)
+    prefetch_layers: int = flag(1, must_be="not negative")
 
     def __post_init__(self) -> None:
         """Raise ValueError for flags of weight storage that are out of their range or that conflict."""
-        check_words(self)
-        check_not_negative(self, "prefetch_layers")
+        super().__post_init__()
         if self.weight_store is not None and self.weights_device != "disk":
             raise ValueError(
                 f"--weight-store {self.weight_store} needs --weights-device disk, not {self.weights_device}: set "

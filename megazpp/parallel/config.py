@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megazpp.base.address import parse_host
-from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.base.flags import Config, flag, spelling
 
 LARGEST_SEED = 2**32 - 1  # largest seed that numpy accepts
 YEAR_SECONDS = 366 * 24 * 3600.0  # longest timeout that a flag accepts; a much longer one would overflow clock values
@@ -14,7 +14,7 @@ MOST_CTAS = 64  # NCCL's upper limit for CTAs (channels) per collective, since v
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Config):
     """Parallelism.
 
     The degrees of tensor, context and data parallelism.
@@ -34,27 +34,26 @@ class ParallelConfig:
         hsdp: keep one copy of the sharded model per node (per NVLink domain, if that is larger).
     """
 
-    tensor_model_parallel_size: int = flag(1, common=True)
+    tensor_model_parallel_size: int = flag(1, common=True, must_be="positive")
     pipeline_model_parallel_size: int = flag(1)
-    context_parallel_size: int = flag(1)
+    context_parallel_size: int = flag(1, must_be="positive")
     allow_cp_across_nodes: bool = flag(False)
-    expert_model_parallel_size: int = flag(1)
+    expert_model_parallel_size: int = flag(1, must_be="positive")
     sequence_parallel: bool = flag(False)
-    num_distributed_optimizer_instances: int = flag(1)
+    num_distributed_optimizer_instances: int = flag(1, must_be="positive")
     hsdp: bool = flag(False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (size := self.pipeline_model_parallel_size) != 1:
             raise ValueError(
                 f"--pipeline-model-parallel-size {size} is not supported; split the model by "
                 "--tensor-model-parallel-size and --zero-stage 3 (the default) instead"
             )
-        check_positive(self, "tensor_model_parallel_size", "context_parallel_size")
-        check_positive(self, "num_distributed_optimizer_instances", "expert_model_parallel_size")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
+class LaunchConfig(Config):
     """Launch.
 
     Worker processes, the communication back end and the seed.
@@ -78,22 +77,20 @@ class LaunchConfig:
         seed: seed for the initial weights, the data order and dropout.
     """
 
-    nproc: int | None = flag(None, common=True)
-    nnodes: int | None = flag(None, common=True)
-    node_rank: int | None = flag(None, common=True)
+    nproc: int | None = flag(None, common=True, must_be="positive")
+    nnodes: int | None = flag(None, common=True, must_be="positive")
+    node_rank: int | None = flag(None, common=True, must_be="not negative")
     master_addr: str | None = flag(None, common=True)
     master_port: int = flag(29500)
-    max_restarts: int = flag(0)
+    max_restarts: int = flag(0, must_be="not negative")
     distributed_backend: Literal["nccl", "gloo"] | None = flag(None)
-    distributed_timeout_minutes: float = flag(10)
-    distributed_timeout_seconds_after_init: float | None = flag(None)
+    distributed_timeout_minutes: float = flag(10, must_be="positive")
+    distributed_timeout_seconds_after_init: float | None = flag(None, must_be="positive")
     local_rank: int | None = flag(None, aliases=("--local_rank",))
     seed: int = flag(1234)
 
     def __post_init__(self) -> None:
-        check_words(self)
-        check_positive(self, "nproc", "nnodes", "distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
-        check_not_negative(self, "max_restarts", "node_rank")
+        super().__post_init__()
         for name in ("node_rank", "master_addr"):
             if self.nnodes is None and (value := getattr(self, name)) is not None:
                 raise ValueError(
@@ -139,7 +136,7 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NcclConfig:
+class NcclConfig(Config):
     """NCCL.
 
     Stream priority and channels of the NCCL process groups. No effect with gloo.
@@ -159,5 +156,6 @@ class NcclConfig:
     nccl_cross_max_ctas: int | None = flag(None)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (ctas := self.nccl_cross_max_ctas) is not None and not 1 <= ctas <= MOST_CTAS:
             raise ValueError(f"--nccl-cross-max-ctas {ctas} is not a number from 1 to {MOST_CTAS}, NCCL's limits")

@@ -26,6 +26,7 @@ class PlanConfig(FeatureConfig):
 
     def __post_init__(self) -> None:
         """Raise ValueError if --plan-expert-load is below 1, which is the mean load of an expert."""
+        super().__post_init__()
         if self.plan_expert_load is not None and not self.plan_expert_load >= 1.0:
             given = f"{spelling(self, 'plan_expert_load')} {self.plan_expert_load:g}"
             raise ValueError(f"{given}: the busiest expert has at least the mean load, so the value must be 1 or more")

@@ -13,16 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from megazpp.base.flags import (
-    as_words,
-    as_written,
-    check_not_negative,
-    check_positive,
-    check_words,
-    flag,
-    shown,
-    spelling,
-)
+from megazpp.base.flags import Config, as_words, as_written, flag, shown
 from megazpp.base.program import in_words
 from megazpp.lora.config import LoraConfig
 from megazpp.packed_weights.config import WeightsConfig
@@ -55,7 +46,7 @@ TAKEN = ("model", "tokenizer", "precision")  # configs whose flags are taken fro
 
 
 @dataclass(frozen=True, kw_only=True)
-class PostTrainingConfig:
+class PostTrainingConfig(Config):
     """Post-training.
 
     Flags for the objective and the constants of its loss.
@@ -118,57 +109,47 @@ class PostTrainingConfig:
 
     objective: Literal["sft", "reward", "dpo", "grpo", "ppo"] | None = flag(None)
     ref_load: str | None = flag(None, needs=REFERENCE)
-    ref_ckpt_step: int | None = flag(None)
+    ref_ckpt_step: int | None = flag(None, must_be="not negative")
     ref_checksum: str | None = flag(None)
     reward_load: str | None = flag(None, needs=DRAWN)
-    beta: float | None = flag(None, needs=CHOSEN_LOSS)
+    beta: float | None = flag(None, needs=CHOSEN_LOSS, must_be="not negative")
     loss_type: tuple[str, ...] | None = flag(None, nargs="+", needs=CHOSEN_LOSS)
     loss_weights: tuple[float, ...] | None = flag(None, nargs="+", needs="--objective dpo")
     label_smoothing: float = flag(0.0, needs="--objective dpo")
-    center_rewards_coefficient: float | None = flag(None, needs="--objective reward")
+    center_rewards_coefficient: float | None = flag(None, needs="--objective reward", must_be="positive")
     sync_ref_model: bool = flag(False, needs=CHOSEN_LOSS)
-    ref_model_mixup_alpha: float = flag(0.6, needs="--sync-ref-model")
-    ref_model_sync_steps: int = flag(512, needs="--sync-ref-model")
+    ref_model_mixup_alpha: float = flag(0.6, needs="--sync-ref-model", must_be="a share")
+    ref_model_sync_steps: int = flag(512, needs="--sync-ref-model", must_be="positive")
     precompute_ref_log_probs: bool = flag(False, needs="--objective dpo")
-    num_generations: int = flag(8, needs=GRPO)
-    max_completion_length: int = flag(512, needs=DRAWN)
-    rollouts_at_once: int | None = flag(None, needs=DRAWN)
-    steps_per_generation: int = flag(1, needs=GRPO)
-    num_iterations: int = flag(1, needs=GRPO)
-    epsilon: float = flag(0.2, needs=GRPO)
-    epsilon_high: float | None = flag(None, needs=GRPO)
-    delta: float | None = flag(None, needs=GRPO)
+    num_generations: int = flag(8, needs=GRPO, must_be="positive")
+    max_completion_length: int = flag(512, needs=DRAWN, must_be="positive")
+    rollouts_at_once: int | None = flag(None, needs=DRAWN, must_be="positive")
+    steps_per_generation: int = flag(1, needs=GRPO, must_be="positive")
+    num_iterations: int = flag(1, needs=GRPO, must_be="positive")
+    epsilon: float = flag(0.2, needs=GRPO, must_be="positive")
+    epsilon_high: float | None = flag(None, needs=GRPO, must_be="positive")
+    delta: float | None = flag(None, needs=GRPO, must_be="positive")
     importance_sampling_level: Literal["token", "sequence"] = flag("token", needs=GRPO)
     use_bias_correction_kl: bool = flag(True, needs=GRPO)
     scale_rewards: Literal["group", "batch", "none"] | None = flag(None, needs=GRPO)
     advantage_estimator: Literal["grpo", "rloo"] = flag("grpo", needs=GRPO)
     mask_truncated_completions: bool = flag(False, needs=GRPO)
-    kl_coef: float = flag(0.05, needs=PPO)
-    cliprange: float = flag(0.2, needs=PPO)
-    cliprange_value: float = flag(0.2, needs=PPO)
-    vf_coef: float = flag(0.1, needs=PPO)
-    gamma: float = flag(1.0, needs=PPO)
-    lam: float = flag(0.95, needs=PPO)
-    num_ppo_epochs: int = flag(4, needs=PPO)
-    num_mini_batches: int = flag(1, needs=PPO)
-    missing_eos_penalty: float | None = flag(None, needs=PPO)
+    kl_coef: float = flag(0.05, needs=PPO, must_be="not negative")
+    cliprange: float = flag(0.2, needs=PPO, must_be="positive")
+    cliprange_value: float = flag(0.2, needs=PPO, must_be="positive")
+    vf_coef: float = flag(0.1, needs=PPO, must_be="not negative")
+    gamma: float = flag(1.0, needs=PPO, must_be="a share")
+    lam: float = flag(0.95, needs=PPO, must_be="a share")
+    num_ppo_epochs: int = flag(4, needs=PPO, must_be="positive")
+    num_mini_batches: int = flag(1, needs=PPO, must_be="positive")
+    missing_eos_penalty: float | None = flag(None, needs=PPO, must_be="not negative")
     whiten_rewards: bool = flag(False, needs=PPO)
     update_expert_bias: bool = flag(False)
     eval_on_start: bool = flag(False)
-    log_completions: int = flag(2, needs=DRAWN)
+    log_completions: int = flag(2, needs=DRAWN, must_be="not negative")
 
     def __post_init__(self) -> None:
-        check_words(self)
-        check_positive(self, "num_generations", "max_completion_length", "rollouts_at_once", "steps_per_generation")
-        check_positive(self, "num_iterations", "num_ppo_epochs", "num_mini_batches", "ref_model_sync_steps", "delta")
-        check_positive(self, "epsilon", "epsilon_high", "cliprange", "cliprange_value", "center_rewards_coefficient")
-        check_not_negative(
-            self, "beta", "kl_coef", "vf_coef", "missing_eos_penalty", "ref_ckpt_step", "log_completions"
-        )
-        for name in ("gamma", "lam", "ref_model_mixup_alpha"):
-            if not 0.0 < getattr(self, name) <= 1.0:
-                value = getattr(self, name)
-                raise ValueError(f"{spelling(self, name)} {value} is not in (0, 1]: give a number above 0, at most 1")
+        super().__post_init__()
         if self.ref_checksum is not None and not re.fullmatch(r"[0-9a-f]{16}", self.ref_checksum):
             raise ValueError(f"--ref-checksum {self.ref_checksum} is not 16 hexadecimal digits (0-9, a-f)")
         if not 0.0 <= self.label_smoothing < 0.5:
@@ -256,7 +237,7 @@ class PostTrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatConfig:
+class ChatConfig(Config):
     """Conversations.
 
     Flags for the conversion of conversations (lists of messages) to text.
@@ -274,6 +255,7 @@ class ChatConfig:
     system_prompt: str | None = flag(None)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         parse_object(self.chat_template_kwargs, "--chat-template-kwargs")
 
 
@@ -322,20 +304,19 @@ class DataFormatConfig(ChatConfig):
         packing: put several examples into each row of --max-length, isolated from each other.
     """
 
-    max_length: int = flag(1024)
+    max_length: int = flag(1024, must_be="positive")
     assistant_only_loss: bool = flag(False)
     completion_only_loss: bool = flag(True)
     packing: bool = flag(False, needs="--objective sft")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "max_length")
         if self.max_length < 2:
             raise ValueError(f"--max-length {self.max_length} leaves no token to predict: give at least 2")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig:
+class RewardConfig(Config):
     """Rewards.
 
     Flags for the reward functions of sampled completions, and their weights.
@@ -350,6 +331,7 @@ class RewardConfig:
     reward_weights: tuple[float, ...] | None = flag(None, nargs="+", needs=DRAWN)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for value in self.reward_funcs:
             module, _, name = value.rpartition(":")
             if not module or not name.isidentifier():

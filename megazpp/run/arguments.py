@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from megazpp.base.command_line import FlagParser
 from megazpp.base.flag_tables import read_megatron_flags
-from megazpp.base.flags import CHECKPOINT, COMMAND_LINE, check_needs, flag, render_flags
+from megazpp.base.flags import CHECKPOINT, COMMAND_LINE, Config, check_needs, flag, render_flags
 from megazpp.base.program import say_notices
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.data.config import DataConfig
@@ -82,7 +82,7 @@ MUTUALLY_EXCLUSIVE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeatureConfig:
+class FeatureConfig(Config):
     """Base class of the config with the flags of an optional feature; run/feature.py explains features."""
 
     @property
@@ -198,7 +198,7 @@ def _values(parts: Iterable[Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowConfig:
+class ShowConfig(Config):
     """Information.
 
     Flags that print information instead of training. The docstring's first line is the title of these flags in --help.

@@ -47,7 +47,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from megazpp.base.files import cause, find_file, read_small_file
-from megazpp.base.flags import check_words, flag, shown
+from megazpp.base.flags import Config, flag, shown
 from megazpp.base.launcher import find_launcher
 from megazpp.base.program import in_words
 from megazpp.topology.cluster import CALIBRATION_NAMES, LINK_KINDS, Cluster, Device, Host, Link, Links, nested_sizes
@@ -60,7 +60,7 @@ LINK_KEYS = ("gigabytes_per_second", "gigabits_per_second", "microseconds", "sou
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
+class ClusterConfig(Config):
     """Cluster.
 
     A description of nodes and links that replaces or completes the discovery by the ranks.
@@ -77,9 +77,6 @@ class ClusterConfig:
     cluster_file: str | None = flag(None)
     emulate_nodes: int | Literal["auto"] | None = flag(None)
     measure_links: bool = flag(False)
-
-    def __post_init__(self) -> None:
-        check_words(self)
 
 
 def detect_cluster(

@@ -13,12 +13,12 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
-from megazpp.base.flags import check_positive, flag, in_use
+from megazpp.base.flags import Config, flag, in_use
 from megazpp.optim.schedule import TrainingProgress
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchConfig:
+class BatchConfig(Config):
     """Batch size and length.
 
     Micro-batch size, global batch size and its ramp-up, in samples, and the length of the run in steps or samples.
@@ -32,14 +32,14 @@ class BatchConfig:
         train_samples: samples of the run; alternative: --train-iters.
     """
 
-    micro_batch_size: int | None = flag(None, common=True)
-    global_batch_size: int | None = flag(None, common=True)
+    micro_batch_size: int | None = flag(None, common=True, must_be="positive")
+    global_batch_size: int | None = flag(None, common=True, must_be="positive")
     rampup_batch_size: tuple[int, ...] | None = flag(None, nargs=3, metavar="N")
-    train_iters: int | None = flag(None, common=True)
-    train_samples: int | None = flag(None)
+    train_iters: int | None = flag(None, common=True, must_be="positive")
+    train_samples: int | None = flag(None, must_be="positive")
 
     def __post_init__(self) -> None:
-        check_positive(self, "micro_batch_size", "global_batch_size", "train_iters", "train_samples")
+        super().__post_init__()
         if self.train_iters is not None and self.train_samples is not None:
             raise ValueError(
                 f"--train-iters {self.train_iters} and --train-samples {self.train_samples}: give only one of the flags"

@@ -6,7 +6,7 @@ import importlib.util
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from megazpp.base.flags import check_not_negative, check_positive, check_words, flag
+from megazpp.base.flags import Config, flag
 from megazpp.model.config import GPTConfig
 from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
 
@@ -20,7 +20,7 @@ MOST_ALLOCATIONS = 100_000  # largest number of allocations in a memory snapshot
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(Config):
     """Evaluation.
 
     Frequency and size of the evaluations.
@@ -30,16 +30,12 @@ class EvalConfig:
         eval_interval: training steps between two evaluations.
     """
 
-    eval_iters: int = flag(100)
-    eval_interval: int = flag(1000)
-
-    def __post_init__(self) -> None:
-        check_not_negative(self, "eval_iters")
-        check_positive(self, "eval_interval")
+    eval_iters: int = flag(100, must_be="not negative")
+    eval_interval: int = flag(1000, must_be="positive")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackingConfig:
+class TrackingConfig(Config):
     """Logging.
 
     The metrics that are recorded, how often, and where: log, Weights & Biases, TensorBoard.
@@ -58,7 +54,7 @@ class TrackingConfig:
     """
 
     run_dir: str | None = flag(None)
-    log_interval: int = flag(100)
+    log_interval: int = flag(100, must_be="positive")
     log_params_norm: bool = flag(False)
     log_num_zeros_in_grad: bool = flag(False)
     wandb_project: str = flag("", common=True)
@@ -66,10 +62,10 @@ class TrackingConfig:
     wandb_exp_name: str = flag("")
     wandb_save_dir: str = flag("")
     tensorboard_dir: str | None = flag(None)
-    tensorboard_log_interval: int = flag(1)
+    tensorboard_log_interval: int = flag(1, must_be="positive")
 
     def __post_init__(self) -> None:
-        check_positive(self, "log_interval", "tensorboard_log_interval")
+        super().__post_init__()
         if self.wandb_project and not is_installed("wandb"):
             raise ValueError(f"--wandb-project {self.wandb_project}: wandb is not installed (pip install wandb)")
         if self.tensorboard_dir is not None and not is_installed("tensorboard"):
@@ -83,7 +79,7 @@ def is_installed(package: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimingConfig:
+class TimingConfig(Config):
     """Timing.
 
     Times of the parts of an iteration, slow ranks, and the timeline (trace) of one step.
@@ -99,11 +95,7 @@ class TimingConfig:
 
     timing_log_level: Literal[0, 1, 2] = flag(0)
     log_straggler: bool = flag(False)
-    timeline_step: int | None = flag(None)
-
-    def __post_init__(self) -> None:
-        check_words(self)
-        check_positive(self, "timeline_step")
+    timeline_step: int | None = flag(None, must_be="positive")
 
     @property
     def records_steps(self) -> bool:
@@ -112,7 +104,7 @@ class TimingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfilerConfig:
+class ProfilerConfig(Config):
     """Profiling.
 
     torch's profiler and the history of CUDA allocations.
@@ -136,6 +128,7 @@ class ProfilerConfig:
     memory_snapshot_path: str = flag("snapshot.pickle")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         start, end = self.profile_step_start, self.profile_step_end
         if self.profile and not 0 <= start < end:
             raise ValueError(
@@ -145,7 +138,7 @@ class ProfilerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopConfig:
+class StopConfig(Config):
     """Early stop.
 
     Conditions that end the run before its last iteration.
@@ -156,16 +149,13 @@ class StopConfig:
         skip_train: skip training and only evaluate.
     """
 
-    exit_interval: int | None = flag(None)
-    exit_duration_in_mins: int | None = flag(None)
+    exit_interval: int | None = flag(None, must_be="positive")
+    exit_duration_in_mins: int | None = flag(None, must_be="positive")
     skip_train: bool = flag(False)
-
-    def __post_init__(self) -> None:
-        check_positive(self, "exit_interval", "exit_duration_in_mins")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnomalyConfig:
+class AnomalyConfig(Config):
     """NaN and loss spikes.
 
     Reactions of the run to losses and gradients that must not reach the weights.
@@ -181,12 +171,11 @@ class AnomalyConfig:
     """
 
     check_for_nan_in_loss_and_grad: bool = flag(True)
-    loss_spike_sigma: float | None = flag(None)
+    loss_spike_sigma: float | None = flag(None, must_be="positive")
     loss_spike_action: Literal["skip", "rewind"] = flag("skip")
 
     def __post_init__(self) -> None:
-        check_words(self)
-        check_positive(self, "loss_spike_sigma")
+        super().__post_init__()
         if self.loss_spike_action == "rewind" and self.loss_spike_sigma is None:
             raise ValueError("--loss-spike-action rewind needs --loss-spike-sigma, which defines a loss spike: add it")
 

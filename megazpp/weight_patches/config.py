@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazpp.base.flags import check_positive, flag
+from megazpp.base.flags import flag
 from megazpp.run.arguments import FeatureConfig
 
 
@@ -21,7 +21,4 @@ class PatchesConfig(FeatureConfig):
     """
 
     save_weight_patches: str | None = flag(None)
-    weight_anchor_interval: int = flag(100, needs="--save-weight-patches")
-
-    def __post_init__(self) -> None:
-        check_positive(self, "weight_anchor_interval")
+    weight_anchor_interval: int = flag(100, needs="--save-weight-patches", must_be="positive")

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from megazpp.base.flags import as_words, as_written, check_below_one, check_positive, check_words, flag
+from megazpp.base.flags import Config, as_words, as_written, flag
 from megazpp.kernels.formats import BlockFormat
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroConfig:
+class ZeroConfig(Config):
     """ZeRO and ZeRO++.
 
     These flags choose which training states are sharded over the data ranks, and in which formats ranks communicate
@@ -66,11 +66,11 @@ class ZeroConfig:
     zero_quantized_gradients: bool | None = flag(None)
     zero_weight_bits: Literal[8, 16] | None = flag(None)
     zero_weight_delta: Literal["auto", "lossless", "none"] = flag("auto")
-    zero_weight_keyframe_interval: int | None = flag(None)
+    zero_weight_keyframe_interval: int | None = flag(None, must_be="positive")
     zero_gradient_bits: tuple[int, ...] = flag((8, 4), nargs=2)
     zero_error_feedback: bool = flag(True)
-    zero_error_feedback_beta: float = flag(0.8)
-    zero_error_feedback_reset: int | None = flag(None)
+    zero_error_feedback_beta: float = flag(0.8, must_be="below one")
+    zero_error_feedback_reset: int | None = flag(None, must_be="positive")
     zero_accumulate_in_bf16: bool = flag(False)
     zero_cross_every_microbatch: bool = flag(False)
 
@@ -81,9 +81,7 @@ class ZeroConfig:
     overlap_grad_reduce: bool | None = flag(None)
 
     def __post_init__(self) -> None:
-        check_words(self)
-        check_positive(self, "zero_weight_keyframe_interval", "zero_error_feedback_reset")
-        check_below_one(self, "zero_error_feedback_beta")
+        super().__post_init__()
         bits = self.zero_gradient_bits
         if len(bits) != 2 or any(b not in (4, 8, 16) for b in bits):
             raise ValueError(f"--zero-gradient-bits {as_words(bits)} is not valid; expected two of 4, 8 and 16")
@@ -151,7 +149,7 @@ class ZeroConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
+class PrecisionConfig(Config):
     """Precision.
 
     Master weights are always fp32. Layers compute in fp32, bf16 or fp16.
@@ -170,6 +168,7 @@ class PrecisionConfig:
     grad_reduce_in_bf16: bool = flag(False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.fp16 and self.bf16:
             raise ValueError("--fp16 and --bf16 are both set: choose one")
         if self.grad_reduce_in_bf16 and not self.bf16:
@@ -260,7 +259,7 @@ def _spell(fmt: BlockFormat | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig:
+class VerifyConfig(Config):
     """Silent data corruption.
 
     The flag of the check that all ranks gather the same weights (verify.py).
@@ -271,7 +270,4 @@ class VerifyConfig:
             never).
     """
 
-    zero_verify_interval: int | None = flag(None)
-
-    def __post_init__(self) -> None:
-        check_positive(self, "zero_verify_interval")
+    zero_verify_interval: int | None = flag(None, must_be="positive")

@@ -19,7 +19,7 @@ from megazpp.base.command_line import (
 )
 from megazpp.base.files import cache_folder
 from megazpp.base.flag_tables import MEGATRON_TABLE, read_megatron_flags
-from megazpp.base.flags import flag
+from megazpp.base.flags import Config, flag
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.model.config import GPTConfig
 
@@ -36,7 +36,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PumpConfig:
+class PumpConfig(Config):
     """Pump: how water moves.
 
     More about it.
@@ -61,7 +61,7 @@ class PumpConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipeConfig:
+class PipeConfig(Config):
     """Pipes.
 
     Attributes:

@@ -2,15 +2,16 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from helpers.refusals import not_refused
 
 from megazpp.base.command_line import FlagParser
-from megazpp.base.flags import check_not_negative, check_positive, flag, render_arguments_block, render_flags
+from megazpp.base.flags import Config, flag, render_arguments_block, render_flags
 
 
 @dataclass(frozen=True, kw_only=True)
-class PumpConfig:
+class PumpConfig(Config):
     """Pump: how water moves.
 
     Attributes:
@@ -25,7 +26,7 @@ class PumpConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipeConfig:
+class PipeConfig(Config):
     """Pipes.
 
     Attributes:
@@ -64,12 +65,36 @@ def test_log_block_shows_non_default_flags_with_origins():
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class TankConfig(Config):
+    """Tank.
+
+    Attributes:
+        size: a number above 0.
+        level: a number of at least 0, or "full".
+        leak: a number below 1.
+        share: a number of at most 1.
+    """
+
+    size: float | None = flag(None, must_be="positive")
+    level: float | Literal["full"] = flag("full", must_be="not negative")
+    leak: float = flag(0.0, must_be="below one")
+    share: float = flag(1.0, must_be="a share")
+
+
 def test_out_of_range_numbers_are_rejected_by_flag_name():
-    rows = [(check_positive, value, f"--learning-rate {value} is not positive") for value in (0, math.nan, math.inf)]
-    rows += [
-        (check_not_negative, value, f"--learning-rate {text}; give 0 or a larger number")
-        for value, text in ((-1, "-1 is negative"), (math.nan, "nan is not a number"))
+    rows = [
+        ({"size": value}, f"--size {value} is not positive; give a finite number above 0") for value in (0, math.inf)
     ]
-    assert not not_refused(rows, lambda check, value: check(PumpConfig(learning_rate=value), "learning_rate"))
-    check_positive(PumpConfig(learning_rate=0.5), "learning_rate")
-    check_not_negative(PumpConfig(learning_rate=0), "learning_rate")
+    rows += [({"share": value}, f"--share {value} is not in (0, 1]; give a number above 0") for value in (0, 1.5)]
+    rows += [
+        ({"leak": value}, f"--leak {value} is not in [0, 1); give at least 0 and less than 1") for value in (-1, 1.0)
+    ]
+    rows += [({name: math.nan}, f"--{name} nan is not a number; give") for name in ("size", "level", "leak", "share")]
+    rows += [
+        ({"level": -1}, "--level -1 is negative; give 0 or a larger number"),
+        ({"level": "half"}, "--level half is not one of full"),
+        ({"size": -1, "leak": 2}, "--size -1 is not positive; give a finite number above 0\n--leak 2 is not in [0, 1)"),
+    ]
+    assert not not_refused(rows, lambda values: TankConfig(**values))
+    assert TankConfig(size=0.5, level=0, leak=0.5, share=0.5).level == 0
