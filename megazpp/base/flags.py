@@ -62,7 +62,7 @@ class FlagSpec(NamedTuple):
     metavar: str | None = None
     needs: str | None = None
     common: bool = False
-    must_be: Literal["positive", "not negative", "below one", "a share"] | None = None
+    must_be: Literal["positive", "not negative", "below one", "a share", "at least one"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,6 +95,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str, str]] = {
     "not negative": (lambda value: value >= 0, "negative", "0 or a larger number"),
     "below one": (lambda value: 0 <= value < 1, "not in [0, 1)", "at least 0 and less than 1"),
     "a share": (lambda value: 0 < value <= 1, "not in (0, 1]", "a number above 0, at most 1"),
+    "at least one": (lambda value: 1 <= value < math.inf, "not a finite number of at least 1", "1 or a larger number"),
 }
 
 

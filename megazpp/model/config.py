@@ -7,7 +7,6 @@ the config is one class.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -134,7 +133,7 @@ class GPTConfig(Config):
     num_attention_heads: int | None = flag(None, common=True, must_be="positive")
     kv_channels: int | None = flag(None, must_be="positive")
     group_query_attention: bool = flag(False)
-    num_query_groups: int = flag(1, must_be="positive")
+    num_query_groups: int = flag(1, needs="--group-query-attention", must_be="positive")
     max_position_embeddings: int | None = flag(None)
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag("learned_absolute")
     use_rotary_position_embeddings: bool = flag(False)
@@ -142,11 +141,11 @@ class GPTConfig(Config):
     rotary_percent: float = flag(1.0, must_be="a share")
     no_rope_freq: str | None = flag(None, metavar="N|LIST")
     use_rope_scaling: bool = flag(False)
-    rope_scaling_factor: float = flag(8.0, needs="--use-rope-scaling")
+    rope_scaling_factor: float = flag(8.0, needs="--use-rope-scaling", must_be="at least one")
     rope_scaling_original_length: int = flag(8192, needs="--use-rope-scaling", must_be="positive")
     rotary_seq_len_interpolation_factor: float | None = flag(None, must_be="positive")
     rope_type: Literal["rope", "yarn", "dynamic"] = flag("rope")
-    rotary_scaling_factor: float = flag(1.0)
+    rotary_scaling_factor: float = flag(1.0, needs="--rope-type yarn dynamic", must_be="at least one")
     yarn_original_max_position_embeddings: int = flag(4096, needs="--rope-type yarn", must_be="positive")
     yarn_beta_fast: float = flag(32.0, needs="--rope-type yarn", must_be="positive")
     yarn_beta_slow: float = flag(1.0, needs="--rope-type yarn", must_be="positive")
@@ -190,8 +189,8 @@ class GPTConfig(Config):
     recompute_activations: bool = flag(False)
     recompute_granularity: Literal["full", "selective"] | None = flag(None)
     recompute_modules: tuple[RecomputeModule, ...] | None = flag(None)
-    recompute_method: Literal["uniform", "block"] | None = flag(None)
-    recompute_num_layers: int | None = flag(None, must_be="positive")
+    recompute_method: Literal["uniform", "block"] | None = flag(None, needs="--recompute-granularity full")
+    recompute_num_layers: int | None = flag(None, needs="--recompute-granularity full", must_be="positive")
     use_cpu_initialization: bool = flag(False)
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(None)
     compile: bool | None = flag(None)
@@ -206,8 +205,6 @@ class GPTConfig(Config):
         _require(self.hidden_size is None or self.ffn_size > 0, too_small)
         # ---- check the numbers of query heads, and of key and value heads
         groups = f"--num-query-groups {self.num_query_groups}"
-        alone = f"{groups} needs --group-query-attention: add it, or leave --num-query-groups out"
-        _require(self.num_query_groups == 1 or self.group_query_attention, alone)
         if (heads := self.num_attention_heads) is not None:
             hidden, given = self.hidden_size, f"--num-attention-heads {heads}"
             fits = self.kv_channels is not None or hidden is None or hidden % heads == 0
@@ -250,15 +247,12 @@ class GPTConfig(Config):
         pre = f"--moe-router-pre-softmax with --moe-router-score-function {self.moe_router_score_function}"
         softmax = not self.moe_router_pre_softmax or self.moe_router_score_function == "softmax"
         _require(softmax, f"{pre}: no softmax is computed; remove --moe-router-pre-softmax")
-        score = self.moe_router_score_function
-        fits = not self.moe_router_enable_expert_bias or score == "sigmoid"
-        _require(fits, f"--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, not {score}")
         balance = self.moe_router_load_balancing_type == "none" and self.moe_aux_loss_coeff > 0.0
         coefficient = f"--moe-aux-loss-coeff {self.moe_aux_loss_coeff:g}"
         _require(not balance, f"{coefficient} needs --moe-router-load-balancing-type seq_aux_loss, not none")
 
     def _check_blocks(self) -> None:
-        """Raise ValueError for multipliers that are not positive, and for conflicting flags of query and key norms."""
+        """Raise ValueError for conflicting flags of query and key norms."""
         one_kind = not (self.qk_layernorm and self.qk_layernorm_all_heads)
         _require(one_kind, "--qk-layernorm and --qk-layernorm-all-heads exclude each other: choose one")
         rms = self.normalization == "RMSNorm" and not self.apply_layernorm_1p
@@ -268,9 +262,7 @@ class GPTConfig(Config):
         )
 
     def _check_rotary(self) -> None:
-        """Raise ValueError for conflicting flags of rotary embeddings, and for values out of their range."""
-        # ---- check that each flag of rotary embeddings is in its range
-        percent, factor = self.rotary_percent, self.rope_scaling_factor
+        """Raise ValueError for conflicting flags of rotary embeddings, and for a wrong number of rotated channels."""
         # ---- check that at most one of the flags that scale rotary frequencies is set
         kinds = {
             "--use-rope-scaling": self.use_rope_scaling,
@@ -283,22 +275,15 @@ class GPTConfig(Config):
         _require(len(asked) < 2, f"{' and '.join(asked)} exclude each other: each changes the rotary frequencies")
         rope = "--position-embedding-type rope, whose frequencies it changes"
         _require(not asked or self.positions == "rope", f"{' '.join(asked)} needs {rope}")
-        # ---- check that flags which only some values of --rope-type use are not set with other values
-        scale = self.rotary_scaling_factor
-        scaled = f"--rotary-scaling-factor {scale}"
-        _require(1.0 <= scale < math.inf, f"{scaled} is not a finite number of at least 1")
-        unused = f"{scaled} needs --rope-type yarn or dynamic, which use it: set one of them"
-        _require(scale == 1.0 or self.rope_type != "rope", unused)
         known = self.rope_type != "dynamic" or self.max_position_embeddings is not None
         _require(known, "--rope-type dynamic needs --max-position-embeddings, the context length without scaling")
-        # ---- check the number of rotated channels, and the factor of Llama 3.1's scaling (--use-rope-scaling)
-        if self.positions != "rope":
+        # ---- check the number of rotated channels
+        if self.positions != "rope" or (
+            self.kv_channels is None and None in (self.hidden_size, self.num_attention_heads)
+        ):
             return
-        _require(1.0 <= factor < math.inf, f"--rope-scaling-factor {factor} is not a finite number of at least 1")
-        if self.kv_channels is None and None in (self.hidden_size, self.num_attention_heads):
-            return
-        rotated = int(self.head_size * percent)
-        given = f"--rotary-percent {percent} of {self.head_size} channels per head is {rotated} channels"
+        rotated = int(self.head_size * self.rotary_percent)
+        given = f"--rotary-percent {self.rotary_percent} of {self.head_size} channels per head is {rotated} channels"
         _require(rotated % 2 == 0 and rotated > 0, f"{given}, which is not a positive even number")
 
     def _check_recompute(self) -> None:
@@ -308,16 +293,13 @@ class GPTConfig(Config):
         selects = self.recompute_modules is None or self.recompute == "selective"
         _require(selects, f"{modules} needs --recompute-granularity selective, which recomputes single modules")
         given = f"--recompute-num-layers {count}"
-        if self.recompute != "full":
-            need = "--recompute-method and --recompute-num-layers need --recompute-granularity full, for whole layers"
-            _require(method is None and count is None, need)
-        elif method == "block":
+        if method == "block":
             missing = "--recompute-method block needs --recompute-num-layers, the number of layers to recompute"
             _require(count is not None, missing)
             assert count is not None
             known = self.num_layers is not None
             _require(not known or count <= self.layers, f"{given} is not between 1 and --num-layers {self.num_layers}")
-        else:
+        elif self.recompute == "full":
             one = f"{given}: --recompute-method uniform recomputes layer by layer, so only 1 is supported"
             _require(count in (None, 1), one)
 

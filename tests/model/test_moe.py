@@ -250,10 +250,6 @@ def test_flags_that_experts_cannot_have_are_refused():
             "--moe-aux-loss-coeff 0.1 needs --moe-router-load-balancing-type seq_aux_loss",
         ),
         ({"moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"}, "sigmoid: no softmax"),
-        (
-            {"moe_router_enable_expert_bias": True},
-            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, not softmax",
-        ),
         ({"moe_router_bias_update_rate": -1.0}, "--moe-router-bias-update-rate -1.0 is negative"),
     ]
     assert not not_refused(rows, lambda changes: GPTConfig(**{"num_experts": 4} | SWIGLU | changes))

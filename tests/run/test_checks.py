@@ -27,7 +27,7 @@ REFUSED = """
 1 | --no-rope-freq 4 | --no-rope-freq 4 needs --position-embedding-type rope
 1 | --position-embedding-type rope --no-rope-freq -1 | --no-rope-freq -1 is neither a positive number N
 1 | --rope-type yarn | --rope-type yarn needs --position-embedding-type rope
-1 | --rotary-scaling-factor 2 | --rotary-scaling-factor 2.0 needs --rope-type yarn or dynamic
+1 | --rotary-scaling-factor 2 | --rotary-scaling-factor 2.0 needs --rope-type yarn dynamic, not rope
 1 | --position-embedding-type rope --rope-type yarn --rotary-scaling-factor 0.5 | --rotary-scaling-factor 0.5 is not
 1 | --yarn-beta-fast 16 | --yarn-beta-fast 16.0 needs --rope-type yarn
 1 | --position-embedding-type rope --rope-type yarn --use-rope-scaling | --use-rope-scaling and --rope-type yarn exclude
@@ -43,7 +43,9 @@ REFUSED = """
 1 | --moe-shared-expert-gate | --moe-shared-expert-gate needs --moe-shared-expert-intermediate-size
 1 | --seq-length 65 | --seq-length 65 is longer than --max-position-embeddings 64
 1 | --hidden-dropout 1.0 | --hidden-dropout 1.0 is not in [0, 1)
-1 | --recompute-method uniform | need --recompute-granularity full
+1 | --recompute-method uniform | --recompute-method uniform needs --recompute-granularity full
+1 | --recompute-num-layers 2 | --recompute-num-layers 2 needs --recompute-granularity full
+1 | --moe-router-enable-expert-bias | --moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, not
 2 | --pipeline-model-parallel-size 2 | is not supported; split the model by --tensor-model-p
 4 | --context-parallel-size 4 --num-attention-heads 6 --kv-channels 8 | --num-attention-heads 6 is not divisible by
 4 | --context-parallel-size 2 --num-attention-heads 6 --kv-channels 8 --tensor-model-parallel-size 2 | parallel-size 2 x
