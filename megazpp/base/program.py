@@ -330,17 +330,25 @@ def user_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def errors_as(message: str, kinds: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
-    """Convert an error of the block to a ValueError with the text "`message`: text of the error".
+def errors_as(
+    message: str,
+    kinds: type[Exception] | tuple[type[Exception], ...] = ValueError,
+    *,
+    remedy: str = "",
+    into: type[ValueError] = ValueError,
+) -> Iterator[None]:
+    """Convert an error of the block to a ValueError with the text "`message`: text of the error; `remedy`".
 
     Args:
         message: description of the failed action, with the flag or the file.
         kinds: type or types of the errors to convert.
+        remedy: what the user has to do; "" for a message that needs no remedy.
+        into: type of the new error, ValueError or a subclass.
     """
     try:
         yield
     except kinds as error:
-        raise ValueError(f"{message}: {cause(error)}") from error
+        raise into(f"{message}: {cause(error)}{remedy and f'; {remedy}'}") from error
 
 
 def in_words(error: BaseException, command_line: Sequence[str] | None = None) -> str:

@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 from torch.utils import serialization
 
-from megazpp.base.files import DamagedError, cause, read_small_file, write_synced
-from megazpp.base.program import in_words
+from megazpp.base.files import DamagedError, read_small_file, write_synced
+from megazpp.base.program import errors_as, in_words
 from megazpp.parallel.timeline import FILES, Timeline
 
 NAME, INDEX = "checksums.txt", ".metadata"  # INDEX is torch.distributed.checkpoint's file with shapes and locations
@@ -73,12 +73,9 @@ def read_checksums(folder: Path) -> dict[str, FileSum]:
         DamagedError: the list is missing, malformed, or does not match the checksum in its last line.
     """
     path = folder / NAME
-    try:
+    remedy = "copy it again, or use another checkpoint"
+    with errors_as(f"{path} cannot be read", OSError, remedy=remedy, into=DamagedError):
         *lines, last = read_small_file(path).decode(errors="replace").splitlines(keepends=True) or [""]
-    except OSError as error:
-        raise DamagedError(
-            f"{path} cannot be read: {cause(error)}; copy it again, or use another checkpoint"
-        ) from error
     matches = [_LINE.fullmatch(line) for line in lines]
     if last != f"{zlib.crc32(''.join(lines).encode()):08x}  the lines above\n" or not all(matches):
         raise DamagedError(

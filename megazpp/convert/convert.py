@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megazpp.base.files import remove, renamed_when_done, try_lock
+from megazpp.base.program import errors_as
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
 from megazpp.checkpoint.metadata import IMPORTED_FROM, SCORE_PAD, SHAPE, CheckpointMetadata, found_from_anywhere
 from megazpp.checkpoint.read import find_weights
@@ -279,11 +280,9 @@ def whole_folder(path: Path) -> Iterator[Path]:
         ValueError: the folder cannot be created, or another process is writing it.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
+    with errors_as(f"--output {path} cannot be written to", OSError, remedy="name another folder"):
         unfinished.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise ValueError(f"--output {path} cannot be written to: {error.strerror}; name another folder") from error
     try:
         if not try_lock(descriptor):
             raise ValueError(

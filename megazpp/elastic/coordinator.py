@@ -10,17 +10,18 @@ The file rounds.jsonl has one row for each commit (outer step of all groups), fo
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from megazpp.base.address import Address
-from megazpp.base.files import DamagedError, cause, lock_for_this_job, write_whole
+from megazpp.base.files import DamagedError, lock_for_this_job, write_whole
+from megazpp.base.program import errors_as
 from megazpp.elastic.rounds import HEARTBEAT_SECONDS, RefusedError, Rounds
 from megazpp.elastic.wire import AuthenticatedListener, Channel
 
@@ -105,16 +106,11 @@ class Journal:
             records.append(record)
         return records
 
-    @contextlib.contextmanager
-    def _errors_named(self) -> Iterator[None]:
-        """Add the journal's path, and what to do, to an OSError of a write in the block."""
-        try:
-            yield
-        except OSError as error:
-            raise OSError(
-                f"{self._path(self.term)} cannot be written: {cause(error)}; free space or repair the disk, and start "
-                "the coordinator again with the same command: the groups wait for it"
-            ) from error
+    def _errors_named(self) -> AbstractContextManager[None]:
+        """Return a context that replaces an OSError of a write by a ValueError with the journal's path and a remedy."""
+        again = "start the coordinator again with the same command: the groups wait for it"
+        remedy = f"free space or repair the disk, and {again}"
+        return errors_as(f"{self._path(self.term)} cannot be written", OSError, remedy=remedy)
 
     def _newest(self) -> int:
         names = (path.stem.removeprefix("journal-") for path in self._folder.glob("journal-*.jsonl"))

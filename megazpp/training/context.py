@@ -38,7 +38,8 @@ from typing import IO, Any, TextIO
 import torch
 from tqdm import tqdm
 
-from megazpp.base.files import first_free, lock_for_this_job, write_whole
+from megazpp.base.files import first_free, lock_for_this_job, write_synced, write_whole
+from megazpp.base.program import errors_as
 from megazpp.parallel.dims import ParallelDims
 
 FLAGS = "args.json"  # file with every flag's value; each run folder has this file
@@ -176,19 +177,12 @@ def make_writable(path: str | Path, flag: str) -> Path:
     """
     path = Path(path).expanduser()
     probe = path / f".{uuid.uuid4().hex}"
-    try:
+    with errors_as(f"{flag} {path} is not a folder that can be written to", OSError, remedy="choose another folder"):
         path.mkdir(parents=True, exist_ok=True)
         try:
-            with probe.open("wb") as file:
-                file.write(bytes(PROBE_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
+            write_synced(probe, bytes(PROBE_BYTES))
         finally:
             probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"{flag} {path} is not a folder that can be written to: {error.strerror}; choose another folder"
-        ) from error
     return path
 
 
