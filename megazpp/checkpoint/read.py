@@ -36,9 +36,8 @@ from megazpp.checkpoint.metadata import (
     read_record,
     schedule_ratio,
 )
-from megazpp.checkpoint.safe_reader import SafeReader
+from megazpp.checkpoint.safe_reader import WHOLE_WEIGHTS, SafeReader, WeightOpener, check_weights
 from megazpp.checkpoint.state import RunValues, TrainState, Weights
-from megazpp.checkpoint.weights import WHOLE_WEIGHTS, WeightOpener, check_weights
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.config import LossScaleConfig
 from megazpp.optim.optimizer import LossScaler

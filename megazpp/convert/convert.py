@@ -20,7 +20,7 @@ from megazpp.base.program import errors_as
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
 from megazpp.checkpoint.metadata import IMPORTED_FROM, SCORE_PAD, SHAPE, CheckpointMetadata, found_from_anywhere
 from megazpp.checkpoint.read import find_weights
-from megazpp.checkpoint.weights import WeightOpener
+from megazpp.checkpoint.safe_reader import WeightOpener
 from megazpp.convert.config import ConvertConfig
 from megazpp.convert.huggingface import class_name, open_model, write_model
 from megazpp.convert.megatron import open_megatron

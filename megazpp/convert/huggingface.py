@@ -20,8 +20,7 @@ import torch
 from megazpp.base.files import write_whole
 from megazpp.base.flags import as_written
 from megazpp.checkpoint.metadata import SHAPE
-from megazpp.convert.gpt2 import Gpt2
-from megazpp.convert.llama import RELATIVES, Relative, join_gate_up, split_gate_up
+from megazpp.convert.families import RELATIVES, Gpt2, Relative, join_gate_up, split_gate_up
 from megazpp.convert.mixtures import MIXTURES
 from megazpp.convert.model import (
     HEAD,

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from megazpp.convert.llama import Relative
+from megazpp.convert.families import Relative
 from megazpp.convert.model import ForeignTensors, same
 from megazpp.convert.settings import Settings
 from megazpp.model.config import GPTConfig

@@ -15,9 +15,8 @@ from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import CheckpointFolder, read_tokenizer
 from megazpp.checkpoint.metadata import CheckpointMetadata, shape_of
 from megazpp.checkpoint.read import find_weights
-from megazpp.checkpoint.safe_reader import SafeReader
+from megazpp.checkpoint.safe_reader import SafeReader, WeightOpener
 from megazpp.checkpoint.state import MODEL, under
-from megazpp.checkpoint.weights import WeightOpener
 from megazpp.convert.model import Deferred, Model, checked_model, model_config
 from megazpp.data.config import DataConfig
 from megazpp.data.dataset import build_tokenizer

@@ -9,7 +9,7 @@ transformers has separate modules for queries, keys and values, each has its own
 and so one adapter.
 
 The safetensors file also records the checksum of the base weights on which the adapter was trained
-(checkpoint/weights.py). PEFT ignores this entry.
+(checkpoint/safe_reader.py). PEFT ignores this entry.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from megazpp.base.files import write_whole
+from megazpp.convert.families import split_gate_up
 from megazpp.convert.huggingface import find_architecture, model_pieces, read_json, to_files
-from megazpp.convert.llama import split_gate_up
 from megazpp.convert.mixtures import of_experts
 from megazpp.convert.model import (
     HEAD,

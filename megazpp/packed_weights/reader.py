@@ -16,8 +16,8 @@ import torch
 
 from megazpp.checkpoint.checksums import checkpoint_digest, verify_files
 from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model, check_same_vocabulary
+from megazpp.checkpoint.safe_reader import WeightOpener, check_weights
 from megazpp.checkpoint.state import MODEL
-from megazpp.checkpoint.weights import WeightOpener, check_weights
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims, check_equal_on_all_ranks, open_axis, raise_on_all_ranks

@@ -9,13 +9,13 @@ come from any thread.
     SpanRecording   a listener that records the spans that have ended, for the log and for traces
     Activity        a listener that keeps track of the spans that are open, for the watchdog
 
-training/spans.py computes how long each track was busy, and how much of that time was hidden behind other work.
+training/timers.py computes how long each track was busy, and how much of that time was hidden behind other work.
 
 On the CPU a span is measured by two readings of the monotonic clock. On CUDA a span is measured by two events on the
 current stream. The span therefore ends when the device finishes the work, not when the host has launched it.
 
 All times are seconds of the host's monotonic clock (CLOCK_MONOTONIC on Linux). Processes and containers of one host
-share this clock, so their spans are directly comparable. `align` in training/spans.py puts the spans of several hosts
+share this clock, so their spans are directly comparable. `align` in training/timers.py puts the spans of several hosts
 on one clock.
 
 FSDP2's own all-reduce between replicas (HSDP) does not use a mesh axis, so the timeline does not show it.

@@ -20,8 +20,8 @@ import torch
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import SCORE_PAD, SHAPE, CheckpointMetadata, shape_of
 from megazpp.checkpoint.read import LoadSource, find_weights
+from megazpp.checkpoint.safe_reader import WHOLE_WEIGHTS, WeightOpener
 from megazpp.checkpoint.state import Saved, StatePart
-from megazpp.checkpoint.weights import WHOLE_WEIGHTS, WeightOpener
 from megazpp.data.cache import cache_key, check_cache_dir, load_or_save_arrays
 from megazpp.data.loader import on_device
 from megazpp.lora.layers import adapters_off

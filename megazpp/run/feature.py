@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megazpp.run.arguments import FeatureConfig, ParsedRun, RunConfig
 
 if TYPE_CHECKING:
+    from megazpp.checkpoint.safe_reader import WeightOpener
     from megazpp.checkpoint.state import RunValues, StatePart
-    from megazpp.checkpoint.weights import WeightOpener
     from megazpp.data.tokenizer import Tokenizer
     from megazpp.optim.schedule import TrainingProgress
     from megazpp.run.checks import RunPlan
@@ -229,7 +229,7 @@ def weight_opener(features: Sequence[Feature], sections: Sequence[Any]) -> Weigh
         features: optional features of the program.
         sections: configs of the features that have flags.
     """
-    from megazpp.checkpoint.weights import WHOLE_WEIGHTS
+    from megazpp.checkpoint.safe_reader import WHOLE_WEIGHTS
 
     openers = (feature.weight_opener(sections) for feature in features if feature.opens_weights)
     return next(openers, WHOLE_WEIGHTS)

@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import shape_of
 from megazpp.checkpoint.read import find_weights, load_weights
-from megazpp.checkpoint.weights import WHOLE_WEIGHTS
+from megazpp.checkpoint.safe_reader import WHOLE_WEIGHTS
 from megazpp.convert import convert, huggingface
 from megazpp.convert.huggingface import choose_architecture, open_model
 from megazpp.convert.model import HEAD, held

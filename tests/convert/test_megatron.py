@@ -21,7 +21,7 @@ from helpers.megatron_files import PADDED, VOCAB, arguments, make_weights, write
 from helpers.refusals import not_refused
 from helpers.training import LLAMA_STYLE
 
-from megazpp.checkpoint.weights import WHOLE_WEIGHTS
+from megazpp.checkpoint.safe_reader import WHOLE_WEIGHTS
 from megazpp.convert.config import ConvertConfig
 from megazpp.convert.convert import convert
 from megazpp.convert.megatron import load_file, open_megatron

@@ -176,9 +176,7 @@ def test_restart_on_a_full_disk_names_the_journal_and_loses_no_record(tmp_path):
     records = [{"n": n, "text": "x" * 100} for n in range(300)]
     with small_disk(tmp_path / "disk", "64k") as disk:
         Journal(disk).append(records)
-        with pytest.raises(
-            ValueError, match=r"journal-2\.jsonl cannot be written: No space left on device; free"
-        ):
+        with pytest.raises(ValueError, match=r"journal-2\.jsonl cannot be written: No space left on device; free"):
             Journal(disk)
         subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
         assert Journal(disk).records == records

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazpp.parallel.timeline import Span
-from megazpp.training.spans import align, clip, hidden_shares, intersection, total, track_seconds, union
+from megazpp.training.timers import align, clip, hidden_shares, intersection, total, track_seconds, union
 
 
 def span(track: str, start: float, end: float, *, blocking: bool = False) -> Span:

@@ -1,4 +1,7 @@
-"""Convert Hugging Face's Llama and similar families: rotary positions, and queries, keys and values as three matrices.
+"""Convert Hugging Face's dense families: GPT-2, Llama, and families that differ from Llama in few ways.
+
+GPT-2 has learned positions, LayerNorm, biases, and matrices stored as [in, out]. Llama has rotary positions, and
+queries, keys and values as three matrices.
 
 | model_type | differs from llama in                                        | flags here                              |
 |------------|--------------------------------------------------------------|-----------------------------------------|
@@ -13,11 +16,15 @@
 
 To support a further family that differs from Llama only in these ways, add an entry to `RELATIVES`. An export uses the
 first family that can represent the model (`huggingface.find_architecture`).
+
+transformers 5 has the settings of rotary positions in `rope_parameters`, and transformers 4 in `rope_theta`,
+`rope_scaling` and `partial_rotary_factor`. Written files contain both.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,14 +32,109 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from megazpp.convert.gpt2 import ACTIVATIONS, Keys, activation_of, read_keys, write_keys
 from megazpp.convert.model import Deferred, ForeignTensors, named_pieces, rows_of
-from megazpp.convert.rotary import read_rotary, write_rotary
 from megazpp.convert.settings import Settings
+from megazpp.model.attention import HIGH_TURNS, LOW_TURNS
 from megazpp.model.config import GPTConfig
 
+# For each name of an activation function in transformers, the fields of GPTConfig that select this function.
+ACTIVATIONS: dict[str, dict[str, bool]] = {
+    "gelu_new": {"openai_gelu": True},
+    "gelu_pytorch_tanh": {"openai_gelu": True},
+    "gelu_fast": {"openai_gelu": True},
+    "gelu": {},
+    "relu2": {"squared_relu": True},
+}
+# For a key of Hugging Face's config.json: the field of GPTConfig that its value sets, the property of GPTConfig with
+# the value to write, and the method of `Settings` that reads and checks the value.
+Keys = Mapping[str, tuple[str, str, str]]
+_GPT2_KEYS: Keys = {
+    "n_layer": ("num_layers", "layers", "count"),
+    "n_embd": ("hidden_size", "hidden", "count"),
+    "n_head": ("num_attention_heads", "heads", "count"),
+    "n_positions": ("max_position_embeddings", "max_position_embeddings", "count"),
+    "layer_norm_epsilon": ("norm_epsilon", "norm_epsilon", "positive"),
+    "initializer_range": ("init_method_std", "init_method_std", "number"),
+    "resid_pdrop": ("hidden_dropout", "hidden_dropout", "number"),
+    "attn_pdrop": ("attention_dropout", "attention_dropout", "number"),
+}
+
+
+class Gpt2:
+    """Hugging Face's family GPT-2, and the mapping of its models to GPTConfig and back.
+
+    The attributes and methods are the same as those of `llama.Relative`.
+    """
+
+    model_type, class_name, fused, predicts = "gpt2", "GPT2LMHeadModel", False, False
+    prefix = "transformer."
+    buffers = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")  # attention masks in older files
+
+    def read(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of GPTConfig that a GPT-2 config.json defines.
+
+        Raises:
+            ValueError: a value is not supported. The message names its key.
+        """
+        settings.absent("scale_attn_by_inverse_layer_idx", "add_cross_attention")
+        settings.only("scale_attn_weights", True)
+        found = read_keys(settings, _GPT2_KEYS) | ACTIVATIONS[settings.only("activation_function", *ACTIVATIONS)]
+        found["ffn_hidden_size"] = settings.count("n_inner", 4 * found["hidden_size"])
+        return found | {"untie_embeddings_and_output_weights": not settings.truth("tie_word_embeddings", True)}
+
+    def write(self, config: GPTConfig) -> dict[str, Any]:
+        """Return GPT-2's config.json for a model, without the entries about the vocabulary and special tokens."""
+        return {
+            **write_keys(config, _GPT2_KEYS),
+            "n_inner": config.ffn_size,
+            "embd_pdrop": config.hidden_dropout,
+            "tie_word_embeddings": config.tied,
+            "activation_function": activation_of(config, "gelu_new"),
+        }
+
+    def pieces(self, config: GPTConfig) -> dict[str, ForeignTensors]:
+        """Return the mapping from the tensors of `GPTModel`, by name, to the tensors of Hugging Face's GPT-2."""
+        modules = {"embedding.word": "transformer.wte", "embedding.position": "transformer.wpe"}
+        modules |= {"final_norm": "transformer.ln_f"} | ({} if config.tied else {"output": "lm_head"})
+        parts = {"attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.proj": "attn.c_proj"}
+        parts |= {"mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"}
+        return named_pieces(config, modules, parts, ["attn.c_attn"], layers="transformer.h", is_transposed=True)
+
+
+def activation_of(config: GPTConfig, tanh: str) -> str:
+    """Return Hugging Face's name of the activation function in a model's MLPs without gates.
+
+    Args:
+        config: architecture of the model.
+        tanh: the family's name of GeLU's tanh approximation, which differs between Hugging Face's families.
+    """
+    return tanh if config.openai_gelu else "relu2" if config.squared_relu else "gelu"
+
+
+def read_keys(settings: Settings, keys: Keys) -> dict[str, Any]:
+    """Return the fields of GPTConfig that are set by one key of config.json each.
+
+    Args:
+        settings: values of the config.json.
+        keys: for each key, the field, the property, and the method of `Settings` that reads the value.
+    Raises:
+        ValueError: a value is missing or invalid. The message names its key.
+    """
+    return {field: getattr(settings, method)(key) for key, (field, _, method) in keys.items()}
+
+
+def write_keys(config: GPTConfig, keys: Keys) -> dict[str, Any]:
+    """Return those entries of a Hugging Face config.json that set one field of GPTConfig each.
+
+    Args:
+        config: architecture of the model.
+        keys: for each key of config.json, the field, the property with the value to write, and the reading method.
+    """
+    return {key: getattr(config, value) for key, (_, value, _) in keys.items()}
+
+
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-_KEYS: Keys = {
+_LLAMA_KEYS: Keys = {
     "num_hidden_layers": ("num_layers", "layers", "count"),
     "hidden_size": ("hidden_size", "hidden", "count"),
     "intermediate_size": ("ffn_hidden_size", "ffn_size", "count"),
@@ -92,7 +194,7 @@ class Relative:
     def keys(self) -> Keys:
         """The keys of the family's config.json that correspond to one field of GPTConfig each."""
         epsilon = "norm_epsilon" if self.layer_norm else "rms_norm_eps"
-        return {**_KEYS, epsilon: ("norm_epsilon", "norm_epsilon", "positive")}
+        return {**_LLAMA_KEYS, epsilon: ("norm_epsilon", "norm_epsilon", "positive")}
 
     def read(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of GPTConfig that a config.json of this family defines.
@@ -252,3 +354,75 @@ RELATIVES = (
         layer_norm=True,
     ),
 )
+
+
+_LLAMA3 = {"low_freq_factor": LOW_TURNS, "high_freq_factor": HIGH_TURNS}
+_ORIGINAL = "original_max_position_embeddings"
+_YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+_ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", *_LLAMA3, _ORIGINAL, *_YARN)
+
+
+def read_rotary(settings: Settings, *, partial: bool, scaled: bool) -> dict[str, Any]:
+    """Return the fields of GPTConfig for the rotary positions (`rope_parameters`) of a Hugging Face config.json.
+
+    Args:
+        settings: values of the config.json, completed by transformers' defaults.
+        partial: True if the model's family supports rotating only some channels of a head (partial_rotary_factor).
+        scaled: True if the model's family supports scaled rotary frequencies for longer contexts, such as llama3 or
+            yarn.
+    Raises:
+        ValueError: a value is missing or not supported. The message names its key.
+    """
+    rope = settings.part("rope_parameters")
+    kind = rope.only("rope_type", "default", *(("llama3", "linear", "dynamic", "yarn") if scaled else ()))
+    rope.absent(*(key for key in rope.values if key not in _ROPE_KEYS), empty=(None,))
+    if not partial:
+        rope.only("partial_rotary_factor", 1.0)
+    percent = rope.positive("partial_rotary_factor", 1.0)
+    found: dict[str, Any] = {"rotary_base": rope.positive("rope_theta"), "rotary_percent": percent}
+    if kind == "default":
+        return found
+    factor = rope.positive("factor")
+    if kind == "linear":
+        return found | {"rotary_seq_len_interpolation_factor": factor}
+    if kind == "dynamic":
+        return found | {"rope_type": kind, "rotary_scaling_factor": factor}
+    original = settings.count(_ORIGINAL, rope.count(_ORIGINAL))
+    if kind == "llama3":
+        for key, value in _LLAMA3.items():
+            rope.only(key, value)
+        scaling = {"rope_scaling_factor": factor, "rope_scaling_original_length": original}
+        return found | {"use_rope_scaling": True, **scaling}
+    rope.only("truncate", True)
+    mscales = [rope.number(key, 0.0) for key in ("mscale", "mscale_all_dim")]
+    tempered = [1.0 + 0.1 * scale * math.log(max(factor, 1.0)) for scale in mscales]
+    default = tempered[0] / tempered[1] if all(mscales) else None
+    attention = rope.positive("attention_factor", default) if default or "attention_factor" in rope else None
+    turns = {f"yarn_{key}": rope.positive(key, value) for key, value in (("beta_fast", 32.0), ("beta_slow", 1.0))}
+    lengths: dict[str, Any] = {"yarn_original_max_position_embeddings": original, "yarn_attention_factor": attention}
+    return found | turns | lengths | {"rope_type": kind, "rotary_scaling_factor": factor}
+
+
+def write_rotary(config: GPTConfig, *, partial: bool, scaled: bool) -> dict[str, Any]:
+    """Return the keys of config.json for a model's rotary positions, as transformers 4 and 5 read them.
+
+    Args:
+        config: architecture of the model.
+        partial: True if the model's family supports rotating only some channels of a head (partial_rotary_factor).
+        scaled: True if the model's family supports scaled rotary frequencies for longer contexts.
+    """
+    factor, original = config.rotary_scaling_factor, config.yarn_original_max_position_embeddings
+    scaling: dict[str, Any] = {}
+    if config.rope_scaling is not None:
+        scaling = {"rope_type": "llama3", "factor": config.rope_scaling, **_LLAMA3}
+        scaling[_ORIGINAL] = config.rope_scaling_original_length
+    elif config.rotary_seq_len_interpolation_factor is not None:
+        scaling = {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
+    elif config.rope_type == "dynamic":
+        scaling = {"rope_type": "dynamic", "factor": factor}
+    elif config.rope_type == "yarn":
+        scaling = {"rope_type": "yarn", "factor": factor, "attention_factor": config.yarn_attention_factor}
+        scaling |= {"beta_fast": config.yarn_beta_fast, "beta_slow": config.yarn_beta_slow, _ORIGINAL: original}
+    found = {"rope_theta": config.rotary_base} | ({"partial_rotary_factor": config.rotary_percent} if partial else {})
+    scaling = {key: value for key, value in scaling.items() if scaled and value is not None}
+    return {**found, "rope_scaling": scaling or None, "rope_parameters": {"rope_type": "default", **found, **scaling}}
