@@ -53,6 +53,9 @@ class FlagSpec(NamedTuple):
             that the other flag must have, such as `--optimizer sgd`. Setting this flag is an error if the other flag is
             off.
         common: True if --help lists the flag; --help-all lists all flags.
+        per_host: True if ranks on several hosts may have different values. The ranks compare all other flags.
+        shape: for a field of `GPTConfig`: False if it affects neither the shapes nor the meaning of the weights; or the
+            name of the property with the value in use, for a field that may be None or has several spellings.
         must_be: range of a number, see `_RANGES`; None for any number.
     """
 
@@ -62,6 +65,8 @@ class FlagSpec(NamedTuple):
     metavar: str | None = None
     needs: str | None = None
     common: bool = False
+    per_host: bool = False
+    shape: bool | str = True
     must_be: Literal["positive", "not negative", "below one", "a share", "at least one"] | None = None
 
 

@@ -146,37 +146,9 @@ def rows_problem(record: CheckpointMetadata, rows: int) -> str | None:
     return f"has {rows} rows for {record.vocab_size} tokens"
 
 
-# Fields of GPTConfig that affect neither the shapes nor the meaning of the weights. `check_same_model` compares a
-# checkpoint with a run by all other fields.
-_OTHER_FIELDS = (
-    *("make_vocab_size_divisible_by", "init_method_std", "use_cpu_initialization", "hidden_dropout"),
-    *("attention_dropout", "recompute_activations", "recompute_granularity", "recompute_modules", "recompute_method"),
-    *("recompute_num_layers", "fp8_format", "compile", "moe_router_bias_update_rate"),
-    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
-)
-# For flags whose values may be None or have several spellings: the property of GPTConfig with the resulting value.
-_PROPERTIES = {
-    "num_layers": "layers",
-    "hidden_size": "hidden",
-    "ffn_hidden_size": "dense_ffn_size",
-    "moe_layer_freq": "expert_layers",
-    "moe_ffn_hidden_size": "expert_ffn_size",
-    "num_attention_heads": "heads",
-    "kv_channels": "head_size",
-    "num_query_groups": "query_groups",
-    "position_embedding_type": "positions",
-    "use_rotary_position_embeddings": "positions",
-    "use_rope_scaling": "rope_scaling",
-    "rope_scaling_factor": "rope_scaling",
-    "no_rope_freq": "unrotated",
-    "window_size": "attention_span",
-    "window_attn_skip_freq": "attention_span",
-    "untie_embeddings_and_output_weights": "tied",
-    "disable_bias_linear": "linear_bias",
-    "add_qkv_bias": "qkv_bias",
-}
-_SHAPE_FIELDS = [field.name for field in dataclasses.fields(GPTConfig) if field.name not in _OTHER_FIELDS]
-SHAPE = {name: _PROPERTIES.get(name, name) for name in _SHAPE_FIELDS}
+# For each flag of the model's shape, which `check_same_model` compares: the property of GPTConfig with its value
+_SPECS = {field.name: field.metadata["flag"] for field in dataclasses.fields(GPTConfig)}
+SHAPE = {name: name if spec.shape is True else spec.shape for name, spec in _SPECS.items() if spec.shape}
 # Three keys in `CheckpointMetadata.flags` are not flags. Their values are:
 SAMPLES = "samples"  # batch size, number of data ranks, and a description of the data (data/identity.py)
 IMPORTED_FROM = "imported_from"  # path of the Hugging Face folder from which the model was converted

@@ -50,7 +50,7 @@ class DataConfig(Config):
     split: str = flag("969, 30, 1")
     data_cache_path: str | None = flag(None)
     mock_data: bool = flag(False)
-    num_workers: int = flag(2, must_be="not negative")
+    num_workers: int = flag(2, must_be="not negative", per_host=True)
     seq_length: int | None = flag(None, common=True, must_be="positive")
     reset_position_ids: bool = flag(False)
     reset_attention_mask: bool = flag(False)

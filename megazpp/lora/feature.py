@@ -25,7 +25,7 @@ class AdapterBaseConfig(FeatureConfig):
             moved.
     """
 
-    lora_base: tuple[str, ...] = flag((), nargs="*")
+    lora_base: tuple[str, ...] = flag((), nargs="*", per_host=True)
 
 
 class Lora(Feature):

@@ -77,16 +77,16 @@ class LaunchConfig(Config):
         seed: seed for the initial weights, the data order and dropout.
     """
 
-    nproc: int | None = flag(None, common=True, must_be="positive")
+    nproc: int | None = flag(None, common=True, must_be="positive", per_host=True)
     nnodes: int | None = flag(None, common=True, must_be="positive")
-    node_rank: int | None = flag(None, common=True, must_be="not negative")
-    master_addr: str | None = flag(None, common=True)
+    node_rank: int | None = flag(None, common=True, must_be="not negative", per_host=True)
+    master_addr: str | None = flag(None, common=True, per_host=True)
     master_port: int = flag(29500)
-    max_restarts: int = flag(0, must_be="not negative")
+    max_restarts: int = flag(0, must_be="not negative", per_host=True)
     distributed_backend: Literal["nccl", "gloo"] | None = flag(None)
     distributed_timeout_minutes: float = flag(10, must_be="positive")
     distributed_timeout_seconds_after_init: float | None = flag(None, must_be="positive")
-    local_rank: int | None = flag(None, aliases=("--local_rank",))
+    local_rank: int | None = flag(None, aliases=("--local_rank",), per_host=True)
     seed: int = flag(1234)
 
     def __post_init__(self) -> None:

@@ -327,7 +327,7 @@ class RewardConfig(Config):
         reward_weights: weight of each of --reward-funcs in the reward (default: 1 each).
     """
 
-    reward_funcs: tuple[str, ...] = flag((), nargs="*", needs=DRAWN)
+    reward_funcs: tuple[str, ...] = flag((), nargs="*", needs=DRAWN, per_host=True)
     reward_weights: tuple[float, ...] | None = flag(None, nargs="+", needs=DRAWN)
 
     def __post_init__(self) -> None:

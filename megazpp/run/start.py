@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import megazpp
-from megazpp.base.flags import as_words, flag_name
+from megazpp.base.flags import PATH_ENDS, as_words, flag_name
 from megazpp.base.program import (
     LAUNCHER_PID,
     JobError,
@@ -47,19 +47,8 @@ from megazpp.topology.cluster_file import read_cluster
 from megazpp.training.config import TrackingConfig
 from megazpp.training.context import default_run_dir
 
-# Names of fields whose values may differ between hosts, so that ranks do not compare them: PATHS has the ends of the
-# names of fields with paths, OF_THE_HOST has the names of other fields.
-PATHS = ("path", "file", "dir", "folder", "model", "save", "load", "store", "patches")
-OF_THE_HOST = (
-    "lora_base",
-    "reward_funcs",
-    "nproc",
-    "local_rank",
-    "max_restarts",
-    "num_workers",
-    "node_rank",
-    "master_addr",
-)
+# Ends of the names of fields with paths, which may differ between hosts, so that ranks do not compare them
+PATHS = (*PATH_ENDS, "store", "patches")
 # Environment variables that all ranks compare, because they change results or because NCCL needs equal values.
 VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TRITON_INTERPRET", "NCCL_ALGO", "NCCL_PROTO")
 # Environment variable with the run folder, which a launching process sets for all restarts of its workers.
@@ -129,7 +118,7 @@ def facts_of_flags(parts: Sequence[Any]) -> dict[str, str]:
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
             is_path = field.name.endswith(PATHS) and not isinstance(value, bool)
-            if not is_path and field.name not in OF_THE_HOST:
+            if not (is_path or field.metadata["flag"].per_host):
                 flags[flag_name(field)] = as_words(value)
     versions = {
         "the version of MegaZ++": f"{megazpp.__version__} (sources {_digest_of_sources()})",
