@@ -36,6 +36,7 @@ import torch
 
 from megazpp.checkpoint.folder import TRACKER, read_tracker
 from megazpp.convert.model import OUTPUT, WORDS, Deferred, Model, check_tensors, checked_model, fuse_qkv, model_config
+from megazpp.convert.safetensors_file import check_stored
 from megazpp.convert.settings import Settings
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
@@ -121,8 +122,19 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
     # ---- join the tensors of all ranks
     parts = [our_tensors(rank["model"], str(file)) for rank, file in zip(ranks, files, strict=True)]
     shapes = [{name: tuple(tensor.shape) for name, tensor in part.items()} for part in parts]
-    for found, file in zip(shapes, files, strict=True):
+    for rank, part, found, file in zip(ranks, parts, shapes, files, strict=True):
         check_tensors(found, shapes[0], str(file))  # all tensor-parallel ranks must have tensors of equal shapes
+        if rank.get("iteration") != ranks[0].get("iteration"):
+            raise ValueError(
+                f"{file} is of iteration {rank.get('iteration')}, but {where} is of iteration "
+                f"{ranks[0].get('iteration')}: copy the complete checkpoint again"
+            )
+        for name, tensor in part.items():
+            if tensor.dtype != parts[0][name].dtype:
+                raise ValueError(
+                    f"{file}: the part of {name} has the dtype {tensor.dtype}, but the part in {where} has "
+                    f"{parts[0][name].dtype}: copy the complete checkpoint again"
+                )
     tensors: dict[str, Deferred] = {}
     for name in parts[0]:
         join = functools.partial(_join, name=name, config=config, version=version)
@@ -257,7 +269,7 @@ def our_tensors(model: Mapping[str, Any], where: str, prefix: str = "") -> dict[
         where: path of the file, for messages.
         prefix: prefix of all names in `model`, for the recursive call.
     Raises:
-        ValueError: a tensor has an unknown name.
+        ValueError: a tensor has an unknown name, or a dtype or layout that cannot be converted.
     """
     found: dict[str, torch.Tensor] = {}
     for key, value in model.items():
@@ -270,6 +282,7 @@ def our_tensors(model: Mapping[str, Any], where: str, prefix: str = "") -> dict[
                     f"{where}: the tensor {name} is not supported, because no tensor of this program's model "
                     "corresponds to it"
                 )
+            check_stored(name, value, where)
             found[ours] = value
     return found
 

@@ -65,11 +65,23 @@ def _open_pickled(path: Path, used: Callable[[str], bool]) -> dict[str, Deferred
             "safetensors"
         ) from error
     for name, entry in found.items():
-        if entry.dtype not in DTYPES.values():
-            raise ValueError(
-                f"{path}: {name} has the dtype {entry.dtype}, but only {', '.join(DTYPES)} can be converted"
-            )
+        check_stored(name, entry.read(), path)
     return found
+
+
+def check_stored(name: str, tensor: torch.Tensor, path: str | Path) -> None:
+    """Raise ValueError if a tensor from a pickled file cannot be converted. Its values are not read.
+
+    Args:
+        name: name of the tensor in the file.
+        tensor: tensor, as torch has loaded it.
+        path: path of the file, for the message.
+    """
+    if tensor.dtype not in DTYPES.values():
+        raise ValueError(f"{path}: {name} has the dtype {tensor.dtype}, but only {', '.join(DTYPES)} can be converted")
+    if tensor.is_meta or tensor.layout != torch.strided:
+        kind = "without values" if tensor.is_meta else f"with the layout {tensor.layout}"
+        raise ValueError(f"{path}: {name} is a tensor {kind}, which cannot be converted; save a dense tensor")
 
 
 def _read(path: Path, name: str) -> torch.Tensor:

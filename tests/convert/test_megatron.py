@@ -130,6 +130,35 @@ def test_unsupported_checkpoint_is_rejected_by_name(tmp_path):
     assert not_refused(REFUSED, open_with) == []
 
 
+def map_tensors(function: Any, content: Any) -> Any:
+    """Return a copy of nested dictionaries in which `function` has replaced all tensors of the model."""
+    if isinstance(content, dict):
+        return {key: each if key == "rng_state" else map_tensors(function, each) for key, each in content.items()}
+    return function(content) if isinstance(content, torch.Tensor) else content
+
+
+STORED: list[tuple[Any, str]] = [  # a change to the file of rank 1, as a function of its content, and the error
+    (lambda content: content | {"iteration": 90}, "is of iteration 90, but .* is of iteration 100"),
+    (functools.partial(map_tensors, torch.Tensor.double), "has the dtype torch.float64, but only F32, F16, BF16 can"),
+    (functools.partial(map_tensors, torch.Tensor.char), "has the dtype torch.int8, but only F32, F16, BF16 can be"),
+    (functools.partial(map_tensors, torch.Tensor.to_sparse), "with the layout torch.sparse_coo, which cannot be"),
+    (functools.partial(map_tensors, lambda x: x.to("meta")), "is a tensor without values, which cannot be converted"),
+    (
+        functools.partial(map_tensors, torch.Tensor.bfloat16),
+        "dtype torch.bfloat16, but the part in .* has torch.float32",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), STORED)
+def test_rank_whose_tensors_are_not_of_the_same_checkpoint_is_refused(tmp_path, change, message):
+    """Such tensors would otherwise be joined with the tensors of the other ranks, or be taken for weights."""
+    file = write_megatron(tmp_path, weights_of(GPT), GPT, tp=2) / "iter_0000100" / "mp_rank_01" / "model_optim_rng.pt"
+    torch.save(change(torch.load(file, weights_only=False)), file)
+    with pytest.raises(ValueError, match=message):
+        open_megatron(tmp_path, None)
+
+
 def test_pipeline_missing_rank_and_distributed_checkpoint_are_told_apart(tmp_path):
     for folder, name in (("rank", "mp_rank_02"), ("pipeline", "mp_rank_00_000")):
         checkpoint = write_megatron(tmp_path / folder, weights_of(GPT), GPT, tp=2) / "iter_0000100"
