@@ -412,8 +412,7 @@ class SimulatedUnit(Unit):
         exact = frozenset(str(i) for i, (name, _) in enumerate(parameters) if name in exact)
         segments = _plan_segments(numbered, num_ranks, exact=exact)
         found = tuple(
-            UnitParameter(name=name, module=_NOWHERE, attribute="", shape=shape, mesh_dims=1)
-            for name, shape in parameters
+            UnitParameter(name=name, module=_NOWHERE, attribute="", shape=shape) for name, shape in parameters
         )
         super().__init__(modules=(), parameters=found, segments=segments, num_shards=num_ranks)
         self.size = segments[-1].stop if segments else 0  # there are no segments if all parameters are frozen

@@ -32,7 +32,6 @@ class UnitParameter:
     module: nn.Module  # module that registers the parameter; while gathered, FSDP2 registers another tensor there
     attribute: str  # name of the parameter in `module`
     shape: tuple[int, ...]  # shape unsharded over the data ranks, but local to this tensor-parallel rank
-    mesh_dims: int  # dims of the sharded DTensor's mesh; a gathered parameter is a plain tensor or on the tp mesh alone
     exact: bool = False  # True if ranks always send the parameter unquantized, as its `ParameterSpec` says
 
 
@@ -62,9 +61,8 @@ class Unit:
     @property
     def is_sharded(self) -> bool:
         """True if the unit's modules hold the sharded parameters now, False if they hold the gathered parameters."""
-        # With tensor parallelism, gathered parameters are DTensors too, but on a mesh with fewer dims.
-        tensors = zip(self._tensors(), self.parameters, strict=True)
-        return all(isinstance(t, DTensor) and t.device_mesh.ndim == p.mesh_dims for t, p in tensors)
+        # The tensors do not tell: gathered parameters may be DTensors too, for example with tensor parallelism.
+        return bool(self._group.is_sharded)
 
     def fingerprint(self) -> Fingerprint:
         """Return a tuple with which a caller detects that a parameter's shard was replaced or written to.
@@ -384,6 +382,5 @@ def _parameters(
             module=root,
             attribute=attribute,
             shape=tuple(shape),
-            mesh_dims=tensor.device_mesh.ndim,
             exact=attribute in specs and specs[attribute].exact,
         )

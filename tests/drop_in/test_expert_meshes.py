@@ -21,11 +21,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint
 
 import megazpp
+from megazpp.drop_in.units import find_program_units
 
 VOCAB, WIDTH, HIDDEN, EXPERTS, RANKS = 61, 32, 24, 8, 4
 EXACT = {"zero_weight_bits": 16, "zero_gradient_bits": (16, 16), "zero_error_feedback": False}
@@ -131,7 +133,7 @@ def use_local(module: nn.Module) -> None:
     def call(*args: Any) -> Any:
         """Run the module's own forward on local tensors; FSDP2 sums their gradients over the data-parallel ranks."""
         own = dict(module.named_parameters(recurse=False))
-        parts = {name: [Partial() if p.is_replicate() else p for p in own[name].placements] for name in own}
+        parts = {name: [Partial(), *own[name].placements[1:]] for name in own}  # all tp ranks have the same gradient
         whole = {name: own[name].to_local(grad_placements=parts[name]) for name in own}
         with _reparametrize_module(module, whole):
             return forward(*args)
@@ -140,16 +142,18 @@ def use_local(module: nn.Module) -> None:
 
 
 @functools.cache
-def meshes(ep: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """Return (mesh of the dense layers, mesh of the experts) for `ep` expert-parallel ranks.
+def meshes(ep: int, tp: int = 1) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return (mesh of the dense layers, mesh of the experts) for `ep` expert-parallel and `tp` tensor-parallel ranks.
 
     Each mesh is made once per process, because `fully_shard` compares meshes by identity.
     """
-    dense = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fsdp",))
-    return dense, init_device_mesh("cpu", (RANKS // ep, ep), mesh_dim_names=("efsdp", "ep"))
+    size = dist.get_world_size()
+    shape, names = ((size,), ("fsdp",)) if tp == 1 else ((size // tp, tp), ("fsdp", "tp"))
+    dense = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return dense, init_device_mesh("cpu", (size // ep, ep), mesh_dim_names=("efsdp", "ep"))
 
 
-def wrap(model: Mixture, recipe: str, ep: int, **fsdp: Any) -> None:
+def wrap(model: Mixture, recipe: str, ep: int, tp: int = 1, **fsdp: Any) -> None:
     """Shard the mixture as a framework shards its models.
 
     Args:
@@ -158,9 +162,11 @@ def wrap(model: Mixture, recipe: str, ep: int, **fsdp: Any) -> None:
             `partial_dtensor`; "spmd" for torchtitan's default, `spmd_types`, where all parameters are DTensors on all
             mesh dims.
         ep: number of expert-parallel ranks.
+        tp: number of tensor-parallel ranks, which split the dense layers of the blocks.
         fsdp: further arguments of `fully_shard`.
     """
-    dense, sparse = meshes(ep)
+    whole, sparse = meshes(ep, tp)
+    dense = whole["fsdp"] if tp > 1 and recipe != "spmd" else whole
     if recipe == "spmd":
         from torch.distributed.fsdp import DataParallelMeshDims
 
@@ -168,7 +174,9 @@ def wrap(model: Mixture, recipe: str, ep: int, **fsdp: Any) -> None:
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 mesh, placed = (
-                    (sparse, [Replicate(), Shard(0)]) if isinstance(module, Experts) else (dense, [Replicate()])
+                    (sparse, [Replicate(), Shard(0)])
+                    if isinstance(module, Experts)
+                    else (dense, [Replicate()] * dense.ndim)
                 )
                 split = distribute_tensor(parameter.detach(), mesh, placed)
                 setattr(module, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
@@ -176,6 +184,8 @@ def wrap(model: Mixture, recipe: str, ep: int, **fsdp: Any) -> None:
                 use_local(module)
     for block in model.blocks:
         experts = block.experts
+        if dense is not whole:
+            parallelize_module(block, whole["tp"], {"dense": ColwiseParallel(output_layouts=Replicate())})
         experts.mesh = sparse["ep"]
         for name, parameter in list(experts.named_parameters()) if recipe != "spmd" else ():
             split = distribute_tensor(parameter.detach(), sparse["ep"], [Shard(0)])
@@ -228,7 +238,7 @@ def build(kind: str | None, case: dict[str, Any]) -> tuple[Any, Any, torch.optim
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and not any(part in name for part in case.get("frozen", ())))
     fsdp = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if case.get("bf16") else {}
-    wrap(model, case.get("recipe", "apart"), case.get("ep", 2), **fsdp)
+    wrap(model, case.get("recipe", "apart"), case.get("ep", 2), case.get("tp", 1), **fsdp)
     handle = None
     if kind is not None:
         zero = megazpp.ZeroConfig(zeropp=True, **CONFIGS[kind])
@@ -244,7 +254,8 @@ def steps(model: Any, handle: Any, optimizer: torch.optim.Optimizer, case: dict[
             last = number == accumulate - 1
             if case.get("signal") == "sync":
                 model.set_requires_gradient_sync(last)
-            generator = torch.Generator().manual_seed(RANKS * (accumulate * step + number) + dist.get_rank())
+            data_rank = dist.get_rank() // case.get("tp", 1)
+            generator = torch.Generator().manual_seed(RANKS * (accumulate * step + number) + data_rank)
             ids = torch.randint(VOCAB, (2, 17), generator=generator)
             ids = torch.full_like(ids, 7) if case.get("idle") else ids
             waits = case.get("signal") == "accumulate" and handle is not None and not last
@@ -273,7 +284,7 @@ def like_fsdp2(case: dict[str, Any], tolerance: float) -> None:
         losses = torch.tensor(steps(model, handle, optimizer, case, range(4)))
         results.append({"losses": losses, **whole(model)})
     torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance)
-    assert handle.counter.sent_bytes("cross") > 0 or case.get("ranks_per_node") == RANKS
+    assert handle.counter.sent_bytes("cross") > 0 or case.get("ranks_per_node") == dist.get_world_size()
 
 
 # Only torch 2.13 and newer can have parameters on several meshes in one unit
@@ -296,20 +307,48 @@ RECIPES = ("apart", "together") if hasattr(torch.distributed.fsdp, "DataParallel
         slow({"compile": True}, 1e-5),
         slow({"ranks_per_node": 4}, 1e-5),
         slow({"ranks_per_node": 4, "ep": 4}, 1e-5),
+        slow({"tp": 2, "ep": 1}, 1e-5),
+        nightly({"ranks": 8, "ranks_per_node": 4, "tp": 4, "ep": 2}, 1e-5),
     ],
     ids=str,
 )
 def test_experts_train_as_in_plain_fsdp2(case, tolerance, recipe):
     """ZeRO++ sums gradients in another order than plain FSDP2, which the tolerance covers."""
-    ranks(RANKS).run(like_fsdp2, {**case, "recipe": recipe}, tolerance)
+    ranks(case.get("ranks", RANKS)).run(like_fsdp2, {**case, "recipe": recipe}, tolerance)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(RECIPES) == 1, reason="needs torch 2.13")
-@pytest.mark.parametrize("case", [{"accumulate": 2, "signal": "sync"}, {"accumulate": 2}, {"idle": True}], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"accumulate": 2, "signal": "sync", "checkpointing": True},
+        {"accumulate": 2, "lora": True},
+        {"idle": True, "frozen": ("experts.up", "router", "words", "norm")},
+        {"tp": 2, "ep": 1, "frozen": ("experts",)},
+        {"compile": True},
+    ],
+    ids=str,
+)
 def test_experts_train_as_in_plain_fsdp2_with_parameters_on_all_mesh_dims(case):
     """In torchtitan's default, `spmd_types`, all parameters are DTensors on all mesh dims."""
     ranks(RANKS).run(like_fsdp2, {**case, "recipe": "spmd"}, 1e-5)
+
+
+def states_of_units(recipe: str) -> None:
+    model = build(None, {"recipe": recipe})[0]
+    units = find_program_units(model)
+    for gather in (False, True, False):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard() if gather else module.reshard()
+        assert [(unit.is_sharded, unit.is_gathered) for unit in units] == [(not gather, gather)] * len(units)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *(["spmd"] if len(RECIPES) > 1 else [])])
+def test_units_of_dtensors_on_all_mesh_dims_know_if_they_are_gathered(recipe):
+    """In the recipe "spmd" the gathered parameters are DTensors on the same mesh as the sharded ones."""
+    ranks(RANKS).run(states_of_units, recipe)
 
 
 def crossed_bytes(kind: str, case: dict[str, Any]) -> tuple[int, list[str]]:
@@ -373,8 +412,10 @@ def resumed(kind: str | None, case: dict[str, Any], folder: str, *, trained: boo
     return {"losses": losses, **whole(model)}
 
 
-def resume_with_another_degree(folder: str, kind: str, saved_ep: int, ep: int, ranks_per_node: int) -> None:
-    case = {"bf16": kind != "exact"}
+def resume_with_another_degree(
+    folder: str, kind: str, recipe: str, saved_ep: int, ep: int, ranks_per_node: int
+) -> None:
+    case = {"bf16": kind != "exact", "recipe": recipe}
     model, handle, optimizer = build(kind, {**case, "ep": saved_ep})
     steps(model, handle, optimizer, {**case, "ep": saved_ep}, range(2))
     dcp.save(dict(enumerate(get_state_dict(model, optimizer))), checkpoint_id=folder)
@@ -389,11 +430,19 @@ def resume_with_another_degree(folder: str, kind: str, saved_ep: int, ep: int, r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saved_ep", "ep", "ranks_per_node"), [(2, 1, 2), (1, 2, 2), (2, 4, 4)])
+@pytest.mark.parametrize(
+    ("recipe", "saved_ep", "ep", "ranks_per_node"),
+    [
+        ("apart", 2, 1, 2),
+        (RECIPES[-1], 1, 2, 2),
+        ("apart", 2, 4, 4),
+        *([("spmd", 2, 1, 2)] if len(RECIPES) > 1 else []),
+    ],
+)
 @pytest.mark.parametrize("kind", ["exact", "lossless", "feedback"])
-def test_training_of_experts_resumes_with_another_degree(kind, saved_ep, ep, ranks_per_node, tmp_path):
+def test_training_of_experts_resumes_with_another_degree(kind, recipe, saved_ep, ep, ranks_per_node, tmp_path):
     """Lossless deltas and error feedback start anew, while weights and moments are those of the checkpoint."""
-    ranks(RANKS).run(resume_with_another_degree, str(tmp_path), kind, saved_ep, ep, ranks_per_node)
+    ranks(RANKS).run(resume_with_another_degree, str(tmp_path), kind, recipe, saved_ep, ep, ranks_per_node)
 
 
 def on_three_meshes(model: Mixture) -> None:
