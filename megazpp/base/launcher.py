@@ -29,6 +29,7 @@ of Intel MPI; Lightning's LSFEnvironment (jsrun); the manual pages flux-run(1), 
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -40,6 +41,10 @@ LOOPBACK = "127.0.0.1"
 _RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MP_CHILD")
 # Variables with the id of the job, which is equal on all ranks of the job
 _JOB_IDS = ("PMIX_NAMESPACE", "FLUX_JOB_ID", "PALS_APID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+
+# Distance between the store's ports of two steps of a Slurm job, so large that steps of two jobs with near job numbers
+# do not get the same port.
+PORTS_PER_STEP = 7919
 
 
 class Launched(NamedTuple):
@@ -131,9 +136,11 @@ def find_launcher(env: Mapping[str, str] = os.environ) -> Launched | None:
 
 
 def find_address(launched: Launched, env: Mapping[str, str]) -> dict[str, str]:
-    """Return MASTER_ADDR and MASTER_PORT for launchers that do not set them, such as mpirun; {} for torchrun and srun.
+    """Return MASTER_ADDR and MASTER_PORT for launchers that do not set them, such as mpirun; {} for torchrun.
 
-    Variables that are already set keep their values. On a single node, the defaults are the loopback address and a port
+    Variables that are already set keep their values. With srun, the defaults are the first host of the job step, on
+    which rank 0 runs, and a port that is computed from the numbers of job and step, so several steps of a job can run
+    at the same time. With other launchers there are defaults only on a single node: the loopback address and a port
     that is computed from the id of the job.
 
     Args:
@@ -142,15 +149,20 @@ def find_address(launched: Launched, env: Mapping[str, str]) -> dict[str, str]:
 
     Raises:
         ValueError: MASTER_ADDR is no host, or MASTER_PORT no port. Or a variable is not set and has no default,
-            because the ranks may be on several nodes or the job has no id.
+            because the ranks may be on several nodes, the job has no id, or Slurm's list of hosts cannot be read.
     """
     for name, parse in (("MASTER_ADDR", parse_host), ("MASTER_PORT", parse_port)):
         if env.get(name):
             parse(env[name], name)  # called for its ValueError
-    if launched.launcher in ("torchrun", "srun"):
+    if launched.launcher == "torchrun":
         return {}
     known = {name: env[name] for name in ("MASTER_ADDR", "MASTER_PORT") if env.get(name)}
-    if launched.local_size == launched.world_size:
+    if launched.launcher == "srun":
+        if "MASTER_ADDR" not in known:
+            known["MASTER_ADDR"] = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
+        job_id, step = int(env.get("SLURM_JOB_ID", "0")), int(env.get("SLURM_STEP_ID") or "0")
+        known.setdefault("MASTER_PORT", str(20000 + (job_id + PORTS_PER_STEP * step) % 20000))
+    elif launched.local_size == launched.world_size:
         known.setdefault("MASTER_ADDR", LOOPBACK)
         job = next((env[name] for name in _JOB_IDS if env.get(name)), None)
         if job is not None:
@@ -164,6 +176,26 @@ def find_address(launched: Launched, env: Mapping[str, str]) -> dict[str, str]:
             f"{launched.variable}"
         )
     return known
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of Slurm's host list `nodes`, for instance "rack1n01" for "rack[1-2]n[01-16,20],login".
+
+    If the list has a single host, the result is the loopback address. `scontrol show hostnames` would expand such a
+    list, but a container may lack that program.
+
+    Raises:
+        ValueError: `nodes` is not a host list of Slurm.
+    """
+    if not re.fullmatch(r"([\w.-]+|\[[\d,-]+\])+(,([\w.-]+|\[[\d,-]+\])+)*", nodes):
+        raise ValueError(
+            f"the environment has SLURM_JOB_NODELIST={nodes}, which is not a list of hosts, so the host of rank 0 is "
+            "unknown: export its name as MASTER_ADDR on all ranks"
+        )
+    several = "," in nodes or re.search(r"\[\d+-", nodes)
+    first = re.match(r"[^\[,]*(\[[^\]]*\][^\[,]*)*", nodes)
+    assert first is not None
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if several else LOOPBACK
 
 
 def _several(names: _Names, env: Mapping[str, str]) -> Launched | None:

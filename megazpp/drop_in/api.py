@@ -37,6 +37,7 @@ from megazpp.topology.plan import plan_layout
 from megazpp.zero.comms import in_backward
 from megazpp.zero.config import CommPlan, Dtypes, ZeroConfig
 from megazpp.zero.plan import plan_comm
+from megazpp.zero.sharding import axes_of_hops
 
 # Name of the environment variable with the number of ranks per node, if `zeropp` gets no argument ranks_per_node. With
 # fewer ranks than the machine has, ZeRO++ emulates several nodes.
@@ -170,7 +171,7 @@ def _install_comms(
     two_hops, hosts = wire.gather is not None or wire.reduce is not None, list[MeshAxis]()
     if two_hops:
         hosts = dims.host_axes("local", "cross", *(["tp"] if dims.layout.tp > 1 else []))
-    axes = [_axes_of_hops(each, wire) for each in dict.fromkeys((dims, dims.experts))]
+    axes = [axes_of_hops(each, wire) for each in dict.fromkeys((dims, dims.experts))]
     context = ProgramContext(*axes[0], plan=wire, zero=zero, precision=precision)
     contexts = {each[2].ranks: context.over(*each) for each in axes}
     # ---- create and install one all-gather and one reduce-scatter per unit
@@ -185,18 +186,6 @@ def _install_comms(
         watched = [gather for gather, _ in comms if isinstance(gather, WatchedGather)]
         WriteWatch(watched, model, hosts, context.accumulation)
     return Handle(model, units, zero, comms, dims.counter, context.accumulation, dims.layout, replaced)
-
-
-def _axes_of_hops(dims: GuestDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
-    """Return the axes cross, local and shard that the collectives of the plan `wire` use.
-
-    If no collective runs in two hops, the axis `shard` replaces all three, so that no other process
-    groups are created.
-    """
-    shard = dims.own_shard if wire.gather is None or wire.reduce is None else dims.shard
-    if wire.gather is None and wire.reduce is None:
-        return shard, shard, shard
-    return dims.cross, dims.local, shard
 
 
 def _make_comms(unit: ProgramUnit, context: ProgramContext) -> Comms:

@@ -199,6 +199,10 @@ class MeshAxis:
         self.count("reduce_scatter", self.ring_bytes(x))
         return out
 
+    def own_slice(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of `x`, [size * n, ...], as a view [n, ...]; no rank communicates."""
+        return x.chunk(self.size)[self.rank]
+
     def all_to_all(self, x: torch.Tensor, *, of: str = "") -> torch.Tensor:
         """Send slice i of `x`, [size, ...], to rank i of the axis. Return [size, ...] with rank i's slice at index i.
 

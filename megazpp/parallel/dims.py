@@ -161,6 +161,11 @@ class ParallelDims:
         """
         return self._axis("local", self._name("local"), self._group("local"))
 
+    @property
+    def own_shard(self) -> MeshAxis:
+        """The shard axis for collectives in one hop. Here it is `shard`; `megazpp.zeropp` gives it a separate group."""
+        return self.shard
+
     @functools.cached_property
     def cross(self) -> MeshAxis:
         """The inter-node part of the shard axis.

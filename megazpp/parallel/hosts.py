@@ -26,6 +26,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +36,7 @@ import torch.distributed as dist
 from megazpp.base.address import Address, is_loopback
 from megazpp.base.program import JobError, say, say_at_terminal
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.05  # time between two checks in `wait_until`
 CONNECT_SECONDS = 2.0  # limit of one attempt to connect to the store of node 0
 WAIT_SECONDS = 15.0  # time for the other hosts to start, before a launcher prints what may be wrong
 TELL_SECONDS = 20.0  # longest time for which a launcher that fails before the start tries to tell the other hosts
@@ -177,12 +178,6 @@ class Hosts:
         """True if another host has ended the job, and the time for this host's ranks to print details is over."""
         return time.monotonic() > self.over_at
 
-    def wait_for_reason(self, seconds: float) -> None:
-        """Wait until another host has ended the job, so that `over` is its reason, but at most `seconds`."""
-        deadline = time.monotonic() + seconds
-        while self.over is None and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-
     def _waiting(self) -> str:
         """Return a text for the user: which hosts this host waits for or cannot reach, and what may be wrong."""
         if self._connected.is_set() or self.node_rank == 0:
@@ -236,8 +231,7 @@ class Hosts:
                     break
                 time.sleep(POLL_SECONDS)
             store.add(LEFT, 1)
-            while self.node_rank == 0 and store.add(LEFT, 0) < expected - len(self._killed):
-                time.sleep(POLL_SECONDS)
+            wait_until(lambda: self.node_rank != 0 or store.add(LEFT, 0) >= expected - len(self._killed))
         except ValueError as mistake:
             self._mistake = mistake
         except RuntimeError:
@@ -345,10 +339,10 @@ class Hosts:
                 f"to {self.num_nodes - 1}"
             )
         store.set(f"host/{self.node_rank}", json.dumps(mine))
-        while not store.check(["host/0"]):
-            if store.check([REASON]):  # a host has failed, so node 0 may never join; the caller reads the reason next
-                return
-            time.sleep(POLL_SECONDS)
+        # If a host has failed, node 0 may never join. The caller reads the reason of the failure next.
+        wait_until(lambda: store.check(["host/0"]) or store.check([REASON]))
+        if not store.check(["host/0"]):
+            return
         if self.node_rank != 0:
             self._first, *theirs = json.loads(store.get("host/0"))
             for flag, own, other in zip(("--nnodes", "--nproc"), mine[1:3], theirs, strict=False):
@@ -378,6 +372,14 @@ def connected_to(port: int) -> set[str]:
                 mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
                 found.add(str(mapped or address))
     return found
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = math.inf) -> bool:
+    """Call `condition` every POLL_SECONDS until it is True or `seconds` have passed, and return its last result."""
+    deadline = time.monotonic() + seconds
+    while not (fulfilled := condition()) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return fulfilled
 
 
 def interface_of(address: str) -> str | None:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -57,9 +56,8 @@ from megazpp.base.program import (
 )
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.forks import Fork, can_fork
-from megazpp.parallel.hosts import Hosts
+from megazpp.parallel.hosts import POLL_SECONDS, Hosts, wait_until
 
-POLL_SECONDS = 0.05
 # A rank whose collective breaks reports a secondary failure. The launcher then waits this long for the rank that failed
 # first to exit, before it ends the job.
 GRACE_SECONDS = 3.0
@@ -72,9 +70,6 @@ MOST_CPU_WORKERS = 4
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 # Environment variable with the number of restarts so far; torchrun and MegaZ++'s launcher both set it.
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
-# Distance between the store's ports of two steps of a Slurm job, so large that steps of two jobs with near job numbers
-# do not get the same port.
-PORTS_PER_STEP = 7919
 # Environment variable with the value "True" if the store is in the launching process, not in rank 0.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
@@ -155,7 +150,8 @@ def open_store(place: RankInfo, timeout: timedelta, env: MutableMapping[str, str
     """
     if place.world_size == 1:
         return dist.HashStore()
-    _set_missing_address(env)
+    if (launched := find_launcher(env)) is not None:
+        env.update(find_address(launched, env))
     host, port = parse_host(env["MASTER_ADDR"], "MASTER_ADDR"), parse_port(env["MASTER_PORT"], "MASTER_PORT")
     env["MASTER_ADDR"] = host  # torch does not understand the brackets of an IPv6 address
     if place.rank == 0 and is_loopback(host) and env.get(AGENT_STORE) != "True":
@@ -171,44 +167,6 @@ def is_on_one_machine(place: RankInfo, env: Mapping[str, str] = os.environ) -> b
     """
     local = env.get("LOCAL_WORLD_SIZE") == str(place.world_size)
     return place.world_size == 1 or local or is_loopback(env.get("MASTER_ADDR", ""))
-
-
-def _set_missing_address(env: MutableMapping[str, str]) -> None:
-    """Set MASTER_ADDR and MASTER_PORT for torch's `env://` rendezvous if the launcher has not set them.
-
-    With Slurm, MASTER_ADDR is the first host of the job step, on which rank 0 runs. MASTER_PORT follows from the
-    numbers of the job and the step, so several steps of a job can run at the same time.
-    """
-    launched = find_launcher(env)
-    if launched is not None and launched.launcher not in ("torchrun", "srun"):
-        env.update(find_address(launched, env))
-        return
-    if "SLURM_PROCID" not in env:
-        return
-    if "MASTER_ADDR" not in env:
-        env["MASTER_ADDR"] = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
-    job, step = int(env.get("SLURM_JOB_ID", "0")), int(env.get("SLURM_STEP_ID") or "0")
-    env.setdefault("MASTER_PORT", str(20000 + (job + PORTS_PER_STEP * step) % 20000))
-
-
-def first_host(nodes: str) -> str:
-    """Return the first host of Slurm's host list `nodes`, for instance "rack1n01" for "rack[1-2]n[01-16,20],login".
-
-    If the list has a single host, the result is the loopback address. `scontrol show hostnames` would expand such a
-    list, but a container may lack that program.
-
-    Raises:
-        ValueError: `nodes` is not a host list of Slurm.
-    """
-    if not re.fullmatch(r"([\w.-]+|\[[\d,-]+\])+(,([\w.-]+|\[[\d,-]+\])+)*", nodes):
-        raise ValueError(
-            f"the environment has SLURM_JOB_NODELIST={nodes}, which is not a list of hosts, so the host of rank 0 is "
-            "unknown: export its name as MASTER_ADDR on all ranks"
-        )
-    several = "," in nodes or re.search(r"\[\d+-", nodes)
-    first = re.match(r"[^\[,]*(\[[^\]]*\][^\[,]*)*", nodes)
-    assert first is not None
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if several else LOOPBACK
 
 
 def hosts_of(config: LaunchConfig, nproc: int = 1) -> Hosts | None:
@@ -333,7 +291,7 @@ def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals
         # If all failed ranks of this host failed only because a collective broke, a rank of another host has failed
         # first. Wait until the launcher of that host has written the reason to the store.
         if failures and set(failures.values()) == {EXIT_SECONDARY}:
-            hosts.wait_for_reason(GRACE_SECONDS)
+            wait_until(lambda: hosts.over is not None, GRACE_SECONDS)
             failures = None if hosts.over else failures
     except ValueError as error:
         UserError(str(error)).show()

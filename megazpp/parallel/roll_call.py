@@ -4,7 +4,7 @@ Ranks with different flags, data or versions would compute wrong results, or wai
 own checks have failed takes part as well, so the other hosts learn of the failure within seconds. The compared values
 are called facts.
 
-    1. Each rank writes its host and a digest of its facts. The first rank with a digest also writes the facts.
+    1. Each rank writes its host and its facts.
     2. Rank 0 waits for all ranks, or for the first failure. It writes the verdict: the problem, or that there is none.
     3. Each rank reads the verdict. If there is a problem, one rank of each host prints it, and all ranks end.
 """
@@ -12,8 +12,8 @@ are called facts.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
+import math
 import os
 import socket
 import sys
@@ -30,23 +30,20 @@ from megazpp.base.files import HOME
 from megazpp.base.launcher import find_launcher
 from megazpp.base.program import EXIT_ERROR, LAUNCHER_PID, JobError, leave
 from megazpp.parallel.config import LaunchConfig
-from megazpp.parallel.hosts import Hosts
+from megazpp.parallel.hosts import Hosts, wait_until
 from megazpp.parallel.launch import RESTART_COUNT, RankInfo, hosts_of, open_store
 
-POLL_SECONDS = 0.05
 # Longest time for which a rank that has failed waits for the verdict, and rank 0 for the other ranks to read a problem
 ANSWER_SECONDS = 10.0
 OPEN_SECONDS = 60.0  # longest time for which a rank that has failed waits until the job's store exists
 CLAIM_SECONDS = 1.0  # time for a host's rank with local rank 0 to print an error, before another of its ranks prints it
 MOST_LINES = 10  # largest number of facts that an error message about differences lists
-# Keys of a roll call in the store. Their values, in this order: the number of ranks that have written facts, the number
-# of ranks that have failed, the first error, rank 0's verdict, and the number of ranks that have read the verdict.
+# Keys of the roll call in the store. Their values, in this order: the number of ranks that have written facts, the
+# number of ranks that have failed, the first error, rank 0's verdict, and the number of ranks that have read it.
 ARRIVED, FAILED, FAILURE, VERDICT, HEARD = "arrived", "failed", "failure", "verdict", "heard"
 
 
-def call_roll(
-    store: dist.Store, place: RankInfo, facts: Mapping[str, str], *, name: str, host: str | None = None
-) -> str | None:
+def call_roll(store: dist.Store, place: RankInfo, facts: Mapping[str, str], *, host: str | None = None) -> str | None:
     """Compare the facts of all ranks: values such as flags and versions, which must be equal on all ranks.
 
     Each rank of the job calls this, or `tell` if the rank has failed.
@@ -55,7 +52,6 @@ def call_roll(
         store: rendezvous store of the job.
         place: this process's rank and the number of ranks.
         facts: values that must be equal on all ranks, as text by name.
-        name: name of this roll call, different from the names of the job's other roll calls.
         host: name of this host; None uses the system's host name.
     Returns:
         A description of the differences, or the error of the first rank that has failed; None if no rank has failed and
@@ -63,24 +59,13 @@ def call_roll(
     """
     if place.world_size == 1:
         return None
-    root, host = dist.PrefixStore(f"megazpp/roll_call/{name}", store), host or socket.gethostname()
-    text = json.dumps(dict(facts))
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    if root.add(f"have/{digest}", 1) == 1:
-        root.set(f"facts/{digest}", text)
-    root.set(f"rank/{place.rank}", json.dumps([host, digest]))
+    root, host = _root(store), host or socket.gethostname()
+    root.set(f"rank/{place.rank}", json.dumps([host, dict(facts)]))
     root.add(ARRIVED, 1)
     if place.rank == 0:
-        while root.add(ARRIVED, 0) < place.world_size and root.add(FAILED, 0) == 0:
-            time.sleep(POLL_SECONDS)
-        failed = root.add(FAILED, 0) > 0
-        _answer(root, _read_failure(root) if failed else _differences(root, place.world_size))
-    return _verdict(root, place, None)
-
-
-def roll_call_at_start() -> str:
-    """Return the name of the roll call at the start of the workers, different after each restart of the job."""
-    return f"start/{os.environ.get(RESTART_COUNT, '0')}"
+        wait_until(lambda: root.add(ARRIVED, 0) == place.world_size or root.add(FAILED, 0) > 0)
+        _write_verdict(root, place.world_size)
+    return _read_verdict(root, place, math.inf)
 
 
 def launched_place() -> RankInfo | None:
@@ -110,7 +95,7 @@ def report_tracebacks() -> None:
             return  # MegaZ++'s launcher notices the end of this process itself; an interrupt by the user is no failure
         place, hosts, text = launched_place(), hosts_in(sys.argv[1:]), f"{kind.__name__}: {error}"
         if place is not None:
-            report_failure(place, JobError(text), name=roll_call_at_start())
+            report_failure(place, JobError(text))
         elif hosts is not None:
             hosts.tell(text)
             leave(EXIT_ERROR)  # an ordinary exit would abort, if the thread of `tell` is in a call on the store
@@ -133,7 +118,7 @@ def hosts_in(argv: Sequence[str]) -> Hosts | None:
         return None
 
 
-def report_failure(place: RankInfo, error: JobError, *, name: str) -> None:
+def report_failure(place: RankInfo, error: JobError) -> None:
     """Print the error that ends this rank during its start, and tell it to the ranks of other hosts.
 
     Call this if a check fails before `worker_process`. Only one rank of each host prints the error. The function
@@ -142,49 +127,58 @@ def report_failure(place: RankInfo, error: JobError, *, name: str) -> None:
     Args:
         place: this process's rank and the number of ranks.
         error: error that ends this rank.
-        name: name of the roll call in which the other ranks take part.
     """
     if place.local_rank == 0:
         error.show()
     try:
         store = open_store(place, timedelta(seconds=OPEN_SECONDS))
-        tell(store, place, error, name=name)
+        tell(store, place, error)
     except (dist.DistError, OSError, RuntimeError, ValueError):
         # The job's store cannot be used, so ranks of other hosts are not told. Do not exit at once: a launcher kills
         # all ranks of this host as soon as one of them exits, and local rank 0 may still be printing the error.
         time.sleep(CLAIM_SECONDS)
 
 
-def tell(store: dist.Store, place: RankInfo, error: JobError, *, name: str, host: str | None = None) -> None:
+def tell(store: dist.Store, place: RankInfo, error: JobError, *, host: str | None = None) -> None:
     """Take part in a roll call for a rank that has failed: write its error instead of facts, and wait for the verdict.
 
     `report_failure` describes the arguments. If no other rank of this host has printed the error, print it.
     """
-    root, host = dist.PrefixStore(f"megazpp/roll_call/{name}", store), host or socket.gethostname()
+    root, host = _root(store), host or socket.gethostname()
     if place.local_rank != 0:
         time.sleep(CLAIM_SECONDS)
     if root.add(f"said/{host}", 1) == 1 and place.local_rank != 0:
         error.show()
     if root.add(FAILED, 1) == 1:
-        root.set(FAILURE, json.dumps(f"rank {place.rank} on {host}: {error}"))
+        root.set(FAILURE, f"rank {place.rank} on {host}: {error}")
     if place.rank == 0:
-        _answer(root, _read_failure(root))
-    _verdict(root, place, ANSWER_SECONDS)
+        _write_verdict(root, place.world_size)
+    _read_verdict(root, place, ANSWER_SECONDS)
 
 
-def show_once(store: dist.Store, error: JobError, *, name: str, host: str | None = None) -> None:
+def show_once(store: dist.Store, error: JobError, *, host: str | None = None) -> None:
     """Print `error`, the problem that a roll call has found, unless another rank of this host has printed it."""
-    root, host = dist.PrefixStore(f"megazpp/roll_call/{name}", store), host or socket.gethostname()
+    root, host = _root(store), host or socket.gethostname()
     if root.add(f"said/{host}", 1) == 1:
         error.show()
 
 
-def _answer(root: dist.Store, problem: str | None) -> None:
-    """Write the verdict of a roll call for all ranks: the problem, or None if all is well. Only rank 0 calls this."""
-    root.set(VERDICT, json.dumps(problem))
+def _root(store: dist.Store) -> dist.Store:
+    """Return the part of the job's store that the roll call uses, which is empty after each restart of the job."""
+    return dist.PrefixStore(f"megazpp/roll_call/{os.environ.get(RESTART_COUNT, '0')}", store)
 
 
-def _verdict(root: dist.Store, place: RankInfo, seconds: float | None) -> str | None:
+def _write_verdict(root: dist.Store, world_size: int) -> None:
+    """Write the verdict of a roll call to its store `root`, for all `world_size` ranks. Only rank 0 calls this.
+
+    The verdict is the error of the first rank that has failed, the differences between the facts of all ranks, or None.
+    """
+    # `get` waits for the error, because a failed rank increments FAILED before it writes its error.
+    failed = root.add(FAILED, 0) > 0
+    root.set(VERDICT, json.dumps(root.get(FAILURE).decode() if failed else _differences(root, world_size)))
+
+
+def _read_verdict(root: dist.Store, place: RankInfo, seconds: float) -> str | None:
     """Wait for the verdict of a roll call, which rank 0 writes to the store, and return it.
 
     If the verdict is a problem, rank 0 waits until the other ranks have read it, because rank 0 may host the store.
@@ -192,30 +186,18 @@ def _verdict(root: dist.Store, place: RankInfo, seconds: float | None) -> str | 
     Args:
         root: store of the roll call.
         place: this process's rank and the number of ranks.
-        seconds: longest time to wait for the verdict; None waits until the watchdog ends the process.
+        seconds: longest time to wait for the verdict; infinite to wait until the watchdog ends the process.
     Returns:
         The problem; None if all is well or no verdict came within `seconds`.
     """
-    deadline = None if seconds is None else time.monotonic() + seconds
-    while not root.check([VERDICT]):
-        if deadline is not None and time.monotonic() > deadline:
-            return None
-        time.sleep(POLL_SECONDS)
-    problem = json.loads(root.get(VERDICT))
+    if not wait_until(lambda: root.check([VERDICT]), seconds):
+        return None
+    problem: str | None = json.loads(root.get(VERDICT))
     root.add(HEARD, 1)
-    end = time.monotonic() + ANSWER_SECONDS
-    with contextlib.suppress(dist.DistError):
-        while problem and place.rank == 0 and root.add(HEARD, 0) < place.world_size and time.monotonic() < end:
-            time.sleep(POLL_SECONDS)
-    return None if problem is None else str(problem)
-
-
-def _read_failure(root: dist.Store) -> str:
-    """Return the text of the first failure that a rank has written to the store of a roll call."""
-    # The caller has seen the counter FAILED, which the failed rank increments before it writes the text: wait for it.
-    while not root.check([FAILURE]):
-        time.sleep(POLL_SECONDS)
-    return str(json.loads(root.get(FAILURE)))
+    if problem and place.rank == 0:
+        with contextlib.suppress(dist.DistError):
+            wait_until(lambda: root.add(HEARD, 0) == place.world_size, ANSWER_SECONDS)
+    return problem
 
 
 def _differences(root: dist.Store, world_size: int) -> str | None:
@@ -225,27 +207,20 @@ def _differences(root: dist.Store, world_size: int) -> str | None:
         A line for each fact that differs between ranks, with all values and their hosts and ranks; None if all facts
         are equal.
     """
-    ranks: dict[str, list[int]] = {}
-    hosts: dict[int, str] = {}
-    for rank in range(world_size):
-        hosts[rank], digest = json.loads(root.get(f"rank/{rank}"))
-        ranks.setdefault(digest, []).append(rank)
-    if len(ranks) == 1:
-        return None
-    facts: dict[str, dict[str, Any]] = {digest: json.loads(root.get(f"facts/{digest}")) for digest in ranks}
-    lines = []
-    for name in dict.fromkeys(name for of_digest in facts.values() for name in of_digest):
+    found: list[tuple[str, dict[str, Any]]] = [json.loads(root.get(f"rank/{rank}")) for rank in range(world_size)]
+    hosts, lines = [host for host, _ in found], []
+    for name in dict.fromkeys(name for _, facts in found for name in facts):
         where: dict[str, list[int]] = {}
-        for digest, members in ranks.items():
-            where.setdefault(str(facts[digest].get(name, "not known")), []).extend(members)
+        for rank, (_, facts) in enumerate(found):
+            where.setdefault(str(facts.get(name, "not known")), []).append(rank)
         if len(where) > 1:
-            values = [f"{value} on {_places(sorted(members), hosts)}" for value, members in where.items()]
+            values = [f"{value} on {_places(ranks, hosts)}" for value, ranks in where.items()]
             lines.append(f"{name} must be equal on all ranks, but is {', '.join(values)}")
     left = len(lines) - MOST_LINES
-    return "\n".join([*lines[:MOST_LINES], *([f"and {left} more differences"] if left > 0 else [])])
+    return "\n".join([*lines[:MOST_LINES], *([f"and {left} more differences"] if left > 0 else [])]) or None
 
 
-def _places(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
+def _places(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Return at most three hosts of `ranks` as text, for example "alpha (rank 0) and beta (ranks 4 to 7)"."""
     by_host: dict[str, list[int]] = {}
     for rank in ranks:

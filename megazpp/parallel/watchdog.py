@@ -39,7 +39,6 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +49,7 @@ from megazpp.base.files import cause
 from megazpp.base.program import EXIT_HANG, EXIT_SECONDARY, leave
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.hosts import wait_until
 from megazpp.parallel.launch import RankInfo
 from megazpp.parallel.timeline import COMPUTE, FILES, STEP, WAIT, Activity, Doing
 from megazpp.topology.layout import Layout
@@ -117,13 +117,6 @@ class Watchdog:
         self._layout = dims.layout
         dims.timeline.attach(self._activity)
 
-    def span(self, name: str) -> AbstractContextManager[None]:
-        """Return a context in which this rank waits for all other ranks without a collective of a mesh axis.
-
-        The watchdog sees the wait as the open span `name` on the track "world".
-        """
-        return self._activity.span("world", name)
-
     def write_to(self, folder: Path) -> None:
         """Set the folder to which the rank that raises an alarm writes the stacks of all ranks. Rank 0 calls this."""
         self._store.set(FOLDER, str(folder.resolve()))
@@ -189,8 +182,7 @@ class Watchdog:
         state = self._state()
         store.set(STATE.format(rank), json.dumps(state))
         if not raised_it:
-            _wait_for(store, [REPORT], 2 * ANSWER_SECONDS)
-            if store.check([REPORT]):
+            if wait_until(lambda: store.check([REPORT]), 2 * ANSWER_SECONDS):
                 host, text = json.loads(store.get(REPORT))
                 if self._place.local_rank == 0 and host != socket.gethostname():
                     print(f"\n{text}", file=sys.stderr, flush=True)
@@ -198,7 +190,7 @@ class Watchdog:
         # Increment the counter of failures, so that ranks whose collectives break from now on exit silently.
         self._root.add(FAILURES.format(self._restarts), 1)
         keys = [STATE.format(r) for r in range(self._place.world_size)]
-        _wait_for(store, keys, ANSWER_SECONDS)
+        wait_until(lambda: store.check(keys), ANSWER_SECONDS)
         answers = {r: json.loads(store.get(key)) for r, key in enumerate(keys) if store.check([key])}
         states = {
             r: RankState(host, [Doing(*each) for each in doing], *rest) for r, (host, doing, *rest) in answers.items()
@@ -309,13 +301,6 @@ def python_stacks() -> str:
         for ident, frame in frames
         if ident != me
     )
-
-
-def _wait_for(store: dist.Store, keys: list[str], seconds: float) -> None:
-    """Wait until all `keys` are in the store, but at most `seconds`. Running out of time raises no error."""
-    deadline = time.monotonic() + seconds
-    while not store.check(keys) and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def _ranks(ranks: set[int] | list[int]) -> str:

@@ -54,7 +54,7 @@ from megazpp.base.program import (
 )
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.launch import LOOPBACK, RESTART_COUNT, RankInfo, is_on_one_machine, open_store
-from megazpp.parallel.roll_call import call_roll, roll_call_at_start, show_once
+from megazpp.parallel.roll_call import call_roll, show_once
 from megazpp.parallel.watchdog import FAILURES, Watchdog
 
 WAIT_SECONDS = 15.0  # time for the other ranks to start, before a rank prints that it waits for them
@@ -77,22 +77,6 @@ class Worker(RankInfo):
     store: dist.Store  # store of the default process group
     watchdog: Watchdog
     restarts: int = 0  # number of times that the launcher has restarted the job
-
-    def compare(self, facts: Mapping[str, str], *, name: str) -> None:
-        """Check that all ranks have equal `facts`. All ranks call this.
-
-        Args:
-            facts: values that must be equal on all ranks, as text by name.
-            name: name of this comparison, different in each call.
-        Raises:
-            UserError: a fact differs between ranks. All ranks raise the error.
-        """
-        # The span makes the watchdog notice a rank that never arrives. The rank's heartbeat would not show this: a rank
-        # that is stuck, for example in a read of its files, still sends it.
-        with self.watchdog.span(f"compare {name}"):
-            problem = call_roll(self.store, self, facts, name=f"{name}/{self.restarts}")
-        if problem is not None:
-            raise UserError(problem)
 
 
 @contextlib.contextmanager
@@ -131,13 +115,13 @@ def worker_process(
 
     # Open the store, start the watchdog, compare the facts of all ranks, and create the default process group.
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-    restarts, name = int(os.environ.get(RESTART_COUNT, "0")), roll_call_at_start()
+    restarts = int(os.environ.get(RESTART_COUNT, "0"))
     with _say_whom_it_waits_for(place):
         store = open_store(place, timedelta(minutes=config.distributed_timeout_minutes))
         watchdog = Watchdog(store, place, config, restarts=restarts).start()
-        problem = call_roll(store, place, facts, name=name)
+        problem = call_roll(store, place, facts)
     if problem is not None:
-        show_once(store, UserError(problem), name=name)
+        show_once(store, UserError(problem))
         leave(EXIT_USER_ERROR)
     share_gloo_device(loopback=is_on_one_machine(place), lazy=backend != "gloo")
     if device.type == "cpu":

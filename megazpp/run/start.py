@@ -40,7 +40,7 @@ from megazpp.kernels import formats
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.environment import prepare_environment
 from megazpp.parallel.launch import RankInfo, detect_rank_info, hosts_of, launch_workers, launch_workers_of_host
-from megazpp.parallel.roll_call import hosts_in, launched_place, report_failure, roll_call_at_start
+from megazpp.parallel.roll_call import hosts_in, launched_place, report_failure
 from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
@@ -78,7 +78,7 @@ def distributed_program(main: Callable[[list[str]], int]) -> Callable[..., int]:
             place, hosts = launched_place(), hosts_in(argv)
             failure = error if isinstance(error, JobError) else UserError(in_words(error, argv))
             if place is not None:
-                report_failure(place, failure, name=roll_call_at_start())
+                report_failure(place, failure)
             elif hosts is not None:
                 failure.show()
                 hosts.tell(str(failure))

@@ -33,7 +33,7 @@ from megazpp.optim.build import build_optimizer
 from megazpp.optim.optimizer import LossScaler
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
+from megazpp.parallel.dims import ParallelDims, check_equal_on_all_ranks, open_axis, raise_on_all_ranks
 from megazpp.parallel.host_discovery import resolve_cluster
 from megazpp.parallel.measure_links import measure_device, measure_links
 from megazpp.parallel.worker import Worker, seed_everything
@@ -109,7 +109,9 @@ class OpenRun:
             tokenizer: tokenizer of this rank's data.
             samples: description of this rank's samples from data/identity.py.
         """
-        self.worker.compare(facts_of_data(tokenizer, samples), name="data")
+        with user_errors():
+            for name, digest in facts_of_data(tokenizer, samples).items():
+                check_equal_on_all_ranks(self.context.dims.world, name, digest)
 
 
 @contextmanager

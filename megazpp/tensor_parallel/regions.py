@@ -106,7 +106,7 @@ def collect_sequence(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
 
     Backward returns this rank's slice of the gradient without a sum, because all ranks compute the same gradient.
     """
-    return _Collect.apply(x, cp)
+    return _Collective.apply(x, cp, "all_gather", "own_slice")
 
 
 def exchange_rows(x: torch.Tensor, ep: MeshAxis, send: list[int], receive: list[int]) -> torch.Tensor:
@@ -185,19 +185,6 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return getattr(ctx.axis, ctx.adjoint)(grads[0]), None, None, None
-
-
-class _Collect(torch.autograd.Function):
-    """The autograd function of `collect_sequence`: an all-gather in forward, this rank's slice in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
-        ctx.cp = cp
-        return cp.all_gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0].chunk(ctx.cp.size)[ctx.cp.rank], None
 
 
 class _ExchangeRows(torch.autograd.Function):

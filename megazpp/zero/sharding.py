@@ -410,8 +410,8 @@ def shard_model(
         replicate.count("all_reduce", 2 * replicate.ring_bytes(reduced))
 
     sharded = find_units(model, unit_class=states.unit, data_dims=dims.data_mesh.ndim)
-    context = CommContext(*_axes_of_hops(dims, wire), plan=wire, zero=zero, precision=precision)
-    of_experts = context.over(*_axes_of_hops(dims.experts, wire)) if experts else context
+    context = CommContext(*axes_of_hops(dims, wire), plan=wire, zero=zero, precision=precision)
+    of_experts = context.over(*axes_of_hops(dims.experts, wire)) if experts else context
     comms: list[tuple[TwoHopGather | CountedGather | None, SummingReduce]] = []
     for unit in sharded:
         for module in unit.modules:
@@ -437,14 +437,14 @@ def shard_model(
     return Sharding(model, sharded, zero, comms, dims.counter, states)
 
 
-def _axes_of_hops(dims: ParallelDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
+def axes_of_hops(dims: ParallelDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
     """Return the axes cross, local and shard that the collectives of the plan `wire` use.
 
     If no collective runs in two hops, the axis `shard` replaces all three. Access to the other two axes would create
     process groups that nothing uses.
     """
-    two_hops = wire.gather or wire.reduce
-    return (dims.cross, dims.local, dims.shard) if two_hops else (dims.shard, dims.shard, dims.shard)
+    shard = dims.shard if wire.gather and wire.reduce else dims.own_shard
+    return (dims.cross, dims.local, shard) if wire.gather or wire.reduce else (shard, shard, shard)
 
 
 def make_comms(

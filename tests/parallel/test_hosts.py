@@ -11,7 +11,7 @@ from megazpp.base.address import Address, listen
 from megazpp.base.program import JobError
 from megazpp.parallel import hosts, roll_call
 from megazpp.parallel.config import LaunchConfig
-from megazpp.parallel.hosts import Hosts
+from megazpp.parallel.hosts import Hosts, wait_until
 from megazpp.parallel.launch import RankInfo, detect_rank_info, hosts_of
 
 NAMES = ("alpha", "beta", "gamma")
@@ -110,7 +110,7 @@ def test_reason_reaches_the_other_hosts_within_seconds():
         list(pool.map(Hosts.gather, (here, there)))
         started = time.monotonic()
         pool.submit(there.end, "rank 1 was killed by SIGKILL")
-        here.wait_for_reason(10)
+        wait_until(lambda: here.over is not None, 10)
         assert here.over == "beta: rank 1 was killed by SIGKILL"
         assert time.monotonic() - started < 2
         here.end("")

@@ -16,10 +16,11 @@ from helpers.refusals import not_refused
 from torch.distributed import distributed_c10d
 
 from megazpp.base.address import Address, listen
+from megazpp.base.launcher import find_address, find_launcher, first_host
 from megazpp.base.program import LAUNCHER_PID
 from megazpp.parallel import launch, worker
 from megazpp.parallel.config import LaunchConfig
-from megazpp.parallel.launch import AGENT_STORE, RankInfo, detect_rank_info, first_host, is_on_one_machine, open_store
+from megazpp.parallel.launch import AGENT_STORE, RankInfo, detect_rank_info, is_on_one_machine, open_store
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
@@ -230,7 +231,7 @@ def test_rank_0_store_listens_on_loopback_only_and_one_process_nowhere():
 def test_srun_on_one_node_uses_the_loopback_address():
     for hosts, address in (("host0", "127.0.0.1"), ("host[0-1]", "host0")):
         env = {**SRUN, "SLURM_JOB_NODELIST": hosts, "SLURM_JOB_ID": "20007"}
-        launch._set_missing_address(env)
+        env |= find_address(find_launcher(env), env)
         assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (address, "20007")
         assert is_on_one_machine(STARTED, env) == (address == "127.0.0.1")
 
@@ -255,7 +256,7 @@ def test_steps_of_one_slurm_job_have_their_own_address_and_port():
     for step, nodes in enumerate(("a,b", "c,d")):
         of_step = {"SLURM_STEP_ID": str(step), "SLURM_STEP_NODELIST": nodes}
         env = {**SRUN, "SLURM_JOB_NODELIST": "a,b,c,d", "SLURM_JOB_ID": "7", **of_step}
-        launch._set_missing_address(env)
+        env |= find_address(find_launcher(env), env)
         assert env["MASTER_ADDR"] == nodes[0]
         found.add(env["MASTER_PORT"])
     assert len(found) == 2
@@ -266,13 +267,13 @@ def test_mpirun_on_one_node_uses_loopback_and_a_port_per_job():
     for job in ("prterun-a@1", "prterun-b@1"):
         env = mpi("OMPI_COMM_WORLD", size=4) | {"PMIX_NAMESPACE": job}
         place = detect_rank_info(LaunchConfig(), env)
-        launch._set_missing_address(env)
+        env |= find_address(find_launcher(env), env)
         assert env["MASTER_ADDR"] == "127.0.0.1"
         assert is_on_one_machine(place, env)
         ports.add(env["MASTER_PORT"])
     assert len(ports) == 2
     given = mpi("OMPI_COMM_WORLD") | ADDRESS
-    launch._set_missing_address(given)
+    given |= find_address(find_launcher(given), given)
     assert given == mpi("OMPI_COMM_WORLD") | ADDRESS
 
 

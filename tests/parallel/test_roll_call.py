@@ -9,18 +9,14 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megazpp.base.address import Address, listen
 from megazpp.base.launcher import LOOPBACK
 from megazpp.base.program import LAUNCHER_PID, UserError
 from megazpp.parallel import roll_call, worker
-from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.launch import RankInfo, loopback_store
 from megazpp.parallel.roll_call import call_roll, show_once, tell
-from megazpp.parallel.watchdog import Watchdog
-from megazpp.parallel.worker import Worker
 
 HOSTS = ("alpha", "alpha", "beta", "beta")
 EQUAL = {"--lr": "0.001", "the version of torch": "2.13"}
@@ -36,9 +32,9 @@ def answer(facts: dict[str, str], store: dist.Store, place: RankInfo, host: str)
         place: this rank's place in the job.
         host: name of this rank's host.
     """
-    problem = call_roll(store, place, facts, name="a", host=host)
+    problem = call_roll(store, place, facts, host=host)
     if problem is not None:
-        show_once(store, UserError(f"[{host}] {problem}"), name="a", host=host)
+        show_once(store, UserError(f"[{host}] {problem}"), host=host)
     return problem
 
 
@@ -46,7 +42,7 @@ def fail(text: str, store: dist.Store, place: RankInfo, host: str) -> None:
     """Tell all ranks that this rank has failed; the first rank of a host has printed the error before."""
     if place.local_rank == 0:
         UserError(f"[{host}] {text}").show()
-    tell(store, place, UserError(f"[{host}] {text}" if place.local_rank else text), name="a", host=host)
+    tell(store, place, UserError(f"[{host}] {text}" if place.local_rank else text), host=host)
 
 
 def on_ranks(*work: Answer) -> list[Any]:
@@ -72,7 +68,7 @@ def printed(capfd: pytest.CaptureFixture[str]) -> list[str]:
 def test_equal_facts_are_no_problem_and_print_nothing(capfd):
     assert on_ranks(*(partial(answer, dict(EQUAL)) for _ in HOSTS)) == [None] * 4
     assert printed(capfd) == []
-    assert call_roll(dist.HashStore(), RankInfo(started=True, world_size=1), EQUAL, name="a") is None
+    assert call_roll(dist.HashStore(), RankInfo(started=True, world_size=1), EQUAL) is None
 
 
 def test_each_different_fact_is_named_with_values_hosts_and_ranks(capfd):
@@ -85,22 +81,6 @@ def test_each_different_fact_is_named_with_values_hosts_and_ranks(capfd):
     ]
     assert found == ["\n".join(lines)] * 4
     assert printed(capfd) == sorted([lines[1], lines[1], f"[alpha] {lines[0]}", f"[beta] {lines[0]}"])
-
-
-def test_watchdog_sees_a_rank_that_waits_for_the_facts_of_another():
-    """A rank that cannot read its data, on a file system that does not answer, still has a heartbeat."""
-    watchdogs = dict[int, Watchdog]()
-
-    def compare(store: dist.Store, place: RankInfo, host: str) -> str:
-        own = watchdogs[place.rank] = Watchdog(store, place, LaunchConfig(), restarts=0)  # not started
-        seen, until = "", time.monotonic() + 10.0
-        while place.rank == 1 and not seen and time.monotonic() < until:  # begins only when rank 0 waits
-            seen = watchdogs[0]._state().describe() if 0 in watchdogs and watchdogs[0]._activity.now() else ""
-        Worker(**vars(place), device=torch.device("cpu"), store=store, watchdog=own).compare(EQUAL, name="data")
-        return seen
-
-    assert on_ranks(compare, compare) == ["", "world compare data for 0 s"]
-    assert [watchdogs[rank]._activity.now() for rank in (0, 1)] == [[], []]
 
 
 def test_long_lists_of_differences_are_cut():
@@ -153,7 +133,7 @@ def test_first_rank_of_a_host_says_whom_it_waits_for_and_where(monkeypatch, caps
 
 def test_exception_before_the_start_is_told_to_the_other_hosts(monkeypatch, capsys):
     told: list[tuple[RankInfo, str]] = []
-    monkeypatch.setattr(roll_call, "report_failure", lambda place, error, name: told.append((place, str(error))))
+    monkeypatch.setattr(roll_call, "report_failure", lambda place, error: told.append((place, str(error))))
     # report_tracebacks replaces this hook, and monkeypatch restores it
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     roll_call.report_tracebacks()

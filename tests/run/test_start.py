@@ -18,7 +18,7 @@ from megazpp.run.start import facts_of
 DIFFERENT = {
     "--lr 0.5": "--lr must be equal on all ranks, but is 0.001 on",
     "--num-layers 3": "--num-layers must be equal on all ranks, but is 1 on",
-    "--text-path other.txt": "the training data must be equal on all ranks, but is",
+    "--text-path other.txt": "the training data must have the same content on all ranks, but differs between",
     "--text-path missing.txt": "--text-path missing.txt does not exist",
     "--lr 0x": "command line: --lr: invalid float value: '0x'",
     "--save-to-run-dir": "--save-to-run-dir must be equal on all ranks, but is False on",

@@ -40,7 +40,8 @@ if __name__ == "__main__":
     begin()  # before the imports below, in which Ctrl-C would print a traceback
 
 from megazpp.base.program import EXIT_USER_ERROR, MEGA, UserError, end_with, exit_on_signals, flags_of, program
-from megazpp.parallel.launch import POLL_SECONDS, Workers, describe_failure, first_failure
+from megazpp.parallel.hosts import POLL_SECONDS
+from megazpp.parallel.launch import Workers, describe_failure, first_failure
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 UNLIMITED = "unlimited"
