@@ -1,6 +1,6 @@
-"""The roll call: before ranks create process groups, they compare flags, data and versions through the store.
+"""The roll call: before ranks create process groups, they compare flags and versions through the store.
 
-Ranks with different flags, data or versions would compute wrong results, or wait for each other for ever. A rank whose
+Ranks with different flags or versions would compute wrong results, or wait for each other for ever. A rank whose
 own checks have failed takes part as well, so the other hosts learn of the failure within seconds. The compared values
 are called facts.
 
@@ -201,7 +201,7 @@ def _read_verdict(root: dist.Store, place: RankInfo, seconds: float) -> str | No
 
 
 def _differences(root: dist.Store, world_size: int) -> str | None:
-    """Compare the facts of all ranks in the store of a roll call.
+    """Compare the facts of all ranks in the store of the roll call.
 
     Returns:
         A line for each fact that differs between ranks, with all values and their hosts and ranks; None if all facts
