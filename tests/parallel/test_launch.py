@@ -25,7 +25,7 @@ from megazpp.parallel.launch import AGENT_STORE, RankInfo, detect_rank_info, is_
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 ADDRESS = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
-SRUN = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}
+SRUN = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_NODELIST": "n[0-1]"}
 
 
 def mpi(prefix: str, *, rank: int = 5, size: int = 8) -> dict[str, str]:
