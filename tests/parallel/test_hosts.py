@@ -127,7 +127,7 @@ def test_killed_host_ends_the_job_within_seconds_with_its_name(monkeypatch):
         assert here.over is None
         connected.clear()
         for each in (here, there):
-            each.wait_for_reason(10)
+            wait_until(lambda each=each: each.over is not None, 10)
             assert each.over.startswith("beta: all processes of the job have ended without notice")
         began = time.monotonic()
         here.end("")  # must not wait for the killed host
