@@ -64,7 +64,8 @@ def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else list(argv)
-        begun = signal.getsignal(signal.SIGINT) is _leave_on_ctrl_c
+        # A worker of MegaZ++'s launcher keeps the handler until `worker_process`, because the launcher prints the line.
+        begun = signal.getsignal(signal.SIGINT) is _leave_on_ctrl_c and LAUNCHER_PID not in os.environ
         if begun:  # during `main`, Ctrl-C must run `finally` blocks
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
@@ -146,11 +147,16 @@ def begin() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job of a shell ignores SIGINT
         signal.signal(signal.SIGINT, _leave_on_ctrl_c)
+    # MegaZ++'s launcher blocks SIGINT while the interpreter of a worker starts.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _leave_on_ctrl_c(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle SIGINT during the imports of a program: print one line on rank 0, and exit the process at once."""
-    if launched_rank() == 0:
+    """Handle SIGINT during the imports of a program: print one line, and exit the process at once.
+
+    Only one process of a job prints the line: rank 0, or the process that has launched the workers.
+    """
+    if launched_rank() == 0 and LAUNCHER_PID not in os.environ:
         with contextlib.suppress(OSError):  # the terminal may be closed
             say(f"{Path(sys.argv[0]).name}: interrupted")
     os._exit(EXIT_INTERRUPTED)

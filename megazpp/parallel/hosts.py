@@ -147,7 +147,9 @@ class Hosts:
 
     def note(self, signal_name: str) -> None:
         """Make the other hosts print that this host has received the signal `signal_name`. This does not block."""
-        self._sent[NOTE] = f"{self.name} has received {signal_name}: all hosts finish the step, save and end"
+        self._sent[NOTE] = (
+            f"{self.name} has received {signal_name}: all hosts end; training finishes its step and saves before"
+        )
 
     def end(self, reason: str, *, grace_seconds: float = 0.0, seconds: float = LOST_SECONDS) -> None:
         """Leave the job. Host 0, which holds the store, waits up to END_SECONDS until the other hosts have left.

@@ -56,7 +56,7 @@ from megazpp.base.program import (
 )
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.forks import Fork, can_fork
-from megazpp.parallel.hosts import POLL_SECONDS, Hosts, wait_until
+from megazpp.parallel.hosts import CONNECT_SECONDS, POLL_SECONDS, Hosts, wait_until
 
 # A rank whose collective breaks reports a secondary failure. The launcher then waits this long for the rank that failed
 # first to exit, before it ends the job.
@@ -147,6 +147,8 @@ def open_store(place: RankInfo, timeout: timedelta, env: MutableMapping[str, str
         place: this process's rank and the number of ranks. A single rank gets a store in its own memory.
         timeout: timeout of the rendezvous and of the store's operations.
         env: environment variables. If the launcher has not set MASTER_ADDR and MASTER_PORT, they are added to `env`.
+    Raises:
+        ValueError: MASTER_ADDR or MASTER_PORT is wrong, or the store cannot be reached within `timeout`.
     """
     if place.world_size == 1:
         return dist.HashStore()
@@ -156,8 +158,31 @@ def open_store(place: RankInfo, timeout: timedelta, env: MutableMapping[str, str
     env["MASTER_ADDR"] = host  # torch does not understand the brackets of an IPv6 address
     if place.rank == 0 and is_loopback(host) and env.get(AGENT_STORE) != "True":
         return loopback_store(listen(Address(host, port)), timeout=timeout)
+    if place.rank != 0 or env.get(AGENT_STORE) == "True":
+        _wait_for_store(Address(host, port), timeout.total_seconds())
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
     return store
+
+
+def _wait_for_store(address: Address, seconds: float) -> None:
+    """Wait until the job's store accepts connections. torch itself would print dozens of C++ frames if it does not.
+
+    Raises:
+        ValueError: there was no connection within `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection(address, CONNECT_SECONDS).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"{socket.gethostname()} has not reached the job's store at MASTER_ADDR {address.host} MASTER_PORT "
+                    f"{address.port} within {seconds:.0f} s: {error.strerror or 'no answer'} (the address is wrong, "
+                    "that machine or the link to it is down, or a firewall there drops the port)"
+                ) from None
+        time.sleep(POLL_SECONDS)
 
 
 def is_on_one_machine(place: RankInfo, env: Mapping[str, str] = os.environ) -> bool:

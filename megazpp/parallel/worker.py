@@ -51,6 +51,7 @@ from megazpp.base.program import (
     UserError,
     end_with,
     leave,
+    user_errors,
 )
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.launch import LOOPBACK, RESTART_COUNT, RankInfo, is_on_one_machine, open_store
@@ -117,7 +118,8 @@ def worker_process(
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     restarts = int(os.environ.get(RESTART_COUNT, "0"))
     with _say_whom_it_waits_for(place):
-        store = open_store(place, timedelta(minutes=config.distributed_timeout_minutes))
+        with user_errors():
+            store = open_store(place, timedelta(minutes=config.distributed_timeout_minutes))
         watchdog = Watchdog(store, place, config, restarts=restarts).start()
         problem = call_roll(store, place, facts)
     if problem is not None:

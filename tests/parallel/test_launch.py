@@ -194,6 +194,16 @@ def test_store_of_rank_0_listens_only_at_the_loopback_address_that_is_given(host
     assert store.get("key") == b"value"
 
 
+def test_store_that_cannot_be_reached_is_named_in_one_line_without_frames(capfd):
+    port = str(listen(Address("127.0.0.1", 0)).getsockname()[1])
+    place, env = RankInfo(started=True, world_size=2, rank=1), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with pytest.raises(
+        ValueError, match=rf" 127.0.0.1 MASTER_PORT {port} within 0 s: Connection refused \(the address"
+    ):
+        open_store(place, timedelta(seconds=0.2), env)
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("variables", "problem"),
     [

@@ -39,7 +39,7 @@ def test_hanging_ranks_are_named_with_waiting_collectives_and_job_ends(tmp_path)
     assert "  rank 2 did not answer: stopped, ended, or stuck outside Python\n" in output
     assert f"  rank 1 on {socket.gethostname()}: step step 3 for " in output
     assert output.count("in hang\n") == 1
-    assert output.splitlines()[-1] == "the job hung, see the watchdog's report above; the job is over"
+    assert output.splitlines()[-1] == "the job hung, see the watchdog's report; the job is over"
     (file,) = tmp_path.glob("hang-*.txt")
     stacks = file.read_text()
     assert [f"==== rank {rank}\n" in stacks for rank in range(4)] == [True, True, False, True]
@@ -62,7 +62,7 @@ def test_rank_that_stops_outside_of_all_spans_is_named_and_the_job_ends(tmp_path
     assert time.monotonic() - began < SECONDS
     assert "watchdog: the job has made no progress for 3 s\n" in output
     assert f"  rank {rank} did not answer: stopped, ended, or stuck outside Python\n" in output
-    assert output.splitlines()[-1] == "the job hung, see the watchdog's report above; the job is over"
+    assert output.splitlines()[-1] == "the job hung, see the watchdog's report; the job is over"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 from helpers.fork_python import forked_python
 from helpers.program import ROOT, Program, run_program
 
-from megazpp.base.program import JobError, exit_on_signals, in_words, program, say
+from megazpp.base.program import LAUNCHER_PID, JobError, exit_on_signals, in_words, program, say
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import raise_on_all_ranks
 
@@ -120,6 +120,20 @@ def test_ctrl_c_in_imports_or_in_c_code_ends_the_program_with_one_line(tmp_path,
     program.process.send_signal(signal.SIGINT)
     assert program.finish() == "begun\n-c: interrupted\n"
     assert program.process.returncode == 130
+
+
+def test_worker_ends_on_ctrl_c_in_its_imports_though_the_launcher_has_blocked_it(tmp_path, monkeypatch):
+    """The launcher prints the line, so the worker ends without one."""
+    monkeypatch.setenv(LAUNCHER_PID, str(os.getpid()))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as the launcher does
+    try:
+        worker = Program("-c", IMPORTING, folder=tmp_path)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    worker.wait_for("begun")
+    worker.process.send_signal(signal.SIGINT)
+    assert worker.finish() == "begun\n"
+    assert worker.process.returncode == 130
 
 
 def test_ctrl_c_runs_final_blocks_once_the_program_works(tmp_path):
