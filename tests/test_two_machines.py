@@ -182,6 +182,31 @@ def test_mistake_on_the_second_machine_is_printed_on_both(machines, tmp_path, mi
         assert "Traceback" not in output
 
 
+@pytest.mark.parametrize("closed", [nightly(0), slow(1)])
+def test_closed_terminal_of_either_machine_saves_and_ends_both(machines, closed):
+    for machine in machines:
+        machine.start(f"{FIRST} {SMALL} {LONG} --save ckpt")
+    machines[0].wait_for("iteration        3/")
+    machines[closed].process.send_signal(signal.SIGHUP)
+    ends = [machine.end(SECONDS_TO_END) for machine in machines]
+    assert (ends[closed][0], ends[1 - closed][0]) == (128 + signal.SIGHUP, 0), ends
+    assert "stopped by SIGHUP" in ends[0][1]
+    for machine in machines:
+        assert list(machine.folder.glob("ckpt/iter_*/*.distcp"))
+
+
+@pytest.mark.parametrize("phase", [nightly("tokenizing"), slow("iteration        3/")])
+def test_machine_whose_processes_are_all_killed_is_named_within_seconds(machines, phase):
+    for machine in machines:
+        machine.start(f"{FIRST} {SMALL} {LONG} --no-save-to-run-dir")
+    machines[0].wait_for(phase)
+    machines[1].process.kill()  # the kernel then kills the rank, too
+    code, output = machines[0].end(SECONDS_TO_END)
+    assert code == 1
+    assert "node1: all processes of the job have ended without notice" in output.splitlines()[-1]
+    assert "Traceback" not in output
+
+
 @pytest.mark.slow
 def test_killed_rank_of_one_machine_is_named_on_both(machines):
     for machine in machines:
@@ -224,3 +249,4 @@ def test_cable_that_is_pulled_ends_both_machines_with_a_reason(machines, cluster
         code, output = machine.end(SECONDS_TO_START if moment == "before the start" else 40 + SECONDS_TO_END)
         assert code != 0
         assert message in output
+        assert "frame #" not in output
