@@ -186,8 +186,8 @@ def test_mistake_on_the_second_machine_is_printed_on_both(machines, tmp_path, mi
 def test_closed_terminal_of_either_machine_saves_and_ends_both(machines, closed):
     for machine in machines:
         machine.start(f"{FIRST} {SMALL} {LONG} --save ckpt")
-    machines[0].wait_for("iteration        3/")
-    machines[closed].process.send_signal(signal.SIGHUP)
+    machines[0].program.wait_for("iteration        3/")
+    machines[closed].program.process.send_signal(signal.SIGHUP)
     ends = [machine.end(SECONDS_TO_END) for machine in machines]
     assert (ends[closed][0], ends[1 - closed][0]) == (128 + signal.SIGHUP, 0), ends
     assert "stopped by SIGHUP" in ends[0][1]
@@ -199,8 +199,8 @@ def test_closed_terminal_of_either_machine_saves_and_ends_both(machines, closed)
 def test_machine_whose_processes_are_all_killed_is_named_within_seconds(machines, phase):
     for machine in machines:
         machine.start(f"{FIRST} {SMALL} {LONG} --no-save-to-run-dir")
-    machines[0].wait_for(phase)
-    machines[1].process.kill()  # the kernel then kills the rank, too
+    machines[0].program.wait_for(phase)
+    machines[1].program.kill()  # kills the launcher and its rank
     code, output = machines[0].end(SECONDS_TO_END)
     assert code == 1
     assert "node1: all processes of the job have ended without notice" in output.splitlines()[-1]

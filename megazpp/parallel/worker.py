@@ -51,7 +51,6 @@ from megazpp.base.program import (
     UserError,
     end_with,
     leave,
-    user_errors,
 )
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.launch import LOOPBACK, RESTART_COUNT, RankInfo, is_on_one_machine, open_store
@@ -118,8 +117,15 @@ def worker_process(
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     restarts = int(os.environ.get(RESTART_COUNT, "0"))
     with _say_whom_it_waits_for(place):
-        with user_errors():
+        try:
             store = open_store(place, timedelta(minutes=config.distributed_timeout_minutes))
+        except ValueError as error:  # other hosts cannot be told, because that needs the store
+            if place.local_rank == 0:
+                UserError(str(error)).show()
+            else:
+                # A launcher kills all ranks of a host when one exits: give local rank 0 time to print.
+                time.sleep(REPORT_SECONDS)
+            leave(EXIT_USER_ERROR)
         watchdog = Watchdog(store, place, config, restarts=restarts).start()
         problem = call_roll(store, place, facts)
     if problem is not None:
