@@ -7,7 +7,8 @@ Code that communicates receives a `MeshAxis` as an argument. On an axis of one r
 needs no process group. Parallel layers therefore run, and are tested, in a single process as well.
 
 Each collective counts the bytes that this rank sends. The count assumes a bandwidth-optimal ring over n ranks: a gather
-or a scatter sends (n-1)/n of the full buffer, an all-reduce sends twice as much.
+or a scatter sends (n-1)/n of the full buffer to the rank's successor, an all-reduce sends twice as much. An all-to-all
+sends (n-1)/n of its buffer in equal parts to all other ranks, so its bytes may count under several wires.
 
 In a graph of torch.compile a collective becomes a custom operator (`megazpp::...`). When the graph runs, the operator
 looks up the axis by `MeshAxis.key` and calls the same method as eager code. Compiled code therefore counts bytes and
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -104,7 +105,8 @@ class MeshAxis:
         group: process group of exactly these ranks; None if and only if there is one rank.
         counter: counter of the bytes that this rank sends; None creates a new one.
         wire: class under which the counter adds up this axis's bytes: "tp", "local" (intra-node), "cross"
-            (inter-node) or "world".
+            (inter-node) or "world". The collectives that send around a ring count under it.
+        wires: wire to each rank of the axis, in axis order, for all-to-alls; None uses `wire` for all ranks.
         timeline: recorder of a span for each collective; None creates a new one.
         queue: communication queue in which the axis's collectives overlap with compute. None creates one on first use,
             a separate thread (CPU) or stream (CUDA).
@@ -119,12 +121,14 @@ class MeshAxis:
         group: dist.ProcessGroup | None = None,
         counter: TrafficCounter | None = None,
         wire: str = "local",
+        wires: tuple[str, ...] | None = None,
         timeline: Timeline | None = None,
         queue: CommQueue | None = None,
     ) -> None:
         assert (group is None) == (len(ranks) == 1), f"axis {name}: ranks {ranks}, group {group}"
         self.name, self.ranks, self.rank, self.group, self.wire = name, ranks, rank, group, wire
         self.size = len(ranks)
+        self.wires = wires or (wire,) * self.size
         self.counter = counter or TrafficCounter()
         self.timeline, self._queue = timeline or Timeline(), queue
         self.key = f"{name} {next(_numbers)}"
@@ -308,7 +312,18 @@ class MeshAxis:
 
     def count(self, collective: str, sent_bytes: int, *, calls: int = 1) -> None:
         """Count `calls` calls of a collective along this axis, and the bytes that this rank sent in all of them."""
-        self.counter.add(self.wire, self.name, collective, sent_bytes, calls=calls)
+        for wire, part in self.by_wire(collective, sent_bytes).items():
+            self.counter.add(wire, self.name, collective, part, calls=calls)
+
+    def by_wire(self, collective: str, sent_bytes: int) -> dict[str, int]:
+        """Divide the bytes that this rank sends in a collective among the wires, and return the bytes of each wire.
+
+        An all-to-all sends equal parts to all other ranks. Other collectives send all bytes to the rank's successor.
+        """
+        if collective != "all_to_all":
+            return {self.wire: sent_bytes}
+        others = Counter(self.wires[: self.rank] + self.wires[self.rank + 1 :])
+        return {wire: sent_bytes * number // (self.size - 1) for wire, number in others.items()}
 
 
 _numbers = itertools.count()

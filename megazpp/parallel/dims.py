@@ -216,6 +216,7 @@ class ParallelDims:
             group=group,
             counter=self.counter,
             wire="local" if name == "ep" else self.layout.wire(axis, rank),
+            wires=None if name == "ep" else self.layout.wires(axis, rank),
             timeline=self.timeline,
             queue=None if self._threads else CommQueue(),
         )

@@ -10,7 +10,8 @@ device waits only if the host falls behind (`Simulation.spend`).
     launch      HOST_MICROSECONDS for each matrix product, each series of passes over memory, and each collective
 
 The seconds of a collective have two terms (alpha-beta model). The first is the latency of its messages, which follow
-one another. The second is the time of the bytes that each rank sends, at the rate of the slowest link on the axis.
+one another. The second is the time of the bytes that each rank sends, at the rate of the slowest link on the axis. Of
+the bytes of an all-to-all, only those for ranks of other nodes take the network's time.
 Small messages therefore reach a low rate: a message of latency x rate bytes reaches half of the link's rate. With 14
 microseconds and 12.5 GB/s this message has 175 kB.
 
@@ -322,20 +323,23 @@ class AxisCost:
     def __init__(self, layout: Layout, axis: str, efficiency: Efficiency) -> None:
         cluster = layout.cluster
         known = {} if cluster.links is None else cluster.links.known
-        self._size, self._byte_seconds = layout.axis_size(axis), 0.0
+        self._size, self._byte_seconds, self._pairwise_seconds = layout.axis_size(axis), 0.0, 0.0
         # ---- seconds per byte that each rank sends, on the slowest kind of link of the axis
         for kind, count in layout.links(axis).items():
             assert kind in known, f"axis {axis} uses links.{kind}, whose speed is unknown"
             link, is_network = known[kind], kind == "network"
             senders = max(count / cluster.num_nodes, 1.0) if is_network else 1.0
-            rate = link.gigabytes_per_second
-            if link.is_measured:
-                byte_seconds = senders / rate
-            elif is_network and shares_adapters(cluster, rate) and math.isfinite(efficiency.uplink):
-                byte_seconds = senders / rate + 1.0 / efficiency.uplink
-            else:
-                byte_seconds = senders / (rate * getattr(efficiency, kind))
+            rate, alone = link.gigabytes_per_second, 0.0
+            if not link.is_measured:
+                if is_network and shares_adapters(cluster, rate) and math.isfinite(efficiency.uplink):
+                    alone = 1.0 / efficiency.uplink
+                else:
+                    rate *= getattr(efficiency, kind)
+            byte_seconds = pairwise = senders / rate + alone
+            if is_network:  # in an all-to-all all ranks of a node send over the network, but only a part of their bytes
+                pairwise = layout.network_share(axis) * (cluster.ranks_per_node / rate + alone)
             self._byte_seconds = max(self._byte_seconds, 1e-9 * byte_seconds)
+            self._pairwise_seconds = max(self._pairwise_seconds, 1e-9 * pairwise)
 
         # ---- latency of a ring and of a tree over the axis's ranks
         def latency(kind: LinkKind, default: dict[str, float]) -> float:
@@ -355,7 +359,8 @@ class AxisCost:
         if self._size == 1:
             return 0.0
         latency = min(2 * self._ring, 2 * self._tree) if collective == "all_reduce" else self._ring
-        return 1e-6 * CALL_MICROSECONDS + latency + sent_bytes * self._byte_seconds
+        byte_seconds = self._pairwise_seconds if collective == "all_to_all" else self._byte_seconds
+        return 1e-6 * CALL_MICROSECONDS + latency + sent_bytes * byte_seconds
 
 
 def shares_adapters(cluster: Cluster, gigabytes_per_second: float) -> bool:

@@ -443,9 +443,21 @@ def _of_node(table: TrafficTable, layout: Layout) -> int:
     """Return the bytes that all ranks of a node send to other nodes, estimated from the traffic table of rank 0.
 
     On each axis rank 0 sends at least as many bytes as any other rank. So the bytes of rank 0 are multiplied by the
-    number of the node's ranks that have a network link on the axis. Copies between device and host memory do not count.
+    number of the node's ranks that have a network link on the axis. In an all-to-all, all ranks send a part of their
+    bytes over the network. Copies between device and host memory do not count.
     """
-    senders = {
-        axis: layout.links(axis).get("network", 0) / layout.cluster.num_nodes for wire, axis, _ in table if wire != PCIE
-    }
-    return round(sum(senders[axis] * t.sent_bytes for (wire, axis, _), t in table.items() if wire != PCIE))
+    cluster, sent = layout.cluster, Counter[tuple[str, bool]]()
+    for (wire, axis, collective), traffic in table.items():
+        if wire != PCIE:
+            sent[axis, collective == "all_to_all"] += traffic.sent_bytes
+    return round(
+        sum(
+            num_bytes
+            * (
+                cluster.ranks_per_node * layout.network_share(axis)
+                if is_pairwise
+                else layout.links(axis).get("network", 0) / cluster.num_nodes
+            )
+            for (axis, is_pairwise), num_bytes in sent.items()
+        )
+    )

@@ -320,6 +320,7 @@ class SimulatedAxis(MeshAxis):
         super().__init__(name, counter=counter, wire=layout.wire(name, rank), queue=queue)
         self.ranks = layout.axis_ranks(name, rank)
         self.rank, self.size = self.ranks.index(rank), len(self.ranks)
+        self.wires = layout.wires(name, rank)
         self._cost = cost
 
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:

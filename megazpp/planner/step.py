@@ -382,7 +382,8 @@ class StepSimulator:
         series, traffic = self._series[id(segment)]
         self._simulation.compute_series(series)
         for (axis, collective), (calls, sent_bytes) in traffic.items():
-            self.counter.add(self._axes[axis].wire, axis, collective, sent_bytes, calls=calls)
+            for wire, part in self._axes[axis].by_wire(collective, sent_bytes).items():
+                self.counter.add(wire, axis, collective, part, calls=calls)
 
     def _series_of(self, segment: TraceSegment) -> tuple[KernelSeries, dict[tuple[str, str], Traffic]]:
         """Return the kernel series of a segment of the model, and the segment's traffic by (axis, collective)."""

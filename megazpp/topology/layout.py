@@ -30,6 +30,7 @@ parallelism spans several whole local domains, and the local axis has one rank.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -172,9 +173,34 @@ class Layout:
         The wire is "cross" if the rank sends to another local domain, else "tp" for the axis tp, and "local" for all
         other axes.
         """
-        if self.link(axis, rank) == "network":
-            return "cross"
-        return "tp" if axis == "tp" else "local"
+        return _wire(axis, self.link(axis, rank))
+
+    def wires(self, axis: str, rank: int) -> tuple[str, ...]:
+        """Return the wire from `rank` to each rank of its group of `axis`, in axis order.
+
+        The bytes of an all-to-all, in which a rank sends to every other rank, are counted under these wires. The entry
+        of `rank` itself has no meaning.
+        """
+        return tuple(_wire(axis, self.cluster.link_between(rank, other)) for other in self.axis_ranks(axis, rank))
+
+    def network_share(self, axis: str) -> float:
+        """Return the fraction of an all-to-all's bytes that crosses the network, as a mean over all ranks.
+
+        In an all-to-all, each rank of a group of `axis` sends equal parts to all other ranks of the group.
+        """
+        (stride, size), part = self._stride_and_size(axis), self.cluster.local_domain_size
+        span, far = stride * size, 0
+        if size == 1 or part % span == 0:  # every group is inside one local domain
+            return 0.0
+        if stride % part == 0:  # all ranks of a group are in different local domains
+            return 1.0
+        # In the general case the pattern of groups and local domains repeats after the least common multiple of their
+        # sizes. Count the pairs of ranks in different local domains in one such period.
+        period = math.lcm(span, part)
+        for first in (block + offset for block in range(0, period, span) for offset in range(stride)):
+            together = Counter(position // part for position in range(first, first + span, stride))
+            far += sum(inside * (size - inside) for inside in together.values())
+        return far / (period * (size - 1))
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -255,6 +281,13 @@ class Layout:
             "expert shard": (self.ep, self.tp * self.shard // self.ep),
             "replica_group": (self.tp * self.shard * self.replicate, self.replica_group),
         }[axis]
+
+
+def _wire(axis: str, link: LinkKind) -> str:
+    """Return the wire, the class of counted traffic, of bytes that are sent along `axis` over the link kind `link`."""
+    if link == "network":
+        return "cross"
+    return "tp" if axis == "tp" else "local"
 
 
 def _by_kind(total: int, in_domain: int, in_local_domain: int) -> dict[LinkKind, int]:

@@ -56,17 +56,22 @@ def check_collectives() -> None:
     assert axis.all_to_all(10 * rank + torch.arange(4.0)).tolist() == [10 * sender + rank for sender in range(4)]
     # Ranks 1 and 3 send to the other node in the ring. Each rank sends 3/4 of the buffer, twice that in an all-reduce
     wire, other = ("cross", "local") if rank in (1, 3) else ("local", "cross")
-    sent = {"all_reduce": 2 * 12 * 3 // 4, "all_gather": 48 * 3 // 4, "reduce_scatter": 24, "all_to_all": 12}
-    assert axis.counter.table() == {(wire, "shard", collective): (1, count) for collective, count in sent.items()}
-    assert axis.counter.sent_bytes(wire) == axis.counter.sent_on_axis("shard") == sum(sent.values())
-    assert axis.counter.sent_bytes(other) == 0
+    sent = {"all_reduce": 2 * 12 * 3 // 4, "all_gather": 48 * 3 // 4, "reduce_scatter": 24}
+    # In an all-to-all each rank sends one of three parts to its neighbor, and two to the ranks of the other node
+    pairwise = {"local": 4, "cross": 8}
+    assert axis.counter.table() == {(wire, "shard", collective): (1, count) for collective, count in sent.items()} | {
+        (to, "shard", "all_to_all"): (1, count) for to, count in pairwise.items()
+    }
+    assert axis.counter.sent_bytes(wire) == sum(sent.values()) + pairwise[wire]
+    assert axis.counter.sent_bytes(other) == pairwise[other]
+    assert axis.counter.sent_on_axis("shard") == sum(sent.values()) + 12
     assert axis.gather_objects({"rank": rank}) == ([{"rank": r} for r in range(4)] if rank == 0 else [])
     aliased[rank] = mine
     axis.all_gather(aliased[rank], out=aliased.view(-1))
     assert aliased.tolist() == [[r] * 3 for r in range(4)]
 
 
-def test_collectives_count_the_bytes_a_ring_sends():
+def test_collectives_count_the_bytes_that_each_wire_carries():
     ranks(4).run(check_collectives)
 
 

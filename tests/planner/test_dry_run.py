@@ -58,6 +58,7 @@ RUNS = table("""
     2x4   |   2 | --bf16 --hsdp --grad-reduce-in-bf16 TP LLAMA FULL
     2x4   |   0 | --bf16 --zero-hpz-partition-size auto
     3x4   |   6 | --bf16 INT8 CP K4
+    2x2   |   1 | --bf16 INT8 --context-parallel-size 4 --allow-cp-across-nodes K4
     3x4   |  10 | --zeropp LLAMA SP SELECTIVE K4
     2x2c  |   1 | --fp16 INT8 LLAMA FULL --no-overlap-grad-reduce
     2x4   |   0 | --bf16 INT8 --zero-accumulate-in-bf16 --optimizer sgd K4

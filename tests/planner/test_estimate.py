@@ -25,6 +25,7 @@ DEVICE = Device("a GPU", teraflops=10.0, gigabytes=1.0, gigabytes_per_second=100
 LINKS = Links(domain=Link(100.0), network=Link(0.1))
 PAIR = Cluster(num_nodes=2, ranks_per_node=2)
 FOUR_NODES = Cluster(num_nodes=4, ranks_per_node=2)
+ACROSS = "--zeropp --context-parallel-size 8 --allow-cp-across-nodes --num-attention-heads 8"
 
 
 def config(flags: str = "") -> RunConfig:
@@ -44,7 +45,7 @@ def pair(links: Links | None = LINKS, device: Device | None = DEVICE) -> Cluster
     return Cluster(num_nodes=2, ranks_per_node=2, links=links, device=device)
 
 
-@pytest.mark.parametrize("flags", ["", "--zeropp", "--tensor-model-parallel-size 2", "--hsdp"])
+@pytest.mark.parametrize("flags", ["", "--zeropp", "--tensor-model-parallel-size 2", "--hsdp", ACROSS])
 def test_node_cross_bytes_equal_the_sum_over_its_ranks(flags):
     run, cluster = config(f"--micro-batch-size 4 {flags}"), Cluster(num_nodes=2, ranks_per_node=4)
     plan, own, crossing = plan_run(run, cluster, device_type="cpu"), estimate(run, cluster), 0

@@ -83,6 +83,7 @@ def test_axis_peers_are_as_near_as_possible_and_wires_match_links(layout):
     cluster, size, tp = layout.cluster, layout.cluster.local_domain_size, layout.tp
     domains = {"tp": -(-tp // size), "cp": max(tp * layout.cp // max(size, tp), 1), "local": 1, "cross": layout.cross}
     for axis in AXES:
+        far = pairs = 0
         for group in layout.axis_groups(axis):
             spanned = len({*map(cluster.local_domain_of, group)})
             assert spanned == domains.get(axis, spanned)
@@ -94,6 +95,14 @@ def test_axis_peers_are_as_near_as_possible_and_wires_match_links(layout):
                 leaves = cluster.local_domain_of(rank) != cluster.local_domain_of(successor)
                 assert layout.wire(axis, rank) == ("cross" if leaves else "tp" if axis == "tp" else "local")
                 assert layout.link(axis, rank) == cluster.link_between(rank, successor)
+            between = list(itertools.permutations(group, 2))
+            far += sum(cluster.local_domain_of(one) != cluster.local_domain_of(other) for one, other in between)
+            pairs += len(between)
+            near = "tp" if axis == "tp" else "local"
+            for one, other in between:
+                leaves = cluster.local_domain_of(one) != cluster.local_domain_of(other)
+                assert layout.wires(axis, one)[group.index(other)] == ("cross" if leaves else near)
+        assert layout.network_share(axis) == pytest.approx(far / max(pairs, 1))
         ring = Counter(layout.link(axis, rank) for rank in range(cluster.world_size) if layout.axis_size(axis) > 1)
         hops = Counter(cluster.link_between(*pair) for pair in itertools.pairwise(layout.axis_ranks(axis, 0)))
         assert (layout.links(axis), layout.hops(axis)) == (ring, hops)

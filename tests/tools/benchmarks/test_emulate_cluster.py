@@ -1,16 +1,18 @@
 """Test the emulation of nodes by network namespaces: rates of links, torchrun's variables, and cleanup."""
 
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import emulate_cluster
 import pytest
 from emulate_cluster import EmulatedCluster, parse_rate
-from helpers.program import Program
+from helpers.program import ROOT, Program
 from helpers.refusals import not_refused
 
 from megazpp.base.program import UserError
@@ -89,6 +91,31 @@ def test_rate_can_change_during_a_job_and_one_failed_rank_ends_all(send, capfd):
     errors = capfd.readouterr().err
     for said in ("--- rank 1 wrote:", "RuntimeError: planned", "rank 1 ended with exit code 1; the job is over"):
         assert said in errors
+
+
+SPLIT = "--context-parallel-size 4 --allow-cp-across-nodes"
+
+
+@pytest.mark.slow
+@needs_root
+@pytest.mark.parametrize("flags", ["", f"--zeropp {SPLIT}", "--tensor-model-parallel-size 4 --sequence-parallel"])
+def test_interfaces_carry_the_bytes_that_a_run_prints(tmp_path, monkeypatch, flags):
+    """Train 2 and 6 steps on two nodes, and compare the additional bytes of the interfaces and of summary.json.
+
+    The bytes of the start and of the end are equal in both runs. Headers of packets are less than 3 % of the others.
+    """
+    monkeypatch.chdir(tmp_path)
+    carried, printed = [], []
+    with EmulatedCluster(nodes=2, ranks_per_node=2) as cluster:
+        for steps in (2, 6):
+            run = f"--train-iters {steps} --run-dir {steps} --eval-iters 0 --sample-tokens 0 --no-save-to-run-dir"
+            command = f"{ROOT}/pretrain_gpt.py --global-batch-size 8 {run} {flags}"
+            before = sum(node.sent for node in cluster.uplink_bytes())
+            assert cluster.start([sys.executable, *command.split()]).wait() == 0
+            carried.append(sum(node.sent for node in cluster.uplink_bytes()) - before)
+            rows = json.loads(Path(f"{steps}/summary.json").read_text())["traffic"]
+            printed.append(2 * sum(row["sent_bytes"] for row in rows if row["wire"] == "cross"))
+    assert carried[1] - carried[0] == pytest.approx(printed[1] - printed[0], rel=0.03)
 
 
 @pytest.mark.slow
