@@ -44,13 +44,27 @@ from megazpp.parallel.roll_call import hosts_in, launched_place, report_failure
 from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
+from megazpp.topology.layout import Layout
 from megazpp.training.config import TrackingConfig
 from megazpp.training.context import default_run_dir
 
 # Ends of the names of fields with paths, which may differ between hosts, so that ranks do not compare them
 PATHS = (*PATH_ENDS, "store", "patches")
-# Environment variables that all ranks compare, because they change results or because NCCL needs equal values.
-VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TRITON_INTERPRET", "NCCL_ALGO", "NCCL_PROTO")
+# Environment variables that all ranks compare, because they change results, or because ranks with different values of
+# them hang or crash in their first collectives.
+VARIABLES = (
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_COMPILE_DISABLE",
+    "TORCHDYNAMO_DISABLE",
+    "TRITON_INTERPRET",
+    "NCCL_ALGO",
+    "NCCL_BUFFSIZE",
+    "NCCL_NTHREADS",
+    "NCCL_PROTO",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "TORCH_GLOO_LAZY_INIT",
+)
 # Environment variable with the run folder, which a launching process sets for all restarts of its workers.
 RUN_DIR = "MEGAZPP_RUN_DIR"
 
@@ -142,6 +156,28 @@ def facts_of_data(tokenizer: Tokenizer, samples: Mapping[str, Any]) -> dict[str,
         "the validation data": cache_key(digest=samples.get("valid")),
         "the test data": cache_key(digest=samples.get("test")),
     }
+
+
+def facts_of_kernels(layout: Layout, device: torch.device) -> dict[str, str]:
+    """Return properties of torch's kernels that must be equal if several ranks update copies of the same weights.
+
+    Kernels of two instruction sets round differently, so such copies would drift apart. With tensor parallelism, each
+    rank also computes the gradients of its copies, whose sums depend on the number of threads. The keys are the names
+    that error messages use. Without copies, the result is {}.
+
+    Args:
+        layout: sizes of the axes. Ranks of `replicate` have copies of all weights, ranks of `tp` copies of some.
+        device: device of this rank.
+    """
+    if layout.replicate == layout.tp == 1:
+        return {}
+    if device.type == "cuda":
+        return {"the compute capability of the GPU": "{}.{}".format(*torch.cuda.get_device_capability(device))}
+    name = "the instruction set of torch's CPU kernels (the environment variable ATEN_CPU_CAPABILITY can lower it)"
+    found = {name: torch.backends.cpu.get_cpu_capability()}
+    if layout.tp > 1:
+        found["the number of torch's threads (the environment variable OMP_NUM_THREADS)"] = str(torch.get_num_threads())
+    return found
 
 
 def _digest_of_sources() -> str:

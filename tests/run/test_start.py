@@ -4,17 +4,24 @@ import os
 import shlex
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.fork_python import forked_python
 from helpers.pretrain import TOY
 from helpers.program import LAUNCHER_VARIABLES, ROOT
 from helpers.small_run import SMALL, parse
 
-from megazpp.run.start import facts_of
+from megazpp.parallel.config import ParallelConfig
+from megazpp.parallel.plan import plan_dims
+from megazpp.run.start import facts_of, facts_of_kernels
+from megazpp.topology.cluster import Cluster
 
-# flags of the second of two ranks, and the beginning of the error about its difference from the first
+TP = {"tensor_model_parallel_size": 2}
+# flags and environment variables of the second of two ranks, and the beginning of the error about its difference from
+# the first
 DIFFERENT = {
     "--lr 0.5": "--lr must be equal on all ranks, but is 0.001 on",
     "--num-layers 3": "--num-layers must be equal on all ranks, but is 1 on",
@@ -22,6 +29,10 @@ DIFFERENT = {
     "--text-path missing.txt": "--text-path missing.txt does not exist",
     "--lr 0x": "command line: --lr: invalid float value: '0x'",
     "--save-to-run-dir": "--save-to-run-dir must be equal on all ranks, but is False on",
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL": "TORCH_DISTRIBUTED_DEBUG must be equal on all ranks, but is not set on",
+    "TORCH_GLOO_LAZY_INIT=1": "TORCH_GLOO_LAZY_INIT must be equal on all ranks, but is not set on",
+    "OMP_NUM_THREADS=3": "OMP_NUM_THREADS) must be equal on all ranks, but is 1 and 3 (rank 0 on",
+    "ATEN_CPU_CAPABILITY=default": "ATEN_CPU_CAPABILITY can lower it) must be equal on all ranks, but is ",
 }
 
 
@@ -49,6 +60,12 @@ def test_facts_have_the_content_of_the_cluster_file(tmp_path):
     assert found[0] != found[1]
 
 
+@pytest.mark.parametrize(("flags", "count"), [({}, 0), ({"num_distributed_optimizer_instances": 2}, 1), (TP, 2)])
+def test_ranks_compare_kernels_only_if_they_update_copies_of_weights(flags, count):
+    layout = plan_dims(ParallelConfig(**flags), Cluster(num_nodes=2, ranks_per_node=2), zero_stage=3)
+    assert len(facts_of_kernels(layout, torch.device("cpu"))) == count
+
+
 def free_port() -> int:
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
@@ -58,27 +75,31 @@ def free_port() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", DIFFERENT)
 def test_ranks_that_disagree_end_with_an_error_within_seconds(tmp_path, flags):
-    """Start two ranks with different flags or data, and check that both end with an error.
+    """Start two ranks with different flags, variables or data, and check that both end with an error.
 
-    Both ranks are on one host, so the error is printed once.
+    Both ranks are on one host, so the error is printed once. With tensor parallelism they have copies of some weights.
     """
     text = "Call me Ishmael. Some years ago, never mind how long precisely.\n" * 400
     (tmp_path / "text.txt").write_text(text)
     (tmp_path / "other.txt").write_text(text.replace("Ishmael", "Queequeg"))
     common = [flag for flag in TOY if flag != "--mock-data"]
     common += shlex.split("--text-path text.txt --train-iters 2 --eval-iters 0 --data-cache-path cache --run-dir run")
+    common += ["--tensor-model-parallel-size", "2"]
+    variables = dict(word.split("=") for word in flags.split() if "=" in word)
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     env |= {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    # A fork of a process with torch would ignore variables that torch reads when it is imported.
+    python = sys.executable if variables else str(forked_python())
     started = [
         subprocess.Popen(
-            [str(forked_python()), str(Path(ROOT) / "pretrain_gpt.py"), *common, *more],
+            [python, str(Path(ROOT) / "pretrain_gpt.py"), *common, *more],
             cwd=tmp_path,
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
+            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"} | changed,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank, more in enumerate(([], flags.split()))
+        for rank, (more, changed) in enumerate((([], {}), ([] if variables else flags.split(), variables)))
     ]
     outputs = [process.communicate(timeout=120)[0] for process in started]
     assert all(process.returncode != 0 for process in started)
