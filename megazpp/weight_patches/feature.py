@@ -43,14 +43,14 @@ class WeightPatchesFeature(Feature):
         if flags.save_weight_patches is None:
             return Attached()
         from megazpp.parallel.dims import raise_on_all_ranks
-        from megazpp.training.context import make_writable
         from megazpp.training.loop import AfterStep
-        from megazpp.weight_patches.patches import WeightPatches
+        from megazpp.weight_patches.patches import WeightPatches, take_patches_folder
 
-        make = functools.partial(make_writable, flags.save_weight_patches, "--save-weight-patches")
-        folder, interval = raise_on_all_ranks(parts.run.dims.world, make), flags.weight_anchor_interval
+        dims, interval = parts.run.dims, flags.weight_anchor_interval
+        take = functools.partial(take_patches_folder, flags.save_weight_patches, dims.world.rank)
+        folder, lock = raise_on_all_ranks(dims.world, take)
         dtype = parts.config.precision.param_dtype
-        patches = WeightPatches(folder, interval, *parts.built, parts.run.dims, dtype=dtype)
+        patches = WeightPatches(folder, interval, *parts.built, dims, dtype=dtype, lock=lock)
         return Attached(after_step=(AfterStep(patches.write, interval=1),))
 
 

@@ -5,8 +5,8 @@
 
 Each rank writes the shards that it holds, so nothing is communicated. If several ranks hold equal copies of a shard,
 only the first of them writes it. Each file appears atomically, and a step is complete when the files of all ranks
-exist. A run begins a new chain of files, in a new numbered folder, when it starts and when it resumes.
-weight_patches/reader.py reads the files.
+exist. A run begins a new chain of files, in a new numbered folder, when it starts and when it resumes. Only one job at
+a time may write to DIR, because engines follow the newest chain there. weight_patches/reader.py reads the files.
 
 A file contains tensors by their names in `GPTModel`. A `weights` file has shards in the dtype of compute. A `patch`
 file has for each shard a message of kernels/weight_delta, [M] uint8, of the shortest possible length. The files
@@ -32,11 +32,12 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from megazpp.base.files import first_free, renamed_when_done
+from megazpp.base.files import first_free, lock_for_this_job, renamed_when_done
 from megazpp.base.program import errors_as, user_errors
 from megazpp.convert.huggingface import choose_architecture
 from megazpp.convert.model import HEAD, held
@@ -45,7 +46,8 @@ from megazpp.kernels.weight_delta import encode, message_bytes, numbers
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.schedule import TrainingProgress
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.dims import ParallelDims, raise_on_all_ranks
+from megazpp.training.context import make_writable
 from megazpp.zero.config import CommPlan, PrecisionConfig
 from megazpp.zero.sharding import Sharding
 
@@ -62,6 +64,7 @@ class WeightPatches:
         sharding: sharding of the model, with its sharding units.
         dims: mesh axes.
         dtype: 16-bit dtype in which training computes, which the files contain.
+        lock: open lock file from `take_patches_folder`, which this object keeps open; None without a lock.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class WeightPatches:
         dims: ParallelDims,
         *,
         dtype: torch.dtype,
+        lock: IO[str] | None = None,
     ) -> None:
         self._folder, self._interval, self._dtype = folder, interval, dtype
         self._model, self._sharding, self._dims = model, sharding, dims
@@ -84,6 +88,7 @@ class WeightPatches:
         self._places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._step: int | None = None
         self._chain = 0
+        self._lock = lock
 
     def write(self, progress: TrainingProgress) -> None:
         """Write how the last training step has changed this rank's shards. All ranks call this after each step."""
@@ -116,12 +121,22 @@ class WeightPatches:
 
     def _begin_chain(self) -> None:
         """Create the numbered folder for a new chain of weight patches, and store its path. All ranks call this."""
-        chain: Path | None = None
-        if self._dims.world.rank == 0:
-            chain = first_free(lambda number: self._folder / f"{number:04d}")
+        with self._dims.counter.paused(), user_errors():
+            found = raise_on_all_ranks(self._dims.world, self._make_chain_folder)
+            self._chain_folder: Path = self._dims.world.share_object(found)
+
+    def _make_chain_folder(self) -> Path | None:
+        """Create the numbered folder for a new chain of weight patches on rank 0, and return it; None on other ranks.
+
+        Raises:
+            ValueError: the folder cannot be created.
+        """
+        if self._dims.world.rank > 0:
+            return None
+        chain = first_free(lambda number: self._folder / f"{number:04d}")
+        with errors_as(f"--save-weight-patches: {chain} cannot be created", OSError):
             chain.mkdir(parents=True)
-        with self._dims.counter.paused():
-            self._chain_folder: Path = self._dims.world.share_object(chain)
+        return chain
 
     def _shards(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and local tensor of each shard that this rank writes, and record its position in `_places`."""
@@ -147,6 +162,25 @@ class WeightPatches:
         failure = errors_as(f"--save-weight-patches: {path} cannot be written", OSError)
         with user_errors(), failure, renamed_when_done(path.with_suffix(".unfinished"), path) as unfinished:
             write_tensors(unfinished, {name: held(tensor) for name, tensor in tensors.items()}, about)
+
+
+def take_patches_folder(path: str, rank: int) -> tuple[Path, IO[str] | None]:
+    """Create the folder of --save-weight-patches, and lock it for this job.
+
+    Args:
+        path: value of the flag.
+        rank: rank of this process in the job.
+    Returns:
+        the folder, and on rank 0 the open lock file. The folder is locked until the file is closed.
+    Raises:
+        ValueError: the folder is not writable, or another job writes weight patches there.
+    """
+    folder = make_writable(path, "--save-weight-patches")
+    if rank > 0:
+        return folder, None
+    name = f"--save-weight-patches {folder}"
+    with errors_as(name, OSError):
+        return folder, lock_for_this_job(folder / "lock", name)
 
 
 def _is_first_copy(weight: DTensor) -> bool:

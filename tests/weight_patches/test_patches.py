@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from megazpp.convert.safetensors_file import read_metadata
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
 from megazpp.weight_patches.feature import FEATURE
-from megazpp.weight_patches.patches import WeightPatches
+from megazpp.weight_patches.patches import WeightPatches, take_patches_folder
 from megazpp.weight_patches.reader import PatchReader, newest_step
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
@@ -223,6 +224,26 @@ def test_folder_that_cannot_be_written_to_is_named_before_training(tmp_path):
     parts: Any = SimpleNamespace(config=config, run=SimpleNamespace(dims=SimpleNamespace(world=MeshAxis("world"))))
     with pytest.raises(ValueError, match=r"--save-weight-patches .*/file/patches is not a folder that can be written"):
         FEATURE.attach(parts)
+
+
+def test_only_one_job_writes_weight_patches_into_a_folder(tmp_path, monkeypatch):
+    """Refuse a second job, whose chain would be the newest, so that engines would load its weights."""
+    monkeypatch.setattr("megazpp.base.files.LOCK_SECONDS", 0.1)
+    folder, lock = take_patches_folder(str(tmp_path / "patches"), 0)
+    with pytest.raises(ValueError, match=rf"--save-weight-patches {folder} is in use by process {os.getpid()} on"):
+        take_patches_folder(str(folder), 0)
+    assert take_patches_folder(str(folder), 1) == (folder, None)
+    lock.close()
+    take_patches_folder(str(folder), 0)[1].close()
+
+
+def test_chain_that_cannot_be_created_ends_the_run_with_its_name(tmp_path):
+    (tmp_path / "file").touch()
+    world = MeshAxis("world")
+    dims: Any = SimpleNamespace(shard=world, tp=world, world=world, counter=world.counter)
+    patches = WeightPatches(tmp_path / "file", 1, dims, dims, dims, dtype=torch.bfloat16)
+    with pytest.raises(UserError, match=r"--save-weight-patches: .*/file/0001 cannot be created: Not a directory"):
+        patches._begin_chain()
 
 
 def test_file_that_cannot_be_written_ends_the_run_with_its_name(tmp_path):
