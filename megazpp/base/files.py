@@ -17,6 +17,7 @@ import shutil
 import socket
 import stat
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -150,8 +151,11 @@ def remove(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically and durably: readers see either the complete new content or the previous file."""
-    with renamed_when_done(path.with_name(path.name + ".unfinished"), path) as unfinished:
+    """Write a file atomically and durably: readers see either the complete new content or the previous file.
+
+    The temporary name is random, so that several processes may write the same file; the last one wins.
+    """
+    with renamed_when_done(path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.unfinished"), path) as unfinished:
         write_synced(unfinished, content)
 
 

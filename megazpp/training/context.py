@@ -257,11 +257,12 @@ class RunFolder:
     def keep_wandb_run_id(self, run_id: str) -> None:
         """Store the ID of another folder's wandb run in this folder, so that this run continues that wandb run.
 
-        If the folder already has an ID, nothing is changed.
+        If the folder already has an ID, nothing is changed. An empty file, which a crash or a full disk may have left,
+        is no ID.
         """
         file = self.path / "wandb_run_id"
-        if not file.exists():
-            file.write_text(run_id + "\n")
+        if not file.exists() or not file.read_text().strip():
+            write_whole(file, f"{run_id}\n".encode())
 
 
 @dataclass(frozen=True, kw_only=True)

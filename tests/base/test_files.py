@@ -3,6 +3,7 @@
 import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -42,6 +43,22 @@ def test_failed_write_keeps_the_old_file(tmp_path):
     assert path.read_bytes() == b"old"
     write_whole(path, b"new")
     assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_writers_of_a_file_never_make_an_incomplete_one_visible(tmp_path, monkeypatch):
+    path, sync = tmp_path / "a", files.sync
+
+    def interrupted(file: Any) -> None:
+        """Let a second writer write its shorter file while the first one flushes its own to disk."""
+        monkeypatch.setattr(files, "sync", sync)
+        write_whole(path, b"short")
+        assert path.read_bytes() == b"short"
+        sync(file)
+
+    monkeypatch.setattr(files, "sync", interrupted)
+    write_whole(path, b"much longer")
+    assert path.read_bytes() == b"much longer"
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -132,6 +132,19 @@ def test_trained_tokenizer_decodes_to_the_original_text(run_main):
         assert {path.name for path in Path().iterdir()} == {"a.txt", "b.jsonl.gz", "my.model"}
 
 
+def test_tokenizer_that_another_process_has_written_meanwhile_is_kept(run_main, monkeypatch):
+    def trained_while_another_process_writes(*_: object, **_settings: object) -> bytes:
+        Path("my.model").write_bytes(b"theirs")
+        return b"mine"
+
+    Path("a.txt").write_text(TEXT)
+    monkeypatch.setattr(train_tokenizer, "train_sentencepiece", trained_while_another_process_writes)
+    code, _, err = run_main(train_tokenizer.main, "--input", "a.txt", "--output-prefix", "my")
+    assert code == 2
+    assert "--output-prefix: my.model exists (--overwrite replaces it)" in err
+    assert Path("my.model").read_bytes() == b"theirs"
+
+
 def test_characters_beyond_the_coverage_are_encoded_as_bytes(run_main):
     Path("a.txt").write_text("abc " * 99 + "z")
     sizes = []

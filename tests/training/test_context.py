@@ -159,6 +159,8 @@ def test_wandb_run_id_is_stored_once_and_the_environment_overrides_it(tmp_path, 
     def ids() -> list[str]:
         return [RunFolder(tmp_path / name).wandb_run_id() for name in "ab"]
 
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "wandb_run_id").touch()  # a full disk or a crash may have left it empty
     drawn = RunFolder(tmp_path / "a").wandb_run_id()
     assert len(drawn) == 8
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
