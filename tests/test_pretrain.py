@@ -320,7 +320,7 @@ def test_plan_prints_estimates_and_starts_and_writes_nothing(main):
 
 def test_slurm_task_count_is_ignored_without_srun(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
-    monkeypatch.setattr("megazpp.run.start.launch_workers", lambda _, nproc, max_restarts: 100 + nproc)
+    monkeypatch.setattr("megazpp.run.start.launch_workers", lambda _, nproc, **limits: 100 + nproc)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--nproc", "2"])
     assert pretrain_gpt.main() == 102
 

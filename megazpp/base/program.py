@@ -38,8 +38,9 @@ from megazpp.base.flag_tables import MegatronFlag
 from megazpp.base.launcher import find_launcher
 
 T = TypeVar("T")
-# Exit codes of programs; EXIT_SECONDARY is for a rank that ends because another rank has failed.
-EXIT_ERROR, EXIT_USER_ERROR, EXIT_SECONDARY, EXIT_HANG = 1, 2, 3, 4
+# Exit codes of programs; EXIT_SECONDARY is for a rank that ends because another rank has failed. The launcher counts a
+# worker that does not end after the others as one that has ended with EXIT_LATE.
+EXIT_ERROR, EXIT_USER_ERROR, EXIT_SECONDARY, EXIT_HANG, EXIT_LATE = 1, 2, 3, 4, 5
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # shells report death by signal n as 128 + n
 EXIT_READER_GONE = 128 + signal.SIGPIPE
 LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"  # environment variable of the workers that a launching process of MegaZ++ starts

@@ -24,6 +24,7 @@ Each worker continues its start in worker.py.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -45,6 +46,7 @@ from megazpp.base.launcher import LOOPBACK, find_address, find_launcher
 from megazpp.base.program import (
     EXIT_ERROR,
     EXIT_HANG,
+    EXIT_LATE,
     EXIT_READER_GONE,
     EXIT_SECONDARY,
     EXIT_USER_ERROR,
@@ -218,7 +220,7 @@ def hosts_of(config: LaunchConfig, nproc: int = 1) -> Hosts | None:
     )
 
 
-def launch_workers(main: Callable[[], int], nproc: int, *, max_restarts: int = 0) -> int:
+def launch_workers(main: Callable[[], int], nproc: int, *, max_restarts: int = 0, end_seconds: float = math.inf) -> int:
     """Run a program in `nproc` local worker processes. When one fails, end the others and restart all of them.
 
     A user error is final and causes no restart. `STOP_SIGNALS` are forwarded to the workers, which finish their step
@@ -228,12 +230,14 @@ def launch_workers(main: Callable[[], int], nproc: int, *, max_restarts: int = 0
         main: main function of this process's program, which returns its exit status.
         nproc: number of workers.
         max_restarts: number of times that all workers are restarted after a failure.
+        end_seconds: longest time for which workers may run after the first worker has ended without an error.
     Returns:
         The exit code for this process: 0 on success, 2 for a user error, 128 + n after signal n or a closed pipe, and
         1 for any other failure.
     """
     _divide_cores(nproc)
     workers = ForkedWorkers(main, nproc) if can_fork() else Workers([sys.executable, *sys.argv], nproc)
+    workers.end_seconds = end_seconds
     variables = {"MASTER_ADDR": LOOPBACK, AGENT_STORE: "True"}
     try:
         with _passing_signals_to(workers.processes) as passed:
@@ -274,7 +278,7 @@ def _run_once(workers: Workers, variables: Mapping[str, str]) -> dict[int, int]:
     return failures
 
 
-def launch_workers_of_host(command: Sequence[str], hosts: Hosts) -> int:
+def launch_workers_of_host(command: Sequence[str], hosts: Hosts, *, end_seconds: float = math.inf) -> int:
     """Run this host's workers of a job with --nnodes. When one host fails, all hosts end, and each prints the reason.
 
     Signals are forwarded as in `launch_workers`. The workers of all hosts then finish their step and save.
@@ -282,11 +286,13 @@ def launch_workers_of_host(command: Sequence[str], hosts: Hosts) -> int:
     Args:
         command: program and arguments of each worker.
         hosts: the hosts of the job, and the connection to their launchers.
+        end_seconds: longest time for which workers may run after the first worker has ended without an error.
     Returns:
         An exit code as in `launch_workers`; 1 if another host has ended the job.
     """
     _divide_cores(hosts.ranks_per_node)
     workers = Workers(command, hosts.ranks_per_node, nodes=hosts.num_nodes, node=hosts.node_rank)
+    workers.end_seconds = end_seconds
     code, reason, told = EXIT_ERROR, "its launcher has failed", False
     with _passing_signals_to(workers.processes, then=hosts.note) as passed:
         try:
@@ -360,16 +366,21 @@ class Workers:
         node: index of the node whose workers are started. None starts the workers of all nodes on this machine, which
             then emulates the nodes.
     Attributes:
+        end_seconds: longest time for which workers may run after the first worker has ended without an error; infinite
+            unless the user of this class sets it.
         processes: the started processes in the order of their ranks.
         command: program and arguments of each worker.
     """
 
     def __init__(self, command: Sequence[str], ranks_per_node: int, *, nodes: int = 1, node: int | None = None) -> None:
         self.processes: list[Process] = []
+        self.end_seconds = math.inf
         self.command, self._ranks_per_node, self._nodes = command, ranks_per_node, nodes
         first, count = (0, nodes) if node is None else (node * ranks_per_node, 1)
         self._ranks = range(first, first + count * ranks_per_node)
+        # Times at which the job is over although workers still run: after a failure, and after a worker's success
         self._deadline: float | None = None
+        self._end: float | None = None
 
     def start(self, env: Mapping[str, str]) -> Self:
         """Start one process per rank, and return self. If a start fails, kill the processes that have started.
@@ -378,7 +389,7 @@ class Workers:
             env: variables that are added to each rank's environment; they include MASTER_ADDR and MASTER_PORT.
         """
         self.processes.clear()
-        self._deadline = None
+        self._deadline = self._end = None
         world_size = self._nodes * self._ranks_per_node
         try:
             for rank in self._ranks:
@@ -415,16 +426,23 @@ class Workers:
         """Check without blocking which worker processes have ended.
 
         The job is over if all workers have ended, if one has failed, or GRACE_SECONDS after the first secondary failure
-        (EXIT_SECONDARY: a collective broke because another rank has ended).
+        (EXIT_SECONDARY: a collective broke because another rank has ended). A worker that ends without an error has
+        passed a barrier of all ranks. The others have nothing left to do then, so the job is also over if they still
+        run after the limit: their processes were stopped, or are stuck in their exit.
 
         Returns:
-            None while the job runs. Once the job is over, the nonzero exit codes by rank, {} if all ranks succeeded.
+            None while the job runs. Once the job is over, the nonzero exit codes by rank, {} if all ranks succeeded. A
+            worker that still runs after the limit has the code EXIT_LATE.
         """
         started = zip(self._ranks, self.processes, strict=True)
         codes = {rank: code for rank, process in started if (code := process.poll()) is not None}
         failures = {rank: code for rank, code in codes.items() if code != 0}
         if failures and self._deadline is None:
             self._deadline = time.monotonic() + GRACE_SECONDS
+        if self._end is None and 0 in codes.values():
+            self._end = time.monotonic() + self.end_seconds
+        if not failures and self._end is not None and time.monotonic() > self._end:
+            failures = {rank: EXIT_LATE for rank in self._ranks if rank not in codes}
         late = self._deadline is not None and time.monotonic() > self._deadline
         over = len(codes) == len(self.processes) or late or any(code != EXIT_SECONDARY for code in failures.values())
         return failures if over else None
@@ -507,6 +525,9 @@ def describe_failure(failures: Mapping[int, int]) -> str:
     code = failures[rank]
     if code == EXIT_HANG:
         return "the job hung, see the watchdog's report"
+    if code == EXIT_LATE:
+        late = ", ".join(str(rank) for rank, code in failures.items() if code == EXIT_LATE)
+        return f"all work is done, but rank {late} did not end: its process was stopped, or is stuck in its exit"
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return f"rank {rank} {how}"
 

@@ -39,6 +39,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,6 +117,13 @@ class Watchdog:
         """Watch the spans of `dims.timeline` from now on: the collectives of the mesh axes, steps and checkpoints."""
         self._layout = dims.layout
         dims.timeline.attach(self._activity)
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Return a context in which this rank waits for all other ranks without a collective of a mesh axis.
+
+        The watchdog sees the wait as the open span `name` on the track "world".
+        """
+        return self._activity.span("world", name)
 
     def write_to(self, folder: Path) -> None:
         """Set the folder to which the rank that raises an alarm writes the stacks of all ranks. Rank 0 calls this."""

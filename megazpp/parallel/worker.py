@@ -53,7 +53,7 @@ from megazpp.base.program import (
     leave,
 )
 from megazpp.parallel.config import LaunchConfig
-from megazpp.parallel.launch import LOOPBACK, RESTART_COUNT, RankInfo, is_on_one_machine, open_store
+from megazpp.parallel.launch import AGENT_STORE, LOOPBACK, RESTART_COUNT, RankInfo, is_on_one_machine, open_store
 from megazpp.parallel.roll_call import call_roll, show_once
 from megazpp.parallel.watchdog import FAILURES, Watchdog
 
@@ -141,12 +141,18 @@ def worker_process(
     )
     worker = Worker(**vars(place), device=device, store=store, watchdog=watchdog, restarts=restarts)
 
-    # Run the caller's block. The barrier after it keeps a rank from ending while other ranks use its connections.
+    # Run the caller's block. The barrier after it keeps a rank from ending while other ranks use its connections. Its
+    # span lets the watchdog notice a rank that never arrives, for example because it waits for a server of wandb.
     try:
         yield worker
-        dist.barrier()
+        with watchdog.span("barrier at the end"):
+            dist.barrier()
     except BaseException as error:
-        leave(_report_once(error, worker, alone=is_on_one_machine(place)))
+        alone = is_on_one_machine(place)
+        code = _report_once(error, worker, alone=alone)
+        if not alone:
+            _let_others_read(worker)
+        leave(code)
     dist.destroy_process_group()
 
 
@@ -239,6 +245,20 @@ def _report_once(error: BaseException, worker: Worker, *, alone: bool) -> int:
     text = "".join(traceback.format_exception(error))
     print(f"\nrank {worker.rank} failed:\n{text}", file=sys.stderr, end="")  # starts a new line after a progress bar
     return EXIT_ERROR
+
+
+def _let_others_read(worker: Worker) -> None:
+    """Wait until all ranks have read the first failure, if the store ends with this process, but for a few seconds.
+
+    Without a launcher that hosts the store, rank 0's process hosts it. If rank 0 ended at once, other hosts could not
+    print why the job ends. All ranks of a job on several hosts call this after a failure.
+    """
+    with contextlib.suppress(Exception):  # the process that hosts the store has ended
+        key, deadline = f"{FAILURES.format(worker.restarts)}/read", time.monotonic() + 3 * REPORT_SECONDS
+        count, hosts_it = worker.store.add(key, 1), worker.rank == 0 and os.environ.get(AGENT_STORE) != "True"
+        while hosts_it and count < worker.world_size and time.monotonic() < deadline:
+            time.sleep(REPORT_SECONDS / 20)
+            count = worker.store.add(key, 0)
 
 
 def _say_who_failed(worker: Worker) -> None:

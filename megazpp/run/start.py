@@ -198,12 +198,12 @@ def start_workers(place: RankInfo, launch: LaunchConfig, main: Callable[[], int]
         main: entry point of this program, which each worker runs with the same arguments.
     """
     size = place.launched_size or place.world_size
-    hosts = hosts_of(launch, size)
+    hosts, (_, end_seconds) = hosts_of(launch, size), launch.hang_seconds
     say_at_terminal(f"starting {size} workers")
     if hosts is not None:
         # An ordinary interpreter exit would abort while the launcher's thread is in a call on a store that is lost.
-        leave(launch_workers_of_host([sys.executable, *sys.argv], hosts))
-    return launch_workers(main, size, max_restarts=launch.max_restarts)
+        leave(launch_workers_of_host([sys.executable, *sys.argv], hosts, end_seconds=end_seconds))
+    return launch_workers(main, size, max_restarts=launch.max_restarts, end_seconds=end_seconds)
 
 
 def hold_run_dir(parsed: ParsedRun) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,18 @@ from torch.distributed import distributed_c10d
 
 from megazpp.base.address import Address, listen
 from megazpp.base.launcher import find_address, find_launcher, first_host
-from megazpp.base.program import LAUNCHER_PID
+from megazpp.base.program import EXIT_LATE, LAUNCHER_PID
 from megazpp.parallel import launch, worker
 from megazpp.parallel.config import LaunchConfig
-from megazpp.parallel.launch import AGENT_STORE, RankInfo, detect_rank_info, is_on_one_machine, open_store
+from megazpp.parallel.launch import (
+    AGENT_STORE,
+    RankInfo,
+    Workers,
+    describe_failure,
+    detect_rank_info,
+    is_on_one_machine,
+    open_store,
+)
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
@@ -143,6 +152,23 @@ def test_first_ctrl_c_is_passed_to_workers_and_second_ends_the_job():
     assert sent == passed == [signal.SIGTERM, signal.SIGINT]
 
 
+@pytest.mark.parametrize(("last", "codes"), [("kill -STOP $$", {1: EXIT_LATE, 2: EXIT_LATE}), ("sleep 0.2", {})])
+def test_worker_that_does_not_end_after_the_others_ends_the_job(last, codes):
+    """End the job if two processes are stopped when rank 0 has ended, but not if they are only slow."""
+    workers = Workers(["sh", "-c", f"test $RANK = 0 || {last}"], 3)
+    workers.end_seconds = 1.0
+    workers.start({})
+    try:
+        deadline = time.monotonic() + 20
+        while (failures := workers.failures()) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        workers.stop()
+    assert failures == codes
+    if codes:
+        assert "all work is done, but rank 1, 2 did not end" in describe_failure(failures)
+
+
 def test_closed_terminal_is_passed_to_workers_unless_nohup_started_the_job():
     for handler, expected in ((signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, [])):
         sent = []
@@ -168,6 +194,19 @@ def test_broken_connection_is_reported_in_one_line_without_frames(monkeypatch, c
     if not is_traced:
         assert said.startswith("\nrank 0 on alpha: the connection to another rank is broken, and no rank has reported")
         assert said.endswith("or the link is down: Connection closed by peer [10.88.0.2]:23681. Check the logs\n")
+
+
+def test_rank_with_the_store_ends_after_the_others_have_read_the_failure(monkeypatch):
+    monkeypatch.setattr(worker, "REPORT_SECONDS", 0.2)
+    monkeypatch.delenv(AGENT_STORE, raising=False)
+    store, began = dist.HashStore(), time.monotonic()
+    first, second = (SimpleNamespace(store=store, rank=rank, world_size=2, restarts=0) for rank in (0, 1))
+    worker._let_others_read(first)
+    assert time.monotonic() - began > 0.6  # the other rank never comes
+    began = time.monotonic()
+    worker._let_others_read(second)
+    worker._let_others_read(first)
+    assert time.monotonic() - began < 0.2
 
 
 # ---- addresses at which the store and gloo listen --------------------------------------------------------------------

@@ -31,7 +31,7 @@ DIFFERENT = {
     "--save-to-run-dir": "--save-to-run-dir must be equal on all ranks, but is False on",
     "TORCH_DISTRIBUTED_DEBUG=DETAIL": "TORCH_DISTRIBUTED_DEBUG must be equal on all ranks, but is not set on",
     "TORCH_GLOO_LAZY_INIT=1": "TORCH_GLOO_LAZY_INIT must be equal on all ranks, but is not set on",
-    "OMP_NUM_THREADS=3": "OMP_NUM_THREADS) must be equal on all ranks, but is 1 and 3 (rank 0 on",
+    "OMP_NUM_THREADS=3": "OMP_NUM_THREADS) must be equal on all ranks, but is 1 and ",
     "ATEN_CPU_CAPABILITY=default": "ATEN_CPU_CAPABILITY can lower it) must be equal on all ranks, but is ",
 }
 
